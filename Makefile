@@ -1,0 +1,75 @@
+# `make` lists the targets. A machine needs GNU make, bash and Python >= 3.12; `make setup` says so where one is missing.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+# An NVIDIA GPU also needs the CUDA run-time libraries; elsewhere the compilers alone do.
+EXTRAS ?= dev,aot$(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
+comma := ,
+SOURCES := mgpu_ops core tuning tests scripts
+# Plain `make test-gpu` takes the project's environment, PYTHON=python3 any Python that has jax.
+GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
+
+# A PYTHONPATH left over in the shell must not shadow the environment. test-gpu alone passes it on, on purpose.
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help setup test lint types imports unit test-gpu test-oldest test-newest format bench demo clean distclean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup:  ## make .venv with the newest suitable Python >= 3.12 (PYTHON=/path picks one)
+	@scripts/setup.sh $(VENV) $(EXTRAS)
+
+test: lint types imports unit  ## every check and test that needs no GPU
+
+lint: setup  ## ruff: rules and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: setup  ## mypy
+	$(BIN)/mypy
+
+imports: setup  ## import-linter: core <- ops <- tuning
+	$(BIN)/lint-imports
+
+unit: setup  ## pytest with coverage (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 120 --cov --cov-report term $(ARGS)
+
+test-gpu:  ## the tests marked gpu, on a Hopper machine; PYTHON=python3 needs no .venv
+	@gpu=$$(scripts/hopper.sh); log=results/$$(date +%F)-$$gpu-test-gpu.log; mkdir -p results; \
+	MGPU_OPS_TEST_GPU=1 PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" \
+	  $(GPU_PYTHON) -m pytest -m gpu -v -p no:cacheprovider $(ARGS) 2>&1 | tee "$$log"; \
+	echo "log: $$log"
+
+# Both ends of the jax pin, in environments of their own.
+test-oldest:  ## the tests with the oldest jax and Python that pyproject.toml allows
+	@PYTHON= WANT=3.12 scripts/setup.sh .venvs/oldest dev,aot 'jax==0.11.2'
+	.venvs/oldest/bin/python -m pytest -n $(WORKERS) --timeout 120 $(ARGS)
+
+test-newest:  ## the tests with the newest jax that pyproject.toml allows
+	@scripts/setup.sh .venvs/newest dev,aot --upgrade 'jax<0.13'
+	.venvs/newest/bin/python -m pytest -n $(WORKERS) --timeout 120 $(ARGS)
+
+format: setup  ## let ruff mend and format the sources
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: setup  ## import time; on a Hopper GPU also matmul against XLA
+	@JAX_PLATFORMS=cpu $(BIN)/python scripts/import_time.py
+	@if gpu=$$(scripts/hopper.sh); then $(BIN)/mgpu-tune bench matmul $(ARGS); \
+	else echo "skipped: mgpu-tune bench matmul, which times kernels on a Hopper GPU"; fi
+
+demo: setup  ## a tour of the tuner, on any machine
+	@$(BIN)/mgpu-tune demo
+
+clean:  ## remove caches and build outputs
+	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find mgpu_ops core tuning tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## also remove the virtual environments
+	rm -rf .venv .venvs

@@ -1,0 +1,80 @@
+"""What an op is (`OpSpec`), and how a public call reaches a backend (`dispatch`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mgpu_ops.core import database, gpu
+from mgpu_ops.core.gpu import Gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """Everything the dispatcher, the tuner, the benchmarks and the contract tests need to know of one op.
+
+    `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. A Config has no default values.
+    All functions are pure; none touches a GPU except `run` and `reference`.
+    """
+
+    name: str
+    version: int  # of the kernel: raised when a stored config would mean something else
+    Problem: type
+    Config: type
+    shapes: Mapping[str, Any]  # named problems of real models: name -> Problem
+    suites: Mapping[str, Sequence[str]]  # named lists of `shapes`
+    space: Callable[[Any, Gpu], dict[str, Sequence]]  # field of Config -> its choices, ordered
+    supports: Callable[[Any, Gpu], str | None]  # why no config can run this problem, or None
+    check: Callable[[Any, Any, Gpu], str | None]  # why this config cannot run, or None
+    default: Callable[[Any, Gpu], Any]  # an analytic choice that passes `check`
+    cost: Callable[[Any, Any, Gpu], float]  # modelled time in seconds
+    distance: Callable[
+        [Any, Any], float | None
+    ]  # how far two problems are; None: a config does not carry over
+    flops: Callable[[Any], int]
+    bytes: Callable[[Any], int]  # each input read once, each output written once
+    inputs: Callable[[Any, Any], tuple]  # (problem, jax key) -> random arguments
+    run: Callable[..., Any]  # run(problem, config, gpu, *inputs, interpret=False): the kernel
+    reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
+    tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
+
+
+BACKENDS = ("mosaic", "interpret", "xla")
+_log = logging.getLogger("mgpu_ops")
+_said: set[tuple[str, str]] = set()
+
+
+def backend(name: str | None) -> str | None:
+    """The backend a call asks for: its argument, else $MGPU_OPS_BACKEND, else None (choose by GPU and problem)."""
+    where = "backend"
+    if name is None:
+        where, name = "MGPU_OPS_BACKEND", os.environ.get("MGPU_OPS_BACKEND") or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{where}={name!r} is not one of {', '.join(BACKENDS)}")
+    return name
+
+
+def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None) -> Any:
+    """Runs `problem` on a backend: the kernel with the database's config, compiled or interpreted, or XLA.
+
+    A named backend runs or raises ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is
+    logged once per reason.
+    """
+    if backend == "xla":
+        return spec.reference(problem, *arrays)
+    device = gpu.current()
+    if backend == "interpret" and (device is None or device.architecture != "hopper"):
+        device = gpu.find("h200")
+    reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device)
+    if reason is not None or device is None:
+        if backend is not None:
+            raise ValueError(f"backend={backend!r} cannot run {spec.name} {problem}: {reason}")
+        if (spec.name, str(reason)) not in _said:
+            _said.add((spec.name, str(reason)))
+            _log.warning("%s runs through XLA: %s", spec.name, reason)
+        return spec.reference(problem, *arrays)
+    chosen = database.resolve(spec, problem, device, config).config
+    return spec.run(problem, chosen, device, *arrays, interpret=backend == "interpret")

@@ -1,0 +1,54 @@
+"""Fast GPU ops for JAX on NVIDIA Hopper, tuned per GPU: `mgpu_ops.matmul(a, b)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mgpu_ops.core.database import DatabaseError, use_configs
+from mgpu_ops.matmul import SPEC as _MATMUL
+from mgpu_ops.matmul import Config as MatmulConfig
+from mgpu_ops.matmul import Problem as MatmulProblem
+from mgpu_ops.matmul import matmul
+
+SPECS = {spec.name: spec for spec in (_MATMUL,)}
+
+
+def explain(op: str, problem: Any, gpu: Any = None) -> str:
+    """Which stored config `op` runs `problem` with, and why, as text.
+
+    Args:
+      op: "matmul".
+      problem: the op's Problem, or its fields as a mapping, e.g. `{"m": 4096, "n": 4096, "k": 4096}`.
+      gpu: a name such as "h200" or "NVIDIA H200"; the running GPU by default.
+
+    Raises ValueError for an unknown op or GPU, or a mapping that is no problem of the op.
+    """
+    from mgpu_ops.core import database
+    from mgpu_ops.core import gpu as gpus
+
+    spec = spec_of(op)
+    if not isinstance(problem, spec.Problem):
+        problem = database.to_problem(spec, problem)
+    device = gpus.current() if gpu is None else gpus.find(gpu)
+    if device is None:
+        raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")
+    return database.explain(spec, problem, device)
+
+
+def spec_of(op: str) -> Any:
+    """The OpSpec of an op by name; ValueError names what there is."""
+    if op not in SPECS:
+        raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}")
+    return SPECS[op]
+
+
+__all__ = [
+    "DatabaseError",
+    "MatmulConfig",
+    "MatmulProblem",
+    "SPECS",
+    "explain",
+    "matmul",
+    "spec_of",
+    "use_configs",
+]

@@ -1,0 +1,54 @@
+"""What every test runs under: a CPU as eight devices, a database of its own, repeatable examples.
+
+`MGPU_OPS_TEST_GPU=1`, set by `make test-gpu`, leaves JAX its GPUs and runs the `gpu` tests.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ON_GPU = os.environ.get("MGPU_OPS_TEST_GPU") == "1"
+
+if not ON_GPU:  # JAX reads both when it is first imported, which is after this file
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
+
+# What the caller's shell says of mgpu_ops would change which config a test sees.
+for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:
+    if name != "MGPU_OPS_TEST_GPU":
+        del os.environ[name]
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the user's config database: no test reads or writes the real one."""
+    folder = tmp_path / "mgpu_ops_configs"
+    monkeypatch.setenv("MGPU_OPS_CONFIG_DIR", str(folder))
+    return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("gpu")
+    if mark is None:
+        return
+    if not ON_GPU:
+        pytest.skip("needs a Hopper GPU: run `make test-gpu` on a machine that has one")
+    wanted = mark.kwargs.get("devices", mark.args[0] if mark.args else 1)
+    found = hopper_gpus()
+    if found < wanted:
+        pytest.skip(f"needs {wanted} Hopper GPU(s); jax sees {found} on this machine")
+
+
+def hopper_gpus() -> int:
+    import jax
+
+    return sum(getattr(d, "compute_capability", None) == "9.0" for d in jax.local_devices())

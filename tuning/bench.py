@@ -1,0 +1,482 @@
+"""Benchmarks: an op through its public function beside other implementations, and the CSV files of the results.
+
+All implementations of a problem are timed in turn within one run; ratios between rows of different runs mean little.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mgpu_ops
+from mgpu_ops.core import database
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning import measure
+from mgpu_ops.tuning.peers import PEERS, Peer, Timer, brief, compiled
+
+OURS = "mgpu_ops"
+ROOFLINE = "roofline"
+GRAD = "+grad"  # of an op's name: forward and backward
+_GRAD_FACTOR = 3  # forward and backward are three products of the same size
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one problem; the fields are the columns of the CSV file, in this order."""
+
+    op: str  # "matmul", or "matmul+grad"
+    problem: str  # as `label` writes it
+    impl: str  # "mgpu_ops", a peer, or "roofline"
+    config: str
+    median_us: float
+    spread_us: float  # between the 10th and the 90th percentile
+    tflops: float
+    gbs: float  # 10^9 bytes per second: inputs read once and outputs written once
+    error: float  # measure.error against a float32 reference; NaN where infinities or NaN come out
+    gpu: str
+    driver: str
+    jax: str
+    date: str
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+_NUMBERS = {"median_us", "spread_us", "tflops", "gbs", "error"}
+
+
+# --- Running ----------------------------------------------------------------------------------------
+
+
+def run(
+    spec: OpSpec,
+    problems: Mapping[str, Any],
+    *,
+    gpu: Gpu,
+    against: Sequence[str],
+    grad: bool,
+    seconds: float,
+    progress: Callable[[str], None],
+    seed: int = 0,
+    backend: str | None = None,
+    save: Callable[[list[Row]], None] | None = None,
+    timer: Timer = measure.interleaved,
+) -> list[Row]:
+    """Measures `problems` (name -> Problem) through the op's public function and the peers named in `against`.
+
+    Per problem: ours, each peer that can run it, and the roofline. With `grad`, forward and backward together, applied to a
+    random cotangent. `seconds` is the time for the rounds of one problem. `progress` gets a line of text per problem, and
+    one per peer that cannot run, wrong result, or problem that failed; the run goes on, and `failures` tells afterwards.
+    `save` gets all rows so far after each problem. ValueError for a peer that is not known.
+    """
+    peers = {name: _peer(spec, name) for name in against}
+    stamp = {
+        "op": spec.name + GRAD * grad,
+        "gpu": gpu.name,
+        "driver": gpus.driver_version() or "",
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    rows: list[Row] = []
+    for name, problem in problems.items():
+        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer)
+        text = label(spec, name, problem)
+        say = partial(_say, progress, text)
+        try:
+            with gpus.target(gpu):  # what is compiled is what `resolve` is asked for
+                new = _measure(case, peers, stamp | {"problem": text}, say)
+        except Exception as error:
+            say(f"failed: {brief(error)}")
+            continue
+        rows += new
+        say(", ".join(f"{row.impl} {row.median_us:.4g} us" for row in new))
+        if save:
+            save(rows)
+    return rows
+
+
+def failures(
+    rows: Iterable[Row], spec: OpSpec, problems: Mapping[str, Any], *, grad: bool
+) -> list[str]:
+    """The problems for which ours has no row or a wrong result, with the reason: what an exit status should tell."""
+    ours = {row.problem: row for row in rows if (row.op, row.impl) == (spec.name + GRAD * grad, OURS)}
+    found = []
+    for name, problem in problems.items():
+        text = label(spec, name, problem)
+        if text not in ours:
+            found.append(f"{text}: no result")
+        elif not ours[text].error <= (limit := _tolerance(spec, problem, grad)):
+            found.append(f"{text}: error {ours[text].error:.2g} is above {limit:.2g}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One problem, and how to measure it."""
+
+    spec: OpSpec
+    problem: Any
+    gpu: Gpu
+    grad: bool
+    seconds: float
+    seed: int
+    backend: str | None
+    timer: Timer
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    """A compiled implementation that has run once."""
+
+    impl: str
+    config: str
+    call: Callable[[], Any]
+    error: float
+
+
+def _say(progress: Callable[[str], None], text: str, message: str) -> None:
+    progress(f"{text}: {message}")
+
+
+def _peer(spec: OpSpec, name: str) -> Peer:
+    known = PEERS.get(spec.name, {})
+    if name not in known:
+        raise ValueError(f"{name!r} is no peer of {spec.name}: name one of {', '.join(known)}")
+    return known[name]
+
+
+def _measure(
+    case: _Case, peers: Mapping[str, Peer], stamp: dict[str, str], say: Callable[[str], None]
+) -> list[Row]:
+    spec, problem = case.spec, case.problem
+    key, key_g = jax.random.split(jax.random.key(case.seed))
+    arrays = jax.jit(partial(spec.inputs, problem))(key)
+    ours = _PUBLIC[spec.name](problem, case.backend)
+    operands = arrays
+    if case.grad:
+        out = jax.eval_shape(ours, *arrays)
+        operands = (*arrays, jax.random.normal(key_g, out.shape, out.dtype))
+    expected = _expected(case, operands)
+
+    def enter(impl: str, function: Callable[..., Any], config: str) -> _Entrant:
+        call = compiled(_with_gradient(function) if case.grad else function, operands)
+        error = _worst_error(call(), expected)
+        if not error <= (limit := _tolerance(spec, problem, case.grad)):
+            say(f"WRONG RESULT of {impl}: error {error:.2g} is above {limit:.2g}")
+        return _Entrant(impl, config, call, error)
+
+    entrants = [enter(OURS, ours, _our_config(case))]
+    for name, peer in peers.items():
+        reason = _unavailable(case, peer)
+        if reason is not None:
+            say(f"{name} {reason}")
+            continue
+        try:
+            entrants.append(enter(name, *peer.prepare(problem, case.gpu, arrays, case.timer)))
+        except Exception as error:
+            say(f"{name} failed: {brief(error)}")
+    del expected  # the timing needs the memory
+    return [*_timed(case, entrants, stamp), roofline(case, stamp)]
+
+
+def _unavailable(case: _Case, peer: Peer) -> str | None:
+    if case.grad and not peer.differentiable:
+        return "has no gradient"
+    return peer.unavailable(case.problem, case.gpu)
+
+
+def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: dict[str, str]) -> list[Row]:
+    calls = [entrant.call for entrant in entrants]
+    warm = case.timer(calls, case.gpu, 3)
+    # Between two calls the L2 is flushed: twice its size is read and written, and two launches take about 10 us.
+    flush_us = 4 * case.gpu.l2_bytes / case.gpu.memory_bytes_per_s * 1e6 + 10
+    round_us = sum(measure.median_us(samples) + flush_us for samples in warm)
+    samples = case.timer(calls, case.gpu, measure.rounds_for(case.seconds, round_us))
+    return [
+        _row(case, stamp, e.impl, e.config, measure.median_us(s), measure.spread_us(s), e.error)
+        for e, s in zip(entrants, samples)
+    ]
+
+
+def roofline(case: _Case, stamp: dict[str, str]) -> Row:
+    """The least time by the datasheet: max(flops / tensor-core rate, bytes / memory bandwidth)."""
+    flops, moved = _work(case)
+    seconds = max(flops / case.gpu.bf16_flops, moved / case.gpu.memory_bytes_per_s)
+    return _row(case, stamp, ROOFLINE, "datasheet", seconds * 1e6, 0.0, 0.0)
+
+
+def _work(case: _Case) -> tuple[int, int]:
+    factor = _GRAD_FACTOR if case.grad else 1
+    return factor * case.spec.flops(case.problem), factor * case.spec.bytes(case.problem)
+
+
+def _row(
+    case: _Case,
+    stamp: dict[str, str],
+    impl: str,
+    config: str,
+    median_us: float,
+    spread_us: float,
+    error: float,
+) -> Row:
+    flops, moved = _work(case)
+    return Row(
+        impl=impl,
+        config=config,
+        median_us=_six_digits(median_us),
+        spread_us=_six_digits(spread_us),
+        tflops=_six_digits(flops / median_us / 1e6),
+        gbs=_six_digits(moved / median_us / 1e3),
+        error=_six_digits(error),
+        **stamp,
+    )
+
+
+def _six_digits(x: float) -> float:
+    return float(f"{x:.6g}")
+
+
+# --- What runs, and what it is checked against ---------------------------------------------------------
+
+
+def _matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+    call = partial(
+        mgpu_ops.matmul,
+        out_dtype=problem.out_dtype,
+        transpose_a=problem.layout[0] == "t",
+        transpose_b=problem.layout[1] == "t",
+        backend=backend,
+    )
+    return call if problem.batch == 1 else jax.vmap(call)
+
+
+_PUBLIC: dict[str, Callable[[Any, str | None], Callable[..., Any]]] = {"matmul": _matmul}
+
+
+def _with_gradient(function: Callable[..., Any]) -> Callable[..., tuple]:
+    def forward_and_backward(*operands: jax.Array) -> tuple:
+        *arrays, cotangent = operands
+        out, pull = jax.vjp(function, *arrays)
+        return out, *pull(cotangent)
+
+    return forward_and_backward
+
+
+def _our_config(case: _Case) -> str:
+    """The config and where it comes from; with gradients the forward's, as each of the others finds its own."""
+    if case.backend == "xla":
+        return "backend=xla"
+    reason = case.spec.supports(case.problem, case.gpu)
+    if reason is not None:
+        return f"backend=xla, for {reason}"
+    found = database.resolve(case.spec, case.problem, case.gpu)
+    fields = dataclasses.asdict(found.config).items()
+    text = " ".join(f"{key}={value}" for key, value in fields)
+    return f"{'forward ' * case.grad}{text}; source={found.source}"
+
+
+def _wide(problem: Any) -> Any:
+    """The same problem in float32."""
+    names = {field.name for field in dataclasses.fields(problem)} & {"dtype", "out_dtype"}
+    return dataclasses.replace(problem, **dict.fromkeys(names, "float32"))
+
+
+def _expected(case: _Case, operands: tuple) -> tuple[jax.Array, ...]:
+    """The answers in float32, through XLA at its highest precision, from the inputs as they were rounded."""
+    function = partial(case.spec.reference, _wide(case.problem))
+    wide = tuple(x.astype(jnp.float32) for x in operands)
+    with jax.default_matmul_precision("highest"):
+        answers = jax.jit(_with_gradient(function) if case.grad else function)(*wide)
+    return tuple(jax.tree.leaves(answers))
+
+
+def _worst_error(answers: Any, expected: tuple[jax.Array, ...]) -> float:
+    pairs = zip(jax.tree.leaves(answers), expected, strict=True)
+    return float(np.max([measure.error(out, ref) for out, ref in pairs]))  # NaN wins, unlike in max()
+
+
+def _tolerance(spec: OpSpec, problem: Any, grad: bool) -> float:
+    """The op's own; a gradient comes in the inputs' dtype, which may be coarser than the output's."""
+    coarse = dataclasses.replace(problem, out_dtype=problem.dtype) if grad else problem
+    return max(spec.tolerance(problem), spec.tolerance(coarse))
+
+
+# --- Names --------------------------------------------------------------------------------------------
+
+
+def label(spec: OpSpec, name: str, problem: Any) -> str:
+    """A problem as text: "square-4096 4096x4096x4096 bfloat16 nn", without the name where it is no shape of the op."""
+    named = name if spec.shapes.get(name) == problem else _shape_name(spec, problem)
+    return " ".join(filter(None, (named, describe(problem))))
+
+
+def _shape_name(spec: OpSpec, problem: Any) -> str | None:
+    return next((name for name, shape in spec.shapes.items() if shape == problem), None)
+
+
+def describe(problem: Any) -> str:
+    """Sizes, dtype and the rest: "4096x4096x4096 bfloat16->float32 nt batch=8"."""
+    fields = dataclasses.asdict(problem)
+    batch, dtype = fields.pop("batch", 1), fields.pop("dtype", None)
+    out_dtype = fields.pop("out_dtype", dtype)
+    sizes = "x".join(str(value) for value in fields.values() if type(value) is int)
+    dtypes = dtype if dtype == out_dtype else f"{dtype}->{out_dtype}"
+    words = [value for value in fields.values() if isinstance(value, str)]
+    flags = [key for key, value in fields.items() if value is True]
+    many = f"batch={batch}" if batch != 1 else None
+    return " ".join(filter(None, (sizes, dtypes, *words, *flags, many)))
+
+
+# --- Files --------------------------------------------------------------------------------------------
+
+
+def output_path(
+    directory: str | os.PathLike[str],
+    date: str,
+    gpu_key: str,
+    op: str,
+    what: str | None = None,
+    suffix: str = ".csv",
+) -> Path:
+    """directory/date-gpu-op[-what].csv, such as results/2025-01-31-h200-matmul-square.csv."""
+    return Path(directory) / ("-".join(filter(None, (date, gpu_key, op, what))) + suffix)
+
+
+def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    """Replaces the file at `path`; floats keep every digit."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(dataclasses.astuple(row) for row in rows)
+    temporary.replace(path)
+
+
+def read_csv(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows that `write_csv` wrote. ValueError, with path and line, for another file."""
+    with open(path, newline="", encoding="utf-8") as stream:
+        reader = csv.reader(stream)
+        header = next(reader, [])
+        if tuple(header) != COLUMNS:
+            raise ValueError(f"{path}: has columns {header}, not {list(COLUMNS)}: run the benchmark again")
+        return [_parsed(path, reader.line_num, values) for values in reader]
+
+
+def _parsed(path: str | os.PathLike[str], line: int, values: Sequence[str]) -> Row:
+    try:
+        pairs = zip(COLUMNS, values, strict=True)
+        fields: dict[str, Any] = {c: float(v) if c in _NUMBERS else v for c, v in pairs}
+    except ValueError as error:
+        raise ValueError(f"{path}, line {line}: {error}: run the benchmark again") from None
+    return Row(**fields)
+
+
+def merge(*runs: Iterable[Row]) -> list[Row]:
+    """The rows of several runs; all rows of an (op, problem, gpu) come from the last run that has any.
+
+    Rows of one problem stay together, as only times that were taken in turn may be compared.
+    """
+    latest: dict[tuple[str, str, str], list[Row]] = {}
+    for rows in runs:
+        latest |= _grouped(rows)
+    return [row for rows in latest.values() for row in rows]
+
+
+def _grouped(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.problem, row.gpu), []).append(row)
+    return groups
+
+
+# --- What the rows say -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One problem: ours, the peers that ran it by name, and the least time there could be."""
+
+    op: str
+    problem: str
+    gpu: str
+    ours: Row | None
+    peers: dict[str, Row]
+    roofline: Row | None
+
+    def ratio(self, peer: str) -> float | None:
+        """The peer's time over ours: above 1 where ours is faster. None unless both ran and both are right."""
+        theirs = self.peers.get(peer)
+        if self.ours is None or theirs is None or wrong(self.ours) or wrong(theirs):
+            return None
+        return theirs.median_us / self.ours.median_us
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Ours beside one peer, over the problems that both got right."""
+
+    op: str
+    peer: str
+    problems: int
+    geomean: float  # of the peer's time over ours; NaN without a problem
+    worst: float
+    worst_problem: str
+    wins: int  # problems where the ratio is at least 1
+    wrong: int  # problems that are left out, as a result is wrong
+
+
+# No rounding of a 16-bit format, 2^-8 at most, comes near this. `failures` holds ours to the op's own tolerance.
+_WRONG = 0.05
+
+
+def wrong(row: Row) -> bool:
+    """Whether a result is no rounding of the right one, so that its time says nothing."""
+    return not row.error <= _WRONG
+
+
+def lines(rows: Iterable[Row]) -> list[Line]:
+    """One Line for each (op, problem, gpu), in the order of the rows."""
+    found = []
+    for (op, problem, gpu), group in _grouped(rows).items():
+        by_impl = {row.impl: row for row in group}
+        ours, roof = by_impl.pop(OURS, None), by_impl.pop(ROOFLINE, None)
+        found.append(Line(op, problem, gpu, ours, by_impl, roof))
+    return found
+
+
+def summary(rows: Iterable[Row]) -> list[Summary]:
+    """For each op and peer: the geometric mean of (peer's time / our time), the worst problem, and the wins."""
+    every = lines(rows)
+    pairs = dict.fromkeys((line.op, peer) for line in every for peer in line.peers)
+    return [_summary(op, peer, [line for line in every if line.op == op]) for op, peer in pairs]
+
+
+def _summary(op: str, peer: str, of_op: Sequence[Line]) -> Summary:
+    both = [line for line in of_op if line.ours is not None and peer in line.peers]
+    ratios = [(ratio, line.problem) for line in both if (ratio := line.ratio(peer)) is not None]
+    logs = [math.log(ratio) for ratio, _ in ratios]
+    worst, worst_problem = min(ratios, default=(math.nan, ""))
+    return Summary(
+        op=op,
+        peer=peer,
+        problems=len(ratios),
+        geomean=math.exp(math.fsum(logs) / len(logs)) if logs else math.nan,
+        worst=worst,
+        worst_problem=worst_problem,
+        wins=sum(ratio >= 1.0 for ratio, _ in ratios),
+        wrong=len(both) - len(ratios),
+    )
