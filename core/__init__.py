@@ -13,10 +13,10 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    import importlib
+    import importlib.util
 
+    if name.startswith("__") or importlib.util.find_spec(f"{__name__}.{name}"):
+        raise AttributeError(name)  # a module of this package: the import system goes on to load it
     engine = importlib.import_module("mgpu_ops.core.engine")
     try:
         return getattr(engine, name)

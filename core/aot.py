@@ -119,9 +119,7 @@ def compile_for(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: i
 def available() -> str | None:
     """Why `compile_for` cannot run on this machine, or None where it can. Looks for files only."""
     missing = [] if _plugin() else ["JAX's CUDA plugin"]
-    missing += [
-        tool for tool in ("ptxas", "nvdisasm") if not (_cuda_root() / "bin" / tool).exists()
-    ]
+    missing += [tool for tool in ("ptxas", "nvdisasm") if not (_cuda_root() / "bin" / tool).exists()]
     if not missing:
         return None
     return (
@@ -186,9 +184,7 @@ def _topology(gpu: Gpu, devices: int) -> topologies.TopologyDescription:
         gpu.name,
         platform="cuda",
         topology=f"1x1x{devices}",
-        target_config=_TARGET_CONFIG.format(
-            gpu=gpu, clock_ghz=gpu.clock_hz / 1e9, major=major, minor=minor
-        ),
+        target_config=_TARGET_CONFIG.format(gpu=gpu, clock_ghz=gpu.clock_hz / 1e9, major=major, minor=minor),
     )
     # The plugin does not register without cuDNN and other libraries, none of which compiling
     # needs. Where there is a GPU its check is left on, since programs will run there too.

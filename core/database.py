@@ -122,9 +122,7 @@ def json_schema() -> dict[str, Any]:
 # --- reading
 
 
-def decode(
-    data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | None = None
-) -> File:
+def decode(data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | None = None) -> File:
     """The file in `data`, for `gpu_key` and `op` where given; else DatabaseError naming `path`."""
     try:
         file = msgspec.json.decode(data, type=File)
@@ -134,9 +132,7 @@ def decode(
         raise DatabaseError(path, reason) from None
     for what, wanted, found in (("GPU", gpu_key, file.gpu), ("op", op, file.op)):
         if wanted not in (None, found):
-            raise DatabaseError(
-                path, f"is for {what} {found!r}, not {wanted!r}: move it to <gpu>/<op>.json"
-            )
+            raise DatabaseError(path, f"is for {what} {found!r}, not {wanted!r}: move it to <gpu>/<op>.json")
     if len({_identity(entry) for entry in file.entries}) != len(file.entries):
         raise DatabaseError(path, "has two entries of one kind for one problem: delete one")
     return file
@@ -215,7 +211,8 @@ def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
 
 def _identity(entry: Entry) -> tuple[Any, ...]:
     # The type's name keeps 1 and True apart and lets any two identities be ordered.
-    fields = ((k, type(v).__name__, v) for k, v in sorted(entry.problem.items()))
+    # A list first: a generator takes twice as long, and an update does this for every entry.
+    fields = [(k, type(v).__name__, v) for k, v in sorted(entry.problem.items())]
     return tuple(fields), entry.evidence.kind
 
 
@@ -372,9 +369,7 @@ def _frozen(op: str, answer: Any) -> Any:
 
 
 def _is_pair(pair: Any) -> bool:
-    return (
-        isinstance(pair, Sequence) and len(pair) == 2 and all(map(dataclasses.is_dataclass, pair))
-    )
+    return isinstance(pair, Sequence) and len(pair) == 2 and all(map(dataclasses.is_dataclass, pair))
 
 
 # --- resolution
@@ -515,15 +510,15 @@ def _stored(query: _Query) -> Resolution | None:
                 if distance is not None:
                     ranked.append(((True, modelled, distance, level), "near", row))
 
-    too_far = 0
+    failed = 0
     for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
         reason = _stale(row.entry, spec) or spec.check(problem, row.config, gpu)
         if reason is None:
             return Resolution(row.config, source, row.path, row.entry, distance if near else None)
-        too_far += near
-        if too_far <= 3:  # enough to see why
+        failed += near
+        if failed <= 3:  # enough to see why
             query.note(source, f"{row.path}: {_title(row.entry)} passed over: {reason}")
-    query.note("near", f"none of {too_far} entries for comparable problems can run this one")
+    query.note("near", f"none of {failed} entries for comparable problems can run this one")
     return None
 
 
@@ -538,7 +533,10 @@ def _stored_rows(query: _Query, source: str, gpu_key: str, path: Path) -> tuple[
         elif source != "family":
             query.note(source, f"{path}: no such file")
         return ()
-    query.note(source, f"{path}: read, {len(rows)} entries")
+    fields = dataclasses.asdict(query.problem)
+    kinds = [row.entry.evidence.kind for row in rows if row.entry.problem == fields]
+    what = f"{path}: {len(rows)} entries, {' and '.join(kinds) or 'none'} for this problem"
+    query.note(source, what)
     return rows
 
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -182,6 +184,8 @@ def kernel(
 
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
     """
+    if interpret:
+        _require_threads(math.prod(grid) * math.prod(cluster) * num_threads)
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulator)}
     buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
     if interpret:
@@ -189,9 +193,7 @@ def kernel(
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
         for key, t in accumulators.items():
-            scratch[key] = (
-                _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shape)
-            )
+            scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shape)
         body(*refs, **scratch)
 
     return plgpu.kernel(
@@ -205,10 +207,19 @@ def kernel(
         num_threads=num_threads,
         thread_name=thread_name,
         kernel_name=name,
-        compiler_params=compiler_params
-        or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
+        compiler_params=compiler_params or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
+
+
+def _require_threads(warpgroups: int) -> None:
+    """Raises where the interpreter could hang: each simulated warpgroup may block one thread of XLA's CPU pool."""
+    pool = max(int(os.environ.get("NPROC") or os.cpu_count() or 1), jax.local_device_count("cpu"))
+    if warpgroups > pool:
+        raise RuntimeError(
+            f"interpreting {warpgroups} warpgroups at a time needs as many CPU threads, but XLA has {pool} and could hang: "
+            f"set NPROC={max(64, warpgroups)} in the environment before Python starts"
+        )
 
 
 def _allow_ragged_arrays() -> None:
@@ -223,9 +234,7 @@ def _allow_ragged_arrays() -> None:
     copy = launch_context.LaunchContext.async_copy
 
     @functools.wraps(copy)
-    def async_copy(
-        self: Any, *, src_ref: Any, dst_ref: Any, gmem_transform: Any = (), **options: Any
-    ) -> None:
+    def async_copy(self: Any, *, src_ref: Any, dst_ref: Any, gmem_transform: Any = (), **options: Any) -> None:
         to_smem = utils.is_smem_ref(dst_ref)
         gmem, smem = (src_ref, dst_ref) if to_smem else (dst_ref, src_ref)
         match gmem_transform:
@@ -237,7 +246,7 @@ def _allow_ragged_arrays() -> None:
         src_ref, dst_ref = (gmem, smem) if to_smem else (smem, gmem)
         copy(self, src_ref=src_ref, dst_ref=dst_ref, gmem_transform=gmem_transform, **options)
 
-    launch_context.LaunchContext.async_copy = async_copy
+    launch_context.LaunchContext.async_copy = async_copy  # type: ignore[method-assign]
 
 
 _allow_ragged_arrays()

@@ -31,9 +31,7 @@ class OpSpec:
     check: Callable[[Any, Any, Gpu], str | None]  # why this config cannot run, or None
     default: Callable[[Any, Gpu], Any]  # an analytic choice that passes `check`
     cost: Callable[[Any, Any, Gpu], float]  # modelled time in seconds
-    distance: Callable[
-        [Any, Any], float | None
-    ]  # how far two problems are; None: a config does not carry over
+    distance: Callable[[Any, Any], float | None]  # how far two problems are; None: a config does not carry over
     flops: Callable[[Any], int]
     bytes: Callable[[Any], int]  # each input read once, each output written once
     inputs: Callable[[Any, Any], tuple]  # (problem, jax key) -> random arguments
@@ -66,8 +64,11 @@ def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend:
     if backend == "xla":
         return spec.reference(problem, *arrays)
     device = gpu.current()
-    if backend == "interpret" and (device is None or device.architecture != "hopper"):
-        device = gpu.find("h200")
+    if (
+        backend == "interpret"
+    ):  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
+        hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
+        device = dataclasses.replace(hopper, sms=4)
     reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device)
     if reason is not None or device is None:
         if backend is not None:

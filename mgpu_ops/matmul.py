@@ -54,6 +54,9 @@ class Config:
     raster_dimension: str  # "m" or "n": tiles are walked in strips that are `raster_width` wide along it
     raster_width: int
     epilogue_tile_n: int  # columns stored at a time; two such pieces are in flight
+    split_k: (
+        int  # parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few
+    )
     memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
 
 
@@ -138,6 +141,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             return f"{field}={getattr(c, field)!r} is not one of {allowed}"
     if min(c.tile_m, c.tile_n, c.tile_k, c.raster_width, c.epilogue_tile_n) < 1:
         return "tiles and raster_width must be at least 1"
+    if not 1 <= c.split_k <= math.ceil(problem.k / max(c.tile_k, 1)):
+        return f"split_k={c.split_k} must be from 1 to the {math.ceil(problem.k / c.tile_k)} steps of k={problem.k}"
     if c.max_concurrent_steps < 2:
         return f"max_concurrent_steps={c.max_concurrent_steps}: copying ahead takes at least 2 slots"
     if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
@@ -158,10 +163,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             f"tile_n={c.tile_n} transposed={b_t})"
         )
     if wg_n % c.epilogue_tile_n or c.epilogue_tile_n % 8:
-        return (
-            f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of 8"
-        )
-    ragged = _ragged(problem, c, swizzle)
+        return f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of 8"
+    ragged = _ragged(_partial(problem, c), c, swizzle)
     if ragged is not None:
         return ragged
     accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
@@ -182,6 +185,18 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 def _transposed(problem: Problem) -> tuple[bool, bool]:
     return problem.layout[0] == "t", problem.layout[1] == "t"
+
+
+def _partial(p: Problem, c: Config) -> Problem:
+    """What the kernel itself computes: with split_k, `p.batch` times `c.split_k` float32 products of a part of k each."""
+    if c.split_k == 1:
+        return p
+    return dataclasses.replace(p, out_dtype="float32", batch=p.batch * c.split_k)
+
+
+def _k_steps(p: Problem, c: Config) -> int:
+    """Pipeline steps of one output tile: of k, or of a part of it. The last part's surplus steps read zeros."""
+    return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
 
 
 def _warpgroup_tile(c: Config) -> tuple[int, int]:
@@ -209,8 +224,18 @@ def _ragged(p: Problem, c: Config, swizzle: int) -> str | None:
     a_t, b_t = _transposed(p)
     out_swizzle = _largest_swizzle(c.epilogue_tile_n * _itemsize(p.out_dtype))
     blocks = (  # array, its rows and row length, the block's row length and field, elements of a swizzle tile's row
-        ("a", (p.k, p.m) if a_t else (p.m, p.k), *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k")), swizzle // 2),
-        ("b", (p.n, p.k) if b_t else (p.k, p.n), *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n")), swizzle // 2),
+        (
+            "a",
+            (p.k, p.m) if a_t else (p.m, p.k),
+            *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k")),
+            swizzle // 2,
+        ),
+        (
+            "b",
+            (p.n, p.k) if b_t else (p.k, p.n),
+            *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n")),
+            swizzle // 2,
+        ),
         ("the output", (p.m, p.n), c.epilogue_tile_n, "epilogue_tile_n", out_swizzle // _itemsize(p.out_dtype)),
     )
     for what, (rows, length), width, field, tile in blocks:
@@ -242,7 +267,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     c, steps = config, config.max_concurrent_steps
     return smem.block_bytes(
         [
-            (_out_shape(c), _itemsize(problem.out_dtype)),
+            (_out_shape(c), _itemsize(_partial(problem, c).out_dtype)),
             ((steps, c.tile_m, c.tile_k), 2),
             ((steps, c.tile_k, c.tile_n), 2),
         ],
@@ -267,49 +292,53 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "raster_dimension": ("m", "n"),
         "raster_width": (1, 2, 4, 8, 16),
         "epilogue_tile_n": (32, 64, 128),
+        "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
     }
 
 
 # Rates that a datasheet does not give, measured on an H200 (docs/kernels/matmul.md).
 _POWER = 0.83  # of the datasheet's dense rate is left under the power cap on random data
-_HBM = 0.90  # of the datasheet's bandwidth is reached
-_L2_BYTES_PER_CLOCK = 44  # an SM's loads through TMA from L2
-_LOAD_LATENCY = 1.5e-6  # s from a TMA request to its data, under load
+_HBM = 0.88  # of the datasheet's bandwidth is reached
+_LOAD_BYTES_PER_CLOCK = 44  # what TMA brings an SM from L2
+_LOAD_LATENCY = 1.3e-6  # s from a TMA request to its data, under load
 _LAUNCH = 2.0e-6  # s of a kernel that does nothing
+_SWIZZLE_64 = 0.72  # of the rate is left with 64-byte swizzles: wgmma's reads then meet bank conflicts
+_ONE_WARPGROUP = 0.9  # nothing multiplies while the only warpgroup stores or waits
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds: the slower of arithmetic, L2 and bytes in flight per step, in whole waves, above HBM.
+    """Modelled time in seconds: the slowest of arithmetic, loads and latency per step, in whole waves, above HBM.
 
-    step  = max(2 tm tn tk / rate, bytes / L2 rate, bytes / (bytes in flight / latency)) of one SM
-    time  = launch + latency + max(waves * (k steps * step + exposed epilogue), HBM bytes / HBM rate)
+    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM
+    time = launch + latency + max(waves * (k steps * step + store), HBM bytes / HBM rate) + sum of the split_k parts
     """
-    p, c = problem, config
-    itemsize = 2
+    p, c = _partial(problem, config), config
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     waves = math.ceil(tiles / gpu.sms)
     rate = gpu.bf16_flops * _POWER / gpu.sms
+    load_rate = _LOAD_BYTES_PER_CLOCK * gpu.clock_hz
     wg_m, wg_n = _warpgroup_tile(c)
-    # Each 64-row wgmma reads B from shared memory again: narrow ones wait for it, and one warpgroup alone has gaps.
-    efficiency = min(1.0, 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192))
-    efficiency *= 0.9 if c.compute_warpgroups == 1 else 1.0
-    a_bytes, b_bytes = c.tile_m * c.tile_k * itemsize, c.tile_k * c.tile_n * itemsize
-    from_l2 = a_bytes / (2 if c.cluster == "n" else 1) + b_bytes / (2 if c.cluster == "m" else 1)
-    in_flight = (c.max_concurrent_steps - 1) * (a_bytes + b_bytes)
+    # A wgmma of 64 rows reads all of B's tile from shared memory: the wider it is, the better that overlaps.
+    efficiency = 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
+    efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
+    efficiency *= _SWIZZLE_64 if _swizzle(problem, c) == 64 else 1.0
     step = max(
         2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency),
-        from_l2 / (_L2_BYTES_PER_CLOCK * gpu.clock_hz),
-        (a_bytes + b_bytes) * _LOAD_LATENCY / in_flight,
+        (c.tile_m + c.tile_n) * c.tile_k * 2 / load_rate,
+        _LOAD_LATENCY / (c.max_concurrent_steps - 1),
     )
-    epilogue = c.tile_m * c.tile_n * _itemsize(p.out_dtype) / (_L2_BYTES_PER_CLOCK * gpu.clock_hz)
-    compute = waves * (math.ceil(p.k / c.tile_k) * step + epilogue)
+    store = c.tile_m * c.tile_n * _itemsize(p.out_dtype) / load_rate
     # A wave's tiles share operands in L2 when they form a compact patch: a strip as wide as the patch is high is best.
-    patch = math.sqrt(gpu.sms)
     width = c.raster_width * (c.tile_m if c.raster_dimension == "m" else c.tile_n) / 128
-    raster = 1.0 + 0.004 * abs(math.log2(width / patch))
-    hbm = bytes_moved(p) / (gpu.memory_bytes_per_s * _HBM)
-    return _LAUNCH + _LOAD_LATENCY + max(compute * raster, hbm)
+    raster = 1.0 + 0.004 * abs(math.log2(width / math.sqrt(gpu.sms)))
+    multicast = 0.99 if c.cluster != "none" else 1.0  # less traffic in L2, less power
+    compute = waves * (_k_steps(p, c) * step + store) * raster * multicast
+    hbm = gpu.memory_bytes_per_s * _HBM
+    reduction = 0.0
+    if c.split_k > 1:  # the parts mostly lie in L2, which reads at about twice the rate
+        reduction = _LAUNCH + p.batch * p.m * p.n * 4 / (2 * hbm)
+    return _LAUNCH + _LOAD_LATENCY + max(compute, bytes_moved(problem) / hbm) + reduction
 
 
 _TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -319,7 +348,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
     """An analytic choice, never measured: the candidate of least modelled `cost`.
 
     Two warpgroups split the rows (each then reads a wide B tile once per 64 rows), tile_k = 64 is one 128-byte swizzle row,
-    the ring takes the shared memory there is, and strips of 8 tiles keep operands in L2.
+    the ring takes the shared memory there is, strips of 8 tiles keep operands in L2, and k is split where tiles are few.
     """
     candidates = [
         Config(
@@ -332,13 +361,15 @@ def default(problem: Problem, gpu: Gpu) -> Config:
             cluster=cluster,
             raster_dimension="m",
             raster_width=8,
-            epilogue_tile_n=128 // _itemsize(problem.out_dtype),
+            epilogue_tile_n=64 if split_k == 1 and _itemsize(problem.out_dtype) == 2 else 32,
+            split_k=split_k,
             memory_registers=40,
         )
         for tile_m, tile_n in _TILES
         for steps in range(2, 9)
         for cluster in ("none", "m")
         for wg_dimension in ("m", "n")
+        for split_k in (1, 2, 4, 8)
     ]
     legal = [c for c in candidates if check(problem, c, gpu) is None]
     if not legal:
@@ -351,9 +382,10 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """The output tile of a block: which product of the batch, and row and column in tiles (traced int32)."""
+    """An output tile: which product of the batch, which part of k, and row and column in tiles (traced int32)."""
 
     batch: Any
+    part: Any
     row: Any
     column: Any
 
@@ -369,14 +401,15 @@ def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
         if p.batch > 1
         else (jnp.int32(0), index)
     )
-    row, column = schedule.raster(
-        index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width
-    )
+    row, column = schedule.raster(index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width)
     if c.cluster == "m":
         row = row * 2 + lax.axis_index("cluster")
     if c.cluster == "n":
         column = column * 2 + lax.axis_index("cluster")
-    return _Tile(batch, row, column)
+    part = jnp.int32(0)
+    if c.split_k > 1:
+        batch, part = lax.div(batch, jnp.int32(c.split_k)), lax.rem(batch, jnp.int32(c.split_k))
+    return _Tile(batch, part, row, column)
 
 
 def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[Any]:
@@ -390,21 +423,26 @@ def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[An
 
     def spec(ref: Any, tile: tuple[int, int], index: Any, shared: bool) -> Any:
         batched = ref.ndim == 3
+
+        def where(t: Any, k: Any) -> tuple[Any, ...]:
+            at = _tile(p, c, blocks, t)
+            if c.split_k > 1:
+                k = k + at.part * _k_steps(p, c)
+            return ((at.batch,) if batched else ()) + index(at, k)
+
         return core.BlockSpec(
             (None, *tile) if batched else tile,
-            lambda t, k: ((_tile(p, c, blocks, t).batch,) if batched else ()) + index(t, k),
+            where,
             transforms=core.operand_transforms(tile[1], ref.dtype, swizzle),
             memory_space=core.SMEM,
             collective_axes=("cluster",) if shared else (),
         )
 
-    def a_index(t: Any, k: Any) -> tuple[Any, Any]:
-        row = _tile(p, c, blocks, t).row
-        return (k, row) if a_t else (row, k)
+    def a_index(at: _Tile, k: Any) -> tuple[Any, Any]:
+        return (k, at.row) if a_t else (at.row, k)
 
-    def b_index(t: Any, k: Any) -> tuple[Any, Any]:
-        column = _tile(p, c, blocks, t).column
-        return (column, k) if b_t else (k, column)
+    def b_index(at: _Tile, k: Any) -> tuple[Any, Any]:
+        return (at.column, k) if b_t else (k, at.column)
 
     a_tile = (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k)
     b_tile = (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
@@ -450,9 +488,7 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
     row, column = _warpgroup_origin(c)
     values = acc[...].astype(out_ref.dtype)
     slots = _epilogue_slots(c)
-    pieces = [
-        (i, j) for i in range(0, wg_m, _EPILOGUE_ROWS) for j in range(0, wg_n, c.epilogue_tile_n)
-    ]
+    pieces = [(i, j) for i in range(0, wg_m, _EPILOGUE_ROWS) for j in range(0, wg_n, c.epilogue_tile_n)]
     for number, (i, j) in enumerate(pieces):
         slot = number % slots
         # The slot's last copy has read it. At a new tile all are waited for: they started a whole main loop ago.
@@ -461,7 +497,8 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
         core.commit_smem()
         rows = core.ds(tile.row * c.tile_m + row + i, _EPILOGUE_ROWS)
         columns = core.ds(tile.column * c.tile_n + column + j, c.epilogue_tile_n)
-        where = (tile.batch, rows, columns) if out_ref.ndim == 3 else (rows, columns)
+        product = tile.batch * c.split_k + tile.part
+        where = (product, rows, columns) if out_ref.ndim == 3 else (rows, columns)
         core.copy_smem_to_gmem(out_smem.at[wg, slot], out_ref.at[where])
 
 
@@ -469,7 +506,7 @@ def _kernel(
     p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any
 ) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store at the end of each tile."""
-    k_steps = math.ceil(p.k / c.tile_k)
+    k_steps = _k_steps(p, c)
     groups = _tile_groups(p, c)
     my_tiles = schedule.tiles_of_block(groups, lax.axis_index("block"), blocks)
 
@@ -508,12 +545,13 @@ def _tile_groups(p: Problem, c: Config) -> int:
 
 def _launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Runs the kernel: A and B as stored, each with or without a leading batch dimension."""
+    out_dtype, batched = p.out_dtype, 3 in (a.ndim, b.ndim)
+    p = _partial(p, c)
     cluster = 1 if c.cluster == "none" else 2
     blocks = min(gpu.sms // cluster, _tile_groups(p, c))
-    shape = (p.batch, p.m, p.n) if 3 in (a.ndim, b.ndim) else (p.m, p.n)
-    return core.kernel(
+    out = core.kernel(
         functools.partial(_kernel, p, c, blocks),
-        out_type=jax.ShapeDtypeStruct(shape, p.out_dtype),
+        out_type=jax.ShapeDtypeStruct((p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n), p.out_dtype),
         scratch_types={
             "accumulator": core.Accumulator(_warpgroup_tile(c), c.compute_warpgroups),
             "out_smem": core.SMEM(
@@ -530,6 +568,10 @@ def _launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inte
         name="mgpu_ops_matmul",
         interpret=interpret,
     )(a, b)
+    if c.split_k > 1:  # in a fixed order: the result is the same from run to run
+        parts = out.reshape(*((-1,) if batched else ()), c.split_k, p.m, p.n)
+        out = parts.sum(-3).astype(out_dtype)
+    return out
 
 
 # --- The public function ----------------------------------------------------------------------------------------------
@@ -677,9 +719,7 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
     wide = jnp.promote_types(problem.dtype, jnp.float32)
     if problem.dtype == problem.out_dtype:
         wide = problem.dtype  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass
-    return jnp.matmul(
-        a.mT if a_t else a, b.mT if b_t else b, preferred_element_type=wide
-    ).astype(problem.out_dtype)
+    return jnp.matmul(a.mT if a_t else a, b.mT if b_t else b, preferred_element_type=wide).astype(problem.out_dtype)
 
 
 def flops(problem: Problem) -> int:

@@ -15,9 +15,7 @@ ON_GPU = os.environ.get("MGPU_OPS_TEST_GPU") == "1"
 
 if not ON_GPU:  # JAX reads both when it is first imported, which is after this file
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    )
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 # What the caller's shell says of mgpu_ops would change which config a test sees.
 for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:

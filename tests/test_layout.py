@@ -140,9 +140,7 @@ def test_imports_keep_the_contracts(copy_of_the_sources):
         ),
     ],
 )
-def test_an_import_against_the_direction_breaks_its_contract(
-    copy_of_the_sources, file, statement, contract
-):
+def test_an_import_against_the_direction_breaks_its_contract(copy_of_the_sources, file, statement, contract):
     for planted in ("mgpu_ops/planted.py", "tuning/planted.py"):
         (copy_of_the_sources / planted).touch()
     with open(copy_of_the_sources / file, "a") as source:

@@ -1,6 +1,7 @@
-"""Benchmarks: an op through its public function beside other implementations, and the CSV files of the results.
+"""Benchmarks: an op through its public function beside other implementations, as CSV files.
 
-All implementations of a problem are timed in turn within one run; ratios between rows of different runs mean little.
+All implementations of a problem are timed in turn within one run; ratios between rows of different
+runs mean little.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mgpu_ops
-from mgpu_ops.core import database
+from mgpu_ops.core import database, op
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
@@ -36,7 +37,7 @@ _GRAD_FACTOR = 3  # forward and backward are three products of the same size
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation of one problem; the fields are the columns of the CSV file, in this order."""
+    """One implementation of one problem; the fields are the CSV file's columns, in this order."""
 
     op: str  # "matmul", or "matmul+grad"
     problem: str  # as `label` writes it
@@ -57,7 +58,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 _NUMBERS = {"median_us", "spread_us", "tflops", "gbs", "error"}
 
 
-# --- Running ----------------------------------------------------------------------------------------
+# --- Running --------------------------------------------------------------------------------------
 
 
 def run(
@@ -74,14 +75,16 @@ def run(
     save: Callable[[list[Row]], None] | None = None,
     timer: Timer = measure.interleaved,
 ) -> list[Row]:
-    """Measures `problems` (name -> Problem) through the op's public function and the peers named in `against`.
+    """Measures `problems` (name -> Problem) through the op's public function and its peers.
 
-    Per problem: ours, each peer that can run it, and the roofline. With `grad`, forward and backward together, applied to a
-    random cotangent. `seconds` is the time for the rounds of one problem. `progress` gets a line of text per problem, and
-    one per peer that cannot run, wrong result, or problem that failed; the run goes on, and `failures` tells afterwards.
-    `save` gets all rows so far after each problem. ValueError for a peer that is not known.
+    Per problem: ours, each peer that can run it, and the roofline. With `grad`, forward and
+    backward together, applied to a random cotangent. `seconds` is the time for the rounds of one
+    problem. `progress` gets a line of text per problem, and one per peer that cannot run, wrong
+    result, or problem that failed; the run goes on, and `failures` tells afterwards. `save` gets
+    all rows so far after each problem. ValueError for a peer that is not known.
     """
     peers = {name: _peer(spec, name) for name in against}
+    backend = op.backend(backend)
     stamp = {
         "op": spec.name + GRAD * grad,
         "gpu": gpu.name,
@@ -107,10 +110,8 @@ def run(
     return rows
 
 
-def failures(
-    rows: Iterable[Row], spec: OpSpec, problems: Mapping[str, Any], *, grad: bool
-) -> list[str]:
-    """The problems for which ours has no row or a wrong result, with the reason: what an exit status should tell."""
+def failures(rows: Iterable[Row], spec: OpSpec, problems: Mapping[str, Any], *, grad: bool) -> list[str]:
+    """The problems for which ours has no row or a wrong result: what an exit status should tell."""
     ours = {row.problem: row for row in rows if (row.op, row.impl) == (spec.name + GRAD * grad, OURS)}
     found = []
     for name, problem in problems.items():
@@ -157,38 +158,40 @@ def _peer(spec: OpSpec, name: str) -> Peer:
     return known[name]
 
 
-def _measure(
-    case: _Case, peers: Mapping[str, Peer], stamp: dict[str, str], say: Callable[[str], None]
-) -> list[Row]:
-    spec, problem = case.spec, case.problem
+def _measure(case: _Case, peers: Mapping[str, Peer], stamp: dict[str, str], say: Callable[[str], None]) -> list[Row]:
+    return [*_timed(case, _entrants(case, peers, say), stamp), _roofline(case, stamp)]
+
+
+def _entrants(case: _Case, peers: Mapping[str, Peer], say: Callable[[str], None]) -> list[_Entrant]:
+    """Ours and every peer that can run the problem, compiled and compared with float32."""
     key, key_g = jax.random.split(jax.random.key(case.seed))
-    arrays = jax.jit(partial(spec.inputs, problem))(key)
-    ours = _PUBLIC[spec.name](problem, case.backend)
+    arrays = jax.jit(partial(case.spec.inputs, case.problem))(key)
+    ours = _PUBLIC[case.spec.name](case.problem, case.backend)
     operands = arrays
     if case.grad:
         out = jax.eval_shape(ours, *arrays)
         operands = (*arrays, jax.random.normal(key_g, out.shape, out.dtype))
     expected = _expected(case, operands)
+    limit = _tolerance(case.spec, case.problem, case.grad)
 
     def enter(impl: str, function: Callable[..., Any], config: str) -> _Entrant:
         call = compiled(_with_gradient(function) if case.grad else function, operands)
         error = _worst_error(call(), expected)
-        if not error <= (limit := _tolerance(spec, problem, case.grad)):
+        if not error <= limit:
             say(f"WRONG RESULT of {impl}: error {error:.2g} is above {limit:.2g}")
         return _Entrant(impl, config, call, error)
 
     entrants = [enter(OURS, ours, _our_config(case))]
     for name, peer in peers.items():
-        reason = _unavailable(case, peer)
-        if reason is not None:
-            say(f"{name} {reason}")
-            continue
         try:
-            entrants.append(enter(name, *peer.prepare(problem, case.gpu, arrays, case.timer)))
+            reason = _unavailable(case, peer)
+            if reason is None:
+                entrants.append(enter(name, *peer.prepare(case.problem, case.gpu, arrays, case.timer)))
+            else:
+                say(f"{name} {reason}")
         except Exception as error:
             say(f"{name} failed: {brief(error)}")
-    del expected  # the timing needs the memory
-    return [*_timed(case, entrants, stamp), roofline(case, stamp)]
+    return entrants
 
 
 def _unavailable(case: _Case, peer: Peer) -> str | None:
@@ -200,7 +203,7 @@ def _unavailable(case: _Case, peer: Peer) -> str | None:
 def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: dict[str, str]) -> list[Row]:
     calls = [entrant.call for entrant in entrants]
     warm = case.timer(calls, case.gpu, 3)
-    # Between two calls the L2 is flushed: twice its size is read and written, and two launches take about 10 us.
+    # Each call follows a flush: twice the L2's size read and written; 10 us is for the launches.
     flush_us = 4 * case.gpu.l2_bytes / case.gpu.memory_bytes_per_s * 1e6 + 10
     round_us = sum(measure.median_us(samples) + flush_us for samples in warm)
     samples = case.timer(calls, case.gpu, measure.rounds_for(case.seconds, round_us))
@@ -210,7 +213,7 @@ def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: dict[str, str]) -> 
     ]
 
 
-def roofline(case: _Case, stamp: dict[str, str]) -> Row:
+def _roofline(case: _Case, stamp: dict[str, str]) -> Row:
     """The least time by the datasheet: max(flops / tensor-core rate, bytes / memory bandwidth)."""
     flops, moved = _work(case)
     seconds = max(flops / case.gpu.bf16_flops, moved / case.gpu.memory_bytes_per_s)
@@ -248,7 +251,7 @@ def _six_digits(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-# --- What runs, and what it is checked against ---------------------------------------------------------
+# --- What runs, and what it is checked against ----------------------------------------------------
 
 
 def _matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
@@ -275,7 +278,7 @@ def _with_gradient(function: Callable[..., Any]) -> Callable[..., tuple]:
 
 
 def _our_config(case: _Case) -> str:
-    """The config and where it comes from; with gradients the forward's, as each of the others finds its own."""
+    """The config and where it comes from. Each product of a gradient finds its own; not told."""
     if case.backend == "xla":
         return "backend=xla"
     reason = case.spec.supports(case.problem, case.gpu)
@@ -294,7 +297,7 @@ def _wide(problem: Any) -> Any:
 
 
 def _expected(case: _Case, operands: tuple) -> tuple[jax.Array, ...]:
-    """The answers in float32, through XLA at its highest precision, from the inputs as they were rounded."""
+    """The answers in float32, through XLA at its highest precision, from the same inputs."""
     function = partial(case.spec.reference, _wide(case.problem))
     wide = tuple(x.astype(jnp.float32) for x in operands)
     with jax.default_matmul_precision("highest"):
@@ -304,20 +307,23 @@ def _expected(case: _Case, operands: tuple) -> tuple[jax.Array, ...]:
 
 def _worst_error(answers: Any, expected: tuple[jax.Array, ...]) -> float:
     pairs = zip(jax.tree.leaves(answers), expected, strict=True)
-    return float(np.max([measure.error(out, ref) for out, ref in pairs]))  # NaN wins, unlike in max()
+    errors = [measure.error(out, ref) for out, ref in pairs]
+    return float(np.max(errors))  # of NaN is NaN, unlike max()
 
 
 def _tolerance(spec: OpSpec, problem: Any, grad: bool) -> float:
-    """The op's own; a gradient comes in the inputs' dtype, which may be coarser than the output's."""
-    coarse = dataclasses.replace(problem, out_dtype=problem.dtype) if grad else problem
-    return max(spec.tolerance(problem), spec.tolerance(coarse))
+    """The op's own; a gradient has the inputs' dtype, which may be coarser than the output's."""
+    limits = [spec.tolerance(problem)]
+    if grad and hasattr(problem, "out_dtype"):
+        limits.append(spec.tolerance(dataclasses.replace(problem, out_dtype=problem.dtype)))
+    return max(limits)
 
 
-# --- Names --------------------------------------------------------------------------------------------
+# --- Names ----------------------------------------------------------------------------------------
 
 
 def label(spec: OpSpec, name: str, problem: Any) -> str:
-    """A problem as text: "square-4096 4096x4096x4096 bfloat16 nn", without the name where it is no shape of the op."""
+    """As text: "square-4096 4096x4096x4096 bfloat16 nn"; only shapes of the op have a name."""
     named = name if spec.shapes.get(name) == problem else _shape_name(spec, problem)
     return " ".join(filter(None, (named, describe(problem))))
 
@@ -339,7 +345,7 @@ def describe(problem: Any) -> str:
     return " ".join(filter(None, (sizes, dtypes, *words, *flags, many)))
 
 
-# --- Files --------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------
 
 
 def output_path(
@@ -355,7 +361,7 @@ def output_path(
 
 
 def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
-    """Replaces the file at `path`; floats keep every digit."""
+    """Replaces the file at `path`; floats keep every digit. No text may hold a carriage return."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -386,7 +392,7 @@ def _parsed(path: str | os.PathLike[str], line: int, values: Sequence[str]) -> R
 
 
 def merge(*runs: Iterable[Row]) -> list[Row]:
-    """The rows of several runs; all rows of an (op, problem, gpu) come from the last run that has any.
+    """The rows of several runs; those of an (op, problem, gpu) come from the last run with any.
 
     Rows of one problem stay together, as only times that were taken in turn may be compared.
     """
@@ -403,7 +409,7 @@ def _grouped(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     return groups
 
 
-# --- What the rows say -----------------------------------------------------------------------------------
+# --- What the rows say ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -418,7 +424,7 @@ class Line:
     roofline: Row | None
 
     def ratio(self, peer: str) -> float | None:
-        """The peer's time over ours: above 1 where ours is faster. None unless both ran and both are right."""
+        """The peer's time over ours, above 1 where ours is faster. None unless both are right."""
         theirs = self.peers.get(peer)
         if self.ours is None or theirs is None or wrong(self.ours) or wrong(theirs):
             return None
@@ -430,6 +436,7 @@ class Summary:
     """Ours beside one peer, over the problems that both got right."""
 
     op: str
+    gpu: str
     peer: str
     problems: int
     geomean: float  # of the peer's time over ours; NaN without a problem
@@ -439,7 +446,7 @@ class Summary:
     wrong: int  # problems that are left out, as a result is wrong
 
 
-# No rounding of a 16-bit format, 2^-8 at most, comes near this. `failures` holds ours to the op's own tolerance.
+# Rounding to 16 bits, 2^-8 at most, comes nowhere near. `failures` knows the op's own tolerance.
 _WRONG = 0.05
 
 
@@ -451,27 +458,29 @@ def wrong(row: Row) -> bool:
 def lines(rows: Iterable[Row]) -> list[Line]:
     """One Line for each (op, problem, gpu), in the order of the rows."""
     found = []
-    for (op, problem, gpu), group in _grouped(rows).items():
+    for (name, problem, gpu), group in _grouped(rows).items():
         by_impl = {row.impl: row for row in group}
         ours, roof = by_impl.pop(OURS, None), by_impl.pop(ROOFLINE, None)
-        found.append(Line(op, problem, gpu, ours, by_impl, roof))
+        found.append(Line(name, problem, gpu, ours, by_impl, roof))
     return found
 
 
 def summary(rows: Iterable[Row]) -> list[Summary]:
-    """For each op and peer: the geometric mean of (peer's time / our time), the worst problem, and the wins."""
-    every = lines(rows)
-    pairs = dict.fromkeys((line.op, peer) for line in every for peer in line.peers)
-    return [_summary(op, peer, [line for line in every if line.op == op]) for op, peer in pairs]
+    """For each op, GPU and peer: the geometric mean of peer's time / our time, worst and wins."""
+    sets: dict[tuple[str, str, str], list[Line]] = {}
+    for line in lines(rows):
+        for peer in line.peers if line.ours else ():
+            sets.setdefault((line.op, line.gpu, peer), []).append(line)
+    return [_summary(*key, both) for key, both in sets.items()]
 
 
-def _summary(op: str, peer: str, of_op: Sequence[Line]) -> Summary:
-    both = [line for line in of_op if line.ours is not None and peer in line.peers]
+def _summary(name: str, gpu: str, peer: str, both: Sequence[Line]) -> Summary:
     ratios = [(ratio, line.problem) for line in both if (ratio := line.ratio(peer)) is not None]
     logs = [math.log(ratio) for ratio, _ in ratios]
     worst, worst_problem = min(ratios, default=(math.nan, ""))
     return Summary(
-        op=op,
+        op=name,
+        gpu=gpu,
         peer=peer,
         problems=len(ratios),
         geomean=math.exp(math.fsum(logs) / len(logs)) if logs else math.nan,

@@ -68,9 +68,7 @@ class Modelled:
         spec, problem = self._spec, self._problem
         shapes = jax.eval_shape(lambda: spec.inputs(problem, jax.random.key(0)))
         try:
-            report = aot.compile_for(
-                self.gpu, lambda *arrays: spec.run(problem, config, self.gpu, *arrays), *shapes
-            )
+            report = aot.compile_for(self.gpu, lambda *arrays: spec.run(problem, config, self.gpu, *arrays), *shapes)
         except Exception as e:
             return worker.first_line(e)
         return f"{report.spills} bytes of registers spill" if report.spills else None
@@ -120,10 +118,9 @@ class Measured:
                     yield left.pop(0), reply
                     continue
                 limit = f"no answer for {self._timeout:.0f} s"
-                yield left.pop(0), (
-                    Outcome("timeout", detail=limit)
-                    if reply is None
-                    else Outcome("crash", detail=_text(reply))
+                yield (
+                    left.pop(0),
+                    (Outcome("timeout", detail=limit) if reply is None else Outcome("crash", detail=_text(reply))),
                 )
                 self._restart()
                 break

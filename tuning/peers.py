@@ -23,8 +23,9 @@ Timer = Callable[[Sequence[Callable[[], Any]], Gpu, int], list[list[float]]]  # 
 class Peer:
     """Another implementation of an op.
 
-    `unavailable(problem, gpu)` says why it cannot run a problem, or None. `prepare(problem, gpu, arrays, timer)` gives a
-    function of `arrays` that jax.jit can trace, tuned for the problem, and its settings as text.
+    `unavailable(problem, gpu)` says why it cannot run a problem, or None. `prepare(problem, gpu,
+    arrays, timer)` gives a function of `arrays` that jax.jit can trace, tuned for the problem, and
+    its settings as text.
     """
 
     unavailable: Callable[[Any, Gpu], str | None]
@@ -49,25 +50,24 @@ def brief(error: BaseException) -> str:
 def _xla(op: str) -> Peer:
     """The op's reference under jit: cuBLAS or XLA's own kernels, as XLA's autotuning chooses."""
 
-    def prepare(
-        problem: Any, gpu: Gpu, arrays: tuple, timer: Timer
-    ) -> tuple[Callable[..., Any], str]:
+    def prepare(problem: Any, gpu: Gpu, arrays: tuple, timer: Timer) -> tuple[Callable[..., Any], str]:
         flags = os.environ.get("XLA_FLAGS", "").split()
         return partial(SPECS[op].reference, problem), " ".join(["jit", *flags])
 
     return Peer(lambda problem, gpu: None, prepare, differentiable=True)
 
 
-# --- jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu ---------------------------------------------
+# --- jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu -------------------------------------------
 
 _TILE_K, _STEPS, _STRIP = 64, 4, 8
 
 
 def pallas_tilings(problem: Any) -> Iterator[dict[str, Any]]:
-    """The settings of JAX's own Hopper matmul that can run a problem, as far as divisibility and registers say.
+    """The settings of JAX's own Hopper matmul that divisibility and registers allow.
 
-    Its tile_m and tile_n are those of one of two warpgroups, and the tile of both must divide the problem. The space is that
-    of the tuning loop in its own main(), with smaller and wider tiles added and one strip width instead of three.
+    Its tile_m and tile_n are those of one of two warpgroups, and the tile of both must divide the
+    problem. The space is that of the tuning loop in its own main(), with smaller and wider tiles
+    added and one strip width instead of three.
     """
     for tile_m, tile_n, wg in itertools.product((64, 128), (64, 128, 256), "MN"):
         rows, columns = tile_m * (1 + (wg == "M")), tile_n * (1 + (wg == "N"))
@@ -113,16 +113,14 @@ def _pallas_call(tiling: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _runnable(tiling: dict[str, Any], arrays: tuple) -> Callable[[], Any] | str:
-    """The compiled call, or why there is none: their limits, such as shared memory, show as exceptions."""
+    """The compiled call, or why there is none: its limits, as of shared memory, raise."""
     try:
         return compiled(_pallas_call(tiling), arrays)
     except Exception as error:
         return brief(error)
 
 
-def _pallas_prepare(
-    problem: Any, gpu: Gpu, arrays: tuple, timer: Timer
-) -> tuple[Callable[..., Any], str]:
+def _pallas_prepare(problem: Any, gpu: Gpu, arrays: tuple, timer: Timer) -> tuple[Callable[..., Any], str]:
     """The fastest of its settings in three interleaved rounds."""
     tilings = list(pallas_tilings(problem))
     with ThreadPoolExecutor(4) as pool:

@@ -175,10 +175,7 @@ class _Search:
 
     def _pool(self, draws: int) -> list[Any]:
         """Random legal configs."""
-        drawn = (
-            self.spec.Config(**{k: self.random.choice(v) for k, v in self.space.items()})
-            for _ in range(draws)
-        )
+        drawn = (self.spec.Config(**{k: self.random.choice(v) for k, v in self.space.items()}) for _ in range(draws))
         return [c for c in drawn if self.spec.check(self.problem, c, self.gpu) is None]
 
     def _seeds(self, pool: Sequence[Any]) -> list[tuple[Any, str]]:
@@ -201,9 +198,7 @@ class _Search:
                 value = getattr(best.config, field)
                 if value not in choices or not 0 <= choices.index(value) + step < len(choices):
                     continue
-                moved = dataclasses.replace(
-                    best.config, **{field: choices[choices.index(value) + step]}
-                )
+                moved = dataclasses.replace(best.config, **{field: choices[choices.index(value) + step]})
                 if count and self._new(moved):
                     count -= 1
                     yield moved
@@ -213,9 +208,7 @@ class _Search:
         return self.spec.Config(**chosen)
 
     def _distributions(self) -> dict[str, Any]:
-        return {
-            k: optuna.distributions.IntDistribution(0, len(v) - 1) for k, v in self.space.items()
-        }
+        return {k: optuna.distributions.IntDistribution(0, len(v) - 1) for k, v in self.space.items()}
 
     def _indices(self, config: Any) -> dict[str, int]:
         """A config as indices into the choices; a value that is none of them stands at its nearest."""

@@ -82,9 +82,7 @@ def test_an_accumulator_beyond_the_register_file_spills():
 @needs_compiler
 def test_the_same_function_compiles_again_in_full_for_the_same_and_for_another_gpu():
     jitted = jax.jit(matmul)
-    first, again, other = (
-        aot.compile_for(key, jitted, TILE, TILE) for key in ("h200", "h200", "h20")
-    )
+    first, again, other = (aot.compile_for(key, jitted, TILE, TILE) for key in ("h200", "h200", "h20"))
     assert first.sass
     assert dataclasses.replace(other, gpu=first.gpu) == again == first
 

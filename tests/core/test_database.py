@@ -121,11 +121,9 @@ def resolve(m=64, config=None) -> database.Resolution:
 
 @pytest.fixture(autouse=True)
 def own_places(tmp_path, monkeypatch):
-    """Empty folders in place of the user's and the shipped files; nothing logged or warned of yet."""
+    """Empty folders in place of the user's and the shipped files; nothing logged or warned yet."""
     monkeypatch.setenv("MGPU_OPS_CONFIG_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(
-        database, "shipped_path", lambda gpu, op: tmp_path / "shipped" / gpu / f"{op}.json"
-    )
+    monkeypatch.setattr(database, "shipped_path", lambda gpu, op: tmp_path / "shipped" / gpu / f"{op}.json")
     monkeypatch.setattr(database, "_warned", set())
     monkeypatch.setattr(database, "_logged", set())
 
@@ -196,23 +194,21 @@ def test_changed_or_cut_bytes_decode_or_raise_a_database_error(changes, length):
     for mutant in (bytes(data), bytes(data[:length]), GOOD[:length]):
         try:
             decoded = database.decode(mutant, path="some/file.json")
-        except DatabaseError as error:
-            assert str(error).startswith("some/file.json: ")
-        else:
-            assert database.decode(database.encode(decoded), path="f") == msgspec.structs.replace(
-                decoded, entries=database.merge((), decoded.entries)
-            )
+        except DatabaseError:
+            continue
+        in_order = msgspec.structs.replace(decoded, entries=database.merge((), decoded.entries))
+        assert database.decode(database.encode(decoded), path="f") == in_order
 
 
 @given(st.binary(max_size=60))
 @quiet
 def test_any_bytes_decode_or_raise_a_database_error(data):
-    with pytest.raises(DatabaseError, match="corrupt|newer"):
+    with pytest.raises(DatabaseError, match=r"corrupt|newer"):
         database.decode(data, path="f")
 
 
 def changed(**changes) -> bytes:
-    """A good file with values changed: its own, its first entry's or those of that one's evidence."""
+    """A good file with values changed: its own, its first entry's or that entry's evidence's."""
     tree = json.loads(GOOD)
     first = tree["entries"][0]
     for key, value in changes.items():
@@ -230,6 +226,9 @@ def changed(**changes) -> bytes:
         (b'{"schema":1,"x":' + b"[" * 100_000, "corrupt"),
         (b'\xff{"schema":1}', "corrupt"),
         (changed(note="hand-made"), "unknown field `note`"),
+        (GOOD.replace(b'"config":', b'"note":1,"config":', 1), "unknown field `note`"),
+        (GOOD.replace(b'"driver":', b'"note":1,"driver":', 1), "unknown field `note`"),
+        (GOOD.replace(b'"driver":"570.86.15",', b"", 1), "missing required field `driver`"),
         (changed(problem={"m": 1.5}), "float"),
         (changed(config={"tile": None}), "null"),
         (changed(config={"tile": [1]}), "array"),
@@ -252,9 +251,7 @@ def changed(**changes) -> bytes:
         (changed(problem={"m": 128}), "two entries of one kind for one problem"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_path_and_reason_and_is_left_as_it_is(
-    data, reason, tmp_path
-):
+def test_a_bad_file_is_refused_with_its_path_and_reason_and_is_left_as_it_is(data, reason, tmp_path):
     path = tmp_path / "scale.json"
     path.write_bytes(data)
     with pytest.raises(DatabaseError, match=reason) as caught:
@@ -309,9 +306,7 @@ def test_the_json_schema_names_every_field_and_allows_no_other():
 
 # --- update
 
-small = st.builds(
-    entry, st.sampled_from([1, 2, 3]), st.integers(1, 9), st.sampled_from(["measured", "modelled"])
-)
+small = st.builds(entry, st.sampled_from([1, 2, 3]), st.integers(1, 9), st.sampled_from(["measured", "modelled"]))
 
 
 @given(st.lists(st.lists(small, max_size=4), max_size=4))
@@ -375,7 +370,7 @@ def test_an_entry_that_could_not_be_read_back_is_never_written(bad, tmp_path):
 
 
 def test_evidence_refuses_a_date_that_is_none():
-    with pytest.raises(ValueError, match="date=.2025-02-30. must be a date"):
+    with pytest.raises(ValueError, match=r"date=.2025-02-30. must be a date"):
         evidence(date="2025-02-30")
 
 
@@ -448,9 +443,7 @@ placed = st.tuples(
 def place(rows, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MGPU_OPS_CONFIG_DIR", str(Path(folder, "user")))
-        patch.setattr(
-            database, "shipped_path", lambda gpu, op: Path(folder, "shipped", gpu, f"{op}.json")
-        )
+        patch.setattr(database, "shipped_path", lambda gpu, op: Path(folder, "shipped", gpu, f"{op}.json"))
         for source, m, tile, kind, version in rows:
             key = COUSIN.key if source == "family" else GPU.key
             path = user(key) if source == "user" else shipped(key)
@@ -539,7 +532,7 @@ def test_a_broken_user_file_warns_once_and_the_call_goes_on(data):
 
 
 def test_what_a_user_names_explicitly_raises_if_it_cannot_be_used(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="argument cannot run .* tile=100 exceeds m=64"):
+    with pytest.raises(ValueError, match=r"argument cannot run .* tile=100 exceeds m=64"):
         resolve(config=Config(100))
     with pytest.raises(TypeError, match=r"must be a .*Config"):
         resolve(config={"tile": 1})
@@ -550,7 +543,7 @@ def test_what_a_user_names_explicitly_raises_if_it_cannot_be_used(tmp_path, monk
         resolve()
     path = write(tmp_path / "scale.json", entry(tile=100), entry(m=1, tile=1, kernel_version=1))
     monkeypatch.setenv("MGPU_OPS_CONFIG_PATH", str(path))
-    with pytest.raises(ValueError, match="environment: measured .* cannot run"):
+    with pytest.raises(ValueError, match=r"environment: measured .* cannot run"):
         resolve()
     with pytest.raises(DatabaseError, match="for kernel version 1, not 2: tune again"):
         resolve(1)
@@ -606,21 +599,19 @@ def test_each_choice_is_logged_once(caplog):
 
 def test_nested_overrides_ask_the_innermost_first_and_end_with_their_block(tmp_path):
     path = write(tmp_path / "scale.json", entry(m=1, tile=1), entry(m=2, tile=2))
-    with database.use_configs({"scale": Config(8), "other": Config(9)}):
-        with database.use_configs({"scale": [(Problem(64), Config(4))]}):
-            with database.use_configs(path):
-                path.unlink()  # was read on entry
-                assert resolve(2).config == Config(2)
-                assert resolve(2).path == path
-                assert resolve(64).config == Config(4)
-                assert resolve(65).config == Config(8)
+    outer = database.use_configs({"scale": Config(8), "other": Config(9)})
+    middle = database.use_configs({"scale": [(Problem(64), Config(4))]})
+    with outer:
+        with middle, database.use_configs(path):
+            path.unlink()  # was read on entry
+            assert (resolve(2).config, resolve(2).path) == (Config(2), path)
+            assert resolve(64).config == Config(4)
+            assert resolve(65).config == Config(8)
         assert resolve(64).config == Config(8)
     assert resolve(64).source == "default"
 
 
-@pytest.mark.parametrize(
-    "bad", [3, {"scale": 8}, {"scale": []}, {"scale": [Config(1)]}, {"scale": [(64, Config(1))]}]
-)
+@pytest.mark.parametrize("bad", [3, {"scale": 8}, {"scale": []}, {"scale": [Config(1)]}, {"scale": [(64, Config(1))]}])
 def test_use_configs_refuses_what_is_no_config(bad):
     with pytest.raises(TypeError, match="use_configs"), database.use_configs(bad):
         pass
@@ -664,8 +655,8 @@ def test_explain_tells_the_winner_its_evidence_and_what_was_passed_over():
     assert f"from      shipped: measured {{'m': 64}} of {shipped()}" in text
     assert "measured 10 us, spread 0.1 us, on NVIDIA H200; 1.5x as fast as the default" in text
     assert "1.25x as fast as xla (12.5 us); error 0.001; 32 trials on 2025-11-20" in text
-    assert "user: " in text
-    assert "tile=100 exceeds m=64" in text
+    assert f"user: {user()}: 1 entries, measured for this problem" in text
+    assert f"user: {user()}: measured {{'m': 64}} passed over: tile=100 exceeds m=64" in text
     assert "near, distance 1: measured" in database.explain(SPEC, Problem(128), GPU)
     assert "from      argument" in database.explain(SPEC, Problem(128), GPU, Config(2))
 
@@ -716,7 +707,5 @@ def test_importing_the_database_starts_no_backend_and_finds_the_shipped_files():
     )
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == root / "mgpu_ops/configs/h200/matmul.json"

@@ -37,9 +37,7 @@ entry = scope["entry"]
 def start(code: str, *arguments: object) -> subprocess.Popen:
     command = [sys.executable, "-c", PRELUDE + code, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -114,9 +112,7 @@ print(len(problems()), os.listdir(os.path.dirname(sys.argv[1])))
     assert ".tmp" not in out
 
 
-@pytest.mark.parametrize(
-    ("step", "new"), [("before fsync", False), ("before replace", False), ("after replace", True)]
-)
+@pytest.mark.parametrize(("step", "new"), [("before fsync", False), ("before replace", False), ("after replace", True)])
 def test_a_writer_killed_at_each_step_leaves_one_whole_file(step, new, tmp_path):
     code = """
 when, name = sys.argv[2].split()

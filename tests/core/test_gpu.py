@@ -172,12 +172,8 @@ def test_the_driver_version_is_read_from_the_kernel_module(driver, line):
     assert gpu.driver_version() == "535.161.08"
 
 
-@pytest.mark.parametrize(
-    ("printed", "version"), [("580.82.07\n580.82.07\n", "580.82.07"), ("", None)]
-)
-def test_without_the_file_the_driver_version_is_asked_of_nvidia_smi(
-    driver, monkeypatch, printed, version
-):
+@pytest.mark.parametrize(("printed", "version"), [("580.82.07\n580.82.07\n", "580.82.07"), ("", None)])
+def test_without_the_file_the_driver_version_is_asked_of_nvidia_smi(driver, monkeypatch, printed, version):
     monkeypatch.setattr(gpu, "_nvidia_smi", lambda: printed)
     assert gpu.driver_version() == version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,6 @@ def test_raster_finishes_a_strip_before_the_next_and_turns_round_at_its_end(shap
         strips = [tile[minor] // width for tile in path]
         if shape[1 - minor] > 1:  # one line of tiles has no strips
             assert strips == sorted(strips)
-        # The patch in flight stays compact: along the strip, the next tile is at most one step away.
+        # What is in flight stays compact: along the strip, the next tile is at most a step away.
         along = [tile[1 - minor] for tile in path]
-        assert all(abs(x - y) <= 1 for x, y in zip(along, along[1:]))
+        assert all(abs(x - y) <= 1 for x, y in itertools.pairwise(along))

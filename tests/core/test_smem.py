@@ -32,7 +32,20 @@ def test_buffers_start_at_multiples_of_1024_and_barriers_follow(buffers, barrier
     assert smem.block_bytes(buffers, barriers) == wanted
 
 
-BASE = MatmulConfig(128, 128, 64, 3, 2, "m", "none", "m", 8, 64, 40)
+BASE = MatmulConfig(
+    tile_m=128,
+    tile_n=128,
+    tile_k=64,
+    max_concurrent_steps=3,
+    compute_warpgroups=2,
+    wg_dimension="m",
+    cluster="none",
+    raster_dimension="m",
+    raster_width=8,
+    epilogue_tile_n=64,
+    split_k=1,
+    memory_registers=40,
+)
 CASES = {
     "plain": (MatmulProblem(512, 512, 512), BASE),
     "two steps": (MatmulProblem(512, 512, 512), replace(BASE, max_concurrent_steps=2)),
@@ -50,6 +63,7 @@ CASES = {
         MatmulProblem(512, 512, 512, out_dtype="float32"),
         replace(BASE, epilogue_tile_n=32),
     ),
+    "split k": (MatmulProblem(512, 512, 512), replace(BASE, split_k=3, epilogue_tile_n=32)),
     "transposed batch": (MatmulProblem(256, 256, 256, layout="tt", batch=3), BASE),
 }
 

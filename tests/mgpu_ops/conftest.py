@@ -15,16 +15,26 @@ def float64(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def assert_matmul(problem: Any, out: Any, a: Any, b: Any) -> None:
-    """`out` is `problem`'s dtype and shape and within the op's tolerance of NumPy's product in float64."""
-    a, b = (float64(x).swapaxes(-1, -2) if t == "t" else float64(x) for x, t in zip((a, b), problem.layout))
-    wanted = a @ b
-    assert out.dtype == problem.out_dtype
+def _assert_near(out: Any, wanted: Any, tolerance: float) -> None:
+    """max |out - wanted| / (|wanted| + rms(wanted)) < tolerance, in float64; a NaN fails."""
+    out, wanted = float64(out), float64(wanted)
     assert out.shape == wanted.shape
-    error = np.abs(float64(out) - wanted) / (np.abs(wanted) + np.sqrt(np.mean(wanted**2)))
-    assert error.max() < SPECS["matmul"].tolerance(problem)  # false for NaN, too
+    error = np.abs(out - wanted) / (np.abs(wanted) + np.sqrt(np.mean(wanted**2)))
+    assert error.max() < tolerance
 
 
-@pytest.fixture(name="assert_matmul")
-def _assert_matmul() -> Callable[[Any, Any, Any, Any], None]:
-    return assert_matmul
+def _assert_matmul(problem: Any, out: Any, a: Any, b: Any) -> None:
+    """`out` has `problem`'s dtype and is within the op's tolerance of NumPy's float64 product."""
+    a, b = (x.swapaxes(-1, -2) if t == "t" else x for x, t in zip((a, b), problem.layout))
+    assert out.dtype == problem.out_dtype
+    _assert_near(out, float64(a) @ float64(b), SPECS["matmul"].tolerance(problem))
+
+
+@pytest.fixture
+def assert_near() -> Callable[[Any, Any, float], None]:
+    return _assert_near
+
+
+@pytest.fixture
+def assert_matmul() -> Callable[[Any, Any, Any, Any], None]:
+    return _assert_matmul

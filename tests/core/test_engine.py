@@ -1,0 +1,189 @@
+"""The engine without an op: kernels in the interpreter, races, and what `mgpu_ops.core` offers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mgpu_ops import core
+
+INT32 = jax.ShapeDtypeStruct((128,), jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def clean_interpreter() -> Iterator[None]:
+    """Each test starts with no kernel interpreted; the race detector's pages go nowhere."""
+    core.reset_interpreter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    core.reset_interpreter()
+
+
+def interpreted(body: Any, **kwargs: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "out_type": INT32,
+        "scratch_types": {},
+        "grid": (1,),
+        "grid_names": ("block",),
+        "num_threads": 1,
+        "name": "test",
+        "interpret": True,
+    }
+    return core.kernel(body, **(defaults | kwargs))
+
+
+def handover(*, ordered: bool) -> Any:
+    """Warpgroup 0 fills a buffer in shared memory, warpgroup 1 adds one and stores it."""
+
+    def body(out_ref: Any, *, smem: Any, filled: Any) -> None:
+        @core.when(lax.axis_index("wg") == 0)
+        def _() -> None:
+            smem[...] = jnp.full(128, 7, jnp.int32)
+            core.barrier_arrive(filled)
+
+        @core.when(lax.axis_index("wg") == 1)
+        def _() -> None:
+            if ordered:
+                core.barrier_wait(filled)
+            smem[...] = smem[...] + 1
+            out_ref[...] = smem[...]
+            if not ordered:
+                core.barrier_wait(filled)
+
+    scratch = {"smem": core.SMEM((128,), jnp.int32), "filled": core.Barrier()}
+    return interpreted(body, scratch_types=scratch, num_threads=2)
+
+
+def test_detector_is_silent_where_a_barrier_orders_two_warpgroups():
+    out = handover(ordered=True)()
+    np.testing.assert_array_equal(out, np.full(128, 8))
+    assert not core.races_found()
+
+
+def test_detector_finds_two_warpgroups_that_share_a_buffer_without_a_barrier():
+    handover(ordered=False)().block_until_ready()
+    assert core.races_found()
+
+
+def test_a_clean_kernel_after_a_race_is_judged_alone():
+    handover(ordered=False)().block_until_ready()
+    handover(ordered=True)().block_until_ready()
+    assert not core.races_found()
+
+
+def test_asking_for_races_before_any_kernel_ran_is_an_error():
+    with pytest.raises(RuntimeError, match="no kernel was interpreted"):
+        core.races_found()
+
+
+def test_interpreter_works_again_after_a_kernel_failed_in_it_and_a_reset():
+    def reads_beyond_its_array(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[core.ds(lax.axis_index("block") + 64, 128)]
+
+    with pytest.raises(Exception, match=r"[Oo]ut.of.bounds"):
+        interpreted(reads_beyond_its_array)(jnp.zeros(128, jnp.int32)).block_until_ready()
+    core.reset_interpreter()
+    np.testing.assert_array_equal(handover(ordered=True)(), np.full(128, 8))
+
+
+def test_one_body_launched_with_two_grids_runs_each_grid():
+    """A shared function object kept the first grid in jax 0.11.0 to 0.11.2 (jax#40847)."""
+
+    def body(out_ref: Any) -> None:
+        block = lax.axis_index("block")
+        out_ref[core.ds(block * 128, 128)] = jnp.full(128, block + 1, jnp.int32)
+
+    for blocks in (2, 4, 3):
+        out_type = jax.ShapeDtypeStruct((blocks * 128,), jnp.int32)
+        out = interpreted(body, grid=(blocks,), out_type=out_type)()
+        np.testing.assert_array_equal(out, np.repeat(np.arange(1, blocks + 1), 128))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_wgmma_adds_into_an_accumulator_that_starts_at_zero(transposed):
+    def body(a_ref: Any, b_ref: Any, out_ref: Any, *, a: Any, b: Any, acc: Any, full: Any) -> None:
+        for ref, buffer in ((a_ref, a), (b_ref, b)):
+            core.copy_gmem_to_smem(ref, buffer, full)
+        core.barrier_wait(full)
+
+        def multiply(acc: Any) -> None:
+            for _ in range(2):  # twice: it adds
+                core.wgmma(acc, a, core.transpose_ref(b) if transposed else b)
+                core.wgmma_wait(0)
+            out_ref[...] = acc[...]
+
+        acc.scope(multiply)
+
+    k1, k2 = jax.random.split(jax.random.key(0))
+    x, y = jax.random.normal(k1, (64, 64), "bfloat16"), jax.random.normal(k2, (64, 64), "bfloat16")
+    tile = core.SMEM((64, 64), jnp.bfloat16, transforms=core.operand_transforms(64, jnp.bfloat16))
+    scratch = {
+        "a": tile,
+        "b": tile,
+        "acc": core.Accumulator((64, 64), 1),
+        "full": core.Barrier(num_arrivals=2),
+    }
+    out_type = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    out = interpreted(body, scratch_types=scratch, out_type=out_type)(x, y)
+    wanted = 2 * np.asarray(x, np.float64) @ np.asarray(y.mT if transposed else y, np.float64)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
+    assert not core.races_found()
+
+
+@pytest.mark.parametrize(
+    ("minor", "dtype", "swizzle", "wanted"),
+    [
+        (64, jnp.bfloat16, None, (64, 128)),
+        (128, jnp.float16, None, (64, 128)),
+        (32, jnp.bfloat16, None, (32, 64)),
+        (96, jnp.bfloat16, None, (32, 64)),
+        (64, jnp.bfloat16, 64, (32, 64)),
+        (32, jnp.float32, None, (32, 128)),
+        (16, jnp.bfloat16, None, (16, 32)),
+    ],
+)
+def test_operand_transforms_take_the_largest_swizzle_of_a_row(minor, dtype, swizzle, wanted):
+    row, swizzle_bytes = wanted
+    assert core.operand_transforms(minor, dtype, swizzle) == (
+        core.TilingTransform((8, row)),
+        core.SwizzleTransform(swizzle_bytes),
+    )
+
+
+def test_more_shared_memory_than_a_gpu_has_is_an_error_when_lowered():
+    def body(out_ref: Any, *, smem: Any) -> None:
+        smem[...] = jnp.zeros(smem.shape, jnp.float32)
+        out_ref[...] = smem[0].astype(jnp.int32)
+
+    scratch = {"smem": core.SMEM((512, 128), jnp.float32)}
+    launch = jax.jit(interpreted(body, scratch_types=scratch, interpret=False))
+    with pytest.raises(ValueError, match=r"[Ss]hared memory|SMEM|smem"):
+        launch.trace().lower(lowering_platforms=("cuda",))
+
+
+def test_a_name_that_core_does_not_have_says_where_to_look():
+    with pytest.raises(AttributeError, match=r"no 'wgmmma'.*core/engine.py"):
+        core.wgmmma  # noqa: B018
+
+
+def test_dir_of_core_lists_what_kernels_may_use():
+    assert {"kernel", "wgmma", "emit_pipeline_warp_specialized", "SMEM"} <= set(dir(core))
+
+
+def test_importing_mgpu_ops_does_not_import_pallas():
+    code = (
+        "import sys, mgpu_ops; assert not [m for m in sys.modules if 'pallas' in m];"
+        "mgpu_ops.core.kernel; assert 'jax.experimental.pallas' in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,288 @@
+"""What the dispatcher, the tuner and the benchmarks take for granted of every op in `SPECS`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mgpu_ops
+from mgpu_ops import SPECS, MatmulProblem
+from mgpu_ops.core import gpu, op
+
+GPUS = [gpu.find(key) for key in ("h200", "h100-sxm", "h100-pcie", "h20")]
+H200 = GPUS[0]
+CASES = [(spec, name) for spec in SPECS.values() for name in spec.shapes]
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+every_shape = pytest.mark.parametrize(("spec", "shape"), CASES, ids=[f"{spec.name}-{name}" for spec, name in CASES])
+every_gpu = pytest.mark.parametrize("device", GPUS, ids=lambda device: device.key)
+
+
+def field_names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+# --- the types
+
+
+@every_spec
+def test_problem_and_config_are_frozen_and_hold_what_json_holds(spec):
+    for cls in (spec.Problem, spec.Config):
+        assert dataclasses.is_dataclass(cls)
+        assert cls.__dataclass_params__.frozen
+        assert set(get_type_hints(cls).values()) <= {int, str, bool}
+
+
+@every_spec
+def test_config_has_no_defaults(spec):
+    """A stored entry that lacks a field is an error, not a guess."""
+    for field in dataclasses.fields(spec.Config):
+        assert field.default is dataclasses.MISSING
+        assert field.default_factory is dataclasses.MISSING
+
+
+@every_spec
+def test_spec_is_listed_under_its_name_with_a_version(spec):
+    assert isinstance(spec, op.OpSpec)
+    assert mgpu_ops.spec_of(spec.name) is spec
+    assert spec.version >= 1
+
+
+@every_spec
+def test_suites_name_shapes_that_exist_each_once(spec):
+    assert spec.shapes
+    assert spec.suites
+    for names in spec.suites.values():
+        assert names
+        assert len(set(names)) == len(names)
+        assert set(names) <= spec.shapes.keys()
+
+
+# --- every named problem on every GPU
+
+
+@every_gpu
+@every_shape
+def test_default_runs_and_has_a_modelled_time(spec, shape, device):
+    problem = spec.shapes[shape]
+    assert spec.supports(problem, device) is None
+    config = spec.default(problem, device)
+    assert isinstance(config, spec.Config)
+    assert spec.check(problem, config, device) is None
+    assert spec.default(problem, device) == config
+    time = spec.cost(problem, config, device)
+    assert 0 < time < math.inf
+    # No model may promise more than the datasheet does.
+    assert time > spec.flops(problem) / device.bf16_flops
+    assert time > spec.bytes(problem) / device.memory_bytes_per_s
+
+
+@every_shape
+def test_space_has_ordered_choices_for_each_field_of_config(spec, shape):
+    problem = spec.shapes[shape]
+    space = spec.space(problem, H200)
+    assert list(space) == field_names(spec.Config)
+    kinds = get_type_hints(spec.Config)
+    for field, choices in space.items():
+        assert len(set(choices)) == len(choices) > 0
+        assert {type(choice) for choice in choices} == {kinds[field]}
+        if kinds[field] is int:
+            assert list(choices) == sorted(choices)
+
+
+@every_gpu
+@every_shape
+def test_space_contains_the_default(spec, shape, device):
+    """So that the tuner can start from it and never ends below it."""
+    problem = spec.shapes[shape]
+    config = dataclasses.asdict(spec.default(problem, device))
+    space = spec.space(problem, device)
+    assert {f: v for f, v in config.items() if v not in space[f]} == {}
+
+
+@every_shape
+def test_inputs_fit_the_reference_and_the_kernel(spec, shape):
+    problem = spec.shapes[shape]
+    inputs = functools.partial(spec.inputs, problem)
+    arrays = jax.eval_shape(inputs, jax.random.key(0))
+    wanted = jax.eval_shape(functools.partial(spec.reference, problem), *arrays)
+    run = functools.partial(spec.run, problem, spec.default(problem, H200), H200)
+    out = jax.eval_shape(run, *arrays)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(out)] == [(x.shape, x.dtype) for x in jax.tree.leaves(wanted)]
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, wanted))]
+    assert spec.bytes(problem) == sum(sizes)
+    assert spec.flops(problem) > 0
+
+
+@every_spec
+def test_inputs_are_the_same_for_the_same_key(spec):
+    problem = min(spec.shapes.values(), key=spec.bytes)
+    first, second, other = (spec.inputs(problem, jax.random.key(seed)) for seed in (0, 0, 1))
+    same = lambda x, y: all((p == q).all() for p, q in zip(x, y))  # noqa: E731
+    assert same(first, second)
+    assert not same(first, other)
+
+
+@every_spec
+def test_distance_is_zero_to_itself_and_the_same_both_ways(spec):
+    problems = list(spec.shapes.values())
+    for x in problems:
+        assert spec.distance(x, x) == 0
+        for y in problems:
+            there, back = spec.distance(x, y), spec.distance(y, x)
+            assert (there is None) == (back is None)
+            if there is not None:
+                assert there == pytest.approx(back)
+                assert there > 0 or x == y
+
+
+@every_spec
+def test_tolerance_is_a_small_positive_number(spec):
+    assert all(0 < spec.tolerance(problem) < 0.02 for problem in spec.shapes.values())
+
+
+# --- check
+
+
+@every_spec
+@pytest.mark.parametrize("broken", [-1, 0, 3, 10_007, "sideways"])
+def test_check_rejects_every_field_that_is_broken_alone(spec, broken):
+    problem = spec.shapes[next(iter(spec.shapes))]
+    config = spec.default(problem, H200)
+    for field, kind in get_type_hints(spec.Config).items():
+        if kind is not type(broken) or field in UNBOUNDED.get((spec.name, broken), ()):
+            continue
+        reason = spec.check(problem, dataclasses.replace(config, **{field: broken}), H200)
+        assert isinstance(reason, str), f"{field}={broken!r}"
+        assert reason
+
+
+# Fields that take any positive number, or that number.
+UNBOUNDED = {
+    ("matmul", 3): {"raster_width", "max_concurrent_steps", "split_k"},
+    ("matmul", 10_007): {"raster_width"},
+}
+
+
+def choices(spec: Any, problem: Any) -> st.SearchStrategy[Any]:
+    space = spec.space(problem, H200)
+    return st.builds(spec.Config, **{f: st.sampled_from(list(v)) for f, v in space.items()})
+
+
+def wild(spec: Any) -> st.SearchStrategy[Any]:
+    kinds = {
+        int: st.integers(-(2**40), 2**40) | st.integers(-2, 300),
+        str: st.text(max_size=3) | st.sampled_from(["m", "n", "none"]),
+        bool: st.booleans(),
+    }
+    return st.builds(spec.Config, **{f: kinds[k] for f, k in get_type_hints(spec.Config).items()})
+
+
+@every_spec
+@given(data=st.data())
+def test_check_answers_for_every_config_of_the_space(spec, data):
+    problem = data.draw(st.sampled_from(list(spec.shapes.values())))
+    config = data.draw(choices(spec, problem))
+    device = data.draw(st.sampled_from(GPUS))
+    reason = spec.check(problem, config, device)
+    assert reason is None or (isinstance(reason, str) and reason)
+    if reason is None:
+        assert 0 < spec.cost(problem, config, device) < math.inf
+
+
+@every_spec
+@given(data=st.data())
+def test_check_answers_for_wild_configs(spec, data):
+    problem = data.draw(st.sampled_from(list(spec.shapes.values())))
+    reason = spec.check(problem, data.draw(wild(spec)), H200)
+    assert reason is None or (isinstance(reason, str) and reason)
+
+
+@every_shape
+def test_space_holds_many_configs_that_run(spec, shape):
+    rng = random.Random(0)
+    problem = spec.shapes[shape]
+    space = spec.space(problem, H200)
+    drawn = [spec.Config(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(500)]
+    assert sum(spec.check(problem, config, H200) is None for config in drawn) >= 5
+
+
+# --- matmul: any size
+
+sizes = st.integers(1, 2500).map(lambda i: 8 * i)
+
+
+@hypothesis.settings(max_examples=60)
+@given(
+    m=st.integers(1, 20_000),
+    n=sizes,
+    k=sizes,
+    layout=st.sampled_from(["nn", "nt", "tn", "tt"]),
+    dtypes=st.sampled_from([("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")]),
+    batch=st.sampled_from([1, 3]),
+    device=st.sampled_from(GPUS),
+)
+def test_matmul_of_any_size_has_a_default_or_a_reason(m, n, k, layout, dtypes, batch, device):
+    spec = SPECS["matmul"]
+    problem = MatmulProblem(m, n, k, *dtypes, layout, batch)
+    reason = spec.supports(problem, device)
+    if reason is not None:
+        assert layout[0] == "t"
+        assert m % 8
+        assert f"m={m} needs 16-byte rows of a" in reason
+        assert f"pad to {-(-m // 8) * 8} or pass backend='xla'" in reason
+        return
+    config = spec.default(problem, device)
+    assert spec.check(problem, config, device) is None
+    assert 0 < spec.cost(problem, config, device) < math.inf
+
+
+@given(n=st.integers(1, 5000), k=st.integers(1, 5000))
+def test_matmul_says_how_far_to_pad(n, k):
+    spec = SPECS["matmul"]
+    reason = spec.supports(MatmulProblem(64, n, k), H200)
+    assert (reason is None) == (n % 8 == 0 and k % 8 == 0)
+    padded = MatmulProblem(64, -(-n // 8) * 8, -(-k // 8) * 8)
+    assert spec.supports(padded, H200) is None
+    if reason is not None:
+        name, size = ("k", k) if k % 8 else ("n", n)
+        assert f"{name}={size} " in reason
+        assert f"pad to {-(-size // 8) * 8} " in reason
+
+
+def test_matmul_refuses_what_the_kernel_cannot_do():
+    spec = SPECS["matmul"]
+    wrong = {
+        "dtype float32": MatmulProblem(64, 64, 64, "float32", "float32"),
+        "out_dtype float16": MatmulProblem(64, 64, 64, "bfloat16", "float16"),
+        "zero": MatmulProblem(0, 64, 64),
+    }
+    for text, problem in wrong.items():
+        assert text in spec.supports(problem, H200)
+    assert "not a Hopper GPU" in spec.supports(MatmulProblem(64, 64, 64), gpu.find("b200"))
+
+
+# --- the shipped configs, as data
+
+SHIPPED = sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_space_contains_the_shipped_configs(path):
+    """So that the tuner can start from them."""
+    spec = mgpu_ops.spec_of(path.stem)
+    device = gpu.find(path.parent.name)
+    for entry in json.loads(path.read_text())["entries"]:
+        space = spec.space(spec.Problem(**entry["problem"]), device)
+        assert {f: v for f, v in entry["config"].items() if v not in space[f]} == {}

@@ -1,0 +1,134 @@
+"""Every config that comes with the package can be read and compiles for its GPU without spills."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import mgpu_ops
+from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops.core import aot, database, gpu
+
+FILES = sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json"))
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def kernels() -> dict[str, tuple[str, Any, Any, str]]:
+    """The distinct (op, problem, config, GPU) of all files; of several sizes, the smallest."""
+    found: dict[Any, tuple[str, Any, Any, str]] = {}
+    for path in FILES:
+        spec = spec_of(path.stem)
+        for entry in database.read(path).entries:
+            problem = database.to_problem(spec, entry.problem)
+            config = database.to_config(spec, entry.config)
+            # Sizes are constants of a kernel, but what it needs of the GPU does not depend on them.
+            arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
+            kind = [v for v in entry.problem.values() if not isinstance(v, int)]
+            key = (path.parent.name, path.stem, *kind, *(x.ndim for x in arrays), config)
+            if key not in found or spec.bytes(problem) < spec.bytes(found[key][1]):
+                found[key] = (path.stem, problem, config, path.parent.name)
+    return {
+        f"{gpu_key}-{op}-" + "x".join(map(str, vars(problem).values())): row
+        for row in found.values()
+        for op, problem, _, gpu_key in [row]
+    }
+
+
+KERNELS = kernels()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_file_is_valid_and_every_entry_can_run(path):
+    assert database.validate(path, spec_of(path.stem)) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_file_is_where_it_is_looked_for_and_written_as_the_writer_writes_it(path):
+    file = database.read(path, gpu_key=path.parent.name, op=path.stem)
+    assert path == database.shipped_path(file.gpu, file.op)
+    assert path.read_bytes() == database.encode(file)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_measured_entries_are_right_and_no_slower_than_the_default(path):
+    spec = spec_of(path.stem)
+    for entry in database.read(path).entries:
+        evidence = entry.evidence
+        if evidence.kind == "measured":
+            assert evidence.error < spec.tolerance(database.to_problem(spec, entry.problem))
+            assert evidence.default_us is None or evidence.median_us <= evidence.default_us
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_entry_is_what_its_problem_gets(path):
+    spec = spec_of(path.stem)
+    device = gpu.find(path.parent.name)
+    for entry in database.read(path).entries:
+        found = database.resolve(spec, database.to_problem(spec, entry.problem), device)
+        assert found.source == "shipped"
+
+
+def assert_compiles(spec: Any, problem: Any, config: Any, device: Any) -> None:
+    assert spec.check(problem, config, device) is None
+    arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
+    run = functools.partial(spec.run, problem, config, device)
+    report = aot.compile_for(device, run, *arrays)
+    assert report.kernels
+    assert report.spills == 0
+    assert "HGMMA" in report.sass
+    assert report.smem_bytes <= device.smem_per_block
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_shipped_config_compiles_without_spills(name):
+    op, problem, config, gpu_key = KERNELS[name]
+    assert_compiles(spec_of(op), problem, config, gpu.find(gpu_key))
+
+
+DEFAULTS = ["square-4096", "llama3-8b-qkv-128", "llama3-8b-down-256", "llama3-70b-gate_up-4096"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu_key", ["h200", "h20"])
+@pytest.mark.parametrize("shape", DEFAULTS)
+def test_default_config_compiles_without_spills(shape, gpu_key):
+    spec, device = spec_of("matmul"), gpu.find(gpu_key)
+    problem = spec.shapes[shape]
+    assert_compiles(spec, problem, spec.default(problem, device), device)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_default_config_of_ragged_sizes_compiles_without_spills(layout, out_dtype):
+    spec, h200 = spec_of("matmul"), gpu.find("h200")
+    problem = MatmulProblem(520, 1000, 1048, "bfloat16", out_dtype, layout)
+    problem = replace(problem, m=521) if layout[0] == "n" else problem
+    assert_compiles(spec, problem, spec.default(problem, h200), h200)
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(12))
+def test_what_check_lets_pass_compiles_without_spills(seed):
+    rng = random.Random(seed)
+    spec, h200 = spec_of("matmul"), gpu.find("h200")
+    unit = rng.choice([8, 64])
+    m, n, k = (unit * rng.randint(1, 2048 // unit) for _ in "mnk")
+    dtype = rng.choice(["bfloat16", "float16"])
+    layout, batch = rng.choice(["nn", "nt", "tn", "tt"]), rng.choice([1, 1, 3])
+    problem = MatmulProblem(m, n, k, dtype, rng.choice([dtype, "float32"]), layout, batch)
+    space = spec.space(problem, h200)
+    drawn = (spec.Config(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
+    config = next(c for c in drawn if spec.check(problem, c, h200) is None)
+    assert_compiles(spec, problem, config, h200)

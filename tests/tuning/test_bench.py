@@ -1,0 +1,355 @@
+"""Benchmarks: what a run measures, how it reports what went wrong, and its files.
+
+XLA on the CPU stands in for a GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_ops import SPECS, MatmulProblem
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.tuning import bench, peers
+
+SPEC = SPECS["matmul"]
+H200 = gpus.find("h200")
+SMALL = {"small": MatmulProblem(64, 32, 128)}
+
+
+def timer(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+    """Runs each function once and pretends that the i-th takes 10 (i + 1) us, give or take 1."""
+    for function in functions:
+        jax.block_until_ready(function())
+    return [[10.0 * (i + 1) + (r % 3 - 1) for r in range(rounds)] for i in range(len(functions))]
+
+
+def run(
+    problems: dict[str, Any] | None = None, *, spec: Any = SPEC, **changes: Any
+) -> tuple[list[bench.Row], list[str]]:
+    said: list[str] = []
+    options: dict[str, Any] = {"against": ["xla"], "grad": False, "seconds": 0.01, "backend": "xla"}
+    rows = bench.run(
+        spec,
+        SMALL if problems is None else problems,
+        **options | {"gpu": H200, "progress": said.append, "timer": timer} | changes,
+    )
+    return rows, said
+
+
+def row(impl: str = "mgpu_ops", us: float = 10.0, **changes: Any) -> bench.Row:
+    fields = {"op": "matmul", "problem": "p", "impl": impl, "config": "c", "median_us": us}
+    numbers = {"spread_us": 0.1, "tflops": 1.0, "gbs": 1.0, "error": 0.001}
+    stamp = {"gpu": "NVIDIA H200", "driver": "570.86.15", "jax": "0.11.2", "date": "2025-01-31"}
+    return bench.Row(**fields | numbers | stamp | changes)  # type: ignore[arg-type]
+
+
+# --- Running --------------------------------------------------------------------------------------
+
+
+def test_a_problem_gives_a_row_for_ours_each_peer_and_the_roofline() -> None:
+    rows, said = run()
+    assert [r.impl for r in rows] == ["mgpu_ops", "xla", "roofline"]
+    assert {(r.op, r.problem, r.gpu) for r in rows} == {("matmul", "64x32x128 bfloat16 nn", "NVIDIA H200")}
+    assert [r.median_us for r in rows[:2]] == [10.0, 20.0]
+    assert rows[0].spread_us == 2.0
+    assert all(0 < r.error <= 8e-3 for r in rows[:2])
+    assert "mgpu_ops 10 us, xla 20 us" in said[-1]
+
+
+def test_rates_are_work_over_time() -> None:
+    rows, _ = run({"f": MatmulProblem(64, 32, 128, out_dtype="float32")})
+    assert rows[0].tflops == pytest.approx(2 * 64 * 32 * 128 / 10e-6 / 1e12, rel=1e-5)
+    moved = 2 * (64 * 128 + 128 * 32) + 4 * 64 * 32
+    assert rows[0].gbs == pytest.approx(moved / 10e-6 / 1e9, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_every_layout_is_right_with_and_without_gradients(layout: str, grad: bool) -> None:
+    problems = {"p": MatmulProblem(16, 32, 64, "float16", "float16", layout)}
+    rows, _ = run(problems, grad=grad)
+    assert [r.impl for r in rows] == ["mgpu_ops", "xla", "roofline"]
+    assert bench.failures(rows, SPEC, problems, grad=grad) == []
+
+
+def test_a_batch_runs() -> None:
+    rows, _ = run({"b": MatmulProblem(16, 32, 64, batch=3)})
+    assert rows[0].problem == "16x32x64 bfloat16 nn batch=3"
+    assert rows[0].error <= 8e-3
+
+
+def test_gradients_do_three_times_the_work() -> None:
+    forward, _ = run()
+    both, _ = run(grad=True)
+    assert both[0].op == "matmul+grad"
+    assert both[0].tflops == pytest.approx(3 * forward[0].tflops, rel=1e-5)
+    assert both[-1].median_us == pytest.approx(3 * forward[-1].median_us, rel=1e-5)
+
+
+def test_the_roofline_is_the_datasheets() -> None:
+    large, tall = MatmulProblem(4096, 4096, 4096), MatmulProblem(8, 4096, 4096)
+    stamp = dict.fromkeys(("op", "problem", "gpu", "driver", "jax", "date"), "")
+    large_us, tall_us = (
+        bench._roofline(bench._Case(SPEC, p, H200, False, 1.0, 0, None, timer), stamp).median_us for p in (large, tall)
+    )
+    assert large_us == pytest.approx(2 * 4096**3 / 989.4e12 * 1e6, rel=1e-5)
+    assert tall_us == pytest.approx(2 * (4096**2 + 2 * 8 * 4096) / 4.8e12 * 1e6, rel=1e-5)
+
+
+def test_our_row_says_which_config_ran_and_where_it_came_from() -> None:
+    rows, _ = run({"p": MatmulProblem(64, 64, 64)}, backend="interpret", against=[])
+    config = SPEC.default(MatmulProblem(64, 64, 64), H200)
+    assert f"tile_m={config.tile_m} tile_n={config.tile_n}" in rows[0].config
+    assert rows[0].config.partition("; source=")[2] in ("default", "near", "shipped")
+    assert rows[0].error <= 8e-3
+
+
+def test_our_row_says_when_it_went_through_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "xla")
+    rows, _ = run(backend=None)
+    assert rows[0].config == "backend=xla"
+    monkeypatch.delenv("MGPU_OPS_BACKEND")
+    rows, _ = run({"p": MatmulProblem(16, 16, 16, "float32", "float32")}, backend=None)
+    assert rows[0].config.startswith("backend=xla, for dtype float32")
+
+
+def test_more_seconds_mean_more_rounds() -> None:
+    asked: list[int] = []
+
+    def counting(functions: Sequence[Any], gpu: Gpu, rounds: int) -> list[list[float]]:
+        asked.append(rounds)
+        return timer(functions, gpu, rounds)
+
+    run(seconds=0.001, timer=counting)
+    run(seconds=0.01, timer=counting)
+    assert asked[1] < asked[3]
+
+
+def test_a_peer_that_cannot_run_has_no_row_and_its_reason_is_told() -> None:
+    rows, said = run(against=["jax-pallas", "xla"])
+    assert [r.impl for r in rows] == ["mgpu_ops", "xla", "roofline"]
+    assert any("jax-pallas has no tile that divides m=64" in line for line in said)
+
+
+def test_a_peer_without_a_gradient_is_told() -> None:
+    rows, said = run({"p": MatmulProblem(128, 128, 64)}, against=["jax-pallas"], grad=True)
+    assert [r.impl for r in rows] == ["mgpu_ops", "roofline"]
+    assert any("jax-pallas has no gradient" in line for line in said)
+
+
+def test_a_peer_that_fails_does_not_take_the_others_along() -> None:
+    # Its kernel does not compile for a CPU.
+    rows, said = run({"p": MatmulProblem(128, 128, 64)}, against=["jax-pallas", "xla"])
+    assert [r.impl for r in rows] == ["mgpu_ops", "xla", "roofline"]
+    assert any("jax-pallas failed: ValueError: none of" in line for line in said)
+
+
+def test_an_unknown_peer_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'cutlass' is no peer of matmul: name one of xla"):
+        run(against=["cutlass"])
+
+
+def test_a_failing_problem_is_told_and_the_run_goes_on() -> None:
+    problems = {"bad": MatmulProblem(64, 32, 128, dtype="int8"), **SMALL}
+    saved: list[int] = []
+    rows, said = run(problems, save=lambda rows: saved.append(len(rows)))
+    assert {r.problem for r in rows} == {"64x32x128 bfloat16 nn"}
+    assert any(line.startswith("64x32x128 int8->bfloat16 nn: failed: ") for line in said)
+    assert saved == [3]
+    assert bench.failures(rows, SPEC, problems, grad=False) == ["64x32x128 int8->bfloat16 nn: no result"]
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(math.nan, "nan"), (1.5, "0.")])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_wrong_result_is_visible(factor: float, shown: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench._PUBLIC["matmul"]
+
+    def broken(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+        return lambda a, b: right(problem, backend)(a, b) * jnp.asarray(factor, problem.out_dtype)
+
+    monkeypatch.setitem(bench._PUBLIC, "matmul", broken)
+    rows, said = run(grad=grad)
+    assert not rows[0].error <= 8e-3
+    assert any(f"WRONG RESULT of mgpu_ops: error {shown}" in line for line in said)
+    assert "is above" in bench.failures(rows, SPEC, SMALL, grad=grad)[0]
+    [against_xla] = bench.summary(rows)
+    assert (against_xla.problems, against_xla.wrong) == (0, 1)
+
+
+def test_their_kernel_is_offered_only_tiles_that_divide_the_problem() -> None:
+    problem = MatmulProblem(128, 512, 256)
+    tilings = list(peers.pallas_tilings(problem))
+    assert tilings
+    for t in tilings:
+        rows = t["tile_m"] * (1 + (t["wg_dimension"] == "M"))
+        columns = t["tile_n"] * (1 + (t["wg_dimension"] == "N"))
+        assert (problem.m % rows, problem.n % columns) == (0, 0)
+        assert t["tile_m"] * t["tile_n"] <= 200 * 128
+    assert not list(peers.pallas_tilings(MatmulProblem(128, 512, 100)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "reason"),
+    [
+        (MatmulProblem(256, 256, 256, layout="nt"), "h200", "layout nt"),
+        (MatmulProblem(256, 256, 256, batch=2), "h200", "batch 2"),
+        (MatmulProblem(256, 256, 256, out_dtype="float32"), "h200", "bfloat16 to float32"),
+        (MatmulProblem(256, 256, 256), "b200", "NVIDIA B200"),
+        (MatmulProblem(256, 256, 256), "h200", None),
+    ],
+)
+def test_their_kernel_says_what_it_cannot_do(problem: Any, gpu: str, reason: str | None) -> None:
+    found = peers.PEERS["matmul"]["jax-pallas"].unavailable(problem, gpus.find(gpu))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", None)
+    monkeypatch.delattr("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", raising=False)
+    reason = peers.PEERS["matmul"]["jax-pallas"].unavailable(MatmulProblem(256, 256, 256), H200)
+    assert "pip install absl-py" in str(reason)
+
+
+def test_their_fastest_setting_is_the_one_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MatmulProblem(256, 256, 64)
+    tilings = list(peers.pallas_tilings(problem))
+
+    def theirs(tiling: dict[str, Any]) -> Callable[..., jax.Array]:
+        if tiling == tilings[0]:
+            raise ValueError("Mosaic GPU kernel exceeds available shared memory")
+        return lambda a, b: a @ b
+
+    def second_is_fastest(functions: Sequence[Any], gpu: Gpu, rounds: int) -> list[list[float]]:
+        return [[5.0 if i == 1 else 9.0] * rounds for i in range(len(functions))]
+
+    monkeypatch.setattr(peers, "_pallas_call", theirs)
+    arrays = SPEC.inputs(problem, jax.random.key(0))
+    peer = peers.PEERS["matmul"]["jax-pallas"]
+    function, config = peer.prepare(problem, H200, arrays, second_is_fastest)
+    kept = tilings[2]  # the first does not compile
+    assert config.startswith(" ".join(f"{k}={v}" for k, v in kept.items()))
+    assert config.endswith(f"fastest of {len(tilings) - 1}")
+    assert function(*arrays).shape == (256, 256)
+
+
+# --- Names and files ------------------------------------------------------------------------------
+
+
+def test_a_problem_is_named_as_it_was_asked_for() -> None:
+    same = SPEC.shapes["square-4096"]
+    assert SPEC.shapes["llama3-8b-out-4096"] == same
+    texts = [bench.label(SPEC, name, same) for name in ("square-4096", "llama3-8b-out-4096", "mine")]
+    assert [text.split()[0] for text in texts] == [
+        "square-4096",
+        "llama3-8b-out-4096",
+        "square-4096",
+    ]
+    assert {text.split(maxsplit=1)[1] for text in texts} == {"4096x4096x4096 bfloat16 nn"}
+
+
+def test_a_problem_as_text_tells_dtypes_layout_and_batch() -> None:
+    problem = MatmulProblem(8, 16, 24, "float16", "float32", "tn", 4)
+    assert bench.describe(problem) == "8x16x24 float16->float32 tn batch=4"
+
+
+def test_result_files_sort_by_date_and_tell_gpu_and_op() -> None:
+    path = bench.output_path("results", "2025-01-31", "h200", "matmul")
+    assert path == Path("results/2025-01-31-h200-matmul.csv")
+    path = bench.output_path("results", "2025-01-31", "h200", "matmul", "square", ".png")
+    assert path == Path("results/2025-01-31-h200-matmul-square.png")
+
+
+def test_the_columns_of_the_file_are_fixed(tmp_path: Path) -> None:
+    bench.write_csv([row()], tmp_path / "new" / "rows.csv")
+    with (tmp_path / "new" / "rows.csv").open() as stream:
+        header = next(csv.reader(stream))
+    assert ",".join(header) == ("op,problem,impl,config,median_us,spread_us,tflops,gbs,error,gpu,driver,jax,date")
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=20)
+_ROWS = st.lists(
+    st.builds(
+        bench.Row,
+        **{f.name: st.floats() if f.name in bench._NUMBERS else _TEXT for f in dataclasses.fields(bench.Row)},
+    ),
+    max_size=4,
+)
+
+
+@given(_ROWS)
+def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[bench.Row]) -> None:
+    path = tmp_path_factory.mktemp("csv") / "rows.csv"
+    bench.write_csv(rows, path)
+    assert repr(bench.read_csv(path)) == repr(rows)  # by repr, as NaN is not NaN
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("op,problem\n")
+    with pytest.raises(ValueError, match=r"rows\.csv: has columns \['op', 'problem'\]"):
+        bench.read_csv(path)
+
+
+@pytest.mark.parametrize("damage", [("10.0", "fast"), (",2025-01-31", "")])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: tuple[str, str]) -> None:
+    path = tmp_path / "rows.csv"
+    bench.write_csv([row()], path)
+    path.write_text(path.read_text().replace(*damage))
+    with pytest.raises(ValueError, match=r"rows\.csv, line 2: "):
+        bench.read_csv(path)
+
+
+# --- What the rows say ----------------------------------------------------------------------------
+
+
+def test_merging_keeps_the_rows_of_one_run_together() -> None:
+    first = [row(), row("xla", 9.0), row("mgpu_ops", 5.0, problem="q")]
+    second = [row(us=20.0), row("jax-pallas", 30.0), row("mgpu_ops", 1.0, gpu="NVIDIA H100")]
+    merged = bench.merge(first, second)
+    assert merged == [second[0], second[1], first[2], second[2]]
+
+
+def test_the_summary_is_the_geometric_mean_of_their_time_over_ours() -> None:
+    rows = [
+        *(row(problem="p"), row("xla", 20.0, problem="p"), row("roofline", 5.0, problem="p")),
+        *(row(problem="q"), row("xla", 5.0, problem="q"), row("jax-pallas", 11.0, problem="q")),
+        *(row(problem="r"), row("xla", 10.0, problem="r")),
+        row("xla", 1.0, problem="ours failed"),
+    ]
+    xla, pallas = bench.summary(rows)
+    assert (xla.peer, xla.problems, xla.wins, xla.wrong) == ("xla", 3, 2, 0)
+    assert xla.geomean == pytest.approx(1.0)
+    assert (xla.worst, xla.worst_problem) == (0.5, "q")
+    assert (pallas.peer, pallas.problems, pallas.geomean) == ("jax-pallas", 1, pytest.approx(1.1))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1e6), st.floats(0.1, 1e6)), min_size=1))
+def test_the_mean_lies_between_the_worst_and_the_best(times: list[tuple[float, float]]) -> None:
+    rows = [
+        row(impl, us, problem=str(i)) for i, pair in enumerate(times) for impl, us in zip(("mgpu_ops", "xla"), pair)
+    ]
+    [found] = bench.summary(rows)
+    ratios = [theirs / ours for ours, theirs in times]
+    assert found.worst == min(ratios)
+    assert min(ratios) * (1 - 1e-9) <= found.geomean <= max(ratios) * (1 + 1e-9)
+    assert found.wins == sum(r >= 1 for r in ratios)
+
+
+def test_a_wrong_peer_is_no_win() -> None:
+    [found] = bench.summary([row(), row("xla", 100.0, error=math.nan)])
+    assert (found.problems, found.wins, found.wrong) == (0, 0, 1)
+    assert math.isnan(found.geomean)

@@ -1,0 +1,117 @@
+"""The table and the picture of benchmark results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mgpu_ops.tuning import report
+from mgpu_ops.tuning.bench import Row
+
+
+def rows(problem: str = "square 64x64x64 bfloat16 nn", **changes: Any) -> list[Row]:
+    """Ours at 10 us, XLA at 12, JAX's at 9, and a roofline of 8."""
+    times = {"mgpu_ops": 10.0, "xla": 12.0, "jax-pallas": 9.0, "roofline": 8.0}
+    fields: dict[str, Any] = {
+        "op": "matmul",
+        "problem": problem,
+        "config": "c",
+        "spread_us": 0.1,
+        "gbs": 100.0,
+        "error": 0.001,
+        "gpu": "NVIDIA H200",
+        "driver": "570.86.15",
+        "jax": "0.11.2",
+        "date": "2025-01-31",
+    }
+    return [
+        Row(**fields | {"impl": impl, "median_us": us, "tflops": 5000 / us} | changes) for impl, us in times.items()
+    ]
+
+
+def text(of: list[Row]) -> str:
+    console = Console(width=200, record=True, quiet=True)
+    console.print(report.table(of))
+    with console.capture() as capture:
+        console.quiet = False
+        console.print(report.table(of))
+    return capture.get()
+
+
+def cells(of: list[Row], first: str) -> list[str]:
+    line = next(line for line in text(of).splitlines() if first in line)
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_line_has_our_time_rate_share_of_the_roofline_and_the_ratios() -> None:
+    assert cells(rows(), "square 64") == [
+        *("square 64x64x64 bfloat16 nn", "10.00", "500.0", "80%"),
+        *("1.20", "0.90"),
+    ]
+
+
+def test_the_last_line_has_the_geometric_means() -> None:
+    slower = [r for r in rows("other") if r.impl in ("mgpu_ops", "jax-pallas")]
+    assert cells(rows() + slower, "geometric mean")[-2:] == ["1.20", "0.90"]
+
+
+def test_the_title_tells_gpu_driver_jax_and_date() -> None:
+    assert "matmul on NVIDIA H200 | driver 570.86.15 | jax 0.11.2 | 2025-01-31" in text(rows())
+    assert "driver unknown" in text(rows(driver=""))
+
+
+def test_what_did_not_run_is_a_dash() -> None:
+    assert cells([r for r in rows() if r.impl == "xla"], "square 64")[1:] == ["-", "-", "-", "-"]
+    two = [r for r in rows("other") if r.impl == "mgpu_ops"]
+    assert cells(rows() + two, "other")[-2:] == ["-", "-"]
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, 0.5])
+def test_a_wrong_result_shows_and_has_no_time(error: float) -> None:
+    ours = rows(error=error)[:1] + rows()[1:]
+    assert cells(ours, "square 64")[1:] == [f"wrong ({error:.2g})", "-", "-", "-", "-"]
+    theirs = [rows()[0], *rows(error=error)[1:2], *rows()[2:]]
+    assert cells(theirs, "square 64")[4:] == [f"wrong ({error:.2g})", "0.90"]
+
+
+def test_lines_of_two_ops_or_gpus_are_told_apart() -> None:
+    several = rows() + rows(op="matmul+grad", gpu="NVIDIA H100")
+    assert "matmul+grad square 64x64x64 bfloat16 nn (NVIDIA H100)" in text(several)
+
+
+def test_many_digits_have_no_exponent() -> None:
+    long = [Row(**{**vars(r), "median_us": r.median_us * 12345}) for r in rows()]
+    assert cells(long, "square 64")[1] == "123450"
+
+
+def written(path: Path) -> bool:
+    return path.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("count", [1, 28])
+def test_the_picture_is_written_as_png_and_svg(tmp_path: Path, count: int) -> None:
+    many = [r for i in range(count) for r in rows(f"shape-{i} {i}x64x64 bfloat16 nn")]
+    png, svg = report.picture(many, tmp_path / "new" / "bench.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in svg.read_text()
+    assert written(png)
+    assert written(svg)
+
+
+def test_the_picture_copes_with_wrong_and_missing_results(tmp_path: Path) -> None:
+    some = rows(error=math.nan) + rows("other")[1:] + rows("third", op="matmul+grad")[:1]
+    assert all(written(path) for path in report.picture(some, tmp_path / "bench"))
+
+
+def test_a_result_file_with_dots_in_its_name_keeps_them(tmp_path: Path) -> None:
+    paths = report.picture(rows(), tmp_path / "jax-0.12.png")
+    assert [path.name for path in paths] == ["jax-0.12.png", "jax-0.12.svg"]
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no rows to draw"):
+        report.picture([], tmp_path / "bench.png")

@@ -1,0 +1,60 @@
+"""Tables of trials and of database entries, for the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+SHOWN = 12  # trials
+
+
+def trials_table(trials: Sequence[Any]) -> Table:
+    """The fastest trials first, with what set them apart; the failed ones are counted elsewhere.
+
+    Fields that all shown trials share are told once, in the caption.
+    """
+    ok = sorted((t for t in trials if t.outcome.kind == "ok"), key=lambda t: t.outcome.us)[:SHOWN]
+    configs = [dataclasses.asdict(t.config) for t in ok]
+    fields = list(configs[0]) if configs else []
+    varying = [f for f in fields if len({c[f] for c in configs}) > 1]
+    shared = _assignments(configs[0], [f for f in fields if f not in varying]) if configs else ""
+    more = f"{len(ok)} best of {len(trials)} trials" if len(trials) > len(ok) else f"{len(trials)} trials"
+    table = Table(
+        title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left"
+    )
+    measured = any(t.outcome.baseline_us for t in ok)
+    for heading in ("trial", "from", "us", *(("x xla", "error") if measured else ()), "config"):
+        table.add_column(
+            heading, justify="left" if heading in ("from", "config") else "right", no_wrap=heading != "config"
+        )
+    for trial, config in zip(ok, configs, strict=True):
+        o = trial.outcome
+        against = [f"{o.baseline_us / o.us:.3f}", f"{o.error:.1e}"] if measured else []
+        table.add_row(str(trial.number), trial.origin, f"{o.us:.1f}", *against, _assignments(config, varying))
+    return table
+
+
+def entries_table(title: str, entries: Sequence[Any]) -> Table:
+    """Problems of a database file with their times and configs."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("problem", "evidence", "us", "x baseline", "x default", "config", "date"):
+        table.add_column(heading, justify="right" if heading[0] in "ux" else "left")
+    for entry in entries:
+        e = entry.evidence
+        table.add_row(
+            " ".join(f"{k}={v}" for k, v in entry.problem.items()),
+            e.kind,
+            f"{e.median_us:.1f}",
+            f"{e.baseline_us / e.median_us:.3f}" if e.baseline_us else "-",
+            f"{e.default_us / e.median_us:.3f}" if e.default_us else "-",
+            " ".join(str(v) for v in entry.config.values()),
+            e.date,
+        )
+    return table
+
+
+def _assignments(config: dict[str, Any], fields: Sequence[str]) -> str:
+    return " ".join(f"{field}={config[field]}" for field in fields)
