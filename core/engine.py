@@ -185,7 +185,7 @@ def kernel(
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
     """
     if interpret:
-        _require_threads(math.prod(grid) * math.prod(cluster) * num_threads)
+        _require_threads(math.prod(cluster) * num_threads + 1)  # clusters take turns; one waits for them
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulator)}
     buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
     if interpret:

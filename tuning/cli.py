@@ -323,8 +323,8 @@ def _tune(spec: Any, name: str, problem: Any, device: Any, path: Path, trials: i
         result = tuner.tune(spec, problem, device, trials=trials, budget=budget, seed=seed, progress=progress)
     code = INTERRUPTED if result.ended == "interrupted" else OK
     console.print(tables.trials_table(result.trials))
-    if result.failures:
-        _say("failed: " + ", ".join(f"{count} {kind}" for kind, count in result.failures.items()))
+    for (kind, detail), count in result.failures.items():
+        _say(f"failed: {count} {kind}: {detail}")
     if result.entry is None:
         _say(f"no candidate worked: nothing is stored for {name}")
         return code or WRONG

@@ -5,6 +5,7 @@ Candidates that `check` refuses, or that the op's model puts far behind the best
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import math
@@ -49,10 +50,10 @@ class Result:
     seconds: float
 
     @property
-    def failures(self) -> dict[str, int]:
-        """Failed trials by kind."""
-        kinds = [t.outcome.kind for t in self.trials if t.outcome.kind != "ok"]
-        return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    def failures(self) -> dict[tuple[str, str], int]:
+        """How many trials failed, by kind and reason."""
+        failed = [t.outcome for t in self.trials if t.outcome.kind != "ok"]
+        return dict(collections.Counter((outcome.kind, outcome.detail) for outcome in failed))
 
 
 def tune(
@@ -284,7 +285,6 @@ def _entry(
         trials=len(done),
         seed=seed,
         date=datetime.date.today().isoformat(),
-        samples_us=[_round(s) for s in samples[best]] if device.kind == "measured" else None,
     )
     return database.to_entry(problem, best, evidence)
 

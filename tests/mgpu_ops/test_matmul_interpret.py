@@ -195,5 +195,9 @@ def test_detector_finds_a_store_that_does_not_wait_for_its_slot(monkeypatch):
 
     monkeypatch.setattr(engine, "wait_smem_to_gmem", only_for_all)
     problem, config = P(128, 128, 64), replace(BASE, epilogue_tile_n=32)  # four pieces, two slots
-    interpret(problem, config, MATMUL.inputs(problem, jax.random.key(0)))
-    assert core.races_found()
+    try:
+        interpret(problem, config, MATMUL.inputs(problem, jax.random.key(0)))
+        found = core.races_found()
+    except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on a race raises
+        found = "RACE DETECTED" in str(error)
+    assert found
