@@ -29,6 +29,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.core.mesh import same_mesh_axes
+
 # Memory spaces, types of scratch buffers, and how a block moves between memories.
 GMEM = plgpu.GMEM
 SMEM = plgpu.SMEM
@@ -196,7 +198,7 @@ def kernel(
             scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shape)
         body(*refs, **scratch)
 
-    return plgpu.kernel(
+    run = plgpu.kernel(
         fresh_body,
         out_type=out_type,
         scratch_types=buffers,
@@ -210,6 +212,12 @@ def kernel(
         compiler_params=compiler_params or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
+
+    def launch(*arrays: Any) -> Any:
+        # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
+        return jax.tree.map(lambda out: same_mesh_axes(out, *arrays)[0], run(*arrays))
+
+    return launch
 
 
 def _require_threads(warpgroups: int) -> None:

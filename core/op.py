@@ -29,7 +29,8 @@ class OpSpec:
     space: Callable[[Any, Gpu], dict[str, Sequence]]  # field of Config -> its choices, ordered
     supports: Callable[[Any, Gpu], str | None]  # why no config can run this problem, or None
     check: Callable[[Any, Any, Gpu], str | None]  # why this config cannot run, or None
-    default: Callable[[Any, Gpu], Any]  # an analytic choice that passes `check`
+    candidates: Callable[[Any, Gpu], list[Any]]  # analytic choices that pass `check`, the most promising first
+    default: Callable[[Any, Gpu], Any]  # the one that runs where nothing is tuned
     cost: Callable[[Any, Any, Gpu], float]  # modelled time in seconds
     distance: Callable[[Any, Any], float | None]  # how far two problems are; None: a config does not carry over
     flops: Callable[[Any], int]
@@ -53,6 +54,23 @@ def backend(name: str | None) -> str | None:
     if name is not None and name not in BACKENDS:
         raise ValueError(f"{where}={name!r} is not one of {', '.join(BACKENDS)}")
     return name
+
+
+def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
+    """A Problem from some of its fields: the rest have their defaults, out_dtype that of dtype."""
+    known = {field.name for field in dataclasses.fields(spec.Problem)}
+    unknown = sorted(fields.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{spec.name} problems have no {', '.join(unknown)}: the fields are {', '.join(sorted(known))}"
+        )
+    given = dict(fields)
+    if "dtype" in given and "out_dtype" in known:
+        given.setdefault("out_dtype", given["dtype"])
+    try:
+        return spec.Problem(**given)
+    except TypeError as e:
+        raise ValueError(f"{given} is no {spec.name} problem: {e}") from None
 
 
 def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None) -> Any:

@@ -25,10 +25,11 @@ def explain(op: str, problem: Any, gpu: Any = None) -> str:
     """
     from mgpu_ops.core import database
     from mgpu_ops.core import gpu as gpus
+    from mgpu_ops.core.op import problem_of
 
     spec = spec_of(op)
     if not isinstance(problem, spec.Problem):
-        problem = database.to_problem(spec, problem)
+        problem = problem_of(spec, problem)
     device = gpus.current() if gpu is None else gpus.find(gpu)
     if device is None:
         raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops import core
-from mgpu_ops.core import op, schedule, smem
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh, op, schedule, smem
 from mgpu_ops.core.gpu import Gpu
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
@@ -329,11 +330,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         _LOAD_LATENCY / (c.max_concurrent_steps - 1),
     )
     store = c.tile_m * c.tile_n * _itemsize(p.out_dtype) / load_rate
-    # A wave's tiles share operands in L2 when they form a compact patch: a strip as wide as the patch is high is best.
-    width = c.raster_width * (c.tile_m if c.raster_dimension == "m" else c.tile_n) / 128
-    raster = 1.0 + 0.004 * abs(math.log2(width / math.sqrt(gpu.sms)))
-    multicast = 0.99 if c.cluster != "none" else 1.0  # less traffic in L2, less power
-    compute = waves * (_k_steps(p, c) * step + store) * raster * multicast
+    # A wave's tiles share operands in L2 when they form a compact patch: strips of about 8 tiles.
+    raster = 1.0 + 0.004 * abs(math.log2(c.raster_width / 8))
+    compute = waves * (_k_steps(p, c) * step + store) * raster
     hbm = gpu.memory_bytes_per_s * _HBM
     reduction = 0.0
     if c.split_k > 1:  # the parts mostly lie in L2, which reads at about twice the rate
@@ -344,37 +343,50 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 _TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), (64, 64))
 
 
-def default(problem: Problem, gpu: Gpu) -> Config:
-    """An analytic choice, never measured: the candidate of least modelled `cost`.
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Analytic choices, none measured, the least modelled `cost` first, one for each tile, split and order of warpgroups.
 
-    Two warpgroups split the rows (each then reads a wide B tile once per 64 rows), tile_k = 64 is one 128-byte swizzle row,
-    the ring takes the shared memory there is, strips of 8 tiles keep operands in L2, and k is split where tiles are few.
+    tile_k = 64 is one 128-byte swizzle row, the ring takes the shared memory there is, strips of 8 tiles keep operands in L2,
+    and k is split where tiles are few. Raises ValueError where `supports` has a reason.
     """
-    candidates = [
-        Config(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            tile_k=64,
-            max_concurrent_steps=steps,
-            compute_warpgroups=2 if tile_m * tile_n > 64 * 64 else 1,
-            wg_dimension=wg_dimension,
-            cluster=cluster,
-            raster_dimension="m",
-            raster_width=8,
-            epilogue_tile_n=64 if split_k == 1 and _itemsize(problem.out_dtype) == 2 else 32,
-            split_k=split_k,
-            memory_registers=40,
-        )
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
+    shapes = [
+        (tile_m, tile_n, wg_dimension, cluster, split_k)
         for tile_m, tile_n in _TILES
-        for steps in range(2, 9)
+        for wg_dimension in ("n", "m")
         for cluster in ("none", "m")
-        for wg_dimension in ("m", "n")
         for split_k in (1, 2, 4, 8)
     ]
-    legal = [c for c in candidates if check(problem, c, gpu) is None]
-    if not legal:
-        raise ValueError(f"no default config of matmul fits {problem} on {gpu.name}: {supports(problem, gpu)}")
-    return min(legal, key=lambda c: cost(problem, c, gpu))
+    best: dict[tuple[Any, ...], Config] = {}
+    for tile_m, tile_n, wg_dimension, cluster, split_k in shapes:
+        for steps in range(8, 1, -1):
+            config = Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                tile_k=64,
+                max_concurrent_steps=steps,
+                compute_warpgroups=2 if tile_m * tile_n > 64 * 64 else 1,
+                wg_dimension=wg_dimension,
+                cluster=cluster,
+                raster_dimension="m",
+                raster_width=8,
+                epilogue_tile_n=64 if split_k == 1 and _itemsize(problem.out_dtype) == 2 else 32,
+                split_k=split_k,
+                memory_registers=40,
+            )
+            if check(problem, config, gpu) is None:
+                key = (tile_m, tile_n, wg_dimension, split_k)
+                if key not in best or cost(problem, config, gpu) < cost(problem, best[key], gpu):
+                    best[key] = config
+                break  # a deeper ring is never slower
+    return sorted(best.values(), key=lambda c: cost(problem, c, gpu))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """The first of the `candidates`."""
+    return candidates(problem, gpu)[0]
 
 
 # --- The kernel -------------------------------------------------------------------------------------------------------
@@ -623,6 +635,7 @@ def matmul(
 
     Source: the kernel's own, in mgpu_ops/matmul.py; measurements in docs/kernels/matmul.md.
     """
+    a, b = jnp.asarray(a), jnp.asarray(b)
     for name, x in (("a", a), ("b", b)):
         if jnp.ndim(x) != 2:
             raise ValueError(f"{name} has shape {jnp.shape(x)}: matmul takes rank 2; use jax.vmap for batches")
@@ -641,7 +654,7 @@ def matmul(
     if not jnp.issubdtype(out, jnp.floating):
         raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
     call = _Call(bool(transpose_a), bool(transpose_b), out.name, config, op.backend(backend))
-    return _matmul(call, a, b)
+    return _matmul(call, *mesh.same_mesh_axes(a, b))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -719,6 +732,9 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
     wide = jnp.promote_types(problem.dtype, jnp.float32)
     if problem.dtype == problem.out_dtype:
         wide = problem.dtype  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass
+    if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+        wide = jnp.promote_types(problem.dtype, jnp.float32)
+        a, b = a.astype(wide), b.astype(wide)
     return jnp.matmul(a.mT if a_t else a, b.mT if b_t else b, preferred_element_type=wide).astype(problem.out_dtype)
 
 
@@ -772,6 +788,7 @@ SPEC = op.OpSpec(
     space=space,
     supports=supports,
     check=check,
+    candidates=candidates,
     default=default,
     cost=cost,
     distance=distance,

@@ -219,6 +219,8 @@ def _seconds(text: str) -> float:
 
 def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Name -> Problem of what the arguments ask for."""
+    from mgpu_ops.core.op import problem_of
+
     fields = {f.name: getattr(arguments, f.name, None) for f in dataclasses.fields(spec.Problem)}
     given = {k: v for k, v in fields.items() if v is not None}
     suite = getattr(arguments, "suite", None)
@@ -227,7 +229,8 @@ def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if suite:
         if suite not in spec.suites:
             raise UsageError(f"suite {suite!r} is not one of {', '.join(spec.suites)}")
-        return {name: spec.shapes[name] for name in spec.suites[suite]}
+        names = {spec.shapes[name]: name for name in reversed(spec.suites[suite])}  # a problem once, by its first name
+        return {name: problem for problem, name in reversed(names.items())}
     if arguments.shape:
         if arguments.shape not in spec.shapes:
             raise UsageError(f"shape {arguments.shape!r} is not one of {', '.join(spec.shapes)}")
@@ -235,8 +238,7 @@ def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     missing = [f"--{side}" for side in ("m", "n", "k") if fields[side] is None]
     if missing:
         raise UsageError(f"{' and '.join(missing)} missing: a problem has --m, --n and --k")
-    given.setdefault("out_dtype", given.get("dtype", "bfloat16"))
-    return {"x".join(str(given[s]) for s in ("m", "n", "k")): spec.Problem(**given)}
+    return {"x".join(str(given[s]) for s in ("m", "n", "k")): problem_of(spec, given)}
 
 
 def _gpu_or_current(name: str | None) -> Any:

@@ -26,7 +26,7 @@ from mgpu_ops.tuning.outcome import Outcome
 
 BATCH = 8  # candidates asked for at a time: they compile side by side
 SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
-FINALISTS = 4
+FINALISTS = 5
 FINAL_SECONDS = 1.0  # of measuring, shared by the finalists
 _RESERVE = 0.1  # of the budget, kept for the final
 
@@ -180,13 +180,11 @@ class _Search:
         return [c for c in drawn if self.spec.check(self.problem, c, self.gpu) is None]
 
     def _seeds(self, pool: Sequence[Any]) -> list[tuple[Any, str]]:
-        """The default, the nearest stored entries, and the best of the pool by the model, unlike in their first two fields."""
+        """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
         default = [(self.spec.default(self.problem, self.gpu), "default")]
         near = [(c, "near") for c in _nearest(self.spec, self.problem, self.gpu, 3)]
-        modelled: dict[Any, Any] = {}
-        for config in sorted(pool, key=self._cost):
-            modelled.setdefault(dataclasses.astuple(config)[:2], config)
-        return default + near + [(c, "model") for c in list(modelled.values())[:4]]
+        analytic = [(c, "model") for c in self.spec.candidates(self.problem, self.gpu)[:6]]
+        return default + near + analytic + [(c, "model") for c in sorted(pool, key=self._cost)[:2]]
 
     def _neighbours(self, done: Sequence[Trial], count: int) -> Iterator[Any]:
         """New configs that differ from one of the best in one field, by one or two steps along its choices."""
