@@ -21,9 +21,7 @@ def __getattr__(name: str) -> typing.Any:
     try:
         return getattr(engine, name)
     except AttributeError:
-        raise AttributeError(
-            f"mgpu_ops.core has no {name!r}: what kernels may use is listed in core/engine.py"
-        ) from None
+        raise AttributeError(f"mgpu_ops.core has no {name!r}: what kernels may use is listed in core/engine.py") from None
 
 
 def __dir__() -> list[str]:

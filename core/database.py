@@ -557,9 +557,7 @@ def _rows(spec: OpSpec, gpu_key: str, path: Path, data: bytes) -> tuple[_Row, ..
 
 # Keyed by content: a changed file is always noticed, and a trace costs one read and one hash.
 @functools.lru_cache(maxsize=64)
-def _parsed(
-    data: bytes, path: Path, gpu_key: str, op: str, version: int, problem: type, config: type
-) -> tuple[_Row, ...]:
+def _parsed(data: bytes, path: Path, gpu_key: str, op: str, version: int, problem: type, config: type) -> tuple[_Row, ...]:
     def row(entry: Entry) -> _Row:
         if entry.evidence.kernel_version != version:  # its fields may have been others
             return _Row(path, entry, None, None)

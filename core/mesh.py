@@ -14,6 +14,5 @@ def same_mesh_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     every = frozenset().union(*varying)
     return tuple(
-        lax.pcast(x, tuple(sorted(every - v)), to="varying") if every - v else x
-        for x, v in zip(arrays, varying, strict=True)
+        lax.pcast(x, tuple(sorted(every - v)), to="varying") if every - v else x for x, v in zip(arrays, varying, strict=True)
     )

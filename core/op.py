@@ -61,9 +61,7 @@ def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(spec.Problem)}
     unknown = sorted(fields.keys() - known)
     if unknown:
-        raise ValueError(
-            f"{spec.name} problems have no {', '.join(unknown)}: the fields are {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"{spec.name} problems have no {', '.join(unknown)}: the fields are {', '.join(sorted(known))}")
     given = dict(fields)
     if "dtype" in given and "out_dtype" in known:
         given.setdefault("out_dtype", given["dtype"])
@@ -82,9 +80,7 @@ def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend:
     if backend == "xla":
         return spec.reference(problem, *arrays)
     device = gpu.current()
-    if (
-        backend == "interpret"
-    ):  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
+    if backend == "interpret":  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
         hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
         device = dataclasses.replace(hopper, sms=4)
     reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device)

@@ -44,10 +44,10 @@ def spec_of(op: str) -> Any:
 
 
 __all__ = [
+    "SPECS",
     "DatabaseError",
     "MatmulConfig",
     "MatmulProblem",
-    "SPECS",
     "explain",
     "matmul",
     "spec_of",

@@ -55,9 +55,7 @@ class Config:
     raster_dimension: str  # "m" or "n": tiles are walked in strips that are `raster_width` wide along it
     raster_width: int
     epilogue_tile_n: int  # columns stored at a time; two such pieces are in flight
-    split_k: (
-        int  # parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few
-    )
+    split_k: int  # parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few
     memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
 
 
@@ -122,8 +120,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         if length * itemsize % 16:
             unit = 16 // itemsize
             return (
-                f"{name}={length} needs 16-byte rows of {what} (TMA): "
-                f"pad to {-(-length // unit) * unit} or pass backend='xla'"
+                f"{name}={length} needs 16-byte rows of {what} (TMA): pad to {-(-length // unit) * unit} or pass backend='xla'"
             )
     return None
 
@@ -731,7 +728,7 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
     a_t, b_t = _transposed(problem)
     wide = jnp.promote_types(problem.dtype, jnp.float32)
     if problem.dtype == problem.out_dtype:
-        wide = problem.dtype  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass
+        wide = jnp.dtype(problem.dtype)  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
         wide = jnp.promote_types(problem.dtype, jnp.float32)
         a, b = a.astype(wide), b.astype(wide)

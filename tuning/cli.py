@@ -143,9 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     _problem_arguments(bench, many=True)
     bench.add_argument("--against", default="xla", metavar="A,B", help="xla, jax-pallas (default xla)")
     bench.add_argument("--grad", action="store_true", help="forward plus backward")
-    bench.add_argument(
-        "--seconds", type=_seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)"
-    )
+    bench.add_argument("--seconds", type=_seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)")
     bench.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="default: results")
     bench.add_argument("--what", help="a word for the file's name: results/<date>-<gpu>-<op>-<what>.csv")
 
@@ -381,9 +379,7 @@ def _show(arguments: argparse.Namespace) -> int:
                 continue
             console.print(tables.entries_table(f"{spec.name} on {key}, {whose}: {path}", entries))
     if not found:
-        _say(
-            f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}"
-        )
+        _say(f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}")
     return code
 
 

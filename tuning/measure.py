@@ -66,9 +66,7 @@ def interleaved(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -
         for _ in range(rounds):
             for f in functions:
                 flush()
-                out = f()
-            jax.block_until_ready(out)
-            del out
+                jax.block_until_ready(f())
     times = [ms * 1e3 for _, ms in timings]
     if len(times) != rounds * (len(functions) * launches[0] + sum(launches[1:])):
         raise MeasurementError(

@@ -22,14 +22,10 @@ def trials_table(trials: Sequence[Any]) -> Table:
     varying = [f for f in fields if len({c[f] for c in configs}) > 1]
     shared = _assignments(configs[0], [f for f in fields if f not in varying]) if configs else ""
     more = f"{len(ok)} best of {len(trials)} trials" if len(trials) > len(ok) else f"{len(trials)} trials"
-    table = Table(
-        title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left"
-    )
+    table = Table(title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left")
     measured = any(t.outcome.baseline_us for t in ok)
     for heading in ("trial", "from", "us", *(("x xla", "error") if measured else ()), "config"):
-        table.add_column(
-            heading, justify="left" if heading in ("from", "config") else "right", no_wrap=heading != "config"
-        )
+        table.add_column(heading, justify="left" if heading in ("from", "config") else "right", no_wrap=heading != "config")
     for trial, config in zip(ok, configs, strict=True):
         o = trial.outcome
         against = [f"{o.baseline_us / o.us:.3f}", f"{o.error:.1e}"] if measured else []

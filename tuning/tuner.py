@@ -247,9 +247,7 @@ def _entries(path: Path, gpu_key: str, op: str) -> Sequence[Entry]:
         return ()  # a broken file gives no seeds; `resolve` warns of it
 
 
-def _entry(
-    spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], seed: int, *, final: bool
-) -> Entry | None:
+def _entry(spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], seed: int, *, final: bool) -> Entry | None:
     """The entry of the fastest candidate: re-measured beside the next best, the default and the baseline if `final`."""
     ok = sorted((t for t in done if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)
     if not ok:

@@ -116,18 +116,23 @@ class _Session:
         self.compiled: dict[Any, Any] = {}
 
     def judge(self, configs: list[Any]) -> Any:
-        """One Outcome a config, in order; compilations run ahead in threads."""
+        """One Outcome a config, in order.
+
+        All compile first, side by side in threads, and only then is anything timed: XLA runs kernels of its own while it
+        compiles, which would disturb the times and be counted with them.
+        """
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for config, job in [(c, pool.submit(self._compile, c)) for c in configs]:
-                try:
-                    self.compiled[config] = job.result()
-                except Exception as e:
-                    yield Outcome("compile", detail=first_line(e))
-                    continue
-                try:
-                    yield self._measure(config)
-                except Exception as e:
-                    yield Outcome("crash", detail=first_line(e))
+            jobs = [pool.submit(self._compile, config) for config in configs]
+        for config, job in zip(configs, jobs, strict=True):
+            try:
+                self.compiled[config] = job.result()
+            except Exception as e:
+                yield Outcome("compile", detail=first_line(e))
+                continue
+            try:
+                yield self._measure(config)
+            except Exception as e:
+                yield Outcome("crash", detail=first_line(e))
 
     def _compile(self, config: Any) -> Any:
         import jax

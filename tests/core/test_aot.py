@@ -168,9 +168,7 @@ def test_threads_take_turns():
         thread.start()
     for thread in threads:
         thread.join()
-    assert {n: report.smem_bytes for n, report in reports.items()} == {
-        n: 2 * (64 * 64 + 2 * 64 * n) + 8 for n in (64, 128)
-    }
+    assert {n: report.smem_bytes for n, report in reports.items()} == {n: 2 * (64 * 64 + 2 * 64 * n) + 8 for n in (64, 128)}
 
 
 def test_another_architecture_in_the_same_process_is_refused(monkeypatch):

@@ -60,6 +60,7 @@ SPEC = OpSpec(
     space=lambda problem, gpu: {"tile": (1, 2, 4)},
     supports=lambda problem, gpu: None,
     check=check,
+    candidates=lambda problem, gpu: [Config(1)],
     default=lambda problem, gpu: Config(1),
     cost=lambda problem, config, gpu: 1.0,
     distance=distance,
@@ -497,9 +498,7 @@ def test_the_nearest_problem_whose_config_runs_is_used_and_its_distance_told():
     found = resolve(64)
     assert (found.source, found.config, found.distance) == ("near", Config(4), 1.0)
     assert resolve(96).distance == pytest.approx(math.log2(256 / 96))
-    assert ("near", "tile=128 exceeds m=96") in [
-        (source, what.rpartition(": ")[2]) for source, what in resolve(96).tried
-    ]
+    assert ("near", "tile=128 exceeds m=96") in [(source, what.rpartition(": ")[2]) for source, what in resolve(96).tried]
 
 
 def test_an_entry_of_another_kernel_version_is_passed_over_even_if_its_fields_were_others():

@@ -43,6 +43,7 @@ SPEC = op.OpSpec(
     space=lambda problem, device: {"tile": (1, 2)},
     supports=supports,
     check=check,
+    candidates=lambda problem, device: [Config(1)],
     default=lambda problem, device: Config(1),
     cost=lambda problem, config, device: 1.0,
     distance=lambda x, y: None,

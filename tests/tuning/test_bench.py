@@ -35,9 +35,7 @@ def timer(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list
     return [[10.0 * (i + 1) + (r % 3 - 1) for r in range(rounds)] for i in range(len(functions))]
 
 
-def run(
-    problems: dict[str, Any] | None = None, *, spec: Any = SPEC, **changes: Any
-) -> tuple[list[bench.Row], list[str]]:
+def run(problems: dict[str, Any] | None = None, *, spec: Any = SPEC, **changes: Any) -> tuple[list[bench.Row], list[str]]:
     said: list[str] = []
     options: dict[str, Any] = {"against": ["xla"], "grad": False, "seconds": 0.01, "backend": "xla"}
     rows = bench.run(
@@ -339,9 +337,7 @@ def test_the_summary_is_the_geometric_mean_of_their_time_over_ours() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.1, 1e6), st.floats(0.1, 1e6)), min_size=1))
 def test_the_mean_lies_between_the_worst_and_the_best(times: list[tuple[float, float]]) -> None:
-    rows = [
-        row(impl, us, problem=str(i)) for i, pair in enumerate(times) for impl, us in zip(("mgpu_ops", "xla"), pair)
-    ]
+    rows = [row(impl, us, problem=str(i)) for i, pair in enumerate(times) for impl, us in zip(("mgpu_ops", "xla"), pair)]
     [found] = bench.summary(rows)
     ratios = [theirs / ours for ours, theirs in times]
     assert found.worst == min(ratios)

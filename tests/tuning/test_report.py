@@ -28,9 +28,7 @@ def rows(problem: str = "square 64x64x64 bfloat16 nn", **changes: Any) -> list[R
         "jax": "0.11.2",
         "date": "2025-01-31",
     }
-    return [
-        Row(**fields | {"impl": impl, "median_us": us, "tflops": 5000 / us} | changes) for impl, us in times.items()
-    ]
+    return [Row(**fields | {"impl": impl, "median_us": us, "tflops": 5000 / us} | changes) for impl, us in times.items()]
 
 
 def text(of: list[Row]) -> str:
