@@ -1,0 +1,435 @@
+"""The search: what it tries, in which order, when it ends, and which entry it makes of it. No GPU: a table of times."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_ops.core import database
+from mgpu_ops.core.gpu import find
+from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning import tuner
+from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.worker import WorkerError
+
+GPU = find("h200")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    a: int
+    b: int
+    c: int
+    d: int
+    mode: str
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "a": (1, 2, 4, 8, 16, 32, 64, 128),
+    "b": (16, 32, 64, 96, 128, 160, 192),
+    "c": (1, 2, 3, 4, 6, 8, 12),
+    "d": (8, 16, 24, 32, 40),
+    "mode": ("m", "n", "none"),
+}
+OPTIMUM = Config(32, 96, 3, 40, "n")
+DEFAULT = Config(1, 16, 1, 8, "m")
+PROBLEM = Problem(1024)
+
+
+def slope(config: Config) -> float:
+    """Separable: 100 at OPTIMUM, 10 more for each step away from it in any field."""
+    steps = (abs(v.index(getattr(config, k)) - v.index(getattr(OPTIMUM, k))) for k, v in CHOICES.items())
+    return 100.0 + 10.0 * sum(steps)
+
+
+SPEC = OpSpec(
+    name="toy",
+    version=3,
+    Problem=Problem,
+    Config=Config,
+    shapes={},
+    suites={},
+    space=lambda problem, gpu: CHOICES,
+    supports=lambda problem, gpu: "size is odd: pad it" if problem.size % 2 else None,
+    check=lambda problem, config, gpu: None,
+    candidates=lambda problem, gpu: [DEFAULT],
+    default=lambda problem, gpu: DEFAULT,
+    cost=lambda problem, config, gpu: 1.0,  # tells nothing: the search has to
+    distance=lambda x, y: abs(math.log2(x.size / y.size)),
+    flops=lambda problem: problem.size,
+    bytes=lambda problem: problem.size,
+    inputs=lambda problem, key: (),
+    run=lambda problem, config, gpu, *inputs, interpret=False: None,
+    reference=lambda problem, *inputs: None,
+    tolerance=lambda problem: 0.0,
+)
+
+
+class FakeDevice:
+    """Judges by a function: microseconds, an Outcome, or an exception to raise."""
+
+    gpu = GPU
+
+    def __init__(
+        self,
+        judgement: Callable[[Config], Any] = slope,
+        final: Callable[[Config], list[float]] | None = None,
+        kind: str = "measured",
+        clock: Clock | None = None,
+    ):
+        self.kind, self.baseline = kind, "xla" if kind == "measured" else None
+        self.versions: dict[str, str | None] = {"driver": "1.2", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}
+        self.judgement = judgement
+        self.final = final or (lambda config: [judgement(config)])
+        self.clock = clock
+        self.judged: list[Config] = []
+        self.finalists: list[Config] | None = None
+        self.opened: tuple[Any, ...] | None = None
+
+    def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
+        self.opened = (spec, problem, seed)
+
+    def judge(self, configs: Sequence[Config]) -> Iterator[tuple[Config, Outcome]]:
+        for config in configs:
+            self.judged.append(config)
+            if self.clock:
+                self.clock.now += 1.0
+            answer = self.judgement(config)
+            if isinstance(answer, BaseException):
+                raise answer
+            yield config, answer if isinstance(answer, Outcome) else Outcome("ok", answer, 150.0, 0.002)
+
+    def finals(self, configs: Sequence[Config], seconds: float) -> Final:
+        self.finalists = list(configs)
+        return Final({c: self.final(c) for c in configs}, [150.0, 151.0, 149.0] if self.baseline else [])
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    """time.monotonic, which only the fake device moves: one second a candidate."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def tune(device: FakeDevice, spec: OpSpec = SPEC, **options: Any) -> tuner.Result:
+    return tuner.tune(spec, PROBLEM, device, **options)
+
+
+def stored_config(result: tuner.Result) -> Config:
+    assert result.entry is not None
+    return Config(**result.entry.config)
+
+
+def store(size: int, config: Config, path: Path | None = None, kind: str = "modelled") -> None:
+    evidence = database.Evidence(
+        kind=kind,  # type: ignore[arg-type]
+        gpu=GPU.name, driver=None, jax="0", jaxlib="0", cuda=None, kernel_version=3, median_us=1.0, spread_us=0.0,
+        default_us=None, baseline=None, baseline_us=None, error=None, trials=1, seed=0, date="2025-11-20",
+    )  # fmt: skip
+    entry = database.to_entry(Problem(size), config, evidence)
+    database.update(path or database.user_path(GPU.key, "toy"), [entry], gpu_key=GPU.key, op="toy")
+
+
+# --- what is tried, and in which order
+
+
+def test_the_default_is_tried_first_then_the_nearest_stored_configs() -> None:
+    near, farther, farthest = Config(2, 16, 1, 8, "m"), Config(4, 16, 1, 8, "m"), Config(8, 16, 1, 8, "m")
+    store(4096, farther)
+    store(1024, near)
+    store(8192, farthest)
+    result = tune(FakeDevice(), trials=10)
+    assert [(t.origin, t.config) for t in result.trials[:4]] == [
+        ("default", DEFAULT),
+        ("near", near),
+        ("near", farther),
+        ("near", farthest),
+    ]
+    assert [t.number for t in result.trials] == list(range(10))
+
+
+def test_stored_configs_that_cannot_run_this_problem_are_not_tried() -> None:
+    bad = Config(2, 16, 1, 8, "m")
+    store(2048, bad)
+    spec = dataclasses.replace(SPEC, check=lambda p, c, gpu: "no" if c == bad else None)
+    assert bad not in (t.config for t in tune(FakeDevice(), spec, trials=20).trials)
+
+
+@pytest.mark.parametrize("data", [b"{", b'{"schema":99,"gpu":"h200","op":"toy","entries":[]}'], ids=["corrupt", "newer"])
+def test_a_database_that_cannot_be_read_gives_no_seeds_and_stops_nothing(data: bytes) -> None:
+    path = database.user_path(GPU.key, "toy")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    result = tune(FakeDevice(), trials=10)
+    assert result.entry is not None
+    assert "near" not in {t.origin for t in result.trials}
+
+
+def test_the_ops_analytic_candidates_follow_the_default() -> None:
+    analytic = [DEFAULT, Config(2, 32, 1, 8, "m"), Config(4, 64, 1, 8, "n")]
+    spec = dataclasses.replace(SPEC, candidates=lambda problem, gpu: analytic)
+    result = tune(FakeDevice(), spec, trials=8)
+    assert [t.config for t in result.trials[:3]] == analytic
+    assert [t.origin for t in result.trials[:3]] == ["default", "model", "model"]
+
+
+def test_no_config_is_judged_twice_and_none_that_check_refuses() -> None:
+    def check(problem: Any, config: Config, gpu: Any) -> str | None:
+        return "too much" if config.a * config.c > 128 else None
+
+    device = FakeDevice()
+    result = tune(device, dataclasses.replace(SPEC, check=check), trials=80)
+    assert len(device.judged) == len(set(device.judged)) == len(result.trials) == 80
+    assert all(check(None, config, None) is None for config in device.judged)
+
+
+def test_what_the_model_puts_far_behind_never_reaches_the_device() -> None:
+    spec = dataclasses.replace(SPEC, cost=lambda p, c, gpu: 10.0 if c.mode == "none" else 1.0)
+    assert {t.config.mode for t in tune(FakeDevice(), spec, trials=60).trials} == {"m", "n"}
+
+
+def test_the_default_is_tried_even_where_the_model_puts_it_far_behind() -> None:
+    spec = dataclasses.replace(SPEC, cost=lambda p, c, gpu: 10.0 if c.mode == "m" else 1.0)
+    assert tune(FakeDevice(), spec, trials=2).trials[0].config == DEFAULT
+
+
+def test_the_device_is_opened_for_the_problem_and_seed() -> None:
+    device = FakeDevice()
+    tune(device, trials=1, seed=7)
+    assert device.opened == (SPEC, PROBLEM, 7)
+
+
+def test_progress_is_called_with_each_trial_in_order() -> None:
+    told: list[tuner.Trial] = []
+    result = tune(FakeDevice(), trials=20, progress=told.append)
+    assert tuple(told) == result.trials
+
+
+def test_the_same_seed_gives_the_same_trials_and_another_seed_others() -> None:
+    first, again, other = (tune(FakeDevice(), trials=40, seed=seed).trials for seed in (1, 1, 2))
+    assert first == again
+    assert [t.config for t in first] != [t.config for t in other]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_optimum_of_a_separable_space_is_found(seed: int) -> None:
+    """5,880 configs, the model says nothing, the default is 17 steps away."""
+    result = tune(FakeDevice(), trials=100, seed=seed)
+    assert stored_config(result) == OPTIMUM
+    assert result.entry is not None
+    assert result.entry.evidence.median_us == 100.0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_failures_in_half_of_the_space_do_not_keep_the_optimum_from_being_found(seed: int) -> None:
+    def judgement(config: Config) -> Any:
+        return Outcome("compile", detail="spills") if config.b > 96 else slope(config)
+
+    assert stored_config(tune(FakeDevice(judgement), trials=100, seed=seed)) == OPTIMUM
+
+
+# --- when it ends
+
+
+@pytest.mark.parametrize("trials", [1, 7, 8, 9, 33])
+def test_no_more_than_the_trials_asked_for_are_judged(trials: int) -> None:
+    device = FakeDevice()
+    result = tune(device, trials=trials)
+    assert len(device.judged) == len(result.trials) == trials
+    assert result.ended == "trials"
+
+
+def test_the_end_of_the_space_ends_the_search() -> None:
+    spec = dataclasses.replace(SPEC, space=lambda p, gpu: CHOICES | {"a": (1, 2), "b": (16, 32), "c": (1,), "d": (8,)})
+    device = FakeDevice()
+    result = tune(device, spec, trials=1000)
+    assert result.ended == "exhausted"
+    assert len(device.judged) == len(set(device.judged)) == 2 * 2 * 3
+    assert stored_config(result) == Config(2, 32, 1, 8, "n")
+
+
+def test_the_budget_ends_a_modelled_search_within_it(clock: Clock) -> None:
+    result = tune(FakeDevice(kind="modelled", clock=clock), trials=1000, budget=20.0)
+    assert result.ended == "budget"
+    assert 10 <= len(result.trials) <= 20
+    assert result.seconds <= 20.0
+    assert result.entry is not None
+
+
+@pytest.mark.parametrize("budget", [15.0, 20.0, 30.0, 47.0])
+def test_the_budget_ends_a_measured_search_within_it(budget: float, clock: Clock) -> None:
+    result = tune(FakeDevice(clock=clock), trials=1000, budget=budget)
+    assert result.ended == "budget"
+    assert budget / 2 <= result.seconds <= budget
+    assert result.entry is not None
+
+
+@pytest.mark.parametrize("kind", ["measured", "modelled"])
+def test_the_default_is_tried_and_kept_whatever_the_budget(kind: str, clock: Clock) -> None:
+    result = tune(FakeDevice(kind=kind, clock=clock), budget=0.001)
+    assert result.trials[0].config == DEFAULT
+    assert result.entry is not None
+    assert result.entry.evidence.default_us == slope(DEFAULT)
+
+
+def test_without_a_budget_time_does_not_matter(clock: Clock) -> None:
+    assert tune(FakeDevice(clock=clock), trials=50).ended == "trials"
+
+
+def test_a_problem_that_the_kernel_cannot_run_is_refused_with_the_reason() -> None:
+    device = FakeDevice()
+    with pytest.raises(ValueError, match=r"toy Problem\(size=3\) cannot be tuned: size is odd: pad it"):
+        tuner.tune(SPEC, Problem(3), device)
+    assert device.opened is None
+
+
+# --- failures
+
+
+def test_failures_of_every_kind_are_kept_with_their_reasons_and_end_nothing() -> None:
+    kinds = {1: "compile", 2: "timeout", 4: "crash", 8: "wrong"}
+
+    def judgement(config: Config) -> Any:
+        kind: Any = kinds.get(config.a)
+        return Outcome(kind, detail=f"reason {kind}") if kind else slope(config)
+
+    one_of_each = [dataclasses.replace(DEFAULT, a=a) for a in kinds]
+    spec = dataclasses.replace(SPEC, candidates=lambda problem, gpu: one_of_each)
+    result = tune(FakeDevice(judgement), spec, trials=80)
+    assert result.ended == "trials"
+    assert len(result.trials) == 80
+    assert set(result.failures) == {(k, f"reason {k}") for k in kinds.values()}
+    assert sum(result.failures.values()) == sum(t.config.a in kinds for t in result.trials)
+    assert stored_config(result) == OPTIMUM
+
+
+def test_there_is_no_entry_where_nothing_worked() -> None:
+    device = FakeDevice(lambda config: Outcome("crash", detail="always"))
+    result = tune(device, trials=20)
+    assert result.entry is None
+    assert len(result.trials) == 20
+    assert result.failures == {("crash", "always"): 20}
+    assert device.finalists is None
+
+
+def test_a_default_that_fails_has_no_time_in_the_evidence() -> None:
+    device = FakeDevice(lambda config: Outcome("wrong", detail="bad") if config == DEFAULT else slope(config))
+    result = tune(device, trials=20)
+    assert result.entry is not None
+    assert result.entry.evidence.default_us is None
+    assert stored_config(result) != DEFAULT
+
+
+def test_finalists_that_cannot_be_measured_again_do_not_lose_the_search() -> None:
+    class Hangs(FakeDevice):
+        def finals(self, configs: Sequence[Config], seconds: float) -> Final:
+            raise WorkerError("the finalists could not be measured: no answer in time")
+
+    result = tune(Hangs(), trials=20)
+    best = min(result.trials, key=lambda t: t.outcome.us or math.inf)
+    assert stored_config(result) == best.config
+
+
+# --- Ctrl-C
+
+
+@pytest.mark.parametrize("after", [1, 3, 8, 30])
+def test_ctrl_c_keeps_the_best_so_far_and_says_so(after: int) -> None:
+    device = FakeDevice(lambda config: KeyboardInterrupt() if len(device.judged) > after else slope(config))
+    result = tune(device, trials=64)
+    assert result.ended == "interrupted"
+    assert len(result.trials) == after
+    assert stored_config(result) == min((t.config for t in result.trials), key=slope)
+    assert device.finalists is None  # the worker may be in the middle of something
+    evidence = result.entry.evidence  # type: ignore[union-attr]
+    assert (evidence.trials, evidence.default_us, evidence.baseline_us) == (after, slope(DEFAULT), 150.0)
+
+
+def test_ctrl_c_before_the_first_result_leaves_no_entry() -> None:
+    result = tune(FakeDevice(lambda config: KeyboardInterrupt()))
+    assert (result.ended, result.entry, result.trials) == ("interrupted", None, ())
+
+
+def test_ctrl_c_in_the_final_keeps_the_best_of_the_trials() -> None:
+    class Interrupted(FakeDevice):
+        def finals(self, configs: Sequence[Config], seconds: float) -> Final:
+            raise KeyboardInterrupt
+
+    result = tune(Interrupted(), trials=20)
+    assert result.ended == "interrupted"
+    assert len(result.trials) == 20
+    assert stored_config(result) == min((t.config for t in result.trials), key=slope)
+
+
+# --- the entry
+
+
+def test_the_final_decides_not_the_trials() -> None:
+    """In the trials a lucky config looks best; measured in turn it is not."""
+    device = FakeDevice(final=lambda c: [300.0 - slope(c)] * 3)
+    result = tune(device, trials=30)
+    assert device.finalists is not None
+    ranking = sorted({t.config: t.outcome.us or 0.0 for t in result.trials}.items(), key=lambda pair: pair[1])
+    fastest = [config for config, us in ranking[: tuner.FINALISTS]]
+    assert set(device.finalists) >= {c for c, us in ranking if us < slope(fastest[-1])}
+    assert DEFAULT in device.finalists
+    assert len(device.finalists) <= tuner.FINALISTS + 1
+    assert stored_config(result) == DEFAULT
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_entry_is_never_slower_than_the_default_of_the_same_run(seed: int) -> None:
+    noise = {c: 80.0 + hash((seed, dataclasses.astuple(c)[:4])) % 40 for c in (DEFAULT, OPTIMUM)}
+    device = FakeDevice(final=lambda c: [noise.get(c, slope(c)) + jitter for jitter in (-1.0, 0.0, 2.0)])
+    entry = tune(device, trials=40, seed=seed).entry
+    assert entry is not None
+    assert entry.evidence.default_us is not None
+    assert entry.evidence.median_us <= entry.evidence.default_us
+
+
+def test_the_evidence_tells_what_was_measured_and_where() -> None:
+    device = FakeDevice(final=lambda c: [slope(c) + j for j in (-4.0, 0.0, 4.0)])
+    result = tune(device, trials=24, seed=5)
+    assert result.entry is not None
+    assert result.entry.problem == {"size": 1024}
+    e = result.entry.evidence
+    best = slope(stored_config(result))
+    assert (e.kind, e.gpu, e.driver, e.jax, e.jaxlib, e.cuda) == (
+        "measured", GPU.name, "1.2", "0.11.2", "0.11.2", "13000",
+    )  # fmt: skip
+    assert (e.kernel_version, e.trials, e.seed) == (3, 24, 5)
+    assert (e.median_us, e.spread_us, e.default_us) == (best, 6.4, slope(DEFAULT))  # 10th to 90th percentile
+    assert (e.baseline, e.baseline_us, e.error) == ("xla", 150.0, 0.002)
+    database.update(database.user_path(GPU.key, "toy"), [result.entry], gpu_key=GPU.key, op="toy")
+    resolved = database.resolve(SPEC, PROBLEM, GPU)
+    assert (resolved.source, resolved.config) == ("user", stored_config(result))
+
+
+def test_a_modelled_entry_says_so_and_has_no_baseline() -> None:
+    entry = tune(FakeDevice(kind="modelled"), trials=10).entry
+    assert entry is not None
+    assert (entry.evidence.kind, entry.evidence.baseline, entry.evidence.baseline_us) == ("modelled", None, None)
