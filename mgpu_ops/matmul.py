@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -80,11 +81,27 @@ SHAPES: dict[str, Problem] = {
         for m in (128, 256, 4096)
     },
 }
+_LLM = list(SHAPES)
+
+
+def _backward(problem: Problem) -> dict[str, Problem]:
+    """The products of a backward pass: da[m, k] = g B^T and db[k, n] = A^T g of an "nn" problem."""
+    m, n, k = problem.m, problem.n, problem.k
+    return {"da": replace(problem, n=k, k=n, layout="nt"), "db": replace(problem, m=k, k=m, layout="tn")}
+
+
+SHAPES |= {
+    f"llama3-8b-{name}-{m}-{side}": backward
+    for name in _MODELS["llama3-8b"]
+    for m in (256, 4096)
+    for side, backward in _backward(SHAPES[f"llama3-8b-{name}-{m}"]).items()
+}
 SUITES: dict[str, Sequence[str]] = {
-    "square": [s for s in SHAPES if s.startswith("square")],
-    "llama3-8b": [s for s in SHAPES if s.startswith("llama3-8b")],
-    "llama3-70b": [s for s in SHAPES if s.startswith("llama3-70b")],
-    "llm": list(SHAPES),
+    "llm": _LLM,
+    "square": [s for s in _LLM if s.startswith("square")],
+    "llama3-8b": [s for s in _LLM if s.startswith("llama3-8b")],
+    "llama3-70b": [s for s in _LLM if s.startswith("llama3-70b")],
+    "llama3-8b-backward": [s for s in SHAPES if s not in _LLM],
 }
 
 # --- What can run ---------------------------------------------------------------------------------------------------
@@ -189,7 +206,7 @@ def _partial(p: Problem, c: Config) -> Problem:
     """What the kernel itself computes: with split_k, `p.batch` times `c.split_k` float32 products of a part of k each."""
     if c.split_k == 1:
         return p
-    return dataclasses.replace(p, out_dtype="float32", batch=p.batch * c.split_k)
+    return replace(p, out_dtype="float32", batch=p.batch * c.split_k)
 
 
 def _k_steps(p: Problem, c: Config) -> int:

@@ -1,0 +1,497 @@
+"""The command `mgpu-tune`: what it prints, what it stores and its exit codes. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops.core import database, gpu
+from mgpu_ops.tuning import cli, device, worker
+from mgpu_ops.tuning.outcome import Outcome
+
+ROOT = Path(__file__).parents[2]
+H200 = gpu.find("h200")
+MATMUL = spec_of("matmul")
+SIDES = ("--m", 512, "--n", 512, "--k", 512)
+TRIALS = 10
+RUN = ("run", "matmul", *SIDES, "--gpu", "h200", "--trials", TRIALS)
+COMMANDS = ("run", "show", "which", "validate", "bench", "demo")
+Command = Callable[..., Any]
+
+
+def user_file() -> Path:
+    return database.user_path("h200", "matmul")
+
+
+def only_entry(path: Path | None = None) -> database.Entry:
+    (entry,) = database.read(path or user_file(), gpu_key="h200", op="matmul").entries
+    return entry
+
+
+def store(path: Path, size: int = 512, *, gpu_key: str = "h200", **changes: Any) -> Path:
+    problem = MatmulProblem(size, size, size)
+    evidence = database.Evidence(
+        kind="measured", gpu=gpu.find(gpu_key).name, driver="1.2", jax="0.11.2", jaxlib="0.11.2", cuda="13000",
+        kernel_version=MATMUL.version, median_us=12.5, spread_us=0.5, default_us=15.0, baseline="xla", baseline_us=25.0,
+        error=0.001, trials=48, seed=0, date="2025-11-20",
+    )  # fmt: skip
+    config = dataclasses.replace(MATMUL.default(problem, gpu.find(gpu_key)), **changes)
+    database.update(path, [database.to_entry(problem, config, evidence)], gpu_key=gpu_key, op="matmul")
+    return path
+
+
+def holds(text: str, config: dict[str, Any]) -> bool:
+    """Whether a table tells every field of a config, be it in its row or, shared by all rows, in the caption."""
+    words = text.split()
+    return all(f"{field}={value}" in words for field, value in config.items())
+
+
+# --- help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_with_examples(command: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune(command, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert f"examples:\n  mgpu-tune {command}" in done.out
+
+
+def test_the_help_lists_the_commands_and_the_exit_codes(mgpu_tune: Command) -> None:
+    done = mgpu_tune("--help")
+    assert done.code == 0
+    assert all(f"\n    {command} " in done.out for command in COMMANDS)
+    assert "130 Ctrl-C" in done.out
+
+
+def test_help_loads_none_of_the_tuners_libraries() -> None:
+    code = (
+        "import sys\n"
+        "from mgpu_ops.tuning import cli\n"
+        "try:\n"
+        "    cli.main(['--help'])\n"
+        "except SystemExit as e:\n"
+        "    assert not e.code\n"
+        "found = {'optuna', 'matplotlib', 'pandas', 'rich'} & sys.modules.keys()\n"
+        "assert not found, found\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+# --- what was asked wrongly: exit code 2, and the rule
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("tune",), "invalid choice: 'tune'"),
+        (("run",), "the following arguments are required: op"),
+        (("run", "softmax", *SIDES, "--gpu", "h200"), "op 'softmax' is not one of matmul"),
+        (("run", "matmul", *SIDES, "--gpu", "v100"), "gpu='v100' is not a GPU in the table: name one of h100-sxm"),
+        (("run", "matmul", *SIDES), "no Hopper GPU here to measure on: name the GPU to model with --gpu (h100-sxm"),
+        (("run", "matmul", "--shape", "gpt9", "--gpu", "h200"), "shape 'gpt9' is not one of square-2048"),
+        (("run", "matmul", "--suite", "gpt9", "--gpu", "h200"), "suite 'gpt9' is not one of square, llama3-8b"),
+        (("run", "matmul", "--gpu", "h200"), "name the problem in one way: --m, --n and --k, or --shape"),
+        (("run", "matmul", *SIDES, "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
+        (("run", "matmul", "--suite", "llm", "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
+        (("run", "matmul", "--m", "512", "--k", "512", "--gpu", "h200"), "--n missing: a problem has --m, --n and --k"),
+        (("run", "matmul", "--m", "512", "--gpu", "h200"), "--n and --k missing"),
+        (("run", "matmul", "--dtype", "bf16", "--gpu", "h200"), "--m and --n and --k missing"),
+        ((*RUN, "--m", "0"), "'0' must be a whole number of at least 1"),
+        ((*RUN, "--m", "-4"), "'-4' must be a whole number of at least 1"),
+        ((*RUN, "--m", "4.5"), "'4.5' must be a whole number of at least 1"),
+        ((*RUN, "--batch", "0"), "'0' must be a whole number of at least 1"),
+        ((*RUN, "--trials", "0"), "'0' must be a whole number of at least 1"),
+        ((*RUN, "--dtype", "int8"), "'int8' is not one of bf16, f16"),
+        ((*RUN, "--out-dtype", "double"), "'double' is not one of bf16, f16"),
+        ((*RUN, "--layout", "nx"), "invalid choice: 'nx'"),
+        ((*RUN, "--seed", "one"), "invalid int value: 'one'"),
+        ((*RUN, "--seed", "-1"), "--seed"),
+        ((*RUN, "--k", "100"), "k=100 needs 16-byte rows of a (TMA): pad to 104"),
+        ((*RUN, "--dtype", "f32"), "dtype float32 is not one of bfloat16, float16: cast"),
+        (("run", "matmul", *SIDES, "--gpu", "b200"), "NVIDIA B200 is not a Hopper GPU"),
+        (("which", "matmul", *SIDES), "no NVIDIA GPU here: name one with --gpu"),
+        (("which", "matmul", *SIDES, "--gpu", "v100"), "gpu='v100' is not a GPU in the table"),
+        (("which", "softmax", *SIDES, "--gpu", "h200"), "op 'softmax' is not one of matmul"),
+        (("which", "matmul", "--suite", "llm", "--gpu", "h200"), "--suite"),
+        (("show", "softmax"), "op 'softmax' is not one of matmul"),
+        (("show", "--gpu", "v100"), "gpu='v100' is not a GPU in the table"),
+        (("bench", "matmul", *SIDES), "bench times kernels: it needs a Hopper GPU here"),
+        (("bench", "softmax", *SIDES), "op 'softmax' is not one of matmul"),
+        (("bench", "matmul", *SIDES, "--seconds", "0"), "'0' must be a finite time above 0"),
+    ],
+    ids=lambda value: "_".join(map(str, value)) or "nothing" if isinstance(value, tuple) else "",
+)
+def test_a_wrong_request_is_refused_with_the_rule(words: Sequence[Any], message: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune(*words)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert not user_file().exists()
+
+
+@pytest.mark.parametrize("budget", ["nan", "inf", "-inf", "-1", "0", "0s", "abc", "", "1e3", "10 days", "9" * 400])
+def test_a_budget_must_be_a_finite_time_above_zero(budget: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune(*RUN, f"--budget={budget}")
+    assert done.code == 2
+    assert f"{budget!r} must be a finite time above 0 such as 60s, 2m or 1h" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("60s", 60), ("2m", 120), ("1h", 3600), ("1.5m", 90), (".5", 0.5), (" 2 s ", 2)]
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert cli._seconds(text) == seconds
+
+
+# --- run
+
+
+def test_run_stores_an_entry_that_is_called_modelled_everywhere(mgpu_tune: Command) -> None:
+    done = mgpu_tune(*RUN)
+    assert (done.code, done.err) == (0, "")
+    assert "no NVIDIA H200 here: times are MODELLED, not measured; candidates are not compiled" in done.out
+    entry = only_entry()
+    assert entry.problem == dataclasses.asdict(MatmulProblem(512, 512, 512))
+    assert (entry.evidence.kind, entry.evidence.gpu, entry.evidence.trials) == ("modelled", "NVIDIA H200", TRIALS)
+    assert entry.evidence.driver is None
+    assert holds(done.out, entry.config)
+    assert f"best of {TRIALS} in " in done.out
+    assert f"{entry.evidence.median_us:.1f} us modelled, default {entry.evidence.default_us:.1f} us" in done.out
+    assert f"stored as modelled in {user_file()}" in done.out
+    assert mgpu_tune("validate", user_file()).code == 0
+
+
+def test_run_keeps_the_other_entries_and_a_measured_one_of_the_same_problem(mgpu_tune: Command) -> None:
+    store(user_file())
+    store(user_file(), 1024)
+    assert mgpu_tune(*RUN).code == 0
+    entries = database.read(user_file()).entries
+    assert [(e.problem["m"], e.evidence.kind) for e in entries] == [
+        (512, "measured"),
+        (512, "modelled"),
+        (1024, "measured"),
+    ]
+
+
+def test_run_takes_the_problem_as_it_is_described(mgpu_tune: Command) -> None:
+    words = (*RUN, "--dtype", "fp16", "--out-dtype", "f32", "--layout", "nt", "--batch", 4)
+    assert mgpu_tune(*words).code == 0
+    assert only_entry().problem == dataclasses.asdict(MatmulProblem(512, 512, 512, "float16", "float32", "nt", 4))
+
+
+def test_the_outputs_dtype_is_that_of_the_inputs_unless_named(mgpu_tune: Command) -> None:
+    assert mgpu_tune(*RUN, "--dtype", "f16").code == 0
+    assert only_entry().problem["out_dtype"] == "float16"
+
+
+def test_run_of_a_suite_tunes_each_problem_once_and_stores_where_it_is_told(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = tmp_path / "deep" / "tuned.json"
+    done = mgpu_tune("run", "matmul", "--suite", "square", "--trials", 2, "--gpu", "h100-sxm", "--database", path)
+    assert done.code == 0
+    entries = database.read(path, gpu_key="h100-sxm", op="matmul").entries
+    assert [e.problem["m"] for e in entries] == [2048, 4096, 8192, 16384]
+    assert not user_file().parent.parent.exists()
+
+
+def test_the_same_seed_finds_the_same_config(tmp_path: Path, mgpu_tune: Command) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path in paths:
+        assert mgpu_tune(*RUN, "--seed", 3, "--trials", 24, "--database", path).code == 0
+    assert only_entry(paths[0]).config == only_entry(paths[1]).config
+
+
+def test_failures_are_counted_by_kind_and_reason(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda number, us: Outcome("compile", detail="it spills") if number in (1, 4) else us)
+    done = mgpu_tune(*RUN)
+    assert done.code == 0
+    assert "failed: 2 compile: it spills" in done.out
+
+
+def test_where_no_candidate_works_nothing_is_stored_and_the_exit_code_is_1(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_by(monkeypatch, lambda number, us: Outcome("crash", detail="always"))
+    done = mgpu_tune(*RUN)
+    assert done.code == 1
+    assert "failed: 10 crash: always" in done.out
+    assert "no candidate worked: nothing is stored for 512x512x512" in done.out
+    assert not user_file().exists()
+
+
+def judge_by(monkeypatch: pytest.MonkeyPatch, judgement: Callable[[int, Outcome], Outcome]) -> None:
+    """Replaces the outcomes of the modelled device by a function of their number, from 0, and the true one."""
+    judge = device.Modelled.judge
+    numbers: list[int] = []
+
+    def judged(self: Any, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
+        for config, outcome in judge(self, configs):
+            numbers.append(len(numbers))
+            yield config, judgement(numbers[-1], outcome)
+
+    monkeypatch.setattr(device.Modelled, "judge", judged)
+
+
+def interrupt(number: int, at: int, outcome: Outcome) -> Outcome:
+    if number == at:
+        raise KeyboardInterrupt
+    return outcome
+
+
+def test_ctrl_c_stores_what_was_found_and_the_exit_code_is_130(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(user_file(), 1024)
+    with monkeypatch.context() as patch:
+        judge_by(patch, lambda number, outcome: interrupt(number, 5, outcome))
+        done = mgpu_tune(*RUN)
+    assert done.code == 130
+    assert "best of 5 in" in done.out
+    entries = database.read(user_file()).entries
+    assert [(e.problem["m"], e.evidence.trials) for e in entries] == [(512, 5), (1024, 48)]
+    assert mgpu_tune("validate", user_file()).code == 0
+    assert mgpu_tune(*RUN).code == 0
+
+
+def test_ctrl_c_in_a_suite_ends_the_suite(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda number, outcome: interrupt(number, 3, outcome))
+    done = mgpu_tune("run", "matmul", "--suite", "square", "--trials", 2, "--gpu", "h200")
+    assert done.code == 130
+    assert [e.problem["m"] for e in database.read(user_file()).entries] == [2048, 4096]
+
+
+def test_ctrl_c_before_the_first_result_stores_nothing(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda number, outcome: interrupt(number, 0, outcome))
+    assert mgpu_tune(*RUN).code == 130
+    assert not user_file().exists()
+
+
+def test_ctrl_c_outside_of_the_search_is_130_too(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(database, "read", interrupted)
+    store(user_file())
+    done = mgpu_tune("validate", user_file())
+    assert (done.code, done.err) == (130, "mgpu-tune: stopped\n")
+
+
+# --- which GPU
+
+
+class Here:
+    """A GPU worker that started, on an H200."""
+
+    kind, baseline, gpu = "measured", "xla", H200
+    versions = {"driver": "570.86.15"}
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("name", [None, "h200", "NVIDIA H200"])
+def test_the_gpu_here_is_measured(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(device, "Measured", Here)
+    assert isinstance(cli._device(name), Here)
+
+
+def test_another_gpu_than_the_one_here_is_modelled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here = Here()
+    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(device, "Measured", lambda: here)
+    found = cli._device("h20")
+    assert (found.kind, found.gpu.key, here.closed) == ("modelled", "h20", True)
+    assert "no NVIDIA H20 here: times are MODELLED" in capsys.readouterr().out
+
+
+def no_hopper() -> Any:
+    raise worker.WorkerError("the GPU worker did not start: NVIDIA A100 is not a Hopper GPU")
+
+
+def test_a_gpu_that_is_no_hopper_does_not_keep_another_from_being_modelled(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(device, "Measured", no_hopper)
+    assert mgpu_tune(*RUN).code == 0
+    assert only_entry().evidence.kind == "modelled"
+
+
+def test_a_worker_that_does_not_start_is_told_and_the_exit_code_is_2(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(device, "Measured", no_hopper)
+    done = mgpu_tune("run", "matmul", *SIDES)
+    assert done.code == 2
+    assert "the GPU worker did not start: NVIDIA A100 is not a Hopper GPU" in done.err
+
+
+# --- show, which, validate
+
+
+def test_show_lists_the_users_and_the_shipped_entries(mgpu_tune: Command) -> None:
+    store(user_file())
+    done = mgpu_tune("show", "matmul", "--gpu", "h200")
+    assert done.code == 0
+    assert f"matmul on h200, user: {user_file()}" in done.out
+    for word in ("m=512", "measured", "12.5", "2.000", "1.200", "2025-11-20"):
+        assert word in done.out
+    if database.shipped_path("h200", "matmul").exists():
+        assert "matmul on h200, shipped: " in done.out
+
+
+def test_show_says_where_entries_would_be_where_there_are_none(mgpu_tune: Command) -> None:
+    done = mgpu_tune("show", "--gpu", "h20")
+    assert done.code == 0
+    assert "nothing is tuned for h20" in done.out
+    assert str(database.user_path("h20", "matmul")) in done.out
+
+
+def test_show_of_all_gpus_goes_on_after_a_broken_file(mgpu_tune: Command) -> None:
+    broken = database.user_path("h100-sxm", "matmul")
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"{")
+    store(user_file())
+    done = mgpu_tune("show")
+    assert done.code == 1
+    assert f"{broken}: is corrupt" in done.out
+    assert "m=512" in done.out
+
+
+def test_which_tells_the_winner_why_and_on_what_evidence(mgpu_tune: Command) -> None:
+    store(user_file(), raster_width=16)
+    done = mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200")
+    assert done.code == 0
+    assert "raster_width=16" in done.out
+    assert "from      user: measured {" in done.out
+    assert str(user_file()) in done.out
+    assert "evidence  measured 12.5 us, spread 0.5 us, on NVIDIA H200; 1.2x as fast as the default" in done.out
+    assert "2x as fast as xla (25 us)" in done.out
+    assert "argument: no config= was given" in done.out
+
+
+def test_which_tells_that_a_run_changed_the_winner(mgpu_tune: Command) -> None:
+    words = ("which", "matmul", *SIDES, "--gpu", "h20")
+    assert "from      user" not in mgpu_tune(*words).out
+    assert mgpu_tune("run", "matmul", *SIDES, "--gpu", "h20", "--trials", 4).code == 0
+    assert "from      user: modelled" in mgpu_tune(*words).out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--m", 512, "--n", 512, "--k", 100, "--gpu", "h200"), "k=100 needs 16-byte rows of a"),
+        ((*SIDES, "--dtype", "f32", "--gpu", "h200"), "dtype float32 is not one of"),
+        ((*SIDES, "--gpu", "b200"), "NVIDIA B200 is not a Hopper GPU"),
+    ],
+    ids=["k", "dtype", "gpu"],
+)
+def test_which_says_why_a_problem_runs_through_xla(words: Sequence[Any], reason: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune("which", "matmul", *words)
+    assert done.code == 0
+    assert "runs through XLA" in done.out
+    assert reason in done.out
+
+
+def test_validate_of_good_files_is_0(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = store(tmp_path / "tuned.json")
+    done = mgpu_tune("validate", path)
+    assert (done.code, done.out) == (0, f"{path}: ok\n")
+
+
+def test_validate_without_a_file_checks_the_users_and_the_shipped_ones(mgpu_tune: Command) -> None:
+    store(user_file())
+    done = mgpu_tune("validate")
+    assert done.code == 0
+    assert f"{user_file()}: ok" in done.out
+    shipped = database.shipped_path("h200", "matmul")
+    assert not shipped.exists() or f"{shipped}: ok" in done.out
+
+
+def rewrite(path: Path, **fields: Any) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a config that cannot run": (lambda path: store(path, tile_m=100), "must be a multiple of 64"),
+    "an unknown field": (lambda path: rewrite(store(path), more=1), "is corrupt"),
+    "cut off": (lambda path: store(path).write_bytes(path.read_bytes()[:-20]), "is corrupt"),
+    "empty": (lambda path: path.write_bytes(b""), "is corrupt"),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is corrupt"),
+    "a newer schema": (lambda path: rewrite(store(path), schema=99), "was written by a newer mgpu_ops (schema 99"),
+    "evidence of another GPU": (
+        lambda path: rewrite(store(path), gpu="h100-sxm"),
+        "evidence of 'NVIDIA H200' in a file of NVIDIA H100 80GB HBM3",
+    ),
+    "an unknown GPU": (lambda path: rewrite(store(path), gpu="v100"), "gpu='v100' is not a GPU in the table"),
+    "an unknown op": (lambda path: rewrite(store(path), op="softmax"), "op 'softmax' is not one of matmul"),
+    "a directory": (lambda path: path.mkdir(), "cannot be read"),
+    "missing": (lambda path: None, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_validate_names_the_file_and_its_fault_and_goes_on(fault: str, tmp_path: Path, mgpu_tune: Command) -> None:
+    bad, good = tmp_path / "bad.json", store(tmp_path / "good.json")
+    prepare, reason = FAULTS[fault]
+    prepare(bad)
+    done = mgpu_tune("validate", bad, good)
+    assert done.code == 1
+    assert f"{bad}: 1 faults" in done.out or f"{bad}: 1 fault\n" in done.out
+    assert reason in done.out
+    assert f"{good}: ok" in done.out
+
+
+# --- demo
+
+
+def test_demo_tunes_stores_runs_and_prints_an_error_below_the_limit(own_database: Path) -> None:
+    """In a process of its own: the interpreter needs more threads than JAX starts on a machine of few cores."""
+    code = (
+        "import sys\n"
+        "from mgpu_ops.core import aot\n"
+        "from mgpu_ops.tuning import cli\n"
+        "aot.available = lambda: 'not in this test'\n"  # compiling takes seconds a candidate
+        "cli._has_gpu = lambda: False\n"
+        "sys.exit(cli.main(['demo']))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "times are MODELLED, not measured" in done.stdout
+    assert f"stored as modelled in {own_database / 'h200' / 'matmul.json'}" in done.stdout
+    words = done.stdout.split("max error ")[1].split()
+    assert 0 < float(words[0]) <= float(words[4].rstrip(")"))
+    entry = only_entry()
+    assert (entry.evidence.kind, entry.problem["m"]) == ("modelled", 512)
+
+
+def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        pass
+
+    def tune(spec: Any, name: str, problem: Any, device: Any, *rest: Any) -> int:
+        assert device.kind == "modelled"
+        raise Reached
+
+    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(device, "Measured", no_hopper)
+    monkeypatch.setattr(cli, "_tune", tune)
+    monkeypatch.setenv("NPROC", "64")
+    with pytest.raises(Reached):
+        cli.main(["demo"])

@@ -1,0 +1,222 @@
+"""Times from CUPTI, cut up by who launched which kernel; and the error of a result. CUPTI is played by a list here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_ops.core.gpu import find
+from mgpu_ops.tuning import measure
+
+GPU = find("h200")
+times = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
+
+
+# --- samples
+
+
+@given(times)
+def test_the_median_lies_among_the_samples_and_the_spread_within_their_range(samples: list[float]) -> None:
+    assert min(samples) <= measure.median_us(samples) <= max(samples)
+    assert 0.0 <= measure.spread_us(samples) <= max(samples) - min(samples)
+
+
+def test_the_spread_is_from_the_10th_to_the_90th_percentile() -> None:
+    assert measure.spread_us([float(x) for x in range(101)]) == pytest.approx(80.0)
+    assert measure.spread_us([5.0]) == 0.0
+    assert measure.spread_us([5.0, 5.0, 5.0]) == 0.0
+
+
+def test_one_outlier_moves_the_median_little() -> None:
+    assert measure.median_us([10.0, 11.0, 12.0, 1e9, 10.5]) == 11.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "us", "rounds"),
+    [(1.0, 50_000.0, 20), (1.0, 1e9, 5), (1.0, 1.0, 100), (0.0, 10.0, 5), (1.0, 0.0, 100), (0.001, 100.0, 10)],
+)
+def test_rounds_fill_the_time_within_their_bounds(seconds: float, us: float, rounds: int) -> None:
+    assert measure.rounds_for(seconds, us) == rounds
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e9), st.integers(1, 50), st.integers(50, 500))
+def test_rounds_are_never_out_of_bounds(seconds: float, us: float, low: int, high: int) -> None:
+    assert low <= measure.rounds_for(seconds, us, low, high) <= high
+
+
+# --- the error of a result
+
+
+def test_the_error_is_the_largest_difference_relative_to_the_reference_and_its_rms() -> None:
+    ref = jnp.array([[3.0, -4.0], [0.0, 5.0]])
+    out = ref.at[1, 0].add(0.5).at[1, 1].add(0.5)
+    rms = math.sqrt((9 + 16 + 25) / 4)
+    assert measure.error(out, ref) == pytest.approx(0.5 / rms)  # at the zero, not at the 5
+    assert measure.error(ref, ref) == 0.0
+
+
+def test_the_error_is_computed_in_float32_whatever_the_dtypes() -> None:
+    ref = jnp.full((4, 4), 1000.0, jnp.bfloat16)
+    out = jnp.full((4, 4), 1001.0, jnp.float16)
+    assert measure.error(out, ref) == pytest.approx(1 / 2000)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_result_that_is_not_finite_passes_no_limit(bad: float) -> None:
+    ref = jnp.ones((4, 4))
+    assert not measure.error(ref.at[1, 2].set(bad), ref) <= 1e30
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reference_that_is_not_finite_lets_nothing_pass(bad: float) -> None:
+    """Of infinity in the reference alone every finite result would be near: a check that checks nothing."""
+    ref = jnp.ones((4, 4)).at[0, 0].set(bad)
+    assert not measure.error(jnp.zeros((4, 4)), ref) <= 1e30
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (5, 4), (1, 4), (4,), (1, 4, 4), ()])
+def test_a_result_of_another_shape_passes_no_limit(shape: tuple[int, ...]) -> None:
+    assert math.isnan(measure.error(jnp.ones(shape), jnp.ones((4, 4))))
+
+
+# --- times of functions that take turns
+
+
+class FakeGpu:
+    """Launches add (name, milliseconds) to what CUPTI collects; the flush takes 9 ms in `flush_kernels` kernels."""
+
+    def __init__(self, flush_kernels: int = 1):
+        self.collecting: list[tuple[str, float]] | None = None
+        self.order: list[str] = []
+        self.flush_kernels = flush_kernels
+
+    def launch(self, name: str, ms: float) -> None:
+        self.order.append(name)
+        if self.collecting is not None:
+            self.collecting.append((name, ms))
+
+    def flush(self) -> np.ndarray:
+        for _ in range(self.flush_kernels):
+            self.launch("flush", 9.0)
+        return np.zeros(1)
+
+    @contextlib.contextmanager
+    def cupti(self) -> Iterator[list[tuple[str, float]]]:
+        timings: list[tuple[str, float]] = []
+        self.collecting, found = [], timings
+        try:
+            yield timings
+        finally:  # CUPTI tells at the end
+            found.extend(self.collecting)
+            self.collecting = None
+
+    def function(self, name: str, kernels: list[float]) -> Callable[[], np.ndarray]:
+        """A function of several kernels, each a tenth slower at every call."""
+        calls = 0
+
+        def call() -> np.ndarray:
+            nonlocal calls
+            for ms in kernels:
+                self.launch(name, ms * (1 + calls / 10))
+            calls += 1
+            return np.zeros(1)
+
+        return call
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGpu], FakeGpu]:
+    def installed(fake: FakeGpu) -> FakeGpu:
+        monkeypatch.setattr(measure, "_cupti", fake.cupti)
+        monkeypatch.setattr(measure, "_flusher", lambda l2_bytes: fake.flush)
+        return fake
+
+    return installed
+
+
+@pytest.mark.parametrize("flush_kernels", [1, 3])
+def test_samples_are_the_sums_of_each_functions_own_kernels(flush_kernels: int, install: Callable[[FakeGpu], FakeGpu]) -> None:
+    fake = install(FakeGpu(flush_kernels))
+    functions = [fake.function("a", [0.001]), fake.function("b", [0.002, 0.003, 0.004]), fake.function("c", [0.05])]
+    samples = measure.interleaved(functions, GPU, rounds=4)
+    later = [1 + call / 10 for call in range(2, 6)]  # two calls warmed up and counted kernels
+    for found, us in zip(samples, (1.0, 9.0, 50.0), strict=True):
+        assert found == pytest.approx([us * x for x in later])
+
+
+def test_functions_take_turns_each_after_a_flush(install: Callable[[FakeGpu], FakeGpu]) -> None:
+    fake = install(FakeGpu())
+    functions = [fake.function(name, [0.001]) for name in "ab"]
+    fake.order.clear()
+    measure.interleaved(functions, GPU, rounds=3)
+    assert fake.order[-12:] == ["flush", "a", "flush", "b"] * 3
+
+
+def test_a_function_that_launches_other_kernels_than_before_is_an_error_that_says_what_to_do(
+    install: Callable[[FakeGpu], FakeGpu],
+) -> None:
+    fake = install(FakeGpu())
+    calls = 0
+
+    def varies() -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        for _ in range(1 + (calls == 4)):
+            fake.launch("varies", 0.001)
+        return np.zeros(1)
+
+    with pytest.raises(measure.MeasurementError, match=r"CUPTI saw 13 kernels .* 3 rounds.*another profiler.*nsys"):
+        measure.interleaved([varies, fake.function("b", [0.001])], GPU, rounds=3)
+
+
+def test_kernels_of_somebody_else_are_an_error(install: Callable[[FakeGpu], FakeGpu]) -> None:
+    fake = install(FakeGpu())
+    calls = 0
+
+    def disturbed() -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        fake.launch("ours", 0.001)
+        if calls == 5:
+            fake.launch("of another thread", 0.001)
+        return np.zeros(1)
+
+    with pytest.raises(measure.MeasurementError, match="another thread using this GPU"):
+        measure.interleaved([disturbed], GPU, rounds=5)
+
+
+def test_no_kernel_at_all_is_an_error_that_says_what_to_do(install: Callable[[FakeGpu], FakeGpu]) -> None:
+    install(FakeGpu())
+    with pytest.raises(measure.MeasurementError, match=r"no kernel: .*without nsys, ncu or cuda-gdb.*run on the GPU"):
+        measure.interleaved([lambda: np.zeros(1)], GPU, rounds=3)
+
+
+def test_a_second_subscriber_of_cupti_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.lib import mosaic_gpu
+
+    class Busy:
+        @staticmethod
+        def _cupti_init() -> None:
+            raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(mosaic_gpu, "_mosaic_gpu_ext", Busy)
+    with (
+        pytest.raises(measure.MeasurementError, match=r"CUPTI cannot start \(.*MULTIPLE.*without nsys, ncu"),
+        measure._cupti(),
+    ):
+        pass
+
+
+def test_the_flush_overwrites_more_than_the_l2() -> None:
+    small = measure._flusher(4096)
+    assert small().nbytes == 2 * 4096
+    assert measure._flusher(4096) is small
+    assert statistics.median(np.asarray(small()).ravel()) == 2.0
