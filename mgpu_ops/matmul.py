@@ -84,17 +84,17 @@ SHAPES: dict[str, Problem] = {
 _LLM = list(SHAPES)
 
 
-def _backward(problem: Problem) -> dict[str, Problem]:
+def _gradients(problem: Problem) -> dict[str, Problem]:
     """The products of a backward pass: da[m, k] = g B^T and db[k, n] = A^T g of an "nn" problem."""
     m, n, k = problem.m, problem.n, problem.k
     return {"da": replace(problem, n=k, k=n, layout="nt"), "db": replace(problem, m=k, k=m, layout="tn")}
 
 
 SHAPES |= {
-    f"llama3-8b-{name}-{m}-{side}": backward
+    f"llama3-8b-{name}-{m}-{side}": product
     for name in _MODELS["llama3-8b"]
     for m in (256, 4096)
-    for side, backward in _backward(SHAPES[f"llama3-8b-{name}-{m}"]).items()
+    for side, product in _gradients(SHAPES[f"llama3-8b-{name}-{m}"]).items()
 }
 SUITES: dict[str, Sequence[str]] = {
     "llm": _LLM,

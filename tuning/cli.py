@@ -227,8 +227,10 @@ def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if suite:
         if suite not in spec.suites:
             raise UsageError(f"suite {suite!r} is not one of {', '.join(spec.suites)}")
-        names = {spec.shapes[name]: name for name in reversed(spec.suites[suite])}  # a problem once, by its first name
-        return {name: problem for problem, name in reversed(names.items())}
+        names: dict[Any, str] = {}  # a problem once, by its first name
+        for name in spec.suites[suite]:
+            names.setdefault(spec.shapes[name], name)
+        return {name: problem for problem, name in names.items()}
     if arguments.shape:
         if arguments.shape not in spec.shapes:
             raise UsageError(f"shape {arguments.shape!r} is not one of {', '.join(spec.shapes)}")

@@ -99,8 +99,8 @@ def test_help_loads_none_of_the_tuners_libraries() -> None:
         (("run", "softmax", *SIDES, "--gpu", "h200"), "op 'softmax' is not one of matmul"),
         (("run", "matmul", *SIDES, "--gpu", "v100"), "gpu='v100' is not a GPU in the table: name one of h100-sxm"),
         (("run", "matmul", *SIDES), "no Hopper GPU here to measure on: name the GPU to model with --gpu (h100-sxm"),
-        (("run", "matmul", "--shape", "gpt9", "--gpu", "h200"), "shape 'gpt9' is not one of square-2048"),
-        (("run", "matmul", "--suite", "gpt9", "--gpu", "h200"), "suite 'gpt9' is not one of square, llama3-8b"),
+        (("run", "matmul", "--shape", "gpt9", "--gpu", "h200"), "shape 'gpt9' is not one of "),
+        (("run", "matmul", "--suite", "gpt9", "--gpu", "h200"), "suite 'gpt9' is not one of "),
         (("run", "matmul", "--gpu", "h200"), "name the problem in one way: --m, --n and --k, or --shape"),
         (("run", "matmul", *SIDES, "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
         (("run", "matmul", "--suite", "llm", "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
@@ -115,8 +115,8 @@ def test_help_loads_none_of_the_tuners_libraries() -> None:
         ((*RUN, "--dtype", "int8"), "'int8' is not one of bf16, f16"),
         ((*RUN, "--out-dtype", "double"), "'double' is not one of bf16, f16"),
         ((*RUN, "--layout", "nx"), "invalid choice: 'nx'"),
-        ((*RUN, "--seed", "one"), "invalid int value: 'one'"),
-        ((*RUN, "--seed", "-1"), "--seed"),
+        ((*RUN, "--seed", "one"), "--seed: "),
+        ((*RUN, "--seed", "-1"), "--seed: "),
         ((*RUN, "--k", "100"), "k=100 needs 16-byte rows of a (TMA): pad to 104"),
         ((*RUN, "--dtype", "f32"), "dtype float32 is not one of bfloat16, float16: cast"),
         (("run", "matmul", *SIDES, "--gpu", "b200"), "NVIDIA B200 is not a Hopper GPU"),
@@ -290,10 +290,10 @@ def test_ctrl_c_outside_of_the_search_is_130_too(mgpu_tune: Command, monkeypatch
 class Here:
     """A GPU worker that started, on an H200."""
 
-    kind, baseline, gpu = "measured", "xla", H200
-    versions = {"driver": "570.86.15"}
+    kind, gpu = "measured", H200
 
     def __init__(self) -> None:
+        self.versions = {"driver": "570.86.15"}
         self.closed = False
 
     def close(self) -> None:

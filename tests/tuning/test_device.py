@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +228,6 @@ def modelled(compile: bool | None) -> Modelled:
     return device
 
 
-def kinds(outcomes: Sequence[tuple[Any, Outcome]]) -> list[str]:
-    return [outcome.kind for _, outcome in outcomes]
-
-
 def test_the_model_judges_by_cost_in_microseconds() -> None:
     device = modelled(compile=False)
     config = MATMUL.default(PROBLEM, GPU)
@@ -254,7 +250,7 @@ def test_what_does_not_compile_or_spills_is_a_compile_failure_with_its_reason(mo
 
     device, config = modelled(compile=True), MATMUL.default(PROBLEM, GPU)
     monkeypatch.setattr(aot, "compile_for", lambda *args: Report)
-    assert kinds(list(device.judge([config]))) == ["ok"]
+    assert [outcome.kind for _, outcome in device.judge([config])] == ["ok"]
     monkeypatch.setattr(Report, "spills", 48)
     assert list(device.judge([config])) == [(config, Outcome("compile", detail="48 bytes of registers spill"))]
 
@@ -267,4 +263,5 @@ def test_what_does_not_compile_or_spills_is_a_compile_failure_with_its_reason(mo
 
 @pytest.mark.skipif(aot.available() is not None, reason=f"needs the extra aot: {aot.available()}")
 def test_the_default_of_a_small_problem_compiles_for_real() -> None:
-    assert kinds(list(modelled(compile=True).judge([MATMUL.default(PROBLEM, GPU)]))) == ["ok"]
+    ((_, outcome),) = modelled(compile=True).judge([MATMUL.default(PROBLEM, GPU)])
+    assert (outcome.kind, outcome.detail) == ("ok", "")
