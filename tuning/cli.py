@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--budget", type=_seconds, default=math.inf, metavar="TIME", help="a problem, e.g. 60s, 2m (default: no limit)"
     )
-    run.add_argument("--seed", type=int, default=0, help="of the inputs and of the search (default 0)")
+    run.add_argument("--seed", type=_seed, default=0, help="of the inputs and of the search (default 0)")
     run.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
     run.add_argument("--database", type=Path, metavar="FILE", help="where to store (default: your own, see `show`)")
 
@@ -199,6 +199,12 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to 2**32 - 1")
+    return int(text)
+
+
 def _dtype(text: str) -> str:
     name = _DTYPES.get(text, text)
     if name not in _DTYPES.values():
@@ -279,10 +285,18 @@ def _device(name: str | None) -> Any:
     """The GPU here if there is one and it is the one asked for; else the model of the one asked for."""
     from mgpu_ops.core import gpu
     from mgpu_ops.tuning.device import Measured, Modelled
+    from mgpu_ops.tuning.worker import WorkerError
 
     wanted = gpu.find(name) if name else None
+    here = None
     if _has_gpu():
-        here = Measured()
+        try:
+            here = Measured()
+        except WorkerError as e:  # another GPU than a Hopper does not keep one from being modelled
+            if wanted is None:
+                raise
+            _say(str(e))
+    if here is not None:
         if wanted is None or wanted.key == here.gpu.key:
             _say(f"measuring on {here.gpu.name}, driver {here.versions['driver']}")
             return here
@@ -476,7 +490,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import measure
 
     spec = mgpu_ops.spec_of("matmul")
-    device = _device(None if _has_gpu() else "h200")
+    device = _device_of_demo()
     side = 4096 if device.kind == "measured" else 512
     backend = "mosaic" if device.kind == "measured" else "interpret"
     problem = spec.Problem(side, side, side)
@@ -496,6 +510,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     )
     _say(mgpu_ops.explain("matmul", problem, device.gpu.key).splitlines()[0])
     return OK if error <= limit else WRONG
+
+
+def _device_of_demo() -> Any:
+    from mgpu_ops.tuning.worker import WorkerError
+
+    try:
+        return _device(None)
+    except (UsageError, WorkerError):
+        return _device("h200")
 
 
 if __name__ == "__main__":

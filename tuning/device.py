@@ -102,31 +102,40 @@ class Measured:
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._opened = (spec.name, dataclasses.asdict(problem), seed)
-        self._pipe.send(("open", *self._opened))
+        self._send("open", *self._opened)
         reply = self._receive(300.0)
         if not isinstance(reply, worker.Opened):
             self._restart(reopen=False)
             raise worker.WorkerError(f"the worker could not prepare {problem}: {_text(reply)}")
 
     def judge(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
+        """An outcome for each config, in order. All compile before the first is answered: where that takes too long or takes the
+        worker down, nobody knows who it was, and they are judged again one by one."""
         left = list(configs)
+        together = len(left)
         while left:
-            self._pipe.send(("judge", left))
-            while left:
+            batch = left[:together]
+            if not self._send("judge", batch):  # it died after its last answer, which no candidate of these is to blame for
+                self._restart()
+                self._send("judge", batch)
+            for number in range(len(batch)):
                 reply = self._receive(self._timeout)
                 if isinstance(reply, Outcome):
                     yield left.pop(0), reply
                     continue
-                limit = f"no answer for {self._timeout:.0f} s"
+                self._restart()
+                if number == 0 and len(batch) > 1:
+                    together = 1
+                    break
+                limit = f"no answer for {self._timeout:g} s"
                 yield (
                     left.pop(0),
                     (Outcome("timeout", detail=limit) if reply is None else Outcome("crash", detail=_text(reply))),
                 )
-                self._restart()
                 break
 
     def finals(self, configs: Sequence[Any], seconds: float) -> Final:
-        self._pipe.send(("finals", list(configs), seconds))
+        self._send("finals", list(configs), seconds)
         reply = self._receive(self._timeout * len(configs) + seconds)
         if isinstance(reply, Final):
             return reply
@@ -142,10 +151,17 @@ class Measured:
         self.close()
         self._start()
         if reopen and self._opened is not None:
-            self._pipe.send(("open", *self._opened))
+            self._send("open", *self._opened)
             reply = self._receive(300.0)
             if not isinstance(reply, worker.Opened):
                 raise worker.WorkerError(f"the GPU worker could not be replaced: {_text(reply)}")
+
+    def _send(self, *message: Any) -> bool:
+        """Whether the worker was there to take it; where it was not, `_receive` tells what ended it."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(message)
+            return True
+        return False
 
     def _receive(self, seconds: float) -> Any:
         """The worker's next message; None after `seconds`; what ended it where it died."""

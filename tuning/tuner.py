@@ -22,7 +22,8 @@ from mgpu_ops.core.database import Entry, Evidence
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
-from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.worker import WorkerError
 
 BATCH = 8  # candidates asked for at a time: they compile side by side
 SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
@@ -87,10 +88,13 @@ def tune(
     try:
         device.open(spec, problem, seed)
         while len(done) < trials:
-            if done and time.monotonic() - start > budget * (1 - _RESERVE):
+            elapsed = time.monotonic() - start
+            if done and elapsed > budget * (1 - _RESERVE):
                 ended = "budget"
                 break
-            batch = search.ask(min(BATCH, trials - len(done)), done, trials)
+            left = budget * (1 - _RESERVE) - elapsed
+            fits = left * len(done) / elapsed if done and elapsed > 0 else BATCH  # at the pace so far
+            batch = search.ask(max(1, int(min(BATCH, trials - len(done), fits))), done, trials)
             if not batch:
                 ended = "exhausted"
                 break
@@ -254,15 +258,15 @@ def _entry(spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], se
         return None
     default = spec.default(problem, device.gpu)
     working = {t.config: t for t in ok}
+    baseline_us = ok[0].outcome.baseline_us
+    once = Final({c: [t.outcome.us or 0.0] for c, t in working.items()}, [baseline_us] if baseline_us else [])
+    measured = once
     if final:
         finalists = [t.config for t in ok[:FINALISTS]]
         if default in working and default not in finalists:
             finalists.append(default)
-        measured = device.finals(finalists, FINAL_SECONDS)
-        samples, baseline = measured.samples, measured.baseline
-    else:
-        samples = {c: [t.outcome.us or 0.0] for c, t in working.items()}
-        baseline = [b for b in [ok[0].outcome.baseline_us] if b]
+        measured = _finals(device, finalists) or once
+    samples, baseline = measured.samples, measured.baseline
     best = min(samples, key=lambda c: measure.median_us(samples[c]))
     evidence = Evidence(
         kind=device.kind,  # type: ignore[arg-type]
@@ -283,6 +287,14 @@ def _entry(spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], se
         date=datetime.date.today().isoformat(),
     )
     return database.to_entry(problem, best, evidence)
+
+
+def _finals(device: Device, configs: Sequence[Any]) -> Final | None:
+    """None where they could not be measured again: the trials' own times then decide."""
+    try:
+        return device.finals(configs, FINAL_SECONDS)
+    except WorkerError:
+        return None
 
 
 def _round(us: float) -> float:

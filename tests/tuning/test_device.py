@@ -118,7 +118,7 @@ def test_a_candidate_that_takes_the_process_down_is_a_crash_and_the_rest_are_jud
     outcomes = dict(device.judge(["die", "ok1", "ok2"]))
     assert outcomes["die"] == Outcome("crash", detail="the worker process died (exit code -9)")
     assert [outcomes["ok1"], outcomes["ok2"]] == [OK, OK]
-    assert starts(log) == 2
+    assert starts(log) == 3  # all together, then one by one to learn who it was, then the rest
 
 
 def test_every_candidate_may_fail_in_its_own_way(start: Start) -> None:
