@@ -43,7 +43,7 @@ unit: setup  ## pytest with coverage (ARGS="-k name" to choose)
 test-gpu:  ## the tests marked gpu, on a Hopper machine; PYTHON=python3 needs no .venv
 	@gpu=$$(scripts/hopper.sh); log=results/$$(date +%F)-$$gpu-test-gpu.log; mkdir -p results; \
 	MGPU_OPS_TEST_GPU=1 PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" \
-	  $(GPU_PYTHON) -m pytest -m gpu -v -p no:cacheprovider $(ARGS) 2>&1 | tee "$$log"; \
+	  $(GPU_PYTHON) -m pytest -m gpu -v -p no:cacheprovider $(ARGS) 2>&1 | sed 's|$(CURDIR)|.|g' | tee "$$log"; \
 	echo "log: $$log"
 
 # Both ends of the jax pin, in environments of their own.

@@ -7,7 +7,8 @@ Where a config comes from; the first that answers wins (`resolve`):
 2. Stored for exactly this problem: `user`, `shipped`, `family` (the user's and the shipped files of
    other GPUs with the same architecture and SM count). Every measured entry comes before every
    modelled one, whichever file it is in: a modelled entry never hides a measured one.
-3. `near`: the entry of those files for the nearest other problem, again measured before modelled.
+3. `near`: the entry of those files for the nearest other problem, again measured before modelled, unless the op's model
+   puts its config behind the default for this problem.
 4. `default`: the op's analytic choice.
 
 In 2 and 3 an entry that fails the op's `check` or is for another kernel version is passed over, and
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from mgpu_ops.core.op import OpSpec
 
 SCHEMA = 1
+NEAR_SLACK = 1.05  # a near entry's config may be modelled this much slower than the default: the model is no better than that
 
 AnyPath = str | os.PathLike[str]
 Fields = dict[str, int | str | bool]
@@ -313,6 +315,18 @@ def _environment_paths(gpu_key: str, op: str) -> Iterator[Path]:
             yield inside
 
 
+def _behind(query: _Query, config: Any) -> str | None:
+    """Why a config that was fast for a near problem is not to be trusted for this one: the op's model prefers the default.
+
+    Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the model does.
+    """
+    spec, problem, gpu, _ = query
+    ours, default = (spec.cost(problem, c, gpu) for c in (config, spec.default(problem, gpu)))
+    if ours <= NEAR_SLACK * default:
+        return None
+    return f"modelled at {ours * 1e6:.1f} us here, the default at {default * 1e6:.1f} us"
+
+
 def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, str, Path]]:
     """(source, GPU's key, path) of every file that may hold a config, in order of precedence."""
     yield "user", gpu.key, user_path(gpu.key, op)
@@ -512,7 +526,9 @@ def _stored(query: _Query) -> Resolution | None:
 
     failed = 0
     for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
-        reason = _stale(row.entry, spec) or spec.check(problem, row.config, gpu)
+        reason = (
+            _stale(row.entry, spec) or spec.check(problem, row.config, gpu) or (near and _behind(query, row.config)) or None
+        )
         if reason is None:
             return Resolution(row.config, source, row.path, row.entry, distance if near else None)
         failed += near

@@ -508,7 +508,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     _say(
         f"mgpu_ops.matmul(a, b, backend={backend!r}) with that entry: max error {error:.2e} against float32 (limit {limit:.0e})"
     )
-    _say(mgpu_ops.explain("matmul", problem, device.gpu.key).splitlines()[0])
+    _say("\n".join(mgpu_ops.explain("matmul", problem, device.gpu.key).splitlines()[:3]))
     return OK if error <= limit else WRONG
 
 

@@ -109,8 +109,11 @@ class Measured:
             raise worker.WorkerError(f"the worker could not prepare {problem}: {_text(reply)}")
 
     def judge(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
-        """An outcome for each config, in order. All compile before the first is answered: where that takes too long or takes the
-        worker down, nobody knows who it was, and they are judged again one by one."""
+        """An outcome for each config, in order.
+
+        All compile before the first is answered: where that takes too long or takes the worker down, nobody knows who it was,
+        and they are judged again one by one.
+        """
         left = list(configs)
         together = len(left)
         while left:

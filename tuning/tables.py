@@ -29,7 +29,7 @@ def trials_table(trials: Sequence[Any]) -> Table:
     for trial, config in zip(ok, configs, strict=True):
         o = trial.outcome
         against = [f"{o.baseline_us / o.us:.3f}", f"{o.error:.1e}"] if measured else []
-        table.add_row(str(trial.number), trial.origin, f"{o.us:.1f}", *against, _assignments(config, varying))
+        table.add_row(str(trial.number), trial.origin, _digits(o.us), *against, _assignments(config, varying))
     return table
 
 
@@ -50,6 +50,10 @@ def entries_table(title: str, entries: Sequence[Any]) -> Table:
             e.date,
         )
     return table
+
+
+def _digits(us: float) -> str:
+    return f"{us:.2f}" if us < 100 else f"{us:.1f}"
 
 
 def _assignments(config: dict[str, Any], fields: Sequence[str]) -> str:

@@ -501,6 +501,15 @@ def test_the_nearest_problem_whose_config_runs_is_used_and_its_distance_told():
     assert ("near", "tile=128 exceeds m=96") in [(source, what.rpartition(": ")[2]) for source, what in resolve(96).tried]
 
 
+def test_a_near_entry_that_the_model_puts_behind_the_default_is_passed_over():
+    write(shipped(), entry(m=32, tile=4), entry(m=256, tile=2))
+    slow_for_4 = dataclasses.replace(SPEC, cost=lambda problem, config, gpu: 1.2 if config.tile == 4 else 1.0)
+    found = database.resolve(slow_for_4, Problem(64), GPU)
+    assert (found.source, found.config) == ("near", Config(2))
+    assert any("modelled at 1200000.0 us here, the default at 1000000.0 us" in what for _, what in found.tried)
+    assert database.resolve(slow_for_4, Problem(32), GPU).config == Config(4)  # measured for exactly this problem
+
+
 def test_an_entry_of_another_kernel_version_is_passed_over_even_if_its_fields_were_others():
     old = evidence(kernel_version=1)
     write(user(), Entry({"m": 64}, {"rows": 3}, old), Entry({"length": 1}, {"rows": 3}, old))
