@@ -1,0 +1,228 @@
+"""The kernel of matmul: out[m, n] = sum_k A[m, k] B[k, n], float32 accumulation, for NVIDIA Hopper.
+
+A warp-specialised, persistent kernel: each block (or cluster of two blocks) takes output tiles in turn. One warpgroup
+copies tiles of A and B into a ring of shared-memory slots with TMA, one or two warpgroups multiply them with wgmma. There is
+a single pipeline over all (tile, k) steps of a block, so that the copies for the next output tile run while the previous
+one is being stored. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops import core
+from mgpu_ops.core import schedule
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul.problem import (
+    EPILOGUE_ROWS,
+    Config,
+    Problem,
+    epilogue_slots,
+    k_steps,
+    out_smem_shape,
+    partial_problem,
+    swizzle_bytes,
+    transposed,
+    warpgroup_tile,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """An output tile: which product of the batch, which part of k, and row and column in tiles (traced int32)."""
+
+    batch: Any
+    part: Any
+    row: Any
+    column: Any
+
+
+def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
+    """The `step`-th output tile of this block; the blocks of a cluster take neighbours along `c.cluster`."""
+    rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
+    rows //= 2 if c.cluster == "m" else 1
+    columns //= 2 if c.cluster == "n" else 1
+    index = step * blocks + lax.axis_index("block")
+    batch, index = (
+        (lax.div(index, jnp.int32(rows * columns)), lax.rem(index, jnp.int32(rows * columns)))
+        if p.batch > 1
+        else (jnp.int32(0), index)
+    )
+    row, column = schedule.raster(index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width)
+    if c.cluster == "m":
+        row = row * 2 + lax.axis_index("cluster")
+    if c.cluster == "n":
+        column = column * 2 + lax.axis_index("cluster")
+    part = jnp.int32(0)
+    if c.split_k > 1:
+        batch, part = lax.div(batch, jnp.int32(c.split_k)), lax.rem(batch, jnp.int32(c.split_k))
+    return _Tile(batch, part, row, column)
+
+
+def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[Any]:
+    """What the copying warpgroup brings for step (tile, k): a tile of A and one of B, as they are stored.
+
+    TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. In a cluster, each block loads
+    half of the shared operand and multicasts it to both.
+    """
+    a_t, b_t = transposed(p)
+    swizzle = swizzle_bytes(p, c)
+
+    def spec(ref: Any, tile: tuple[int, int], index: Any, shared: bool) -> Any:
+        batched = ref.ndim == 3
+
+        def where(t: Any, k: Any) -> tuple[Any, ...]:
+            at = _tile(p, c, blocks, t)
+            if c.split_k > 1:
+                k = k + at.part * k_steps(p, c)
+            return ((at.batch,) if batched else ()) + index(at, k)
+
+        return core.BlockSpec(
+            (None, *tile) if batched else tile,
+            where,
+            transforms=core.operand_transforms(tile[1], ref.dtype, swizzle),
+            memory_space=core.SMEM,
+            collective_axes=("cluster",) if shared else (),
+        )
+
+    def a_index(at: _Tile, k: Any) -> tuple[Any, Any]:
+        return (k, at.row) if a_t else (at.row, k)
+
+    def b_index(at: _Tile, k: Any) -> tuple[Any, Any]:
+        return (at.column, k) if b_t else (k, at.column)
+
+    a_tile = (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k)
+    b_tile = (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
+    return [
+        spec(a_ref, a_tile, a_index, shared=c.cluster == "n"),
+        spec(b_ref, b_tile, b_index, shared=c.cluster == "m"),
+    ]
+
+
+def _warpgroup_origin(c: Config) -> tuple[Any, Any]:
+    """First row and column of this compute warpgroup within the block's tile."""
+    if c.compute_warpgroups == 1:
+        return 0, 0
+    wg = lax.axis_index("wg")
+    wg_m, wg_n = warpgroup_tile(c)
+    return (wg * wg_m, 0) if c.wg_dimension == "m" else (0, wg * wg_n)
+
+
+def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
+    """acc += A tile @ B tile, this warpgroup's share."""
+    a_t, b_t = transposed(p)
+    wg_m, wg_n = warpgroup_tile(c)
+    row, column = _warpgroup_origin(c)
+    if wg_m < c.tile_m:
+        a_smem = a_smem.at[:, core.ds(row, wg_m)] if a_t else a_smem.at[core.ds(row, wg_m), :]
+    if wg_n < c.tile_n:
+        b_smem = b_smem.at[core.ds(column, wg_n), :] if b_t else b_smem.at[:, core.ds(column, wg_n)]
+    core.wgmma(
+        acc,
+        core.transpose_ref(a_smem) if a_t else a_smem,
+        core.transpose_ref(b_smem) if b_t else b_smem,
+    )
+    core.wgmma_wait(0)
+
+
+def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
+    """Rounds the accumulator to the output's dtype and stores it piece by piece, two pieces in flight.
+
+    TMA clips what lies outside the array. The last pieces drain while the next tile is multiplied.
+    """
+    wg_m, wg_n = warpgroup_tile(c)
+    wg = lax.axis_index("wg")
+    row, column = _warpgroup_origin(c)
+    values = acc[...].astype(out_ref.dtype)
+    slots = epilogue_slots(c)
+    pieces = [(i, j) for i in range(0, wg_m, EPILOGUE_ROWS) for j in range(0, wg_n, c.epilogue_tile_n)]
+    for number, (i, j) in enumerate(pieces):
+        slot = number % slots
+        # The slot's last copy has read it. At a new tile all are waited for: they started a whole main loop ago.
+        core.wait_smem_to_gmem(slots - 1 if number else 0, wait_read_only=True)
+        out_smem[wg, slot] = values[i : i + EPILOGUE_ROWS, j : j + c.epilogue_tile_n]
+        core.commit_smem()
+        rows = core.ds(tile.row * c.tile_m + row + i, EPILOGUE_ROWS)
+        columns = core.ds(tile.column * c.tile_n + column + j, c.epilogue_tile_n)
+        product = tile.batch * c.split_k + tile.part
+        where = (product, rows, columns) if out_ref.ndim == 3 else (rows, columns)
+        core.copy_smem_to_gmem(out_smem.at[wg, slot], out_ref.at[where])
+
+
+def _kernel(
+    p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any
+) -> None:
+    """One block: a pipeline over (its output tiles) x (steps of k), with a store at the end of each tile."""
+    steps = k_steps(p, c)
+    groups = _tile_groups(p, c)
+    my_tiles = schedule.tiles_of_block(groups, lax.axis_index("block"), blocks)
+
+    def step(indices: tuple[Any, Any], a_smem: Any, b_smem: Any, acc: Any) -> Any:
+        t, k = indices
+        _multiply(p, c, acc, a_smem, b_smem)
+
+        @core.when(k == steps - 1)
+        def _() -> None:
+            _store(p, c, _tile(p, c, blocks, t), acc, out_smem, out_ref)
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+        return acc
+
+    def compute(pipeline: Any) -> None:
+        accumulator.scope(lambda acc: (pipeline(acc), None)[1])
+
+    core.emit_pipeline_warp_specialized(
+        step,
+        grid=(my_tiles, steps),
+        in_specs=_load(p, c, blocks, a_ref, b_ref),
+        max_concurrent_steps=c.max_concurrent_steps,
+        num_compute_wgs=c.compute_warpgroups,
+        memory_registers=c.memory_registers,
+        wg_axis="wg",
+        compute_context=compute,
+    )(a_ref, b_ref)
+    core.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+
+
+def _tile_groups(p: Problem, c: Config) -> int:
+    """Output tiles, counted in clusters."""
+    tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
+    return tiles // (1 if c.cluster == "none" else 2)
+
+
+def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Runs the kernel: A and B as stored, each with or without a leading batch dimension."""
+    out_dtype, batched = p.out_dtype, 3 in (a.ndim, b.ndim)
+    p = partial_problem(p, c)
+    cluster = 1 if c.cluster == "none" else 2
+    blocks = min(gpu.sms // cluster, _tile_groups(p, c))
+    out = core.kernel(
+        functools.partial(_kernel, p, c, blocks),
+        out_type=jax.ShapeDtypeStruct((p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n), p.out_dtype),
+        scratch_types={
+            "accumulator": core.Accumulator(warpgroup_tile(c), c.compute_warpgroups),
+            "out_smem": core.SMEM(
+                out_smem_shape(c),
+                jnp.dtype(p.out_dtype),
+                transforms=core.operand_transforms(c.epilogue_tile_n, p.out_dtype),
+            ),
+        },
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(cluster,),
+        cluster_names=("cluster",),
+        num_threads=c.compute_warpgroups + 1,
+        name="mgpu_ops_matmul",
+        interpret=interpret,
+    )(a, b)
+    if c.split_k > 1:  # in a fixed order: the result is the same from run to run
+        parts = out.reshape(*((-1,) if batched else ()), c.split_k, p.m, p.n)
+        out = parts.sum(-3).astype(out_dtype)
+    return out

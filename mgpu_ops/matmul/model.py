@@ -1,0 +1,144 @@
+"""What is worth trying for a matmul, and a model of its time: used where nothing was measured, and to prune the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul.problem import (
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    itemsize_of,
+    k_steps,
+    partial_problem,
+    supports,
+    swizzle_bytes,
+    warpgroup_tile,
+)
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of Config, in order; `check` says which combinations run."""
+    del gpu
+    return {
+        "tile_m": (64, 128, 192, 256),
+        "tile_n": (64, 96, 128, 160, 192, 224, 256),
+        "tile_k": (64, 128),
+        "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "compute_warpgroups": (1, 2),
+        "wg_dimension": ("m", "n"),
+        "cluster": ("none", "m", "n"),
+        "raster_dimension": ("m", "n"),
+        "raster_width": (1, 2, 4, 8, 16),
+        "epilogue_tile_n": (32, 64, 128),
+        "split_k": (1, 2, 3, 4, 6, 8),
+        "memory_registers": (24, 40),
+    }
+
+
+# Rates that a datasheet does not give, measured on an H200 (docs/kernels/matmul.md).
+_POWER = 0.83  # of the datasheet's dense rate is left under the power cap on random data
+_HBM = 0.88  # of the datasheet's bandwidth is reached
+_LOAD_BYTES_PER_CLOCK = 44  # what TMA brings an SM from L2
+_LOAD_LATENCY = 1.3e-6  # s from a TMA request to its data, under load
+_LAUNCH = 2.0e-6  # s of a kernel that does nothing
+_SWIZZLE_64 = 0.72  # of the rate is left with 64-byte swizzles: wgmma's reads then meet bank conflicts
+_ONE_WARPGROUP = 0.9  # nothing multiplies while the only warpgroup stores or waits
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled time in seconds: the slowest of arithmetic, loads and latency per step, in whole waves, above HBM.
+
+    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM
+    time = launch + latency + max(waves * (k steps * step + store), HBM bytes / HBM rate) + sum of the split_k parts
+    """
+    p, c = partial_problem(problem, config), config
+    tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
+    waves = math.ceil(tiles / gpu.sms)
+    rate = gpu.bf16_flops * _POWER / gpu.sms
+    load_rate = _LOAD_BYTES_PER_CLOCK * gpu.clock_hz
+    wg_m, wg_n = warpgroup_tile(c)
+    # A wgmma of 64 rows reads all of B's tile from shared memory: the wider it is, the better that overlaps.
+    efficiency = 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
+    efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
+    efficiency *= _SWIZZLE_64 if swizzle_bytes(problem, c) == 64 else 1.0
+    step = max(
+        2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency),
+        (c.tile_m + c.tile_n) * c.tile_k * 2 / load_rate,
+        _LOAD_LATENCY / (c.max_concurrent_steps - 1),
+    )
+    store = c.tile_m * c.tile_n * itemsize_of(p.out_dtype) / load_rate
+    # A wave's tiles share operands in L2 when they form a compact patch: strips of about 8 tiles.
+    raster = 1.0 + 0.004 * abs(math.log2(c.raster_width / 8))
+    compute = waves * (k_steps(p, c) * step + store) * raster
+    hbm = gpu.memory_bytes_per_s * _HBM
+    reduction = 0.0
+    if c.split_k > 1:  # the parts mostly lie in L2, which reads at about twice the rate
+        reduction = _LAUNCH + p.batch * p.m * p.n * 4 / (2 * hbm)
+    return _LAUNCH + _LOAD_LATENCY + max(compute, bytes_moved(problem) / hbm) + reduction
+
+
+_TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), (64, 64))
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Analytic choices, none measured, the least modelled `cost` first, one for each tile, split and order of warpgroups.
+
+    tile_k = 64 is one 128-byte swizzle row, the ring takes the shared memory there is, strips of 8 tiles keep operands in L2,
+    and k is split where tiles are few. Raises ValueError where `supports` has a reason.
+    """
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
+    shapes = [
+        (tile_m, tile_n, wg_dimension, cluster, split_k)
+        for tile_m, tile_n in _TILES
+        for wg_dimension in ("n", "m")
+        for cluster in ("none", "m")
+        for split_k in (1, 2, 4, 8)
+    ]
+    best: dict[tuple[Any, ...], Config] = {}
+    for tile_m, tile_n, wg_dimension, cluster, split_k in shapes:
+        for steps in range(8, 1, -1):
+            config = Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                tile_k=64,
+                max_concurrent_steps=steps,
+                compute_warpgroups=2 if tile_m * tile_n > 64 * 64 else 1,
+                wg_dimension=wg_dimension,
+                cluster=cluster,
+                raster_dimension="m",
+                raster_width=8,
+                epilogue_tile_n=64 if split_k == 1 and itemsize_of(problem.out_dtype) == 2 else 32,
+                split_k=split_k,
+                memory_registers=40,
+            )
+            if check(problem, config, gpu) is None:
+                key = (tile_m, tile_n, wg_dimension, split_k)
+                if key not in best or cost(problem, config, gpu) < cost(problem, best[key], gpu):
+                    best[key] = config
+                break  # a deeper ring is never slower
+    return sorted(best.values(), key=lambda c: cost(problem, c, gpu))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """The first of the `candidates`."""
+    return candidates(problem, gpu)[0]
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and batch; None where it does not carry over.
+
+    A tenfold batch of tokens changes the best tile; 16-bit dtypes and layouts tile alike but are told apart by a small step.
+    """
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype):
+        return None
+    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.05 * (x.dtype != y.dtype) + 0.5 * (x.layout != y.layout)
+    return near if near <= 4.0 else None
