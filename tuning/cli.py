@@ -180,7 +180,9 @@ def _problem_arguments(parser: argparse.ArgumentParser, many: bool = False) -> N
     group = parser.add_argument_group("problem", "a named one, or its sides")
     group.add_argument("--shape", metavar="NAME", help="of a real model, e.g. llama3-8b-qkv-128, square-4096")
     if many:
-        group.add_argument("--suite", metavar="NAME", help="named shapes together: llm, square, llama3-8b, llama3-70b")
+        group.add_argument(
+            "--suite", metavar="NAME", help="named shapes together: llm, square, llama3-8b, llama3-70b, llama3-8b-backward"
+        )
     for side in ("m", "n", "k"):
         group.add_argument(f"--{side}", type=_positive_int)
     group.add_argument("--batch", type=_positive_int, help="products in one launch (default 1)")
