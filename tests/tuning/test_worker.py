@@ -1,0 +1,88 @@
+"""What the worker makes of candidates, with a toy op on the CPU in place of a kernel and a clock in place of CUPTI."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import mgpu_ops
+from mgpu_ops.core import gpu
+from mgpu_ops.tuning import measure, worker
+
+TIMES = {"fast": 1.0, "slow": 3.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    m: int
+
+
+def run(problem: Problem, config: str, device: Any, x: Any, interpret: bool = False) -> Any:
+    if config == "does not compile":
+        raise ValueError("tile too large\nand more")
+    return {"wrong": x, "nan": x * jnp.nan}.get(config, 2 * x)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], worker._Session]:
+    spec = types.SimpleNamespace(
+        Problem=Problem,
+        inputs=lambda problem, key: (jnp.arange(1.0, 1.0 + problem.m),),
+        reference=lambda problem, x: 2 * x,
+        run=run,
+        tolerance=lambda problem: 1e-3,
+    )
+    monkeypatch.setattr(mgpu_ops, "spec_of", lambda op: spec)
+    monkeypatch.setattr(gpu, "from_device", lambda device: gpu.find("h200"))
+
+    def session() -> worker._Session:
+        made = worker._Session("toy", {"m": 8}, seed=0)
+        names = lambda: {id(compiled): config for config, compiled in made.compiled.items()}  # noqa: E731
+
+        def interleaved(functions: Sequence[Callable[[], Any]], device: Any, rounds: int) -> list[list[float]]:
+            times = []
+            for f in functions:
+                f()
+                config = names().get(id(f.__defaults__[0]), "baseline")  # type: ignore[attr-defined]
+                if config == "breaks":
+                    raise RuntimeError("illegal address")
+                times.append([TIMES.get(config, 2.0)] * rounds)
+            return times
+
+        monkeypatch.setattr(measure, "interleaved", interleaved)
+        return made
+
+    return session
+
+
+def test_each_candidate_gets_its_kind_in_order_and_none_ends_the_batch(judged: Callable[[], worker._Session]) -> None:
+    configs = ["fast", "does not compile", "wrong", "nan", "breaks", "slow"]
+    outcomes = list(judged().judge(configs))
+    assert [o.kind for o in outcomes] == ["ok", "compile", "wrong", "wrong", "crash", "ok"]
+    assert outcomes[1].detail == "ValueError: tile too large"
+    assert "exceeds 0.001" in outcomes[2].detail
+    assert outcomes[4].detail == "RuntimeError: illegal address"
+
+
+def test_a_good_candidate_comes_with_its_time_the_baselines_and_its_error(judged: Callable[[], worker._Session]) -> None:
+    (outcome,) = judged().judge(["slow"])
+    assert (outcome.us, outcome.baseline_us, outcome.error) == (3.0, 2.0, 0.0)
+
+
+def test_a_wrong_candidate_is_never_timed(judged: Callable[[], worker._Session]) -> None:
+    (outcome,) = judged().judge(["wrong"])
+    assert outcome.us is None
+
+
+def test_the_final_measures_candidates_that_were_judged_by_an_earlier_worker_too(
+    judged: Callable[[], worker._Session],
+) -> None:
+    final = judged().finals(["slow", "fast"], 0.001)
+    assert set(final.samples["slow"]) == {3.0}
+    assert set(final.samples["fast"]) == {1.0}
+    assert set(final.baseline) == {2.0}
