@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mgpu_ops.tuning.bench import OURS, Line, Row, lines, summary, wrong
+from mgpu_ops.tuning.tables import digits
 
 # --- A table --------------------------------------------------------------------------------------
 
@@ -65,12 +66,7 @@ def _rates(line: Line) -> tuple[str | Text, str, str]:
     if wrong(line.ours):
         return _wrong(line.ours), "-", "-"
     near = f"{line.roofline.median_us / line.ours.median_us:.0%}" if line.roofline else "-"
-    return _digits(line.ours.median_us), _digits(line.ours.tflops), near
-
-
-def _digits(x: float) -> str:
-    """At least four digits, without an exponent."""
-    return f"{x:.{max(0, 3 - math.floor(math.log10(x)))}f}"
+    return digits(line.ours.median_us), digits(line.ours.tflops), near
 
 
 def _ratio(line: Line, peer: str) -> str | Text:

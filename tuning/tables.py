@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def trials_table(trials: Sequence[Any]) -> Table:
     for trial, config in zip(ok, configs, strict=True):
         o = trial.outcome
         against = [f"{o.baseline_us / o.us:.3f}", f"{o.error:.1e}"] if measured else []
-        table.add_row(str(trial.number), trial.origin, _digits(o.us), *against, _assignments(config, varying))
+        table.add_row(str(trial.number), trial.origin, digits(o.us), *against, _assignments(config, varying))
     return table
 
 
@@ -52,8 +53,9 @@ def entries_table(title: str, entries: Sequence[Any]) -> Table:
     return table
 
 
-def _digits(us: float) -> str:
-    return f"{us:.2f}" if us < 100 else f"{us:.1f}"
+def digits(x: float) -> str:
+    """At least four digits of a number above 0, without an exponent."""
+    return f"{x:.{max(0, 3 - math.floor(math.log10(x)))}f}"
 
 
 def _assignments(config: dict[str, Any], fields: Sequence[str]) -> str:

@@ -9,8 +9,9 @@ from dataclasses import replace
 import jax
 import pytest
 
-from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
+from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import aot, gpu, smem
+from tests.configs import BASE
 
 H200 = gpu.find("h200")
 MATMUL = spec_of("matmul")
@@ -32,20 +33,6 @@ def test_buffers_start_at_multiples_of_1024_and_barriers_follow(buffers, barrier
     assert smem.block_bytes(buffers, barriers) == wanted
 
 
-BASE = MatmulConfig(
-    tile_m=128,
-    tile_n=128,
-    tile_k=64,
-    max_concurrent_steps=3,
-    compute_warpgroups=2,
-    wg_dimension="m",
-    cluster="none",
-    raster_dimension="m",
-    raster_width=8,
-    epilogue_tile_n=64,
-    split_k=1,
-    memory_registers=40,
-)
 CASES = {
     "plain": (MatmulProblem(512, 512, 512), BASE),
     "two steps": (MatmulProblem(512, 512, 512), replace(BASE, max_concurrent_steps=2)),

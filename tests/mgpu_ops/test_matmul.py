@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -18,26 +19,14 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
-from mgpu_ops import MatmulConfig, MatmulProblem, core, matmul, use_configs
+from mgpu_ops import MatmulProblem, core, matmul, use_configs
 from mgpu_ops.core import aot, gpu, op
+from tests.configs import BASE
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 BOTH = pytest.mark.parametrize("backend", ["xla", "interpret"])
 LAYOUTS = ["nn", "nt", "tn", "tt"]
-SMALL = MatmulConfig(
-    tile_m=64,
-    tile_n=64,
-    tile_k=64,
-    max_concurrent_steps=2,
-    compute_warpgroups=1,
-    wg_dimension="m",
-    cluster="none",
-    raster_dimension="m",
-    raster_width=8,
-    epilogue_tile_n=64,
-    split_k=1,
-    memory_registers=40,
-)
+SMALL = dataclasses.replace(BASE, tile_m=64, tile_n=64, max_concurrent_steps=2, compute_warpgroups=1)
 
 
 @pytest.fixture(autouse=True)

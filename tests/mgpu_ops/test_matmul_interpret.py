@@ -18,25 +18,12 @@ import pytest
 
 from mgpu_ops import MatmulConfig, MatmulProblem, core, spec_of
 from mgpu_ops.core import engine, gpu
+from tests.configs import BASE
 
 MATMUL = spec_of("matmul")
 FEW_SMS = replace(gpu.find("h200"), sms=4)
 
 P = MatmulProblem
-BASE = MatmulConfig(
-    tile_m=128,
-    tile_n=128,
-    tile_k=64,
-    max_concurrent_steps=3,
-    compute_warpgroups=2,
-    wg_dimension="m",
-    cluster="none",
-    raster_dimension="m",
-    raster_width=8,
-    epilogue_tile_n=64,
-    split_k=1,
-    memory_registers=40,
-)
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 
 
