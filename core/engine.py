@@ -8,18 +8,19 @@ this module adds because every op needs them:
 - `Accumulator` and `wgmma` stand for the tensor core's float32 accumulator in registers. Compiled, they are JAX's; interpreted,
   the accumulator lies in simulated shared memory, because JAX's interpreter cannot reset one inside a pipeline.
 - `operand_transforms` is the shared-memory layout (tiling and swizzle) that wgmma and TMA agree on.
-- TMA copies may touch arrays whose sides are no multiple of the swizzle tile, as long as the copied block is one tile wide
-  (`_allow_ragged_arrays`).
+- TMA copies may touch arrays whose sides are no multiple of the swizzle tile, as long as the copied block is one tile wide,
+  and `load_rows` and `store_rows` copy windows of rows that begin and end anywhere (`core/tma.py`).
 - `races_found` and `reset_interpreter` ask and clear the interpreter's race detector.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -29,7 +30,10 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.core import tma
 from mgpu_ops.core.mesh import same_mesh_axes
+
+tma.install()
 
 # Memory spaces, types of scratch buffers, and how a block moves between memories.
 GMEM = plgpu.GMEM
@@ -96,25 +100,36 @@ trace = jax.named_scope
 
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """Scratch type: a float32 accumulator of `shape` in the registers of each of `warpgroups` compute warpgroups.
+    """Scratch type: `count` float32 accumulators of `shape` in the registers of each of `warpgroups` compute warpgroups.
 
-    A kernel receives a handle for it; `handle.scope(fn)`, called by a compute warpgroup, runs `fn(acc)` with a zeroed
-    accumulator of that warpgroup's own. `acc[...]` reads it (after all wgmma in flight), `acc[...] = x` sets it.
+    A kernel receives a handle for them; `handle.scope(fn)`, called by a compute warpgroup, runs `fn(acc, ...)` with zeroed
+    accumulators of that warpgroup's own. `acc[...]` reads one (after all wgmma in flight), `acc[...] = x` sets it.
     """
 
     shape: tuple[int, int]
     warpgroups: int
+    count: int = 1
 
 
-_ACC_TYPE = type(plgpu.ACC((64, 8), jnp.float32).get_ref_aval())
+_interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
+
+
+@contextlib.contextmanager
+def _interpreted(value: bool) -> Iterator[None]:
+    """Whether the kernel traced within is for the interpreter."""
+    token = _interpreting.set(value)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
 
 
 class _Registers:
-    def __init__(self, shape: tuple[int, int]):
-        self._shape = shape
+    def __init__(self, declared: Accumulator):
+        self._declared = declared
 
-    def scope(self, fn: Callable[[Any], None]) -> None:
-        run_scoped(lambda acc: fn(acc), plgpu.ACC(self._shape, jnp.float32))
+    def scope(self, fn: Callable[..., None]) -> None:
+        run_scoped(lambda *accs: fn(*accs), *[plgpu.ACC(self._declared.shape, jnp.float32)] * self._declared.count)
 
 
 class _Simulated:
@@ -124,10 +139,11 @@ class _Simulated:
         self._ref = ref
         self._thread_name = thread_name
 
-    def scope(self, fn: Callable[[Any], None]) -> None:
-        acc = self._ref.at[lax.axis_index(self._thread_name)]
-        acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        fn(acc)
+    def scope(self, fn: Callable[..., None]) -> None:
+        accs = [self._ref.at[lax.axis_index(self._thread_name), i] for i in range(self._ref.shape[1])]
+        for acc in accs:
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        fn(*accs)
 
 
 def wgmma(acc: Any, a: Any, b: Any) -> None:
@@ -136,9 +152,9 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     a and b are shared-memory refs (see `operand_transforms`), 16-bit floats; m % 64 == 0, n % 8 == 0, n <= 256.
     Source: PTX ISA, "wgmma.mma_async".
     """
-    if isinstance(getattr(acc, "aval", None), _ACC_TYPE):
+    if not _interpreting.get():
         plgpu.wgmma(acc, a, b)
-    else:  # interpreted: these loads stand for the tensor core's, which need no fence before the next TMA write
+    else:  # these loads stand for the tensor core's, which need no fence before the next TMA write
         acc[...] += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
         commit_smem()
 
@@ -151,6 +167,67 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle or find_swizzle(minor * itemsize * 8)
     return (TilingTransform((8, swizzle // itemsize)), SwizzleTransform(swizzle))
+
+
+def rows_view(x: jax.Array) -> jax.Array:
+    """[rows, columns] as `load_rows` and `store_rows` take it."""
+    return x.reshape(1, 1, *x.shape)
+
+
+def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any) -> None:
+    """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
+
+    src is a `rows_view` in global memory; row, end <= its rows and column are traced integers of any value, column a
+    multiple of 8. dst is [rows, columns] in shared memory, tiled with the 128-byte swizzle (`operand_transforms`). A dst of
+    several swizzle widths needs an array that they divide.
+    """
+    rows, columns = dst.shape
+    if not _interpreting.get():
+        plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape), dst, barrier)
+        return
+    dst[...] = jnp.zeros(dst.shape, dst.dtype)
+    for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
+
+        @when(some)
+        def _(offset: Any = offset, count: int = count) -> None:
+            # A row may end within the block.
+            whole = jnp.pad(src[0, 0, ds(row + offset, count), :], ((0, 0), (0, columns)))
+            dst[ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
+
+    commit_smem()
+    barrier_arrive(barrier)
+
+
+def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
+    """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`: `load_rows` the other way.
+
+    It belongs to the group of copies that the next `wait_smem_to_gmem` counts.
+    """
+    rows, columns = src.shape
+    if not _interpreting.get():
+        plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape))
+        return
+    for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
+
+        @when(some)
+        def _(offset: Any = offset, count: int = count) -> None:
+            window = dst.at[0, 0, ds(row + offset, count), ds(column, columns)]
+            plgpu.copy_smem_to_gmem(src.at[ds(offset, count), :], window, commit_group=False)
+
+    commit_smem_to_gmem_group()
+
+
+def _window(ref: Any, row: Any, end: Any, column: Any, shape: tuple[int, int]) -> Any:
+    """How `core/tma.py` wants a window of rows: Mosaic only takes rows in eights, so the row is written eightfold."""
+    return ref.at[jnp.int32(end), jnp.int32(0), ds(row * tma.ROW_UNIT, shape[0]), ds(column, shape[1])]
+
+
+def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
+    """A traced length <= limit as pieces of static sizes: (offset, size, whether the piece is there)."""
+    offset, size = jnp.int32(0), 1 << (limit.bit_length() - 1)
+    while size:
+        yield offset, size, length & size != 0
+        offset, size = offset + (length & size), size // 2
 
 
 def transpose_ref(ref: Any) -> Any:
@@ -191,12 +268,13 @@ def kernel(
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulator)}
     buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
     if interpret:
-        buffers |= {k: SMEM((t.warpgroups, *t.shape), jnp.float32) for k, t in accumulators.items()}
+        buffers |= {k: SMEM((t.warpgroups, t.count, *t.shape), jnp.float32) for k, t in accumulators.items()}
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
         for key, t in accumulators.items():
-            scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shape)
-        body(*refs, **scratch)
+            scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t)
+        with _interpreted(interpret):
+            body(*refs, **scratch)
 
     run = plgpu.kernel(
         fresh_body,
@@ -220,6 +298,33 @@ def kernel(
     return launch
 
 
+def specialize(
+    copying: Callable[[], None],
+    computing: Callable[[], None],
+    *,
+    compute_warpgroups: int,
+    copy_registers: int,
+    compute_registers: int,
+    thread_name: str = "wg",
+) -> None:
+    """Splits a block: its first `compute_warpgroups` warpgroups compute, the last copies. Each side gets its registers.
+
+    Registers are per thread, multiples of 8; their sum may not exceed what the block was launched with.
+    Source: PTX ISA, "setmaxnreg".
+    """
+    wg = lax.axis_index(thread_name)
+
+    @when(wg == compute_warpgroups)
+    def _() -> None:
+        set_max_registers(copy_registers, action="decrease")
+        copying()
+
+    @when(wg < compute_warpgroups)
+    def _() -> None:
+        set_max_registers(compute_registers, action="increase")
+        computing()
+
+
 def _require_threads(warpgroups: int) -> None:
     """Raises where the interpreter could hang: each simulated warpgroup may block one thread of XLA's CPU pool."""
     pool = max(int(os.environ.get("NPROC") or os.cpu_count() or 1), jax.local_device_count("cpu"))
@@ -228,36 +333,6 @@ def _require_threads(warpgroups: int) -> None:
             f"interpreting {warpgroups} warpgroups at a time needs as many CPU threads, but XLA has {pool} and could hang: "
             f"set NPROC={max(64, warpgroups)} in the environment before Python starts"
         )
-
-
-def _allow_ragged_arrays() -> None:
-    """Lets Mosaic copy blocks one swizzle tile wide from and to arrays of any shape.
-
-    Mosaic views a global array in tiles of 8 rows by one swizzle width, and refuses an array that they do not divide. A block
-    that is one tile wide lies in shared memory as plain rows, so TMA can copy it without that view, and then clips at the
-    array's true end. (Wider blocks interleave tiles; clipping them would take one copy per tile.)
-    """
-    from jax.experimental.mosaic.gpu import launch_context, utils
-
-    copy = launch_context.LaunchContext.async_copy
-
-    @functools.wraps(copy)
-    def async_copy(self: Any, *, src_ref: Any, dst_ref: Any, gmem_transform: Any = (), **options: Any) -> None:
-        to_smem = utils.is_smem_ref(dst_ref)
-        gmem, smem = (src_ref, dst_ref) if to_smem else (dst_ref, src_ref)
-        match gmem_transform:
-            case (launch_context.TileTransform(tiling=(rows, columns)),):
-                *_, m, n = gmem.type.shape
-                ragged = (m > rows and m % rows) or (n > columns and n % columns)
-                if ragged and len(smem.type.shape) == 4 and smem.type.shape[1] == 1:
-                    smem, gmem_transform = utils.memref_fold(smem, 0, 3), ()
-        src_ref, dst_ref = (gmem, smem) if to_smem else (smem, gmem)
-        copy(self, src_ref=src_ref, dst_ref=dst_ref, gmem_transform=gmem_transform, **options)
-
-    launch_context.LaunchContext.async_copy = async_copy  # type: ignore[method-assign]
-
-
-_allow_ragged_arrays()
 
 
 def races_found() -> bool:

@@ -39,6 +39,7 @@ class OpSpec:
     run: Callable[..., Any]  # run(problem, config, gpu, *inputs, interpret=False): the kernel
     reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
+    baseline: tuple[str, Callable[..., Any]] | None = None  # (name, f(problem, *inputs)) to time beside `run`; None: reference
 
 
 BACKENDS = ("mosaic", "interpret", "xla")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,9 +12,9 @@ from jax import lax
 from mgpu_ops import core
 
 
-def tiles_of_block(tiles: int, block: Any, blocks: int) -> Any:
+def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
     """How many of `tiles` fall to `block` (int32) when `blocks` blocks take turns: tile t goes to block t % blocks."""
-    return lax.div(jnp.int32(tiles - 1) - block, jnp.int32(blocks)) + 1
+    return cdiv(tiles - block, blocks)
 
 
 def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
@@ -27,3 +29,72 @@ def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[
     if shape[1] == 1:
         return index, jnp.int32(0)
     return core.planar_snake(index, shape, minor, width)
+
+
+def cdiv(x: Any, y: int) -> Any:
+    """ceil(x / y) of an int32 x > -y and a positive y."""
+    return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
+
+
+def strips(number: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
+    """Row and column of tile `number` of `rows` (traced) x `columns`: strips of `width` rows, each walked column by column."""
+    strip = lax.div(number, jnp.int32(width * columns))
+    inside = number - strip * (width * columns)
+    height = jnp.minimum(jnp.int32(width), rows - strip * width)  # of the last strip, what is left
+    return strip * width + lax.rem(inside, height), lax.div(inside, height)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTile:
+    """One tile of a group: the group, its rows [start, end) of the ragged array, and the tile's number within the group."""
+
+    group: Any
+    start: Any
+    end: Any
+    number: Any
+
+
+def for_each_group_tile(
+    sizes_ref: Any,
+    rows: int,
+    tiles: Callable[[Any], Any],
+    block: Any,
+    blocks: int,
+    body: Callable[[GroupTile, Any], Any],
+    carry: Any,
+) -> tuple[Any, Any]:
+    """carry = body(tile, carry) for every tile that falls to `block` when `blocks` blocks take turns, group after group.
+
+    Args:
+      sizes_ref: the groups' sizes in rows, int32 in global memory. A negative one counts as 0, and groups end where the
+        array of `rows` rows ends, so that no tile lies outside it whatever the sizes are.
+      tiles: how many tiles a group of a size has, both traced.
+
+    Returns the row where the last group ends, and the carry. Every block reads each size once.
+    """
+    groups = sizes_ref.shape[0]
+    zero = jnp.int32(0)
+
+    def size_of(group: Any, start: Any) -> Any:
+        size = sizes_ref[jnp.minimum(group, jnp.int32(groups - 1))]
+        return jnp.where(group < groups, jnp.clip(size, 0, rows - start), 0)
+
+    def find(tile: Any, state: Any) -> Any:
+        def before(s: Any) -> Any:
+            group, first, _, size = s
+            return (group < groups) & (tile >= first + tiles(size))
+
+        def following(s: Any) -> Any:
+            group, first, start, size = s
+            return group + 1, first + tiles(size), start + size, size_of(group + 1, start + size)
+
+        return lax.while_loop(before, following, state)
+
+    def step(s: Any) -> Any:
+        tile, (group, first, start, size), carry = s
+        carry = body(GroupTile(group, start, start + size, tile - first), carry)
+        return tile + blocks, find(tile + blocks, (group, first, start, size)), carry
+
+    start = find(block, (zero, zero, zero, size_of(zero, zero)))
+    _, last, carry = lax.while_loop(lambda s: s[1][0] < groups, step, (block, start, carry))
+    return last[2], carry

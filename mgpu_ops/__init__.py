@@ -1,23 +1,30 @@
-"""Fast GPU ops for JAX on NVIDIA Hopper, tuned per GPU: `mgpu_ops.matmul(a, b)`."""
+"""Fast GPU ops for JAX on NVIDIA Hopper, tuned per GPU: `mgpu_ops.matmul(a, b)`, `mgpu_ops.grouped_matmul(lhs, rhs, sizes)`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mgpu_ops.core.database import DatabaseError, use_configs
+from mgpu_ops.grouped_matmul import SPEC as _GROUPED_MATMUL
+from mgpu_ops.grouped_matmul import Problem as GroupedMatmulProblem
+from mgpu_ops.grouped_matmul import grouped_matmul, ragged_dot
+from mgpu_ops.groups import Config as GroupedMatmulConfig
 from mgpu_ops.matmul import SPEC as _MATMUL
 from mgpu_ops.matmul import Config as MatmulConfig
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul import matmul
+from mgpu_ops.ragged_contraction import SPEC as _RAGGED_CONTRACTION
+from mgpu_ops.ragged_contraction import Problem as RaggedContractionProblem
+from mgpu_ops.ragged_contraction import ragged_contraction
 
-SPECS = {spec.name: spec for spec in (_MATMUL,)}
+SPECS = {spec.name: spec for spec in (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION)}
 
 
 def explain(op: str, problem: Any, gpu: Any = None) -> str:
     """Which stored config `op` runs `problem` with, and why, as text.
 
     Args:
-      op: "matmul".
+      op: "matmul", "grouped_matmul" or "ragged_contraction".
       problem: the op's Problem, or its fields as a mapping, e.g. `{"m": 4096, "n": 4096, "k": 4096}`.
       gpu: a name such as "h200" or "NVIDIA H200"; the running GPU by default.
 
@@ -46,10 +53,16 @@ def spec_of(op: str) -> Any:
 __all__ = [
     "SPECS",
     "DatabaseError",
+    "GroupedMatmulConfig",
+    "GroupedMatmulProblem",
     "MatmulConfig",
     "MatmulProblem",
+    "RaggedContractionProblem",
     "explain",
+    "grouped_matmul",
     "matmul",
+    "ragged_contraction",
+    "ragged_dot",
     "spec_of",
     "use_configs",
 ]

@@ -19,12 +19,12 @@ from jax import lax
 
 from mgpu_ops import core
 from mgpu_ops.core import schedule
+from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul.problem import (
     EPILOGUE_ROWS,
     Config,
     Problem,
-    epilogue_slots,
     k_steps,
     out_smem_shape,
     partial_problem,
@@ -133,27 +133,16 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
 
 
 def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
-    """Rounds the accumulator to the output's dtype and stores it piece by piece, two pieces in flight.
-
-    TMA clips what lies outside the array. The last pieces drain while the next tile is multiplied.
-    """
-    wg_m, wg_n = warpgroup_tile(c)
-    wg = lax.axis_index("wg")
+    """Rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array."""
     row, column = _warpgroup_origin(c)
-    values = acc[...].astype(out_ref.dtype)
-    slots = epilogue_slots(c)
-    pieces = [(i, j) for i in range(0, wg_m, EPILOGUE_ROWS) for j in range(0, wg_n, c.epilogue_tile_n)]
-    for number, (i, j) in enumerate(pieces):
-        slot = number % slots
-        # The slot's last copy has read it. At a new tile all are waited for: they started a whole main loop ago.
-        core.wait_smem_to_gmem(slots - 1 if number else 0, wait_read_only=True)
-        out_smem[wg, slot] = values[i : i + EPILOGUE_ROWS, j : j + c.epilogue_tile_n]
-        core.commit_smem()
+
+    def copy(piece: Any, i: int, j: int) -> None:
         rows = core.ds(tile.row * c.tile_m + row + i, EPILOGUE_ROWS)
         columns = core.ds(tile.column * c.tile_n + column + j, c.epilogue_tile_n)
         product = tile.batch * c.split_k + tile.part
-        where = (product, rows, columns) if out_ref.ndim == 3 else (rows, columns)
-        core.copy_smem_to_gmem(out_smem.at[wg, slot], out_ref.at[where])
+        core.copy_smem_to_gmem(piece, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
+
+    store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], copy)
 
 
 def _kernel(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul.problem import (
     Config,
@@ -40,12 +41,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
-# Rates that a datasheet does not give, measured on an H200 (docs/kernels/matmul.md).
-_POWER = 0.83  # of the datasheet's dense rate is left under the power cap on random data
-_HBM = 0.88  # of the datasheet's bandwidth is reached
-_LOAD_BYTES_PER_CLOCK = 44  # what TMA brings an SM from L2
-_LOAD_LATENCY = 1.3e-6  # s from a TMA request to its data, under load
-_LAUNCH = 2.0e-6  # s of a kernel that does nothing
+# Measured on an H200 (docs/kernels/matmul.md).
 _SWIZZLE_64 = 0.72  # of the rate is left with 64-byte swizzles: wgmma's reads then meet bank conflicts
 _ONE_WARPGROUP = 0.9  # nothing multiplies while the only warpgroup stores or waits
 
@@ -59,8 +55,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     p, c = partial_problem(problem, config), config
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     waves = math.ceil(tiles / gpu.sms)
-    rate = gpu.bf16_flops * _POWER / gpu.sms
-    load_rate = _LOAD_BYTES_PER_CLOCK * gpu.clock_hz
+    rate = gpu.bf16_flops * rates.POWER / gpu.sms
+    load_rate = rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
     wg_m, wg_n = warpgroup_tile(c)
     # A wgmma of 64 rows reads all of B's tile from shared memory: the wider it is, the better that overlaps.
     efficiency = 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
@@ -69,17 +65,17 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     step = max(
         2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency),
         (c.tile_m + c.tile_n) * c.tile_k * 2 / load_rate,
-        _LOAD_LATENCY / (c.max_concurrent_steps - 1),
+        rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
     )
     store = c.tile_m * c.tile_n * itemsize_of(p.out_dtype) / load_rate
     # A wave's tiles share operands in L2 when they form a compact patch: strips of about 8 tiles.
     raster = 1.0 + 0.004 * abs(math.log2(c.raster_width / 8))
     compute = waves * (k_steps(p, c) * step + store) * raster
-    hbm = gpu.memory_bytes_per_s * _HBM
+    hbm = gpu.memory_bytes_per_s * rates.HBM
     reduction = 0.0
     if c.split_k > 1:  # the parts mostly lie in L2, which reads at about twice the rate
-        reduction = _LAUNCH + p.batch * p.m * p.n * 4 / (2 * hbm)
-    return _LAUNCH + _LOAD_LATENCY + max(compute, bytes_moved(problem) / hbm) + reduction
+        reduction = rates.LAUNCH + p.batch * p.m * p.n * 4 / (2 * hbm)
+    return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, bytes_moved(problem) / hbm) + reduction
 
 
 _TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), (64, 64))

@@ -121,7 +121,7 @@ def test_inputs_fit_the_reference_and_the_kernel(spec, shape):
     out = jax.eval_shape(run, *arrays)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(out)] == [(x.shape, x.dtype) for x in jax.tree.leaves(wanted)]
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, wanted))]
-    assert spec.bytes(problem) == sum(sizes)
+    assert sum(sizes) / 3 < spec.bytes(problem) <= sum(sizes)  # matrices of empty groups are not read
     assert spec.flops(problem) > 0
 
 

@@ -1,0 +1,184 @@
+"""TMA copies that Mosaic GPU does not offer: arrays of any shape, and windows of rows that end anywhere.
+
+`install` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes. `engine` calls it once;
+the ops use what `engine` makes of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jax.experimental.mosaic.gpu import launch_context, utils
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref
+
+ROW_UNIT = 8  # rows of a window are given in eighths: Mosaic insists that tiles of 8 rows begin at multiples of 8
+_ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
+_WRAP_BYTES = 1 << 34  # times _ROWS, a stride of 2^64 bytes: nothing, in 64-bit addresses
+
+
+@dataclasses.dataclass(frozen=True)
+class _WindowOfRows(launch_context.MemRefTransform):
+    """Views an array [1, 1, rows, columns] so that TMA clips a block at row `end`, which the kernel computes.
+
+    TMA clips at the ends of dimensions only, and a descriptor's dimensions are fixed on the host. Here the array gets three
+    dimensions for its rows, at distances of W - S, S and S bytes (S: one row; W: 2^34). Row r is addressed as
+    (2^30, end, 2^30 - end + r): 2^30 (W - S) + end S + (2^30 - end + r) S = 2^64 + r S bytes, and as the last of the three
+    has size 2^30, what lies at end or beyond counts as outside: read as zeros, not written. With `panel`, the columns are
+    split into panels of that width, which come one after the other in shared memory. After Triton's "ragged TMA".
+    """
+
+    panel: int | None
+    end: Any = dataclasses.field(compare=False)  # ir.Value of index type; the same descriptor serves every end
+
+    def apply(self, ref: ir.Value) -> ir.Value:
+        ty = ir.MemRefType(ref.type)
+        row = ty.shape[3]
+        itemsize = utils.bitwidth(ty.element_type) // 8
+        strides = [_WRAP_BYTES // itemsize - row, row, *self._columns(row, row, 1)]
+        shape = [_ROWS + 1, _ROWS, *self._columns(_ROWS, row, row)]
+        if self.panel:
+            shape[2], strides[2], shape[4] = row // self.panel, self.panel, self.panel
+        return _view(ref, shape, strides)
+
+    def _columns(self, rows: Any, panels: Any, columns: Any) -> tuple[Any, ...]:
+        return (panels, rows, columns) if self.panel else (rows, columns)
+
+    def transform_index(self, idx: Any) -> tuple[Any, ...]:
+        index = ir.IndexType.get()
+        *_, row, column = idx
+        row = arith.addi(arith.subi(utils.c(_ROWS, index), self.end), row)
+        if not self.panel:
+            return (utils.c(_ROWS, index), self.end, row, column)
+        panel = arith.divui(column, utils.c(self.panel, index))
+        return (utils.c(_ROWS, index), self.end, panel, row, utils.c(0, index))
+
+    def transform_shape(self, shape: Any) -> tuple[int, ...]:
+        *_, rows, columns = shape
+        return (1, 1, columns // self.panel, rows, self.panel) if self.panel else (1, 1, rows, columns)
+
+    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
+        row = shape[3]
+        return (_ROWS + 1, _ROWS, row // self.panel, _ROWS, self.panel) if self.panel else (_ROWS + 1, _ROWS, _ROWS, row)
+
+    def batch(self, leading_rank: int) -> _WindowOfRows:
+        return self  # the two leading dimensions are those that `copy` squeezes
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsAnywhere(launch_context.MemRefTransform):
+    """Views an array [1, 1, rows, columns] in tiles of `tile` rows by `panel` columns that may begin at any row.
+
+    TMA then brings [rows / tile, panels, tile, panel] in one copy, the order in which shared memory holds a block of several
+    panels. Row r is addressed as (r // tile, r % tile + i), so that the tile's dimension is nearly twice as long as a tile.
+    """
+
+    tile: int
+    panel: int
+
+    def apply(self, ref: ir.Value) -> ir.Value:
+        ty = ir.MemRefType(ref.type)
+        row = ty.shape[3]
+        shape = self.transform_gmem_shape(ty.shape)
+        strides = [ty.shape[2] * row, ty.shape[2] * row, self.tile * row, self.panel, row, 1]
+        return _view(ref, shape, strides)
+
+    def transform_index(self, idx: Any) -> tuple[Any, ...]:
+        index = ir.IndexType.get()
+        *lead, row, column = idx
+        tile, panel = utils.c(self.tile, index), utils.c(self.panel, index)
+        return (
+            *lead,
+            arith.divui(row, tile),
+            arith.divui(column, panel),
+            arith.remui(row, tile),
+            utils.c(0, index),
+        )
+
+    def transform_shape(self, shape: Any) -> tuple[int, ...]:
+        *lead, rows, columns = shape
+        return (*lead, rows // self.tile, columns // self.panel, self.tile, self.panel)
+
+    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
+        *lead, rows, columns = shape
+        return (*lead, -(-rows // self.tile), columns // self.panel, 2 * self.tile - 1, self.panel)
+
+    def batch(self, leading_rank: int) -> _RowsAnywhere:
+        return self
+
+
+def _view(ref: ir.Value, shape: Any, strides: Any) -> ir.Value:
+    ty = ir.MemRefType(ref.type)
+    view = ir.MemRefType.get(shape, ty.element_type, ir.StridedLayoutAttr.get(0, strides), ty.memory_space)
+    return memref.reinterpret_cast(view, ref, [], [], [], static_offsets=[0], static_sizes=shape, static_strides=strides)
+
+
+def install() -> None:
+    """Extends Mosaic's TMA copies, once, for every kernel compiled afterwards in this process."""
+    copy = launch_context.LaunchContext.async_copy
+
+    @functools.wraps(copy)
+    def async_copy(
+        self: Any, *, src_ref: Any, dst_ref: Any, gmem_slice: Any = (), gmem_transform: Any = (), **options: Any
+    ) -> None:
+        to_smem = utils.is_smem_ref(dst_ref)
+        gmem, smem = (src_ref, dst_ref) if to_smem else (dst_ref, src_ref)
+
+        def one(smem: Any, gmem_slice: Any, gmem_transform: Any, only: Any = None) -> None:
+            src, dst = (gmem, smem) if to_smem else (smem, gmem)
+            given = dict(options, predicate=arith.andi(options["predicate"], only)) if only else options
+            copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
+
+        if list(gmem.type.shape[:2]) == [1, 1] and len(gmem.type.shape) == 4:
+            for piece in _window_of_rows(smem, gmem_slice):
+                one(*piece)
+        elif _is_ragged(gmem, smem, gmem_transform):
+            one(utils.memref_fold(smem, 0, 3), gmem_slice, ())
+        else:
+            one(smem, gmem_slice, gmem_transform)
+
+    launch_context.LaunchContext.async_copy = async_copy  # type: ignore[method-assign]
+
+
+def _is_ragged(gmem: Any, smem: Any, gmem_transform: Any) -> bool:
+    """Whether swizzle tiles do not divide the array, and the block is one tile wide.
+
+    Mosaic views a global array in tiles of 8 rows by one swizzle width, and refuses an array that they do not divide. A block
+    that is one tile wide lies in shared memory as plain rows, so TMA can copy it without that view, and then clips at the
+    array's true end. (Wider blocks interleave tiles; clipping them would take one copy per tile.)
+    """
+    match gmem_transform:
+        case (launch_context.TileTransform(tiling=(rows, columns)),):
+            *_, m, n = gmem.type.shape
+            ragged = (m > rows and m % rows) or (n > columns and n % columns)
+            return bool(ragged and len(smem.type.shape) == 4 and smem.type.shape[1] == 1)
+    return False
+
+
+def _window_of_rows(smem: Any, gmem_slice: Any) -> list[tuple[Any, ...]]:
+    """The copies between a block in shared memory, tiled [rows / 8, panels, 8, panel], and rows up to `end` of an array.
+
+    One panel lies in shared memory as plain rows: one copy. Several interleave every 8 rows: one copy where all rows come
+    before `end`, else one for each 8.
+    """
+    end, _, rows, columns = gmem_slice
+    _, panels, tile, panel = smem.type.shape
+    index = ir.IndexType.get()
+    row = arith.divui(rows.base, utils.c(ROW_UNIT, index))
+    window = utils.DynamicSlice(row, rows.length)
+    if panels == 1:
+        return [(utils.memref_fold(smem, 0, 3), (0, 0, window, columns), (_WindowOfRows(None, end),))]
+    whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, utils.c(rows.length, index)), end)
+    partly = arith.xori(whole, utils.c(1, whole.type))
+    tiles = [
+        (
+            utils.memref_slice(smem, i),
+            (0, 0, utils.DynamicSlice(arith.addi(row, utils.c(i * tile, index)), tile), columns),
+            (_WindowOfRows(panel, end),),
+            partly,
+        )
+        for i in range(smem.type.shape[0])
+    ]
+    return [(smem, (0, 0, window, columns), (_RowsAnywhere(tile, panel),), whole), *tiles]

@@ -1,0 +1,283 @@
+"""grouped_matmul: each group of rows of lhs times a matrix of its own, float32 accumulation, for NVIDIA Hopper.
+
+`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `kernel.py` is the kernel
+from load to store; here are the public functions with their gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops import groups
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh, op
+from mgpu_ops.grouped_matmul.kernel import launch
+from mgpu_ops.grouped_matmul.model import candidates, cost, default, distance, space
+from mgpu_ops.grouped_matmul.problem import (
+    ACTIVATIONS,
+    SHAPES,
+    SUITES,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+)
+from mgpu_ops.groups import Config
+from mgpu_ops.ragged_contraction import contract
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call says beside its arrays."""
+
+    transpose_rhs: bool
+    out_dtype: str
+    activation: str
+    spread: str
+    config: Config | None
+    backend: str | None
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: str = "none",
+    out_dtype: Any = None,
+    transpose_rhs: bool = False,
+    spread: str = "random",
+    config: Config | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """out[i, n] = activation(sum_k lhs[i, k] rhs[g, k, n] + bias[g, n]) for each row i of group g; zeros for rows of no group.
+
+    The first group_sizes[0] rows belong to group 0, the next group_sizes[1] to group 1, and so on, as in `jax.lax.ragged_dot`:
+    the tokens of a mixture of experts, sorted by expert.
+
+    Args:
+      lhs: [m, k]. bfloat16 or float16 for the kernel; other floats run through XLA.
+      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`, of lhs's dtype.
+      group_sizes: [groups], integers, in rows; any sizes, 0 included. Their sum may be less than m: the rows beyond are zeros
+        in the output, are not read, and cost no arithmetic. Where the sizes are known before the function runs, a negative one
+        or a sum above m raises; where they are traced, a negative one counts as 0 and groups end at row m. Nothing is read or
+        written out of bounds whatever they are.
+      bias: [groups, n] floats, added in float32. Default: none.
+      activation: "none", "relu", "silu" or "gelu" (the tanh approximation), applied in float32 before rounding.
+      out_dtype: of the result; lhs's dtype by default, or "float32".
+      transpose_rhs: rhs is stored transposed; it is read in place, not copied.
+      spread: how sizes are usually spread over the groups, which decides which tuned config runs and nothing else: "even",
+        "random" (the default), "skewed" or "sparse" (half of the groups empty).
+      config: runs the forward kernel with this Config instead of the database's.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
+        any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
+        and otherwise "xla", logging once why.
+
+    Returns:
+      [m, n] of out_dtype.
+
+    Works under jit, grad (reverse mode; lhs's gradient runs this kernel on rhs as stored, rhs's runs `ragged_contraction`;
+    with an activation the forward pass then stores its argument), vmap (one launch after the other), scan and shard_map.
+
+    Raises:
+      ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
+        activation, spread or backend, a config that cannot run.
+      TypeError: floats or integers expected and not found.
+
+    Source: the kernel's own, in mgpu_ops/grouped_matmul/kernel.py; measurements in docs/kernels/grouped_matmul.md.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    groups.check_floats("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
+    k, n = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
+    if lhs.shape[1] != k:
+        raise ValueError(
+            f"lhs{lhs.shape} and rhs{rhs.shape} differ in k: {lhs.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
+        )
+    sizes = groups.checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0])
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != (rhs.shape[0], n):
+            raise ValueError(f"bias has shape {bias.shape}: it must be [groups, n] = {(rhs.shape[0], n)}")
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}: grouped_matmul takes floats; cast it first")
+        bias = bias.astype(jnp.promote_types(jnp.float32, bias.dtype))
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    call = _Call(
+        transpose_rhs=bool(transpose_rhs),
+        out_dtype=groups.checked_out_dtype(out_dtype, lhs.dtype),
+        activation=activation,
+        spread=groups.checked_spread(spread),
+        config=config,
+        backend=op.backend(backend),
+    )
+    arrays = (lhs, rhs, sizes) if bias is None else (lhs, rhs, sizes, bias)
+    return _grouped(call, *mesh.same_mesh_axes(*arrays))
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: jax.Array | None = None,
+    *,
+    backend: str | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` with its arguments, through `grouped_matmul` where that computes the same, else through JAX.
+
+    lhs[m, k], rhs[g, k, n], group_sizes[g] -> [m, n]. Two floating-point operands of one dtype, no `group_offset`, a default
+    `precision` and no batch dimensions run `grouped_matmul`; all else, and every error in the arguments, is JAX's own.
+    """
+    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    out = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
+    ours = (
+        (lhs.ndim, rhs.ndim, group_sizes.ndim) == (2, 3, 1)
+        and lhs.shape[1] == rhs.shape[1]
+        and rhs.shape[0] == group_sizes.shape[0] > 0
+        and lhs.dtype == rhs.dtype
+        and jnp.issubdtype(lhs.dtype, jnp.floating)
+        and jnp.issubdtype(out, jnp.floating)
+        and jnp.issubdtype(group_sizes.dtype, jnp.integer)
+        and precision in (None, lax.Precision.DEFAULT, "default")
+        and group_offset is None
+    )
+    if not ours:
+        return lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset)
+    return grouped_matmul(lhs, rhs, groups.safe_sizes(group_sizes, lhs.shape[0]), out_dtype=out, backend=backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    return _batchable(call)(lhs, rhs, sizes, *(() if bias is None else (bias,)))
+
+
+def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> Any:
+    linear = dataclasses.replace(call, activation="none", config=call.config if call.activation == "none" else None)
+    out = _grouped(linear, lhs, rhs, sizes, bias)
+    if call.activation == "none":
+        return out, (lhs, rhs, sizes, bias, None)
+    return _activate(call.activation, out), (lhs, rhs, sizes, bias, out)
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    """dlhs = g rhs^T by group, drhs = lhs^T g by group, dbias = the groups' sums of g."""
+    lhs, rhs, sizes, bias, linear = saved
+    if linear is not None:
+        (g,) = jax.vjp(functools.partial(_activate, call.activation), linear)[1](g)
+    g = g.astype(lhs.dtype)
+    name, t = lhs.dtype.name, call.transpose_rhs
+    dlhs = _grouped(_Call(not t, name, "none", call.spread, None, call.backend), g, rhs, sizes)
+    product = functools.partial(contract, spread=call.spread, backend=call.backend)
+    drhs = product(g, lhs, sizes, out_dtype=name) if t else product(lhs, g, sizes, out_dtype=name)
+    if bias is None:
+        return dlhs, drhs, None, None
+    ones = jnp.ones((lhs.shape[0], 8), lhs.dtype)  # the narrowest lhs that the kernel takes
+    dbias = product(*mesh.same_mesh_axes(ones, g, sizes), out_dtype="float32")[:, 0]
+    return dlhs, drhs, None, dbias.astype(bias.dtype)
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _activate(activation: str, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    functions = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
+    return functions[activation](wide).astype(x.dtype) if activation != "none" else x
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays that vmap turns into a loop of launches. It is jitted: eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def product(*arrays: jax.Array) -> jax.Array:
+        return op.dispatch(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    @product.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return groups.one_after_the_other(run, batched, arrays), True
+
+    run = jax.jit(product)
+    return run
+
+
+def _problem(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> Problem:
+    return Problem(
+        m=lhs.shape[0],
+        n=rhs.shape[1 if call.transpose_rhs else 2],
+        k=lhs.shape[1],
+        groups=rhs.shape[0],
+        dtype=lhs.dtype.name,
+        out_dtype=call.out_dtype,
+        layout="nt" if call.transpose_rhs else "nn",
+        bias=bias is not None,
+        activation=call.activation,
+        spread=call.spread,
+    )
+
+
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
+    p = problem
+    wide = jnp.promote_types(p.dtype, jnp.float32)
+    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+
+    def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
+        a, b = lhs[rows], rhs[group]
+        if exact:
+            a, b = a.astype(wide), b.astype(wide)
+        values = jnp.matmul(a, b.mT if p.layout == "nt" else b, preferred_element_type=wide)
+        if bias is not None:
+            values += bias[group]
+        values = _activate(p.activation, values).astype(p.out_dtype)
+        return out.at[jnp.where(inside, rows, p.m)].set(values, mode="drop")
+
+    zeros = jnp.zeros((p.m, p.n), p.out_dtype)
+    (zeros,) = mesh.same_mesh_axes(zeros, lhs)[:1]
+    return zeros if 0 in (p.m, p.n) else groups.for_each_block(sizes, p.m, block, zeros)
+
+
+def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """A plain matmul through XLA of as many operations: what a grouped one is measured against."""
+    return jnp.matmul(lhs, rhs[0].mT if problem.layout == "nt" else rhs[0])
+
+
+SPEC = op.OpSpec(
+    name="grouped_matmul",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=groups.tolerance,
+    baseline=("dense", dense),
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference", "smem_bytes"]

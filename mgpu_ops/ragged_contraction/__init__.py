@@ -1,0 +1,197 @@
+"""ragged_contraction: lhs^T rhs over the rows of each group, float32 accumulation, for NVIDIA Hopper.
+
+`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `kernel.py` is the kernel
+from load to store; here are the public function with its gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mgpu_ops import groups
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh, op
+from mgpu_ops.groups import Config
+from mgpu_ops.ragged_contraction.kernel import launch
+from mgpu_ops.ragged_contraction.model import candidates, cost, default, distance, space
+from mgpu_ops.ragged_contraction.problem import (
+    SHAPES,
+    SUITES,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call says beside its arrays."""
+
+    out_dtype: str
+    spread: str
+    config: Config | None
+    backend: str | None
+
+
+def ragged_contraction(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    out_dtype: Any = None,
+    spread: str = "random",
+    config: Config | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """out[g, k, n] = sum over the rows i of group g of lhs[i, k] rhs[i, n], accumulated in float32; zeros for an empty group.
+
+    It is the gradient of `grouped_matmul` with respect to its weights, and `jax.lax.ragged_dot_general` with a ragged
+    contracting dimension.
+
+    Args:
+      lhs: [m, k]. bfloat16 or float16 for the kernel; other floats run through XLA.
+      rhs: [m, n], of lhs's dtype.
+      group_sizes: [groups], integers, in rows, as in `grouped_matmul`; rows beyond their sum are not read.
+      out_dtype: of the result; lhs's dtype by default, or "float32".
+      spread: how sizes are usually spread over the groups, as in `grouped_matmul`: chooses the config, never the answer.
+      config: runs the kernel with this Config (tile_m: of k; tile_k: rows a step) instead of the database's.
+      backend: "mosaic", "interpret" or "xla", as in `grouped_matmul`.
+
+    Returns:
+      [groups, k, n] of out_dtype.
+
+    Works under jit, grad (reverse mode: both gradients are grouped matmuls), vmap (one launch after the other), scan and
+    shard_map.
+
+    Raises:
+      ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
+        spread or backend, a config that cannot run.
+      TypeError: floats or integers expected and not found.
+
+    Source: the kernel's own, in mgpu_ops/ragged_contraction/kernel.py; measurements in docs/kernels/grouped_matmul.md.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    groups.check_floats("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
+    if lhs.shape[0] != rhs.shape[0]:
+        raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
+    sizes = groups.checked_sizes("ragged_contraction", group_sizes, None, lhs.shape[0])
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    out = groups.checked_out_dtype(out_dtype, lhs.dtype)
+    arrays = mesh.same_mesh_axes(lhs, rhs, sizes)
+    return contract(*arrays, out_dtype=out, spread=groups.checked_spread(spread), config=config, backend=op.backend(backend))
+
+
+def contract(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *,
+    out_dtype: str,
+    spread: str,
+    config: Config | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """`ragged_contraction` of arguments that were checked."""
+    return _contract(_Call(out_dtype, spread, config, backend), lhs, rhs, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _batchable(call)(lhs, rhs, sizes)
+
+
+def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+    return _contract(call, lhs, rhs, sizes), (lhs, rhs, sizes)
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    """dlhs[i] = rhs[i] g[group of i]^T and drhs[i] = lhs[i] g[group of i]."""
+    from mgpu_ops.grouped_matmul import grouped_matmul
+
+    lhs, rhs, sizes = saved
+    g = g.astype(lhs.dtype)
+    product = functools.partial(grouped_matmul, spread=call.spread, backend=call.backend)
+    return product(rhs, g, sizes, transpose_rhs=True), product(lhs, g, sizes), None
+
+
+_contract.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays that vmap turns into a loop of launches. It is jitted: eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def product(*arrays: jax.Array) -> jax.Array:
+        return op.dispatch(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    @product.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return groups.one_after_the_other(run, batched, arrays), True
+
+    run = jax.jit(product)
+    return run
+
+
+def _problem(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
+    (m, k), n = lhs.shape, rhs.shape[1]
+    return Problem(m, n, k, sizes.shape[0], lhs.dtype.name, call.out_dtype, call.spread)
+
+
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
+    p = problem
+    wide = jnp.promote_types(p.dtype, jnp.float32)
+    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+
+    def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
+        a, b = (jnp.where(inside[:, None], x[rows], 0) for x in (lhs, rhs))
+        if exact:
+            a, b = a.astype(wide), b.astype(wide)
+        return out.at[group].add(jnp.matmul(a.T, b, preferred_element_type=wide))
+
+    zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
+    done = zeros if 0 in (p.m, p.n, p.k) else groups.for_each_block(sizes, p.m, block, zeros)
+    return done.astype(p.out_dtype)
+
+
+def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    """A plain matmul through XLA of as many operations: what a ragged contraction is measured against."""
+    return jnp.matmul(lhs.T, rhs)
+
+
+SPEC = op.OpSpec(
+    name="ragged_contraction",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=groups.tolerance,
+    baseline=("dense", dense),
+)
+
+__all__ = ["SPEC", "Problem", "default", "launch", "ragged_contraction", "reference", "smem_bytes"]

@@ -1,0 +1,50 @@
+"""What is worth trying for a ragged contraction, and a model of its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_ops import groups
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.groups import Config, itemsize_of
+from mgpu_ops.ragged_contraction.problem import Problem, bytes_moved, check, supports
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of Config, in order; `check` says which combinations run."""
+    del problem, gpu
+    return groups.space()
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled time in seconds: `groups.cost` of the tiles of all groups, each as many steps as an average group takes."""
+    p, c = problem, config
+    tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
+    steps = groups.pieces(p.spread, p.m, p.groups, c.tile_k) / p.groups
+    return groups.cost(c, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu)
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
+    legal = groups.candidates(itemsize_of(problem.out_dtype), lambda c: check(problem, c, gpu) is None)
+    return sorted(legal, key=lambda c: cost(problem, c, gpu))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """The first of the `candidates`."""
+    return candidates(problem, gpu)[0]
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and groups; None where it does not carry over."""
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype):
+        return None
+    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.05 * (x.dtype != y.dtype) + 0.25 * (x.spread != y.spread)
+    return near if near <= 4.0 else None
