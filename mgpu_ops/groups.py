@@ -10,8 +10,9 @@ group come after all groups.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -312,68 +313,73 @@ def space() -> dict[str, Any]:
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
 
 
-def candidates(out_itemsize: int, legal: Callable[[Config], bool]) -> list[Config]:
+def candidates(pieces: Callable[[int], Sequence[tuple[int, int]]], legal: Callable[[Config], bool]) -> list[Config]:
     """For each tile, depth of a step, split between warpgroups and way out: the deepest ring that is legal.
 
-    Strips of 16 tile rows keep a group's operands in L2. One piece for a whole tile leaves nothing to wait for in the
-    epilogue, but takes shared memory from the ring.
+    Strips of 16 tile rows keep a group's operands in L2. `pieces` gives (epilogue_tile_n, epilogue_slots) for the columns of a
+    warpgroup.
     """
     found = []
-    for tile_m, tile_n in _TILES:
-        for tile_k in (64, 128):
-            for wg_dimension in ("m", "n"):
-                warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
-                wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
-                for epilogue_tile_n, slots in ((wg_n, 1), (128 // out_itemsize, 2), (128 // out_itemsize, 1)):
-                    for steps in range(8, 1, -1):
-                        config = Config(
-                            tile_m=tile_m,
-                            tile_n=tile_n,
-                            tile_k=tile_k,
-                            max_concurrent_steps=steps,
-                            compute_warpgroups=warpgroups,
-                            wg_dimension=wg_dimension,
-                            raster_width=16,
-                            epilogue_tile_n=epilogue_tile_n,
-                            epilogue_slots=slots,
-                            memory_registers=40,
-                        )
-                        if legal(config):
-                            found.append(config)
-                            break  # a deeper ring is never slower
+    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(_TILES, (64, 128), ("m", "n")):
+        warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
+        wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
+        for epilogue_tile_n, slots in pieces(wg_n):
+            for steps in range(8, 1, -1):
+                config = Config(
+                    tile_m=tile_m,
+                    tile_n=tile_n,
+                    tile_k=tile_k,
+                    max_concurrent_steps=steps,
+                    compute_warpgroups=warpgroups,
+                    wg_dimension=wg_dimension,
+                    raster_width=16,
+                    epilogue_tile_n=epilogue_tile_n,
+                    epilogue_slots=slots,
+                    memory_registers=40,
+                )
+                if legal(config):
+                    found.append(config)
+                    break  # a deeper ring is never slower
     return list(dict.fromkeys(found))
 
 
 def pieces(spread: str, rows: int, groups: int, size: int) -> float:
     """How many pieces of `size` rows the groups are cut into, as expected from how they are spread."""
-    used = max(1, groups // 2) if spread == "sparse" else groups
-    used = min(used, rows)
+    used = min(rows, max(1, groups // 2) if spread == "sparse" else groups)
     if spread == "even":
         return used * math.ceil(rows / used / size)
     return max(used, rows / size + used / 2)  # the last piece of a group is half full on average
 
 
-_PIECE = 0.12e-6  # s that a warpgroup waits for each further piece of its epilogue; from the measurements below
+# Measured on an H200 (docs/kernels/grouped_matmul.md).
+_HBM_LATENCY = 2.2e-6  # s that data takes longer from HBM than from L2
+_STEP = 10e-9  # s of a step that a longer step saves: barriers
+_OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden behind the longer
+_PIECE = 0.12e-6  # s that a warpgroup waits for each further piece of its epilogue
 
 
-def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, gpu: Gpu) -> float:
+def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
     """Modelled time in seconds: the slowest of arithmetic, loads and latency per step, in whole waves, above HBM.
 
-    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM
-    time = launch + latency + max(waves * (steps * step + store), HBM bytes / HBM rate)
+    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM; `narrow` is what is left of the
+    rate where a warpgroup is less than 256 columns wide
+    time = launch + latency + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
     rate = gpu.bf16_flops * rates.POWER / gpu.sms
     load_rate = rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
     wg_m, wg_n = warpgroup_tile(c)
-    efficiency = 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
-    step = max(
+    efficiency = (0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)) * (narrow if wg_n < 256 else 1.0)
+    step_bytes = (c.tile_m + c.tile_n) * c.tile_k * 2
+    from_hbm = min(1.0, moved / (tiles * steps * step_bytes))
+    step = _STEP + max(
         2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency),
-        (c.tile_m + c.tile_n) * c.tile_k * 2 / load_rate,
-        rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
+        step_bytes / load_rate,
+        (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps,
     )
     count = wg_m // ROWS * (wg_n // c.epilogue_tile_n)
     store = c.tile_m * c.tile_n * out_itemsize / load_rate + _PIECE * (count - c.epilogue_slots)
     compute = waves * (steps * step + store) * (1.0 + 0.004 * abs(math.log2(c.raster_width / 16)))
-    return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, moved / (gpu.memory_bytes_per_s * rates.HBM))
+    memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
+    return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)

@@ -2,9 +2,9 @@
 
 A warp-specialised, persistent kernel: each block takes output tiles in turn, group after group, finding its way through
 group_sizes as it goes. One warpgroup copies tiles of lhs and rhs into a ring of shared-memory slots with TMA, one or two others
-multiply them with wgmma. A group's tiles begin at its first row, whatever that is, and end at its last: TMA fills the
-rows beyond with zeros and leaves them unwritten (`core.load_rows`, `core.store_rows`), so that no tile needs masks, a second
-pass or a list of tiles made beforehand. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
+multiply them with wgmma. A group's tiles begin at its first row, whatever that is, and end at its last: TMA fills the rows
+beyond with zeros and leaves them unwritten (`core.load_rows`, `core.store_rows`), so that no tile needs masks, a second pass
+or a list of tiles made beforehand. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _warpgroup_origin(c: Config) -> tuple[Any, Any]:
     return (wg * wg_m, 0) if c.wg_dimension == "m" else (0, wg * wg_n)
 
 
-def _epilogue(p: Problem, values: Any, bias_ref: Any, group: Any, column: Any) -> Any:
+def _epilogue(p: Problem, values: Any, bias_refs: list[Any], group: Any, column: Any) -> Any:
     """activation(values + bias) in float32."""
-    if p.bias:
+    for bias_ref in bias_refs:  # one or none
         columns = bias_ref.at[group, core.ds(column, values.shape[1])]
         bias = core.load(columns, layout=core.Layout.WGMMA.reduce(0), optimized=False)
         values += lax.broadcast_in_dim(bias, values.shape, (1,))
@@ -156,7 +156,7 @@ def _kernel(
         def compute(tile: schedule.GroupTile, done: Any) -> Any:
             done = _multiply(p, c, ring, acc, lhs_smem, rhs_smem, done)
             row, column = (x + y for x, y in zip(_position(p, c, tile), _warpgroup_origin(c), strict=True))
-            values = _epilogue(p, acc[...], *bias_refs or [None], tile.group, column)
+            values = _epilogue(p, acc[...], bias_refs, tile.group, column)
             store_tile(
                 values.astype(out_ref.dtype),
                 staging,

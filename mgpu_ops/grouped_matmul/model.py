@@ -31,7 +31,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of grouped_matmul fits {problem} on {gpu.name}: {reason}")
-    legal = groups.candidates(itemsize_of(problem.out_dtype), lambda c: check(problem, c, gpu) is None)
+    row = 128 // itemsize_of(problem.out_dtype)  # stores of several swizzle rows were slower wherever they were tried
+    legal = groups.candidates(lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
