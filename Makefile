@@ -10,7 +10,7 @@ WORKERS ?= 2
 # An NVIDIA GPU also needs the CUDA run-time libraries; elsewhere the compilers alone do.
 EXTRAS ?= dev,aot$(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
 comma := ,
-SOURCES := mgpu_ops core tuning tests scripts
+SOURCES := mgpu_ops core tuning tests scripts examples
 # Plain `make test-gpu` takes the project's environment, PYTHON=python3 any Python that has jax.
 GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 
@@ -69,7 +69,7 @@ demo: setup  ## a tour of the tuner, on any machine
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
-	find mgpu_ops core tuning tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## also remove the virtual environments
 	rm -rf .venv .venvs

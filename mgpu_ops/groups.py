@@ -90,17 +90,17 @@ def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry:
     """
     block = max(1, min(_BLOCK, rows))
     sizes = safe_sizes(sizes, rows)
-    ends = jnp.cumsum(sizes)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)  # not the int64 that JAX's 64-bit mode would take
     blocks = -(-sizes // block)
-    last = jnp.cumsum(blocks)
+    last = jnp.cumsum(blocks, dtype=jnp.int32)
 
     def step(i: Any, carry: Any) -> Any:
         group = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
         first = ends[group] - sizes[group] + (i - (last[group] - blocks[group])) * block
-        row = first + jnp.arange(block)
+        row = first + jnp.arange(block, dtype=jnp.int32)
         return body(carry, group, jnp.minimum(row, rows - 1), row < ends[group])
 
-    return lax.fori_loop(0, last[-1], step, carry)
+    return lax.fori_loop(jnp.int32(0), last[-1], step, carry)
 
 
 def one_after_the_other(function: Callable[..., Any], batched: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:

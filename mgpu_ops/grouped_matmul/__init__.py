@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from mgpu_ops import groups
 from mgpu_ops.core import gpu as gpus
@@ -111,7 +113,7 @@ def grouped_matmul(
             raise ValueError(f"bias has shape {bias.shape}: it must be [groups, n] = {(rhs.shape[0], n)}")
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias has dtype {bias.dtype}: grouped_matmul takes floats; cast it first")
-        bias = bias.astype(jnp.promote_types(jnp.float32, bias.dtype))
+        bias = bias.astype(np.promote_types(bias.dtype, np.float32))
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if config is not None and not isinstance(config, Config):
@@ -128,6 +130,9 @@ def grouped_matmul(
     return _grouped(call, *mesh.same_mesh_axes(*arrays))
 
 
+_jax_ragged_dot = lax.ragged_dot  # bound here: a program may put ours in its place
+
+
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -135,30 +140,51 @@ def ragged_dot(
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: jax.Array | None = None,
+    out_sharding: Any = None,
     *,
     backend: str | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with its arguments, through `grouped_matmul` where that computes the same, else through JAX.
 
-    lhs[m, k], rhs[g, k, n], group_sizes[g] -> [m, n]. Two floating-point operands of one dtype, no `group_offset`, a default
-    `precision` and no batch dimensions run `grouped_matmul`; all else, and every error in the arguments, is JAX's own.
+    lhs[m, k], rhs[g, k, n], group_sizes[g] -> [m, n]. `grouped_matmul` runs two operands of one dtype, bfloat16, float16,
+    float32 or float64, with a result of that dtype or float32, known dimensions, no `group_offset`, no `out_sharding`, no
+    explicit mesh axes and a default `precision`; products of 16-bit floats, exact in float32, may have any. All else, and every
+    error in the arguments, is JAX's own.
+
+    Where `grouped_matmul` runs, three things differ from JAX: negative sizes count as 0, vmap takes any axis of any argument,
+    and forward-mode differentiation (`jax.jvp`, `jax.hessian`) raises TypeError: call `jax.lax.ragged_dot` for it.
+
+    Raises ValueError for a backend that is unknown, or that is named and is a kernel which cannot run this.
     """
-    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-    out = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
-    ours = (
-        (lhs.ndim, rhs.ndim, group_sizes.ndim) == (2, 3, 1)
+    wanted = op.backend(backend)
+    plain = group_offset is None and out_sharding is None
+    if not (plain and _is_grouped_matmul(lhs, rhs, group_sizes, precision, preferred_element_type)):
+        if backend not in (None, "xla"):
+            raise ValueError(f"backend={backend!r} cannot run this ragged_dot, which only JAX's own does: pass backend=None")
+        return _jax_ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
+    lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes).astype(jnp.int32)
+    out = groups.checked_out_dtype(preferred_element_type, lhs.dtype)
+    return _grouped(_Call(False, out, "none", "random", None, wanted), *mesh.same_mesh_axes(lhs, rhs, sizes))
+
+
+def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype: Any) -> bool:
+    """Whether these are arrays that `grouped_matmul` multiplies as `jax.lax.ragged_dot` does."""
+    arrays = lhs, rhs, sizes
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
+        return False
+    lhs, rhs, sizes = types = [jax.typeof(x) for x in arrays]
+    return (
+        (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1)
+        and all(isinstance(size, int) for x in types for size in x.shape)  # an exported function may have symbolic ones
         and lhs.shape[1] == rhs.shape[1]
-        and rhs.shape[0] == group_sizes.shape[0] > 0
+        and rhs.shape[0] == sizes.shape[0] > 0
         and lhs.dtype == rhs.dtype
-        and jnp.issubdtype(lhs.dtype, jnp.floating)
-        and jnp.issubdtype(out, jnp.floating)
-        and jnp.issubdtype(group_sizes.dtype, jnp.integer)
-        and precision in (None, lax.Precision.DEFAULT, "default")
-        and group_offset is None
+        and lhs.dtype.name in ("bfloat16", "float16", "float32", "float64")
+        and precision in (None, "default", *(lax.Precision if lhs.dtype.itemsize == 2 else [lax.Precision.DEFAULT]))
+        and jnp.dtype(lhs.dtype if out_dtype is None else out_dtype) in (lhs.dtype, jnp.float32)
+        and jnp.issubdtype(sizes.dtype, jnp.integer)
+        and not any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types)
     )
-    if not ours:
-        return lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset)
-    return grouped_matmul(lhs, rhs, groups.safe_sizes(group_sizes, lhs.shape[0]), out_dtype=out, backend=backend)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -195,7 +221,7 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _activate(activation: str, x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
     functions = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
     return functions[activation](wide).astype(x.dtype) if activation != "none" else x
 
@@ -234,16 +260,17 @@ def _problem(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias
 def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
-    wide = jnp.promote_types(p.dtype, jnp.float32)
+    wide = np.promote_types(p.dtype, np.float32)
+    contracted = 1 if p.layout == "nt" else 0  # of b, which is not transposed for it
     exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
 
     def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
         a, b = lhs[rows], rhs[group]
         if exact:
             a, b = a.astype(wide), b.astype(wide)
-        values = jnp.matmul(a, b.mT if p.layout == "nt" else b, preferred_element_type=wide)
+        values = lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
         if bias is not None:
-            values += bias[group]
+            values += bias[group][None]
         values = _activate(p.activation, values).astype(p.out_dtype)
         return out.at[jnp.where(inside, rows, p.m)].set(values, mode="drop")
 

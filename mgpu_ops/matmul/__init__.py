@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
@@ -171,11 +172,11 @@ def _problem(call: _Call, a: jax.Array, b: jax.Array) -> Problem:
 def reference(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
     """The same through XLA (cuBLAS on a GPU): float32 accumulation, then rounding to out_dtype."""
     a_t, b_t = transposed(problem)
-    wide = jnp.promote_types(problem.dtype, jnp.float32)
+    wide = np.promote_types(problem.dtype, np.float32)
     if problem.dtype == problem.out_dtype:
         wide = jnp.dtype(problem.dtype)  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
-        wide = jnp.promote_types(problem.dtype, jnp.float32)
+        wide = np.promote_types(problem.dtype, np.float32)
         a, b = a.astype(wide), b.astype(wide)
     return jnp.matmul(a.mT if a_t else a, b.mT if b_t else b, preferred_element_type=wide).astype(problem.out_dtype)
 

@@ -82,7 +82,7 @@ def _gradients(problem: Problem) -> dict[str, Problem]:
 SHAPES |= {
     f"llama3-8b-{name}-{m}-{side}": product
     for name in _MODELS["llama3-8b"]
-    for m in (256, 4096)
+    for m in (128, 256, 4096)
     for side, product in _gradients(SHAPES[f"llama3-8b-{name}-{m}"]).items()
 }
 SUITES: dict[str, Sequence[str]] = {

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from mgpu_ops import groups
 from mgpu_ops.core import gpu as gpus
@@ -152,14 +154,14 @@ def _problem(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> P
 def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
-    wide = jnp.promote_types(p.dtype, jnp.float32)
+    wide = np.promote_types(p.dtype, np.float32)
     exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
 
     def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
         a, b = (jnp.where(inside[:, None], x[rows], 0) for x in (lhs, rhs))
         if exact:
             a, b = a.astype(wide), b.astype(wide)
-        return out.at[group].add(jnp.matmul(a.T, b, preferred_element_type=wide))
+        return out.at[group].add(lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=wide))
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
     done = zeros if 0 in (p.m, p.n, p.k) else groups.for_each_block(sizes, p.m, block, zeros)

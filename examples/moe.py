@@ -1,0 +1,143 @@
+"""A mixture-of-experts layer on `mgpu_ops.grouped_matmul`, and some steps of its training.
+
+    python examples/moe.py --steps 20                  # through the kernels on a Hopper GPU, elsewhere through XLA
+    python examples/moe.py --steps 20 --backend xla    # through XLA anywhere: the same losses within rounding
+
+A router scores the experts for each token; the best `top_k` of them each compute down(silu(gate(x)) * up(x)) with matrices of
+their own, and the results are summed with the router's weights. An expert's matrices meet only the tokens that were sent to it,
+and no token is dropped, however uneven the routing: the tokens are sorted by expert, and a grouped matmul multiplies each
+expert's rows, as many as there are, by that expert's matrix.
+
+Parameters, router and optimizer are float32. The experts multiply bfloat16 and accumulate float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mgpu_ops
+
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    width: int = 128  # of a token; widths in multiples of 8 suit the kernel
+    hidden: int = 256  # of an expert
+    experts: int = 8
+    top_k: int = 2  # experts per token
+
+
+def init(layer: Layer, key: jax.Array) -> Params:
+    """Random matrices whose outputs have about the size of their inputs."""
+
+    def normal(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape) / shape[-2] ** 0.5
+
+    keys = jax.random.split(key, 3)
+    return {
+        "router": normal(keys[0], layer.width, layer.experts),
+        "gate_up": normal(keys[1], layer.experts, layer.width, 2 * layer.hidden),  # side by side: one product for both
+        "down": normal(keys[2], layer.experts, layer.hidden, layer.width),
+    }
+
+
+def route(layer: Layer, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The experts of each token [tokens, top_k], their weights [tokens, top_k], which sum to 1, and the balance loss.
+
+    The balance loss is experts * sum_e (share of the assignments that e got) * (mean probability of e). It is 1 where all
+    experts are used alike, and more where the router prefers some. Only the probabilities have a gradient. Source: Fedus et
+    al., Switch Transformers, section 2.2, arXiv:2101.03961.
+    """
+    probabilities = jax.nn.softmax(jnp.matmul(x, router, precision="highest"))
+    weights, experts = jax.lax.top_k(probabilities, layer.top_k)
+    shares = jnp.bincount(experts.ravel(), length=layer.experts) / experts.size
+    balance = layer.experts * jnp.sum(shares * probabilities.mean(axis=0))
+    return experts, weights / weights.sum(axis=1, keepdims=True), balance
+
+
+def moe(layer: Layer, params: Params, x: jax.Array, backend: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """The layer's output [tokens, width] and the balance loss, for x [tokens, width]."""
+    experts, weights, balance = route(layer, params["router"], x)
+    matmul = functools.partial(mgpu_ops.grouped_matmul, backend=backend)
+
+    # An assignment is a token and one of its experts. Sorted by expert, those of expert 0 come first.
+    order = jnp.argsort(experts.ravel(), stable=True)
+    token = order // layer.top_k
+    group_sizes = jnp.bincount(experts.ravel(), length=layer.experts)  # known on the device only, which is enough
+
+    rows = x.astype(jnp.bfloat16)[token]  # gather
+    gate, up = jnp.split(matmul(rows, params["gate_up"].astype(jnp.bfloat16), group_sizes), 2, axis=1)
+    hidden = jax.nn.silu(gate) * up
+    out = matmul(hidden, params["down"].astype(jnp.bfloat16), group_sizes, out_dtype=jnp.float32)
+    out *= weights.ravel()[order][:, None]
+    return jnp.zeros_like(x).at[token].add(out), balance  # scatter: each token sums its top_k rows
+
+
+def batch(layer: Layer, tokens: int, key: jax.Array, kinds: int = 8) -> tuple[jax.Array, jax.Array]:
+    """Tokens of several kinds, each around a centre of its own, and targets: a kind's tokens times that kind's matrix.
+
+    Centres and matrices are the same for every key. No single matrix fits all kinds, experts that share them out do.
+    """
+    centres = jax.random.normal(jax.random.key(1), (kinds, layer.width))
+    matrices = jax.random.normal(jax.random.key(2), (kinds, layer.width, layer.width)) / layer.width**0.5
+    key_kind, key_noise = jax.random.split(key)
+    kind = jax.random.randint(key_kind, (tokens,), 0, kinds)
+    x = centres[kind] + 0.3 * jax.random.normal(key_noise, (tokens, layer.width))
+    products = jnp.einsum("ti,kij->tkj", x, matrices, precision="highest")
+    return x, products[jnp.arange(tokens), kind]
+
+
+def loss(layer: Layer, params: Params, x: jax.Array, target: jax.Array, backend: str | None = None) -> jax.Array:
+    """The squared error as a share of the target's square, and a little of the balance loss."""
+    out, balance = moe(layer, params, x, backend)
+    return jnp.mean((out - target) ** 2) / jnp.mean(target**2) + 0.01 * balance
+
+
+def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float = 3e-3) -> tuple[Params, Any]:
+    """One step of Adam with its usual constants; `state` holds the means of the gradients and of their squares."""
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[0], grads)
+    square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, state[1], grads)
+
+    def updated(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        return p - rate * (m / (1 - 0.9**step)) / (jnp.sqrt(v / (1 - 0.999**step)) + 1e-8)
+
+    return jax.tree.map(updated, params, mean, square), (mean, square)
+
+
+def train(layer: Layer, steps: int, tokens: int, backend: str | None = None) -> list[float]:
+    """The loss of each step, on a new batch every time."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Params, state: Any, step: jax.Array) -> tuple[Params, Any, jax.Array]:
+        x, target = batch(layer, tokens, jax.random.fold_in(jax.random.key(3), step))
+        value, grads = jax.value_and_grad(lambda p: loss(layer, p, x, target, backend))(params)
+        return *adam(params, grads, state, step), value
+
+    params = init(layer, jax.random.key(0))
+    state = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    losses = []
+    for step in range(1, steps + 1):
+        params, state, value = update(params, state, jnp.int32(step))
+        losses.append(float(value))
+    return losses
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train a mixture-of-experts layer for some steps and print the losses.")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=1024, help="per step")
+    parser.add_argument("--backend", choices=["mosaic", "xla"], help="default: mosaic on a Hopper GPU, elsewhere xla")
+    args = parser.parse_args(arguments)
+    for step, value in enumerate(train(Layer(), args.steps, args.tokens, args.backend), 1):
+        print(f"step {step:3}  loss {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()
