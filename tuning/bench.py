@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,10 +28,11 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure
-from mgpu_ops.tuning.peers import PEERS, Peer, Timer, brief, compiled
+from mgpu_ops.tuning.peers import PEERS, Peer, Task, Timer, brief, compiled, settings_in
 
 OURS = "mgpu_ops"
 ROOFLINE = "roofline"
+BEST = "best peer"  # of a problem; stands for a peer's name where results are summed up
 GRAD = "+grad"  # of an op's name: forward and backward
 _GRAD_FACTOR = 3  # forward and backward are three products of the same size
 
@@ -47,7 +49,7 @@ class Row:
     spread_us: float  # between the 10th and the 90th percentile
     tflops: float
     gbs: float  # 10^9 bytes per second: inputs read once and outputs written once
-    error: float  # measure.error against a float32 reference; NaN where infinities or NaN come out
+    error: float | None  # measure.error against float32, NaN for infinities and NaN; None of a yardstick, which is no result
     gpu: str
     driver: str
     jax: str
@@ -74,6 +76,8 @@ def run(
     backend: str | None = None,
     save: Callable[[list[Row]], None] | None = None,
     timer: Timer = measure.interleaved,
+    peer_seconds: float = 60.0,
+    earlier: Iterable[Row] = (),
 ) -> list[Row]:
     """Measures `problems` (name -> Problem) through the op's public function and its peers.
 
@@ -81,7 +85,8 @@ def run(
     backward together, applied to a random cotangent. `seconds` is the time for the rounds of one
     problem. `progress` gets a line of text per problem, and one per peer that cannot run, wrong
     result, or problem that failed; the run goes on, and `failures` tells afterwards. `save` gets
-    all rows so far after each problem. ValueError for a peer that is not known.
+    all rows so far after each problem. Peers take `peer_seconds` each to compile what they tune, and
+    no time where `earlier` rows of the problem tell what won. ValueError for a peer that is not known.
     """
     peers = {name: _peer(spec, name) for name in against}
     backend = op.backend(backend)
@@ -92,10 +97,12 @@ def run(
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
     }
+    won = {(row.op, row.problem, row.impl): settings_in(row.config) for row in earlier if row.gpu == gpu.name}
     rows: list[Row] = []
     for name, problem in problems.items():
-        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer)
         text = label(spec, name, problem)
+        known = {peer: won.get((stamp["op"], text, peer), frozenset()) for peer in peers}
+        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer, peer_seconds, known)
         say = partial(_say, progress, text)
         try:
             with gpus.target(gpu):  # what is compiled is what `resolve` is asked for
@@ -118,8 +125,8 @@ def failures(rows: Iterable[Row], spec: OpSpec, problems: Mapping[str, Any], *, 
         text = label(spec, name, problem)
         if text not in ours:
             found.append(f"{text}: no result")
-        elif not ours[text].error <= (limit := _tolerance(spec, problem, grad)):
-            found.append(f"{text}: error {ours[text].error:.2g} is above {limit:.2g}")
+        elif not (error := ours[text].error or 0.0) <= (limit := _tolerance(spec, problem, grad)):
+            found.append(f"{text}: error {error:.2g} is above {limit:.2g}")
     return found
 
 
@@ -135,6 +142,8 @@ class _Case:
     seed: int
     backend: str | None
     timer: Timer
+    peer_seconds: float = 60.0
+    known: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)  # a peer's settings of an earlier run
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ class _Entrant:
     impl: str
     config: str
     call: Callable[[], Any]
-    error: float
+    error: float | None
 
 
 def _say(progress: Callable[[str], None], text: str, message: str) -> None:
@@ -167,16 +176,23 @@ def _entrants(case: _Case, peers: Mapping[str, Peer], say: Callable[[str], None]
     key, key_g = jax.random.split(jax.random.key(case.seed))
     arrays = jax.jit(partial(case.spec.inputs, case.problem))(key)
     ours = _PUBLIC[case.spec.name](case.problem, case.backend)
-    operands = arrays
-    if case.grad:
-        out = jax.eval_shape(ours, *arrays)
-        operands = (*arrays, jax.random.normal(key_g, out.shape, out.dtype))
-    expected = _expected(case, operands)
+    cotangent = functools.cache(partial(jax.random.normal, key_g))
+
+    def operands_of(function: Callable[..., Any]) -> tuple:
+        if not case.grad:
+            return arrays
+        out = jax.eval_shape(function, *arrays)
+        return *arrays, cotangent(out.shape, out.dtype)
+
+    expected = _expected(case, operands_of(ours))
     limit = _tolerance(case.spec, case.problem, case.grad)
 
-    def enter(impl: str, function: Callable[..., Any], config: str) -> _Entrant:
-        call = compiled(_with_gradient(function) if case.grad else function, operands)
-        error = _worst_error(call(), expected)
+    def enter(impl: str, function: Callable[..., Any], config: str, yardstick: bool = False) -> _Entrant:
+        call = compiled(_with_gradient(function) if case.grad else function, operands_of(function))
+        answers = call()
+        if yardstick:
+            return _Entrant(impl, config, call, None)
+        error = _worst_error(answers, expected)
         if not error <= limit:
             say(f"WRONG RESULT of {impl}: error {error:.2g} is above {limit:.2g}")
         return _Entrant(impl, config, call, error)
@@ -186,7 +202,9 @@ def _entrants(case: _Case, peers: Mapping[str, Peer], say: Callable[[str], None]
         try:
             reason = _unavailable(case, peer)
             if reason is None:
-                entrants.append(enter(name, *peer.prepare(case.problem, case.gpu, arrays, case.timer)))
+                known = case.known.get(name, frozenset())
+                task = Task(case.problem, case.gpu, arrays, case.timer, case.grad, case.peer_seconds, known)
+                entrants.append(enter(name, *peer.prepare(task), yardstick=peer.yardstick))
             else:
                 say(f"{name} {reason}")
         except Exception as error:
@@ -232,7 +250,7 @@ def _row(
     config: str,
     median_us: float,
     spread_us: float,
-    error: float,
+    error: float | None,
 ) -> Row:
     flops, moved = _work(case)
     return Row(
@@ -242,7 +260,7 @@ def _row(
         spread_us=_six_digits(spread_us),
         tflops=_six_digits(flops / median_us / 1e6),
         gbs=_six_digits(moved / median_us / 1e3),
-        error=_six_digits(error),
+        error=None if error is None else _six_digits(error),
         **stamp,
     )
 
@@ -265,13 +283,50 @@ def _matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
     return call if problem.batch == 1 else jax.vmap(call)
 
 
-_PUBLIC: dict[str, Callable[[Any, str | None], Callable[..., Any]]] = {"matmul": _matmul}
+def _grouped_matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+    def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        return mgpu_ops.grouped_matmul(
+            lhs,
+            rhs,
+            sizes,
+            bias=bias,
+            activation=problem.activation,
+            out_dtype=problem.out_dtype,
+            transpose_rhs=problem.layout == "nt",
+            spread=problem.spread,
+            backend=backend,
+        )
+
+    return call
+
+
+def _ragged_contraction(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+    return partial(mgpu_ops.ragged_contraction, out_dtype=problem.out_dtype, spread=problem.spread, backend=backend)
+
+
+_PUBLIC: dict[str, Callable[[Any, str | None], Callable[..., Any]]] = {
+    "matmul": _matmul,
+    "grouped_matmul": _grouped_matmul,
+    "ragged_contraction": _ragged_contraction,
+}
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _with_gradient(function: Callable[..., Any]) -> Callable[..., tuple]:
+    """The function with its gradients with respect to all inputs that are floats, group sizes not among them."""
+
     def forward_and_backward(*operands: jax.Array) -> tuple:
         *arrays, cotangent = operands
-        out, pull = jax.vjp(function, *arrays)
+        which = [i for i, x in enumerate(arrays) if _is_float(x)]
+
+        def of_floats(*floats: jax.Array) -> jax.Array:
+            given = dict(zip(which, floats))
+            return function(*(given.get(i, x) for i, x in enumerate(arrays)))
+
+        out, pull = jax.vjp(of_floats, *(arrays[i] for i in which))
         return out, *pull(cotangent)
 
     return forward_and_backward
@@ -297,11 +352,17 @@ def _wide(problem: Any) -> Any:
 
 
 def _expected(case: _Case, operands: tuple) -> tuple[jax.Array, ...]:
-    """The answers in float32, through XLA at its highest precision, from the same inputs."""
-    function = partial(case.spec.reference, _wide(case.problem))
-    wide = tuple(x.astype(jnp.float32) for x in operands)
+    """The answers in float32, through XLA at its highest precision, from the same inputs.
+
+    Gradients are those of the public function: a reference that loops as often as the sizes say cannot be run backwards.
+    """
+    problem = _wide(case.problem)
+    wide = tuple(x.astype(jnp.float32) if _is_float(x) else x for x in operands)
+    function: Callable[..., Any] = partial(case.spec.reference, problem)
+    if case.grad:
+        function = _with_gradient(_PUBLIC[case.spec.name](problem, "xla"))
     with jax.default_matmul_precision("highest"):
-        answers = jax.jit(_with_gradient(function) if case.grad else function)(*wide)
+        answers = jax.jit(function)(*wide)
     return tuple(jax.tree.leaves(answers))
 
 
@@ -333,16 +394,17 @@ def _shape_name(spec: OpSpec, problem: Any) -> str | None:
 
 
 def describe(problem: Any) -> str:
-    """Sizes, dtype and the rest: "4096x4096x4096 bfloat16->float32 nt batch=8"."""
+    """Sizes, dtype and the rest: "4096x4096x4096 bfloat16->float32 nt batch=8", "4096x512x256 g=8 bfloat16 nn random"."""
     fields = dataclasses.asdict(problem)
-    batch, dtype = fields.pop("batch", 1), fields.pop("dtype", None)
+    batch, groups, dtype = fields.pop("batch", 1), fields.pop("groups", None), fields.pop("dtype", None)
     out_dtype = fields.pop("out_dtype", dtype)
     sizes = "x".join(str(value) for value in fields.values() if type(value) is int)
     dtypes = dtype if dtype == out_dtype else f"{dtype}->{out_dtype}"
-    words = [value for value in fields.values() if isinstance(value, str)]
+    words = [value for value in fields.values() if isinstance(value, str) and value != "none"]
     flags = [key for key, value in fields.items() if value is True]
     many = f"batch={batch}" if batch != 1 else None
-    return " ".join(filter(None, (sizes, dtypes, *words, *flags, many)))
+    ragged = f"g={groups}" if groups is not None else None
+    return " ".join(filter(None, (sizes, ragged, dtypes, *words, *flags, many)))
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -384,8 +446,9 @@ def read_csv(path: str | os.PathLike[str]) -> list[Row]:
 
 def _parsed(path: str | os.PathLike[str], line: int, values: Sequence[str]) -> Row:
     try:
-        pairs = zip(COLUMNS, values, strict=True)
-        fields: dict[str, Any] = {c: float(v) if c in _NUMBERS else v for c, v in pairs}
+        fields: dict[str, Any] = dict(zip(COLUMNS, values, strict=True))
+        fields |= {c: float(fields[c]) for c in _NUMBERS if c != "error" or fields[c]}
+        fields["error"] = fields["error"] if fields["error"] != "" else None
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}: run the benchmark again") from None
     return Row(**fields)
@@ -414,7 +477,7 @@ def _grouped(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 @dataclass(frozen=True)
 class Line:
-    """One problem: ours, the peers that ran it by name, and the least time there could be."""
+    """One problem: ours, the peers that ran it by name, yardsticks among them, and the least time there could be."""
 
     op: str
     problem: str
@@ -423,9 +486,15 @@ class Line:
     peers: dict[str, Row]
     roofline: Row | None
 
+    @property
+    def best(self) -> Row | None:
+        """The fastest peer that is right; a yardstick is none."""
+        right = (row for row in _rivals(self) if not wrong(row))
+        return min(right, key=lambda row: row.median_us, default=None)
+
     def ratio(self, peer: str) -> float | None:
-        """The peer's time over ours, above 1 where ours is faster. None unless both are right."""
-        theirs = self.peers.get(peer)
+        """The time of a peer, or of the `BEST`, over ours, above 1 where ours is faster. None unless both are right."""
+        theirs = self.best if peer == BEST else self.peers.get(peer)
         if self.ours is None or theirs is None or wrong(self.ours) or wrong(theirs):
             return None
         return theirs.median_us / self.ours.median_us
@@ -451,8 +520,8 @@ _WRONG = 0.05
 
 
 def wrong(row: Row) -> bool:
-    """Whether a result is no rounding of the right one, so that its time says nothing."""
-    return not row.error <= _WRONG
+    """Whether a result is no rounding of the right one, so that its time says nothing. A yardstick's is not meant to be."""
+    return row.error is not None and not row.error <= _WRONG
 
 
 def lines(rows: Iterable[Row]) -> list[Line]:
@@ -465,13 +534,33 @@ def lines(rows: Iterable[Row]) -> list[Line]:
     return found
 
 
+def compared(every: Iterable[Line]) -> list[str]:
+    """What the lines are compared with: peers, the `BEST` of them where there are several, and last the yardsticks."""
+    peers = {name: row.error is None for line in every for name, row in line.peers.items()}
+    rivals = [name for name, yardstick in peers.items() if not yardstick]
+    return rivals + [BEST] * (len(rivals) > 1) + [name for name, yardstick in peers.items() if yardstick]
+
+
+def yardsticks(every: Iterable[Line]) -> set[str]:
+    """The peers that compute something else of the same cost."""
+    return {name for line in every for name, row in line.peers.items() if row.error is None}
+
+
 def summary(rows: Iterable[Row]) -> list[Summary]:
-    """For each op, GPU and peer: the geometric mean of peer's time / our time, worst and wins."""
-    sets: dict[tuple[str, str, str], list[Line]] = {}
+    """For each op, GPU and what it is `compared` with: the geometric mean of its time / our time, worst and wins."""
+    sets: dict[tuple[str, str], list[Line]] = {}
     for line in lines(rows):
-        for peer in line.peers if line.ours else ():
-            sets.setdefault((line.op, line.gpu, peer), []).append(line)
-    return [_summary(*key, both) for key, both in sets.items()]
+        sets.setdefault((line.op, line.gpu), []).append(line)
+    found = []
+    for (name, gpu), both in sets.items():
+        for peer in compared(both):
+            ran = [line for line in both if line.ours and (peer in line.peers or (peer == BEST and _rivals(line)))]
+            found += [_summary(name, gpu, peer, ran)] if ran else []
+    return found
+
+
+def _rivals(line: Line) -> list[Row]:
+    return [row for row in line.peers.values() if row.error is not None]
 
 
 def _summary(name: str, gpu: str, peer: str, both: Sequence[Line]) -> Summary:

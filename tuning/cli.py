@@ -17,6 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mgpu_ops import SPECS
+from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
+from mgpu_ops.groups import SPREADS
+
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
@@ -80,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         mgpu-tune run matmul --m 4096 --n 4096 --k 4096 --dtype bf16
         mgpu-tune run matmul --shape llama3-8b-qkv-128 --trials 64 --budget 60s
         mgpu-tune run matmul --suite llm --budget 30s --database tuned.json
+        mgpu-tune run grouped_matmul --suite moe --budget 60s
+        mgpu-tune run grouped_matmul --m 16384 --n 28672 --k 4096 --groups 8 --spread skewed --dtype bf16
+        mgpu-tune run ragged_contraction --suite mixtral-8x7b
         mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no GPU here: modelled, and said so
         """,
     )
@@ -113,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         """
         mgpu-tune which matmul --m 4096 --n 4096 --k 4096 --gpu h200
         mgpu-tune which matmul --shape llama3-70b-down-256
+        mgpu-tune which grouped_matmul --m 8192 --n 4096 --k 7168 --groups 32 --layout nt --bias --gpu h200
         """,
     )
     _problem_arguments(which)
@@ -138,12 +146,18 @@ def _parser() -> argparse.ArgumentParser:
         """
         mgpu-tune bench matmul --suite llm --against xla,jax-pallas
         mgpu-tune bench matmul --shape square-4096 --grad
+        mgpu-tune bench grouped_matmul --suite moe --against dense,jax-pallas,tokamax
+        mgpu-tune bench grouped_matmul --suite training --against dense,tokamax --grad --peer-seconds 30s
         """,
     )
     _problem_arguments(bench, many=True)
-    bench.add_argument("--against", default="xla", metavar="A,B", help="xla, jax-pallas (default xla)")
+    bench.add_argument("--against", metavar="A,B", help=f"{_peers_text()} (default: the first)")
     bench.add_argument("--grad", action="store_true", help="forward plus backward")
     bench.add_argument("--seconds", type=_seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)")
+    bench.add_argument(
+        "--peer-seconds", type=_seconds, default=60.0, metavar="TIME", help="a tuned peer may compile a problem (default 60s)"
+    )
+    bench.add_argument("--peers-from", type=Path, metavar="CSV", help="take the peers' settings from an earlier result")
     bench.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="default: results")
     bench.add_argument("--what", help="a word for the file's name: results/<date>-<gpu>-<op>-<what>.csv")
 
@@ -176,19 +190,26 @@ def _command(commands: Any, name: str, run: Any, what: str, examples: str) -> ar
 
 
 def _problem_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    parser.add_argument("op", help="matmul")
+    parser.add_argument("op", help=", ".join(SPECS))
     group = parser.add_argument_group("problem", "a named one, or its sides")
-    group.add_argument("--shape", metavar="NAME", help="of a real model, e.g. llama3-8b-qkv-128, square-4096")
+    shapes = ", ".join(next(iter(spec.shapes)) for spec in SPECS.values())
+    group.add_argument("--shape", metavar="NAME", help=f"of a real model, e.g. {shapes}")
     if many:
-        group.add_argument(
-            "--suite", metavar="NAME", help="named shapes together: llm, square, llama3-8b, llama3-70b, llama3-8b-backward"
-        )
-    for side in ("m", "n", "k"):
-        group.add_argument(f"--{side}", type=_positive_int)
-    group.add_argument("--batch", type=_positive_int, help="products in one launch (default 1)")
-    group.add_argument("--dtype", type=_dtype, help="bf16 (default), f16")
-    group.add_argument("--out-dtype", type=_dtype, help="default: dtype; or f32")
-    group.add_argument("--layout", choices=("nn", "nt", "tn", "tt"), help="of a and b: n as written, t transposed")
+        suites = "; ".join(f"{name}: {', '.join(spec.suites)}" for name, spec in SPECS.items())
+        group.add_argument("--suite", metavar="NAME", help=f"named shapes together ({suites})")
+    for name in _problem_fields():
+        group.add_argument(f"--{name.replace('_', '-')}", **_FIELDS.get(name, {"type": _positive_int}))
+
+
+def _problem_fields() -> list[str]:
+    """The fields of all ops' problems."""
+    return list(dict.fromkeys(f.name for spec in SPECS.values() for f in dataclasses.fields(spec.Problem)))
+
+
+def _peers_text() -> str:
+    from mgpu_ops.tuning.peers import PEERS
+
+    return "; ".join(f"{op}: {', '.join(peers)}" for op, peers in PEERS.items())
 
 
 def _positive_int(text: str) -> int:
@@ -223,15 +244,30 @@ def _seconds(text: str) -> float:
     return value
 
 
+# How the fields of problems that are no sizes are given.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "batch": {"type": _positive_int, "help": "products in one launch (default 1)"},
+    "groups": {"type": _positive_int, "help": "how many the rows of m belong to"},
+    "dtype": {"type": _dtype, "help": "bf16 (default), f16"},
+    "out_dtype": {"type": _dtype, "help": "default: dtype; or f32"},
+    "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
+    "bias": {"action": "store_true", "default": None, "help": "with a bias of each group"},
+    "activation": {"choices": ACTIVATIONS, "help": "of the result (default none)"},
+    "spread": {"choices": SPREADS, "help": "of the rows over the groups (default random)"},
+}
+
+
 def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Name -> Problem of what the arguments ask for."""
     from mgpu_ops.core.op import problem_of
+    from mgpu_ops.tuning.bench import describe
 
-    fields = {f.name: getattr(arguments, f.name, None) for f in dataclasses.fields(spec.Problem)}
+    fields = {name: getattr(arguments, name, None) for name in _problem_fields()}
     given = {k: v for k, v in fields.items() if v is not None}
+    needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
     suite = getattr(arguments, "suite", None)
     if sum(map(bool, (given, arguments.shape, suite))) != 1:
-        raise UsageError("name the problem in one way: --m, --n and --k, or --shape NAME, or --suite NAME")
+        raise UsageError(f"name the problem in one way: {_flags(needed)}, or --shape NAME, or --suite NAME")
     if suite:
         if suite not in spec.suites:
             raise UsageError(f"suite {suite!r} is not one of {', '.join(spec.suites)}")
@@ -243,10 +279,17 @@ def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.shape not in spec.shapes:
             raise UsageError(f"shape {arguments.shape!r} is not one of {', '.join(spec.shapes)}")
         return {arguments.shape: spec.shapes[arguments.shape]}
-    missing = [f"--{side}" for side in ("m", "n", "k") if fields[side] is None]
+    missing = [name for name in needed if name not in given]
     if missing:
-        raise UsageError(f"{' and '.join(missing)} missing: a problem has --m, --n and --k")
-    return {"x".join(str(given[s]) for s in ("m", "n", "k")): problem_of(spec, given)}
+        raise UsageError(f"{_flags(missing)} missing: a {spec.name} problem has {_flags(needed)}")
+    problem = problem_of(spec, given)  # refuses what the op's problems do not have
+    return {describe(problem): problem}
+
+
+def _flags(names: Sequence[str]) -> str:
+    """ "--m, --n and --k" """
+    *most, last = (f"--{name}" for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _gpu_or_current(name: str | None) -> Any:
@@ -321,6 +364,7 @@ def _tune(spec: Any, name: str, problem: Any, device: Any, path: Path, trials: i
     from mgpu_ops.core import database
     from mgpu_ops.tuning import tables, tuner
 
+    tuner.check_supported(spec, problem, device.gpu)  # before a progress bar is on the screen
     console = Console()
     columns = (
         TextColumn("{task.description}"),
@@ -340,7 +384,7 @@ def _tune(spec: Any, name: str, problem: Any, device: Any, path: Path, trials: i
 
         result = tuner.tune(spec, problem, device, trials=trials, budget=budget, seed=seed, progress=progress)
     code = INTERRUPTED if result.ended == "interrupted" else OK
-    console.print(tables.trials_table(result.trials))
+    console.print(tables.trials_table(result.trials, device.baseline))
     for (kind, detail), count in result.failures.items():
         _say(f"failed: {count} {kind}: {detail}")
     if result.entry is None:
@@ -433,10 +477,15 @@ def _validate(arguments: argparse.Namespace) -> int:
         except database.DatabaseError as e:
             faults = [e.reason]
         bad += bool(faults)
-        _say(f"{path}: {'ok' if not faults else f'{len(faults)} faults'}")
+        _say(f"{path}: {_count(len(faults), 'fault') if faults else 'ok'}")
         for fault in faults:
             _say(f"  {fault}")
     return WRONG if bad else OK
+
+
+def _count(number: int, what: str) -> str:
+    """ "1 fault", "2 faults" """
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -445,16 +494,21 @@ def _bench(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
     from mgpu_ops.tuning import bench, report
+    from mgpu_ops.tuning.peers import PEERS
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = _problems(spec, arguments)
     here = gpu.current()
     if here is None or here.architecture != "hopper":
         raise UsageError("bench times kernels: it needs a Hopper GPU here")
-    against = [name.strip() for name in arguments.against.split(",") if name.strip()]
+    against = [name.strip() for name in (arguments.against or next(iter(PEERS[spec.name]))).split(",") if name.strip()]
     op = spec.name + ("+grad" if arguments.grad else "")
     today = datetime.date.today().isoformat()
     path = bench.output_path(arguments.output, today, here.key, op, arguments.what)
+    try:
+        earlier = bench.read_csv(arguments.peers_from) if arguments.peers_from else []
+    except OSError as e:
+        raise UsageError(f"{arguments.peers_from}: cannot be read ({e.strerror}): name a CSV file of `bench`") from None
     rows = bench.run(
         spec,
         problems,
@@ -464,14 +518,19 @@ def _bench(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         progress=_say,
         save=lambda rows: bench.write_csv(rows, path),
+        peer_seconds=arguments.peer_seconds,
+        earlier=earlier,
     )
     if not rows:
         return WRONG
     console = Console()
     console.print(report.table(rows))
+    of = bench.yardsticks(bench.lines(rows))
     for line in bench.summary(rows):
-        _say(f"{line.op} against {line.peer}: geometric mean {line.geomean:.3f}x over {line.problems} problems, "
-             f"worst {line.worst:.3f}x ({line.worst_problem}), {line.wins} at 1.0x or more")  # fmt: skip
+        x = f" of {line.peer}" if line.peer in of else "x"
+        versus = "" if line.peer in of else f" against {line.peer}"
+        _say(f"{line.op}{versus}: geometric mean {line.geomean:.3f}{x} over {_count(line.problems, 'problem')}, "
+             f"worst {line.worst:.3f}{x} ({line.worst_problem}), {line.wins} at 1.0x or more")  # fmt: skip
     _say(f"wrote {path} and {', '.join(str(p) for p in report.picture(rows, path.with_suffix('.png')))}")
     faults = bench.failures(rows, spec, problems, grad=arguments.grad)
     for fault in faults:

@@ -24,7 +24,7 @@ class Device(Protocol):
 
     kind: str  # "measured" or "modelled"
     gpu: Gpu
-    baseline: str | None
+    baseline: str | None  # the name of what is timed beside candidates; of the problem that is open
     versions: dict[str, str | None]  # driver, jax, jaxlib, cuda
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None: ...
@@ -78,7 +78,7 @@ class Measured:
     """Judges on the GPU of this machine, in a worker process: one that hangs is killed, one that dies is replaced."""
 
     kind = "measured"
-    baseline = "xla"
+    baseline: str | None = None
 
     def __init__(self, timeout: float = 60.0, serve: Any = worker.serve):
         """`timeout`: seconds a candidate may take to compile, run and be timed. Raises WorkerError without a Hopper GPU."""
@@ -102,6 +102,7 @@ class Measured:
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._opened = (spec.name, dataclasses.asdict(problem), seed)
+        self.baseline, _ = worker.baseline_of(spec)
         self._send("open", *self._opened)
         reply = self._receive(300.0)
         if not isinstance(reply, worker.Opened):

@@ -11,24 +11,24 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from mgpu_ops.tuning.bench import OURS, Line, Row, lines, summary, wrong
+from mgpu_ops.tuning.bench import BEST, OURS, Line, Row, compared, lines, summary, wrong, yardsticks
 from mgpu_ops.tuning.tables import digits
 
 # --- A table --------------------------------------------------------------------------------------
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """One line per problem: our time, rate and share of the roofline, each peer's time over ours.
+    """One line per problem: our time, rate and share of the roofline, each peer's time over ours, and the best peer's.
 
-    The last line of an op has the geometric means. "wrong" stands where a result is not right, "-"
-    where there is none.
+    "of" stands before a yardstick, of whose speed we reach that part. The last line of an op has the geometric means. "wrong"
+    stands where a result is not right, "-" where there is none.
     """
     rows = list(rows)
     every = lines(rows)
-    peers = _peers(every)
+    peers, of = compared(every), yardsticks(every)
     made = Table(title=_title(rows), title_justify="left")
     made.add_column("problem")
-    for heading in ("us", "TFLOP/s", "roofline", *(f"x {peer}" for peer in peers)):
+    for heading in ("us", "TFLOP/s", "roofline", *(f"{'of' if peer in of else 'x'} {peer}" for peer in peers)):
         made.add_column(heading, justify="right")
     means = {(s.op, s.gpu, s.peer): s.geomean for s in summary(rows)}
     for (op, gpu), of_op in _sets(every).items():
@@ -47,10 +47,6 @@ def _sets(every: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
     for line in every:
         sets.setdefault((line.op, line.gpu), []).append(line)
     return sets
-
-
-def _peers(every: Iterable[Line]) -> list[str]:
-    return list(dict.fromkeys(peer for line in every for peer in line.peers))
 
 
 def _problem(line: Line, every: Sequence[Line]) -> str:
@@ -111,7 +107,7 @@ def picture(rows: Iterable[Row], path: str | os.PathLike[str]) -> list[Path]:
     """Draws TFLOP/s of each implementation of each problem, as PNG and SVG; returns both paths.
 
     A black line is the roofline of a problem; the number above our bar is how many times as fast as
-    XLA (or, without it, as the first peer) we are. A wrong result has no bar and says so.
+    XLA (or, without it, as the fastest peer) we are. A wrong result has no bar and says so.
     ValueError without rows.
     """
     import matplotlib
@@ -123,7 +119,7 @@ def picture(rows: Iterable[Row], path: str | os.PathLike[str]) -> list[Path]:
     panels = _panels(lines(rows))
     if not panels:
         raise ValueError("there are no rows to draw: run the benchmark first")
-    impls = [OURS, *_peers(lines(rows))]
+    impls = [OURS, *(peer for peer in compared(lines(rows)) if peer != BEST)]
     widest = max(4, *map(len, panels))
     figure, axes = pyplot.subplots(
         len(panels),
@@ -133,7 +129,7 @@ def picture(rows: Iterable[Row], path: str | os.PathLike[str]) -> list[Path]:
     )
     try:
         for ax, panel in zip(axes[:, 0], panels):
-            _draw(ax, panel, impls, widest)
+            _draw(ax, panel, impls, _measure_of(lines(rows)), widest)
         # One legend for all; a panel may lack an implementation.
         handles = {text: handle for ax in axes[:, 0] for handle, text in zip(*ax.get_legend_handles_labels())}
         figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=12)
@@ -157,9 +153,14 @@ def _panels(every: Sequence[Line]) -> list[list[Line]]:
     return panels
 
 
-def _draw(ax: Any, panel: Sequence[Line], impls: Sequence[str], widest: int) -> None:
+def _measure_of(every: Sequence[Line]) -> str | None:
+    """What the number above a bar compares with: XLA, the best peer, the only one, or a yardstick."""
+    peers = compared(every)
+    return next((peer for peer in ("xla", BEST) if peer in peers), next(iter(peers), None))
+
+
+def _draw(ax: Any, panel: Sequence[Line], impls: Sequence[str], baseline: str | None, widest: int) -> None:
     width = 0.8 / len(impls)
-    baseline = "xla" if "xla" in impls else next(iter(impls[1:]), None)
     for number, impl in enumerate(impls):
         bars = [line.ours if impl == OURS else line.peers.get(impl) for line in panel]
         left = [x - 0.4 + number * width for x in range(len(panel))]
@@ -198,15 +199,12 @@ def _note(ax: Any, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def _shared(panel: Sequence[Line]) -> list[str]:
-    """The last words that all problems have, such as dtype and layout; never all of a problem's."""
-    words = [line.problem.split() for line in panel]
-    count = min(map(len, words)) - 1
-    while any(w[len(w) - count :] != words[0][len(words[0]) - count :] for w in words):
-        count -= 1
-    return words[0][len(words[0]) - count :]
+    """The words that all problems have, such as dtype and layout; not a problem's first, its name or sizes."""
+    first, *others = (line.problem.split()[1:] for line in panel)
+    return [word for word in first if all(word in words for words in others)]
 
 
 def _tick(line: Line, shared: Sequence[str]) -> str:
-    """The problem's own words, one a line: its name, its sizes."""
-    words = line.problem.split()
-    return "\n".join(words[: len(words) - len(shared)])
+    """The problem's own words on two lines: its name; its sizes and the rest."""
+    first, *words = line.problem.split()
+    return "\n".join(filter(None, [first, " ".join(word for word in words if word not in shared)]))

@@ -12,10 +12,10 @@ from rich.table import Table
 SHOWN = 12  # trials
 
 
-def trials_table(trials: Sequence[Any]) -> Table:
+def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
     """The fastest trials first, with what set them apart; the failed ones are counted elsewhere.
 
-    Fields that all shown trials share are told once, in the caption.
+    `baseline` names what was timed beside them, if anything. Fields that all shown trials share are told once, in the caption.
     """
     ok = sorted((t for t in trials if t.outcome.kind == "ok"), key=lambda t: t.outcome.us)[:SHOWN]
     configs = [dataclasses.asdict(t.config) for t in ok]
@@ -25,7 +25,7 @@ def trials_table(trials: Sequence[Any]) -> Table:
     more = f"{len(ok)} best of {len(trials)} trials" if len(trials) > len(ok) else f"{len(trials)} trials"
     table = Table(title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left")
     measured = any(t.outcome.baseline_us for t in ok)
-    for heading in ("trial", "from", "us", *(("x xla", "error") if measured else ()), "config"):
+    for heading in ("trial", "from", "us", *((f"x {baseline}", "error") if measured else ()), "config"):
         table.add_column(heading, justify="left" if heading in ("from", "config") else "right", no_wrap=heading != "config")
     for trial, config in zip(ok, configs, strict=True):
         o = trial.outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import itertools
 import math
 import random
 import time
@@ -19,6 +20,7 @@ import optuna
 
 from mgpu_ops.core import database
 from mgpu_ops.core.database import Entry, Evidence
+from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
@@ -30,6 +32,8 @@ SLACK = 1.6  # a candidate modelled this much slower than the best modelled one 
 FINALISTS = 5
 FINAL_SECONDS = 1.0  # of measuring, shared by the finalists
 _RESERVE = 0.1  # of the budget, kept for the final
+_PATIENCE = 32  # times in a row that TPE may name what was seen before or cannot run
+_WALKED = 500_000  # a space of no more configs can be walked from end to end, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +83,7 @@ def tune(
     WorkerError where the device fails altogether.
     """
     start = time.monotonic()
-    reason = spec.supports(problem, device.gpu)
-    if reason is not None:
-        raise ValueError(f"{spec.name} {problem} cannot be tuned: {reason}")
+    check_supported(spec, problem, device.gpu)
     search = _Search(spec, problem, device, seed)
     done: list[Trial] = []
     ended = "trials"
@@ -113,6 +115,13 @@ def tune(
     return Result(problem, tuple(done), entry, ended, time.monotonic() - start)
 
 
+def check_supported(spec: OpSpec, problem: Any, gpu: Gpu) -> None:
+    """Raises ValueError, with the reason, where no config of the kernel can run `problem`."""
+    reason = spec.supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"{spec.name} {problem} cannot be tuned: {reason}")
+
+
 class _Search:
     def __init__(self, spec: OpSpec, problem: Any, device: Device, seed: int):
         self.spec, self.problem, self.gpu = spec, problem, device.gpu
@@ -123,6 +132,7 @@ class _Search:
         self.study = optuna.create_study(sampler=sampler)
         self.open: dict[Any, optuna.Trial] = {}
         self.seen: set[Any] = set()
+        self.walked: list[Any] | None = None
         pool = self._pool(4000)
         self.limit = SLACK * min((self._cost(c) for c in pool), default=math.inf)
         self.seeds = self._seeds(pool)
@@ -138,17 +148,19 @@ class _Search:
             return batch
         if len(done) >= trials // 2:  # TPE first finds the region, then one knob at a time is quicker
             batch = [(c, "local") for c in self._neighbours(done, count)]
-        for _ in range(64 * count):
-            if len(batch) >= count:
-                return batch
+        misses = 0
+        while len(batch) < count and misses < _PATIENCE:
             trial = self.study.ask()
             config = self._config(trial)
             if self._new(config):
                 self.open[config] = trial
                 batch.append((config, "search"))
+                misses = 0
             else:
                 self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        return batch + [(c, "search") for c in self._pool(200) if self._new(c)][: count - len(batch)]
+                misses += 1
+        rest = (c for c in self._rest() if self._new(c)) if len(batch) < count else ()
+        return batch + [(c, "search") for c in itertools.islice(rest, count - len(batch))]
 
     def tell(self, trial: Trial) -> None:
         """Lets optuna learn from a trial, whoever thought of it."""
@@ -182,6 +194,16 @@ class _Search:
         """Random legal configs."""
         drawn = (self.spec.Config(**{k: self.random.choice(v) for k, v in self.space.items()}) for _ in range(draws))
         return [c for c in drawn if self.spec.check(self.problem, c, self.gpu) is None]
+
+    def _rest(self) -> Sequence[Any]:
+        """Legal configs in random order: all there are in a space that can be walked, else some."""
+        if math.prod(map(len, self.space.values())) > _WALKED:
+            return self._pool(4000)
+        if self.walked is None:
+            every = (self.spec.Config(**dict(zip(self.space, v))) for v in itertools.product(*self.space.values()))
+            self.walked = [c for c in every if self.spec.check(self.problem, c, self.gpu) is None]
+            self.random.shuffle(self.walked)
+        return self.walked
 
     def _seeds(self, pool: Sequence[Any]) -> list[tuple[Any, str]]:
         """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""

@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from mgpu_ops.core.gpu import Gpu
@@ -34,6 +35,11 @@ class Opened:
 @dataclasses.dataclass(frozen=True)
 class Failed:
     reason: str
+
+
+def baseline_of(spec: Any) -> tuple[str, Callable[..., Any]]:
+    """(name, f(problem, *inputs)) of what is timed beside candidates: the reference, "xla", unless the op names another."""
+    return spec.baseline or ("xla", spec.reference)
 
 
 def first_line(error: BaseException) -> str:
@@ -96,7 +102,10 @@ def _cuda_version(device: Any) -> str | None:
 
 
 class _Session:
-    """One problem: its inputs, the reference's result, and the baseline to time beside candidates."""
+    """One problem: its inputs, the reference's result, and the baseline to time beside candidates.
+
+    The reference runs once, for its result; it may be far slower than any candidate.
+    """
 
     def __init__(self, op: str, problem: dict[str, Any], seed: int):
         import jax
@@ -110,10 +119,17 @@ class _Session:
         assert device is not None
         self.gpu = device
         self.arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
-        reference = jax.jit(lambda *arrays: self.spec.reference(self.problem, *arrays))
-        self.baseline = reference.lower(*self.arrays).compile()
-        self.expected = self.baseline(*self.arrays)
+        _, baseline = baseline_of(self.spec)
+        self.baseline = self._ahead(baseline)
+        same = baseline is self.spec.reference
+        self.expected = (self.baseline if same else self._ahead(self.spec.reference))(*self.arrays)
         self.compiled: dict[Any, Any] = {}
+
+    def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        import jax
+
+        call = jax.jit(lambda *arrays: function(self.problem, *arrays))
+        return call.lower(*self.arrays).compile()
 
     def judge(self, configs: list[Any]) -> Any:
         """One Outcome a config, in order.
@@ -135,10 +151,7 @@ class _Session:
                 yield Outcome("crash", detail=first_line(e))
 
     def _compile(self, config: Any) -> Any:
-        import jax
-
-        run = jax.jit(lambda *arrays: self.spec.run(self.problem, config, self.gpu, *arrays))
-        return run.lower(*self.arrays).compile()
+        return self._ahead(lambda problem, *arrays: self.spec.run(problem, config, self.gpu, *arrays))
 
     def _measure(self, config: Any) -> Outcome:
         from mgpu_ops.tuning import measure

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_ops import SPECS, MatmulProblem
+from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.tuning import bench, peers
@@ -175,6 +175,8 @@ def test_a_wrong_result_is_visible(factor: float, shown: str, grad: bool, monkey
     right = bench._PUBLIC["matmul"]
 
     def broken(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+        if problem.dtype == "float32":  # what gradients are compared with
+            return right(problem, backend)
         return lambda a, b: right(problem, backend)(a, b) * jnp.asarray(factor, problem.out_dtype)
 
     monkeypatch.setitem(bench._PUBLIC, "matmul", broken)
@@ -237,11 +239,93 @@ def test_their_fastest_setting_is_the_one_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(peers, "_pallas_call", theirs)
     arrays = SPEC.inputs(problem, jax.random.key(0))
     peer = peers.PEERS["matmul"]["jax-pallas"]
-    function, config = peer.prepare(problem, H200, arrays, second_is_fastest)
+    function, config = peer.prepare(peers.Task(problem, H200, arrays, second_is_fastest))
     kept = tilings[2]  # the first does not compile
     assert config.startswith(" ".join(f"{k}={v}" for k, v in kept.items()))
     assert config.endswith(f"fastest of {len(tilings) - 1}")
     assert function(*arrays).shape == (256, 256)
+
+
+# --- Grouped products -----------------------------------------------------------------------------
+
+GROUPED, CONTRACTION = SPECS["grouped_matmul"], SPECS["ragged_contraction"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "spread", "grad"), [("nn", "skewed", True), ("nt", "skewed", True), ("nt", "sparse", False)]
+)
+def test_a_grouped_matmul_and_its_gradients_are_right_beside_jaxs_own(layout: str, spread: str, grad: bool) -> None:
+    problems = {"p": GroupedMatmulProblem(40, 32, 16, 5, layout=layout, spread=spread)}
+    rows, said = run(problems, spec=GROUPED, against=["dense", "lax"], grad=grad)
+    assert [r.impl for r in rows] == ["mgpu_ops", "dense", "lax", "roofline"]
+    assert bench.failures(rows, GROUPED, problems, grad=grad) == []
+    assert not [line for line in said if "WRONG" in line or "failed" in line]
+    assert all(r.error is not None and r.error <= 0.02 for r in rows if r.impl == "lax")
+
+
+def test_a_ragged_contraction_is_right_beside_jaxs_own() -> None:
+    problems = {"p": RaggedContractionProblem(40, 32, 16, 5, out_dtype="float32", spread="skewed")}
+    rows, said = run(problems, spec=CONTRACTION, against=["dense", "lax"])
+    assert [r.impl for r in rows] == ["mgpu_ops", "dense", "lax", "roofline"]
+    assert bench.failures(rows, CONTRACTION, problems, grad=False) == []
+    assert not [line for line in said if "WRONG" in line]
+
+
+def test_a_yardstick_of_another_shape_has_gradients_too() -> None:
+    problems = {"p": RaggedContractionProblem(40, 32, 16, 5, out_dtype="float32", spread="even")}
+    rows, said = run(problems, spec=CONTRACTION, against=["dense", "lax"], grad=True)
+    assert [r.impl for r in rows] == ["mgpu_ops", "dense", "roofline"]
+    assert bench.failures(rows, CONTRACTION, problems, grad=True) == []
+    assert any("lax has no gradient" in line for line in said)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_bias_and_activation_are_in_our_row_and_no_peer_has_them(grad: bool) -> None:
+    problems = {"p": GroupedMatmulProblem(40, 32, 16, 5, "float16", "float16", bias=True, activation="gelu", spread="skewed")}
+    rows, said = run(problems, spec=GROUPED, against=["lax", "jax-pallas", "tokamax"], grad=grad)
+    assert [r.impl for r in rows] == ["mgpu_ops", "roofline"]
+    assert bench.failures(rows, GROUPED, problems, grad=grad) == []
+    assert sum("adds no bias and applies no activation" in line for line in said) == 3
+
+
+def test_gradients_are_those_of_floats_only() -> None:
+    """Of lhs, rhs and bias, not of the sizes; a wrong gradient of any shows."""
+    problem = GroupedMatmulProblem(24, 16, 16, 3, bias=True, spread="even")
+    arrays = GROUPED.inputs(problem, jax.random.key(0))
+    ours = bench._PUBLIC["grouped_matmul"](problem, "xla")
+    answers = bench._with_gradient(ours)(*arrays, ours(*arrays))
+    assert [x.shape for x in answers] == [(24, 16), (24, 16), (3, 16, 16), (3, 16)]
+
+
+def test_a_yardstick_has_a_time_and_no_error(tmp_path: Path) -> None:
+    rows, said = run({"p": GroupedMatmulProblem(40, 32, 16, 5, spread="even")}, spec=GROUPED, against=["dense"])
+    assert not any("WRONG" in line for line in said)
+    assert (rows[1].impl, rows[1].median_us, rows[1].error) == ("dense", 20.0, None)
+    bench.write_csv(rows, tmp_path / "rows.csv")
+    assert ",,NVIDIA H200," in (tmp_path / "rows.csv").read_text()
+    assert bench.read_csv(tmp_path / "rows.csv") == rows
+
+
+def test_gradients_of_grouped_products_do_three_times_the_work() -> None:
+    problem = GroupedMatmulProblem(40, 32, 16, 5, spread="even")
+    both, _ = run({"p": problem}, spec=GROUPED, against=[], grad=True)
+    assert both[0].op == "grouped_matmul+grad"
+    assert both[0].tflops == pytest.approx(3 * 2 * 40 * 32 * 16 / 10e-6 / 1e12, rel=1e-5)
+
+
+def test_a_peers_settings_are_taken_from_an_earlier_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[peers.Task] = []
+
+    def prepare(task: peers.Task) -> peers.Prepared:
+        tasks.append(task)
+        return bench._PUBLIC["matmul"](task.problem, "xla"), "tile=8 steps=2; fastest of 3"
+
+    peer = peers.Peer(lambda problem, gpu: None, prepare, differentiable=True)
+    monkeypatch.setitem(peers.PEERS["matmul"], "tuned", peer)
+    first, _ = run(against=["tuned"], peer_seconds=5.0)
+    run(against=["tuned"], earlier=first)
+    run(against=["tuned"], earlier=first, grad=True)  # of another op's name
+    assert [(task.seconds, "tile=8 steps=2" in task.known) for task in tasks] == [(5.0, False), (60.0, True), (60.0, False)]
 
 
 # --- Names and files ------------------------------------------------------------------------------
@@ -264,6 +348,15 @@ def test_a_problem_as_text_tells_dtypes_layout_and_batch() -> None:
     assert bench.describe(problem) == "8x16x24 float16->float32 tn batch=4"
 
 
+def test_a_grouped_problem_as_text_tells_groups_spread_and_epilogue() -> None:
+    assert bench.describe(GroupedMatmulProblem(16384, 28672, 4096, 8)) == "16384x28672x4096 g=8 bfloat16 nn random"
+    rich = GroupedMatmulProblem(8, 16, 24, 2, out_dtype="float32", layout="nt", bias=True, activation="silu", spread="even")
+    assert bench.describe(rich) == "8x16x24 g=2 bfloat16->float32 nt silu even bias"
+    assert bench.describe(RaggedContractionProblem(8, 16, 24, 2, spread="sparse")) == "8x16x24 g=2 bfloat16 sparse"
+    name = "mixtral-8x7b-down-8192-random"
+    assert bench.label(GROUPED, name, GROUPED.shapes[name]) == f"{name} 16384x4096x14336 g=8 bfloat16 nn random"
+
+
 def test_result_files_sort_by_date_and_tell_gpu_and_op() -> None:
     path = bench.output_path("results", "2025-01-31", "h200", "matmul")
     assert path == Path("results/2025-01-31-h200-matmul.csv")
@@ -282,7 +375,8 @@ _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\
 _ROWS = st.lists(
     st.builds(
         bench.Row,
-        **{f.name: st.floats() if f.name in bench._NUMBERS else _TEXT for f in dataclasses.fields(bench.Row)},
+        **{f.name: st.floats() if f.name in bench._NUMBERS else _TEXT for f in dataclasses.fields(bench.Row)}
+        | {"error": st.none() | st.floats()},
     ),
     max_size=4,
 )
@@ -302,7 +396,7 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
         bench.read_csv(path)
 
 
-@pytest.mark.parametrize("damage", [("10.0", "fast"), (",2025-01-31", "")])
+@pytest.mark.parametrize("damage", [("10.0", "fast"), ("10.0", ""), (",2025-01-31", "")])
 def test_a_damaged_line_is_named(tmp_path: Path, damage: tuple[str, str]) -> None:
     path = tmp_path / "rows.csv"
     bench.write_csv([row()], path)
@@ -328,11 +422,12 @@ def test_the_summary_is_the_geometric_mean_of_their_time_over_ours() -> None:
         *(row(problem="r"), row("xla", 10.0, problem="r")),
         row("xla", 1.0, problem="ours failed"),
     ]
-    xla, pallas = bench.summary(rows)
+    xla, pallas, best = bench.summary(rows)
     assert (xla.peer, xla.problems, xla.wins, xla.wrong) == ("xla", 3, 2, 0)
     assert xla.geomean == pytest.approx(1.0)
     assert (xla.worst, xla.worst_problem) == (0.5, "q")
     assert (pallas.peer, pallas.problems, pallas.geomean) == ("jax-pallas", 1, pytest.approx(1.1))
+    assert (best.peer, best.problems, best.geomean) == ("best peer", 3, pytest.approx(xla.geomean))
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 1e6), st.floats(0.1, 1e6)), min_size=1))
@@ -343,6 +438,20 @@ def test_the_mean_lies_between_the_worst_and_the_best(times: list[tuple[float, f
     assert found.worst == min(ratios)
     assert min(ratios) * (1 - 1e-9) <= found.geomean <= max(ratios) * (1 + 1e-9)
     assert found.wins == sum(r >= 1 for r in ratios)
+
+
+def test_the_best_peer_is_the_fastest_that_is_right_and_no_yardstick() -> None:
+    rows = [row(), row("xla", 9.0, error=1.0), row("lax", 12.0), row("tokamax", 11.0), row("dense", 5.0, error=None)]
+    [line] = bench.lines(rows)
+    assert line.best == rows[3]
+    assert [line.ratio(peer) for peer in ("xla", "dense", bench.BEST)] == [None, 0.5, 1.1]
+    assert bench.compared([line]) == ["xla", "lax", "tokamax", bench.BEST, "dense"]
+    assert bench.yardsticks([line]) == {"dense"}
+    assert [(s.peer, s.problems, s.wrong) for s in bench.summary(rows)][-2:] == [(bench.BEST, 1, 0), ("dense", 1, 0)]
+
+
+def test_one_peer_and_a_yardstick_have_no_best() -> None:
+    assert bench.compared(bench.lines([row(), row("lax"), row("dense", error=None)])) == ["lax", "dense"]
 
 
 def test_a_wrong_peer_is_no_win() -> None:

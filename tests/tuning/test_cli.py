@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import database, gpu
-from mgpu_ops.tuning import cli, device, worker
+from mgpu_ops.tuning import bench, cli, device, worker
 from mgpu_ops.tuning.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +24,7 @@ MATMUL = spec_of("matmul")
 SIDES = ("--m", 512, "--n", 512, "--k", 512)
 TRIALS = 10
 RUN = ("run", "matmul", *SIDES, "--gpu", "h200", "--trials", TRIALS)
+GROUPED = ("run", "grouped_matmul", *SIDES, "--groups", 8, "--gpu", "h200", "--trials", TRIALS)
 COMMANDS = ("run", "show", "which", "validate", "bench", "demo")
 Command = Callable[..., Any]
 
@@ -104,9 +105,25 @@ def test_help_loads_none_of_the_tuners_libraries() -> None:
         (("run", "matmul", "--gpu", "h200"), "name the problem in one way: --m, --n and --k, or --shape"),
         (("run", "matmul", *SIDES, "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
         (("run", "matmul", "--suite", "llm", "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
-        (("run", "matmul", "--m", "512", "--k", "512", "--gpu", "h200"), "--n missing: a problem has --m, --n and --k"),
+        (("run", "matmul", "--m", "512", "--k", "512", "--gpu", "h200"), "--n missing: a matmul problem has --m, --n and --k"),
         (("run", "matmul", "--m", "512", "--gpu", "h200"), "--n and --k missing"),
-        (("run", "matmul", "--dtype", "bf16", "--gpu", "h200"), "--m and --n and --k missing"),
+        (("run", "matmul", "--dtype", "bf16", "--gpu", "h200"), "--m, --n and --k missing"),
+        ((*RUN, "--groups", "8"), "matmul problems have no groups: the fields are "),
+        ((*RUN, "--bias"), "matmul problems have no bias: the fields are "),
+        (
+            ("run", "grouped_matmul", *SIDES, "--gpu", "h200"),
+            "--groups missing: a grouped_matmul problem has --m, --n, --k and",
+        ),
+        ((*GROUPED, "--batch", "2"), "grouped_matmul problems have no batch: the fields are "),
+        ((*GROUPED, "--spread", "odd"), "--spread: invalid choice: 'odd'"),
+        ((*GROUPED, "--activation", "tanh"), "--activation: invalid choice: 'tanh'"),
+        ((*GROUPED, "--groups", "0"), "'0' must be a whole number of at least 1"),
+        ((*GROUPED, "--layout", "tn"), "layout 'tn' is neither 'nn' nor 'nt'"),
+        (("run", "grouped_matmul", "--suite", "llm", "--gpu", "h200"), "suite 'llm' is not one of moe, training"),
+        (
+            ("run", "ragged_contraction", *SIDES, "--groups", 8, "--bias", "--gpu", "h200"),
+            "ragged_contraction problems have no",
+        ),
         ((*RUN, "--m", "0"), "'0' must be a whole number of at least 1"),
         ((*RUN, "--m", "-4"), "'-4' must be a whole number of at least 1"),
         ((*RUN, "--m", "4.5"), "'4.5' must be a whole number of at least 1"),
@@ -129,6 +146,8 @@ def test_help_loads_none_of_the_tuners_libraries() -> None:
         (("bench", "matmul", *SIDES), "bench times kernels: it needs a Hopper GPU here"),
         (("bench", "softmax", *SIDES), "op 'softmax' is not one of matmul"),
         (("bench", "matmul", *SIDES, "--seconds", "0"), "'0' must be a finite time above 0"),
+        (("bench", "matmul", *SIDES, "--peer-seconds", "-1"), "--peer-seconds: "),
+        (("bench", "grouped_matmul", *SIDES, "--groups", "8"), "bench times kernels: it needs a Hopper GPU here"),
     ],
     ids=lambda value: "_".join(map(str, value)) or "nothing" if isinstance(value, tuple) else "",
 )
@@ -188,6 +207,53 @@ def test_run_takes_the_problem_as_it_is_described(mgpu_tune: Command) -> None:
     words = (*RUN, "--dtype", "fp16", "--out-dtype", "f32", "--layout", "nt", "--batch", 4)
     assert mgpu_tune(*words).code == 0
     assert only_entry().problem == dataclasses.asdict(MatmulProblem(512, 512, 512, "float16", "float32", "nt", 4))
+
+
+def test_run_takes_a_grouped_problem_as_it_is_described(mgpu_tune: Command) -> None:
+    words = ("--dtype", "fp16", "--layout", "nt", "--bias", "--activation", "gelu", "--spread", "skewed")
+    done = mgpu_tune(*GROUPED, *words)
+    assert (done.code, done.err) == (0, "")
+    assert "grouped_matmul 512x512x512 g=8 float16 nt gelu skewed bias" in done.out
+    path = database.user_path("h200", "grouped_matmul")
+    (entry,) = database.read(path, gpu_key="h200", op="grouped_matmul").entries
+    problem = GroupedMatmulProblem(512, 512, 512, 8, "float16", "float16", "nt", True, "gelu", "skewed")
+    assert entry.problem == dataclasses.asdict(problem)
+    assert mgpu_tune("validate", path).out == f"{path}: ok\n"
+    which = mgpu_tune("which", "grouped_matmul", *SIDES, "--groups", 8, *words, "--gpu", "h200")
+    assert "from      user: modelled" in which.out
+    show = mgpu_tune("show", "grouped_matmul", "--gpu", "h200")
+    assert "grouped_matmul on h200, user" in show.out
+    assert "spread=skewed" in " ".join(show.out.split())
+
+
+def test_run_tunes_a_ragged_contraction(mgpu_tune: Command) -> None:
+    done = mgpu_tune("run", "ragged_contraction", *SIDES, "--groups", 8, "--gpu", "h200", "--trials", TRIALS)
+    assert (done.code, done.err) == (0, "")
+    (entry,) = database.read(database.user_path("h200", "ragged_contraction")).entries
+    assert entry.problem == dataclasses.asdict(RaggedContractionProblem(512, 512, 512, 8))
+
+
+@pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
+def test_run_of_a_suite_of_experts_tunes_each_problem_of_it(op: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune("run", op, "--suite", "mixtral-8x7b", "--trials", 1, "--gpu", "h200")
+    assert (done.code, done.err) == (0, "")
+    wanted = {spec_of(op).shapes[name] for name in spec_of(op).suites["mixtral-8x7b"]}
+    stored = {spec_of(op).Problem(**e.problem) for e in database.read(database.user_path("h200", op)).entries}
+    assert stored == wanted
+
+
+@pytest.mark.parametrize("op", list(SPECS))
+def test_every_field_of_a_problem_has_an_argument_with_a_help(op: str, mgpu_tune: Command) -> None:
+    out = mgpu_tune("run", "--help").out
+    for field in dataclasses.fields(spec_of(op).Problem):
+        assert f"\n  --{field.name.replace('_', '-')} " in out or f"\n  --{field.name.replace('_', '-')}\n" in out
+
+
+def test_a_problem_that_cannot_be_tuned_is_refused_before_a_progress_bar(mgpu_tune: Command) -> None:
+    done = mgpu_tune(*RUN, "--k", "100")
+    assert "k=100 needs 16-byte rows" in done.err
+    assert "0/10" not in done.out
+    assert "━" not in done.out
 
 
 def test_the_outputs_dtype_is_that_of_the_inputs_unless_named(mgpu_tune: Command) -> None:
@@ -421,6 +487,12 @@ def test_validate_without_a_file_checks_the_users_and_the_shipped_ones(mgpu_tune
     assert not shipped.exists() or f"{shipped}: ok" in done.out
 
 
+def test_faults_are_counted_in_the_plural_where_there_are_several(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = store(tmp_path / "bad.json", tile_m=100)
+    store(path, 1024, tile_m=100)
+    assert f"{path}: 2 faults\n" in mgpu_tune("validate", path).out
+
+
 def rewrite(path: Path, **fields: Any) -> Path:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return path
@@ -451,9 +523,68 @@ def test_validate_names_the_file_and_its_fault_and_goes_on(fault: str, tmp_path:
     prepare(bad)
     done = mgpu_tune("validate", bad, good)
     assert done.code == 1
-    assert f"{bad}: 1 faults" in done.out or f"{bad}: 1 fault\n" in done.out
+    assert f"{bad}: 1 fault\n" in done.out
     assert reason in done.out
     assert f"{good}: ok" in done.out
+
+
+# --- bench
+
+
+def bench_row(impl: str, us: float, error: float | None = 0.001, problem: str = "p 8x8x8 g=2") -> bench.Row:
+    stamp = {"gpu": "NVIDIA H200", "driver": "570.86.15", "jax": "0.11.2", "date": "2025-01-31"}
+    return bench.Row("grouped_matmul", problem, impl, "c", us, 0.1, 1.0, 1.0, error, **stamp)
+
+
+@pytest.fixture
+def benched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """`bench` as on an H200, with rows made up; the options it was run with."""
+    asked: list[dict[str, Any]] = []
+
+    def run(spec: Any, problems: dict[str, Any], **options: Any) -> list[bench.Row]:
+        asked.append(options)
+        text = bench.label(spec, *next(iter(problems.items())))
+        times = {"mgpu_ops": 10.0, "jax-pallas": 12.0, "tokamax": 11.0}
+        rows = [bench_row(impl, us, problem=text) for impl, us in times.items()]
+        return [*rows, bench_row("dense", 9.0, None, problem=text)]
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(gpu, "current", lambda: H200)
+    return asked
+
+
+def test_bench_tells_the_best_peer_and_what_part_of_dense_is_reached(
+    benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
+) -> None:
+    words = ("bench", "grouped_matmul", "--shape", "mixtral-8x7b-down-128-random", "--output", tmp_path)
+    done = mgpu_tune(*words, "--against", "dense,jax-pallas,tokamax", "--peer-seconds", "5s")
+    assert (done.code, done.err) == (0, "")
+    assert "grouped_matmul against best peer: geometric mean 1.100x over 1 problem, worst 1.100x" in done.out
+    assert "grouped_matmul: geometric mean 0.900 of dense over 1 problem, worst 0.900 of dense" in done.out
+    assert "WRONG" not in done.out
+    assert benched[0]["against"] == ["dense", "jax-pallas", "tokamax"]
+    assert (benched[0]["peer_seconds"], list(benched[0]["earlier"])) == (5.0, [])
+
+
+@pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
+def test_bench_compares_with_the_ops_own_yardstick_unless_told(
+    op: str, benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
+) -> None:
+    mgpu_tune("bench", op, *SIDES, "--groups", 8, "--output", tmp_path)
+    assert benched[0]["against"] == ["dense"]
+
+
+def test_bench_takes_the_peers_settings_from_an_earlier_result(
+    benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
+) -> None:
+    earlier = [bench_row("tokamax", 11.0)]
+    bench.write_csv(earlier, tmp_path / "earlier.csv")
+    words = ("bench", "grouped_matmul", *SIDES, "--groups", 8, "--output", tmp_path)
+    mgpu_tune(*words, "--peers-from", tmp_path / "earlier.csv")
+    assert list(benched[0]["earlier"]) == earlier
+    done = mgpu_tune(*words, "--peers-from", tmp_path / "none.csv")
+    assert done.code == 2
+    assert f"{tmp_path / 'none.csv'}: cannot be read" in done.err
 
 
 # --- demo

@@ -82,6 +82,13 @@ def test_the_worker_tells_the_gpu_and_the_versions(start: Start) -> None:
     assert (device.kind, device.baseline) == ("measured", "xla")
 
 
+@pytest.mark.parametrize(("op", "name"), [("matmul", "xla"), ("grouped_matmul", "dense"), ("ragged_contraction", "dense")])
+def test_the_baseline_is_the_ops_own(start: Start, op: str, name: str) -> None:
+    device, spec = start(), spec_of(op)
+    device.open(spec, next(iter(spec.shapes.values())), 0)
+    assert device.baseline == name
+
+
 def test_outcomes_come_back_whole_and_in_order(start: Start, log: Path) -> None:
     configs = ["ok", "wrong", "ok", "compile", "ok"]
     device = start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mgpu_ops.tuning import report
+from mgpu_ops.tuning import bench, report
 from mgpu_ops.tuning.bench import Row
 
 
@@ -48,13 +49,30 @@ def cells(of: list[Row], first: str) -> list[str]:
 def test_a_line_has_our_time_rate_share_of_the_roofline_and_the_ratios() -> None:
     assert cells(rows(), "square 64") == [
         *("square 64x64x64 bfloat16 nn", "10.00", "500.0", "80%"),
-        *("1.20", "0.90"),
+        *("1.20", "0.90", "0.90"),
     ]
+
+
+def test_the_best_peer_is_another_one_on_another_problem() -> None:
+    xla_is_best = [dataclasses.replace(r, median_us=11.0) if r.impl == "jax-pallas" else r for r in rows("other", op="matmul")]
+    slower = [dataclasses.replace(r, median_us=10.5) if r.impl == "xla" else r for r in xla_is_best]
+    assert cells(rows() + slower, "other")[4:] == ["1.05", "1.10", "1.05"]
+    assert "x best peer" in text(rows())
+    assert "best" not in text([r for r in rows() if r.impl != "xla"])
+
+
+def test_a_yardstick_is_no_peer_and_never_wrong() -> None:
+    """Its result is another one on purpose: it has no error, the best peer is not it, and its column says "of"."""
+    dense = dataclasses.replace(rows()[1], impl="dense", median_us=5.0, error=None)
+    assert cells([*rows(), dense], "square 64")[4:] == ["1.20", "0.90", "0.90", "0.50"]
+    headings = next(line for line in text([*rows(), dense]).splitlines() if "TFLOP/s" in line)
+    assert [h.strip() for h in headings.strip("┃").split("┃")][4:] == ["x xla", "x jax-pallas", "x best peer", "of dense"]
+    assert cells([*rows(), dense], "geometric mean")[-2:] == ["0.90", "0.50"]
 
 
 def test_the_last_line_has_the_geometric_means() -> None:
     slower = [r for r in rows("other") if r.impl in ("mgpu_ops", "jax-pallas")]
-    assert cells(rows() + slower, "geometric mean")[-2:] == ["1.20", "0.90"]
+    assert cells(rows() + slower, "geometric mean")[-3:] == ["1.20", "0.90", "0.90"]
 
 
 def test_the_title_tells_gpu_driver_jax_and_date() -> None:
@@ -65,15 +83,15 @@ def test_the_title_tells_gpu_driver_jax_and_date() -> None:
 def test_what_did_not_run_is_a_dash() -> None:
     assert cells([r for r in rows() if r.impl == "xla"], "square 64")[1:] == ["-", "-", "-", "-"]
     two = [r for r in rows("other") if r.impl == "mgpu_ops"]
-    assert cells(rows() + two, "other")[-2:] == ["-", "-"]
+    assert cells(rows() + two, "other")[-3:] == ["-", "-", "-"]
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 0.5])
 def test_a_wrong_result_shows_and_has_no_time(error: float) -> None:
     ours = rows(error=error)[:1] + rows()[1:]
-    assert cells(ours, "square 64")[1:] == [f"wrong ({error:.2g})", "-", "-", "-", "-"]
+    assert cells(ours, "square 64")[1:] == [f"wrong ({error:.2g})", "-", "-", "-", "-", "-"]
     theirs = [rows()[0], *rows(error=error)[1:2], *rows()[2:]]
-    assert cells(theirs, "square 64")[4:] == [f"wrong ({error:.2g})", "0.90"]
+    assert cells(theirs, "square 64")[4:] == [f"wrong ({error:.2g})", "0.90", "0.90"]
 
 
 def test_lines_of_two_ops_or_gpus_are_told_apart() -> None:
@@ -103,6 +121,15 @@ def test_the_picture_is_written_as_png_and_svg(tmp_path: Path, count: int) -> No
 def test_the_picture_copes_with_wrong_and_missing_results(tmp_path: Path) -> None:
     some = rows(error=math.nan) + rows("other")[1:] + rows("third", op="matmul+grad")[:1]
     assert all(written(path) for path in report.picture(some, tmp_path / "bench"))
+
+
+def test_what_all_problems_of_a_panel_share_is_told_once() -> None:
+    sizes = ("64x32x16 g=8 bfloat16 nn random", "32x32x16 g=8 bfloat16 nn even")
+    panel = bench.lines([*rows(f"moe-1 {sizes[0]}"), *rows(f"moe-2 {sizes[1]}")])
+    shared = report._shared(panel)
+    assert shared == ["g=8", "bfloat16", "nn"]
+    assert [report._tick(line, shared) for line in panel] == ["moe-1\n64x32x16 random", "moe-2\n32x32x16 even"]
+    assert [report._tick(line, report._shared([line])) for line in panel[:1]] == ["moe-1"]
 
 
 def test_a_result_file_with_dots_in_its_name_keeps_them(tmp_path: Path) -> None:

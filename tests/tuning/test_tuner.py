@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -270,6 +272,30 @@ def test_the_end_of_the_space_ends_the_search() -> None:
     assert result.ended == "exhausted"
     assert len(device.judged) == len(set(device.judged)) == 2 * 2 * 3
     assert stored_config(result) == Config(2, 32, 1, 8, "n")
+
+
+def test_the_few_configs_that_can_run_in_a_large_space_are_all_tried_and_the_end_is_found_soon() -> None:
+    """30 of 5,880: TPE would name the other 5,850 again and again."""
+    few = set(random.Random(0).sample([Config(*values) for values in itertools.product(*CHOICES.values())], 30))
+    spec = dataclasses.replace(
+        SPEC,
+        check=lambda p, c, gpu: None if c in few | {DEFAULT} else "no",
+        supports=lambda problem, gpu: None,
+    )
+    device = FakeDevice()
+    start = time.monotonic()
+    result = tune(device, spec, trials=1000)
+    assert time.monotonic() - start < 20
+    assert result.ended == "exhausted"
+    assert set(device.judged) == few | {DEFAULT}
+
+
+def test_a_space_too_large_to_walk_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "_WALKED", 0)
+    spec = dataclasses.replace(SPEC, space=lambda p, gpu: CHOICES | {"a": (1, 2), "b": (16, 32), "c": (1,), "d": (8,)})
+    device = FakeDevice()
+    assert tune(device, spec, trials=1000).ended == "exhausted"
+    assert len(device.judged) == 12
 
 
 def test_the_budget_ends_a_modelled_search_within_it(clock: Clock) -> None:

@@ -22,6 +22,19 @@ class Problem:
     m: int
 
 
+ran: list[str] = []  # which of the functions below were traced
+
+
+def reference(problem: Problem, x: Any) -> Any:
+    ran.append("reference")
+    return 2 * x
+
+
+def yardstick(problem: Problem, x: Any) -> Any:
+    ran.append("yardstick")
+    return x + 1
+
+
 def run(problem: Problem, config: str, device: Any, x: Any, interpret: bool = False) -> Any:
     if config == "does not compile":
         raise ValueError("tile too large\nand more")
@@ -29,14 +42,20 @@ def run(problem: Problem, config: str, device: Any, x: Any, interpret: bool = Fa
 
 
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], worker._Session]:
-    spec = types.SimpleNamespace(
+def spec() -> types.SimpleNamespace:
+    ran.clear()
+    return types.SimpleNamespace(
         Problem=Problem,
         inputs=lambda problem, key: (jnp.arange(1.0, 1.0 + problem.m),),
-        reference=lambda problem, x: 2 * x,
+        reference=reference,
         run=run,
         tolerance=lambda problem: 1e-3,
+        baseline=None,
     )
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch, spec: types.SimpleNamespace) -> Callable[[], worker._Session]:
     monkeypatch.setattr(mgpu_ops, "spec_of", lambda op: spec)
     monkeypatch.setattr(gpu, "from_device", lambda device: gpu.find("h200"))
 
@@ -86,3 +105,24 @@ def test_the_final_measures_candidates_that_were_judged_by_an_earlier_worker_too
     assert set(final.samples["slow"]) == {3.0}
     assert set(final.samples["fast"]) == {1.0}
     assert set(final.baseline) == {2.0}
+
+
+def test_without_a_baseline_of_its_own_an_op_is_measured_beside_its_reference(
+    judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+) -> None:
+    made = judged()
+    assert worker.baseline_of(spec) == ("xla", reference)
+    assert made.baseline(*made.arrays).tolist() == made.expected.tolist()
+    assert ran == ["reference"]  # compiled once, for both
+
+
+def test_a_baseline_is_timed_and_the_reference_is_what_results_are_compared_with(
+    judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+) -> None:
+    """The baseline computes something else: candidates that agree with the reference are right all the same."""
+    spec.baseline = ("dense", yardstick)
+    made = judged()
+    assert worker.baseline_of(spec) == ("dense", yardstick)
+    assert made.baseline(*made.arrays).tolist() == (made.arrays[0] + 1).tolist()
+    right, wrong = made.judge(["fast", "wrong"])
+    assert (right.kind, right.error, right.baseline_us, wrong.kind) == ("ok", 0.0, 2.0, "wrong")
