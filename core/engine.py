@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -177,9 +178,9 @@ def rows_view(x: jax.Array) -> jax.Array:
 def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any) -> None:
     """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
 
-    src is a `rows_view` in global memory; row, end <= its rows and column are traced integers of any value, column a
-    multiple of 8. dst is [rows, columns] in shared memory, tiled with the 128-byte swizzle (`operand_transforms`). A dst of
-    several swizzle widths needs an array that they divide.
+    src is a `rows_view` in global memory of fewer than 2^28 rows; row and end <= its rows are traced integers of any value,
+    column is a multiple of 64 that the compiler can see to be one. dst is [rows, columns] in shared memory, tiled with the
+    128-byte swizzle (`operand_transforms`). A dst of several swizzle widths needs an array that they divide.
     """
     rows, columns = dst.shape
     if not _interpreting.get():
@@ -207,7 +208,8 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
     if not _interpreting.get():
         plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape))
         return
-    for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
+    length = jnp.clip(end - row, 0, rows)
+    for offset, count, some in _binary(length, rows):
 
         @when(some)
         def _(offset: Any = offset, count: int = count) -> None:
@@ -215,6 +217,8 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
             plgpu.copy_smem_to_gmem(src.at[ds(offset, count), :], window, commit_group=False)
 
     commit_smem_to_gmem_group()
+    # The interpreter counts copies, not groups of them: an empty group would be missing.
+    when(length == 0)(functools.partial(wait_smem_to_gmem, 0, wait_read_only=True))
 
 
 def _window(ref: Any, row: Any, end: Any, column: Any, shape: tuple[int, int]) -> Any:

@@ -80,7 +80,8 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Arr
             raise ValueError(
                 f"group_sizes sum to {known.sum()}, more than the {rows} rows of lhs: {op} cannot serve all groups"
             )
-    return jnp.asarray(sizes).astype(jnp.int32)
+    sizes = jnp.asarray(sizes)
+    return (sizes if sizes.dtype.itemsize < 4 or sizes.dtype == jnp.int32 else jnp.clip(sizes, 0, rows)).astype(jnp.int32)
 
 
 def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry: Any) -> Any:
@@ -216,6 +217,9 @@ def supports_dtypes(dtype: str, out_dtype: str, gpu: Gpu) -> str | None:
     return None
 
 
+MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
+
+
 def supports_rows(rows: dict[str, tuple[str, int, int]]) -> str | None:
     """`rows`: array -> (the dimension along its rows, their length, bytes per element)."""
     for what, (name, length, itemsize) in rows.items():
@@ -233,6 +237,8 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
     for field, allowed in choices.items():
         if getattr(c, field) not in allowed:
             return f"{field}={getattr(c, field)!r} is not one of {allowed}"
+    if c.raster_width > 1024:
+        return f"raster_width={c.raster_width} is more than 1024: strips that wide hold any group"
     if min(c.tile_m, c.tile_n, c.raster_width, c.epilogue_tile_n, c.epilogue_slots) < 1:
         return "tiles, raster_width, epilogue_tile_n and epilogue_slots must be at least 1"
     if max(c.tile_m, c.tile_n) > 256:

@@ -353,7 +353,7 @@ def _of_problem(problem: Any) -> jax.lax.RaggedDotDimensionNumbers:
 
 
 def _tokamax(task: Task) -> Prepared:
-    """Its Mosaic GPU kernel with the fastest of the configs that its own autotuner would try.
+    """Its Mosaic GPU kernel with the fastest of the configs that its own autotuner would try, and of wider ones.
 
     They are compiled and timed here: its autotuner tries all 384 with a warm L2, minutes a problem, and draws sizes of its own
     where the contraction is ragged. Left out are those that cannot compile: wgmma takes 64 rows, and of block_k 512 not even
@@ -386,7 +386,10 @@ def _tokamax(task: Task) -> Prepared:
     def build(config: Any) -> Callable[..., Any]:
         return call((bound.op.replace(config=config),))
 
-    ordered = sorted(configs, key=fields)
+    # Its space has block_n = 64 only; 128 and shallower steps are faster on large problems, so they join. The largest tiles
+    # come first: in the time there is, the small ones are what may be left out.
+    wider = {dataclasses.replace(c, block_n=n, block_k=k) for c in configs for n in (c.block_n, 128) for k in (64, c.block_k)}
+    ordered = sorted(wider, key=lambda c: (-c.block_m * c.block_n, -c.num_stages, fields(c)))
     return _fastest(task, ordered, build, tile, text=lambda config: _text(fields(config)))
 
 

@@ -12,6 +12,7 @@ from mgpu_ops.core import smem
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.groups import (
     LAYERS,
+    MAX_ROWS,
     MODELS,
     PANEL,
     SPREADS,
@@ -67,6 +68,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
     if min(p.m, p.n, p.k, p.groups) < 1:
         return f"a dimension of {p} is zero: there is nothing to multiply"
+    if p.m > MAX_ROWS:
+        return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
     out = ("n", p.n, itemsize_of(p.out_dtype))
     return supports_rows({"lhs": ("k", p.k, 2), "rhs": ("n", p.n, 2), "the output": out})
 

@@ -1,4 +1,4 @@
-"""Tile orders: every tile is visited once, by the block whose turn it is, in strips that snake."""
+"""Tile orders: every tile is visited once, by the block whose turn it is, in strips or group after group."""
 
 from __future__ import annotations
 
@@ -56,3 +56,95 @@ def test_raster_finishes_a_strip_before_the_next_and_turns_round_at_its_end(shap
         # What is in flight stays compact: along the strip, the next tile is at most a step away.
         along = [tile[1 - minor] for tile in path]
         assert all(abs(x - y) <= 1 for x, y in itertools.pairwise(along))
+
+
+# --- strips, and tiles of groups
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.integers(0, 2**30), st.integers(1, 300))
+def test_cdiv_rounds_up(x, y):
+    assert schedule.cdiv(np.int32(x), y) == -(-x // y)
+
+
+@given(st.integers(1, 300), st.data())
+def test_cdiv_of_a_little_less_than_nothing_is_zero(y, data):
+    """So that a block beyond the last tile has none."""
+    assert schedule.cdiv(np.int32(-data.draw(st.integers(0, y - 1))), y) == 0
+
+
+@functools.cache
+def strip_walk(rows: int, columns: int, width: int) -> list[tuple[int, int]]:
+    tile = lambda number, rows: schedule.strips(number, rows, columns, width)  # noqa: E731
+    numbers = jnp.arange(rows * columns, dtype=jnp.int32)
+    row, column = jax.jit(jax.vmap(tile, (0, None)))(numbers, jnp.int32(rows))
+    assert row.dtype == column.dtype == jnp.int32
+    return list(zip(row.tolist(), column.tolist()))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_strips_are_walked_one_after_the_other_column_by_column(rows, columns):
+    for width in (1, 2, 4, 100):
+        wanted = [
+            (row, column)
+            for first in range(0, rows, width)
+            for column in range(columns)
+            for row in range(first, min(first + width, rows))
+        ]
+        assert strip_walk(rows, columns, width) == wanted
+
+
+TILE_ROWS, ACROSS, LIMIT = 16, 3, 200  # rows and columns of tiles; more tiles than any example below has
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each block: the tiles it visits, how many, and where it says that the last group ends."""
+
+    def tiles(size: jax.Array) -> jax.Array:
+        return schedule.cdiv(size, TILE_ROWS) * ACROSS
+
+    def visit(tile: schedule.GroupTile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seen, count = carry
+        return seen.at[count].set(jnp.stack([tile.group, tile.start, tile.end, tile.number])), count + 1
+
+    def walk(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
+        end, (seen, count) = schedule.for_each_group_tile(sizes, rows, tiles, block, blocks, visit, start)
+        return seen, count, end
+
+    return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))
+
+
+def group_tiles(sizes: list[int], rows: int) -> tuple[list[tuple[int, int, int, int]], int]:
+    """(group, start, end, number) of all tiles in order, and where the last group ends."""
+    found, end = [], 0
+    for group, size in enumerate(sizes):
+        start, end = end, min(rows, end + max(size, 0))
+        found += [(group, start, end, number) for number in range(-(-(end - start) // TILE_ROWS) * ACROSS)]
+    return found, end
+
+
+def assert_blocks_share_out_the_tiles(sizes: list[int], rows: int, blocks: int) -> None:
+    seen, counts, ends = visits(np.array(sizes, np.int32), rows, blocks)
+    wanted, end = group_tiles(sizes, rows)
+    assert ends.tolist() == [end] * blocks
+    for block in range(blocks):
+        assert [tuple(tile) for tile in seen[block, : counts[block]].tolist()] == wanted[block::blocks]
+
+
+@given(
+    st.lists(INT32 | st.integers(-2, 120) | st.sampled_from([0, 1, 16, 17]), min_size=7, max_size=7),
+    st.sampled_from([(0, 1), (1, 3), (300, 1), (300, 4), (300, 64)]),
+)
+def test_blocks_take_the_tiles_of_all_groups_in_turn_whatever_the_sizes_are(sizes, rows_and_blocks):
+    assert_blocks_share_out_the_tiles(sizes, *rows_and_blocks)
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_blocks_take_the_tiles_of_one_group_and_of_256_in_turn(blocks):
+    assert_blocks_share_out_the_tiles([300], 300, blocks)
+    sizes = np.random.default_rng(0).multinomial(60, np.ones(256) / 256)
+    assert_blocks_share_out_the_tiles(sizes.tolist(), 64, blocks)

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from mgpu_ops import SPECS
-
-
-def float64(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
+from tests.mgpu_ops import ragged
+from tests.mgpu_ops.ragged import float64
 
 
 def _assert_near(out: Any, wanted: Any, tolerance: float) -> None:
@@ -30,6 +28,21 @@ def _assert_matmul(problem: Any, out: Any, a: Any, b: Any) -> None:
     _assert_near(out, float64(a) @ float64(b), SPECS["matmul"].tolerance(problem))
 
 
+def _assert_grouped(problem: Any, sizes: Any, out: Any, *arrays: Any) -> None:
+    """`out` is right for a problem of grouped_matmul or ragged_contraction.
+
+    It has `problem`'s dtype, is within the op's tolerance of NumPy's float64 result, NaN where that is, and zero in rows of no
+    group and for empty groups.
+    """
+    assert out.dtype == problem.out_dtype
+    wanted, out = ragged.truth(problem, sizes, *arrays), float64(out)
+    np.testing.assert_array_equal(out[ragged.rest(problem, sizes)], 0)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
+    known = ~np.isnan(wanted)
+    if wanted[known].any():
+        _assert_near(out[known], wanted[known], SPECS["grouped_matmul"].tolerance(problem))
+
+
 @pytest.fixture
 def assert_near() -> Callable[[Any, Any, float], None]:
     return _assert_near
@@ -38,3 +51,8 @@ def assert_near() -> Callable[[Any, Any, float], None]:
 @pytest.fixture
 def assert_matmul() -> Callable[[Any, Any, Any, Any], None]:
     return _assert_matmul
+
+
+@pytest.fixture
+def assert_grouped() -> Callable[..., None]:
+    return _assert_grouped

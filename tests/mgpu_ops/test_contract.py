@@ -172,6 +172,8 @@ def test_check_rejects_every_field_that_is_broken_alone(spec, broken):
 UNBOUNDED = {
     ("matmul", 3): {"raster_width", "max_concurrent_steps", "split_k"},
     ("matmul", 10_007): {"raster_width"},
+    ("grouped_matmul", 3): {"raster_width"},
+    ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
 }
 
 
