@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops import core
+from mgpu_ops.core.limits import warpgroup_tile
 
 
 def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
@@ -98,3 +99,12 @@ def for_each_group_tile(
     start = find(block, (zero, zero, zero, size_of(zero, zero)))
     _, last, carry = lax.while_loop(lambda s: s[1][0] < groups, step, (block, start, carry))
     return last[2], carry
+
+
+def warpgroup_origin(c: Any) -> tuple[Any, Any]:
+    """First row and column of this compute warpgroup within the block's tile."""
+    if c.compute_warpgroups == 1:
+        return 0, 0
+    wg = lax.axis_index("wg")
+    wg_m, wg_n = warpgroup_tile(c)
+    return (wg * wg_m, 0) if c.wg_dimension == "m" else (0, wg * wg_n)

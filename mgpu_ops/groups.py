@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mgpu_ops.core import rates
+from mgpu_ops.core import rates, smem
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, warpgroup_tile
 
 # --- Sizes ----------------------------------------------------------------------------------------------------------
 
@@ -104,6 +105,18 @@ def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry:
     return lax.fori_loop(jnp.int32(0), last[-1], step, carry)
 
 
+def looped(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`product` jitted, so that eager calls trace once, and turned by vmap into a loop of launches."""
+    batchable = jax.custom_batching.custom_vmap(product)
+
+    @batchable.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return one_after_the_other(run, batched, arrays), True
+
+    run = jax.jit(batchable)
+    return run
+
+
 def one_after_the_other(function: Callable[..., Any], batched: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
     """The function mapped over the leading axis of those arrays that are batched, in a loop."""
     mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
@@ -170,6 +183,13 @@ LAYERS = {
     "qwen3-235b-gate_up": (8, 3072, 4096, 128),
 }
 
+
+def layer_problem(problem: Callable[..., Any], layer: str, tokens: int, spread: str) -> Any:
+    """The Problem of one product of a layer that so many tokens reach."""
+    per_token, n, k, groups = LAYERS[layer]
+    return problem(per_token * tokens, n, k, groups, spread=spread)
+
+
 # (layer, tokens, spread) of training steps and prefills: hundreds of rows per expert, bound by arithmetic.
 TRAINING = [
     ("mixtral-8x7b-gate_up", 2048, "even"),
@@ -198,37 +218,25 @@ MODELS = ("mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b")
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
-DTYPES = ("bfloat16", "float16")
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle: the unit in which windows of rows are copied
 ROWS = 64  # one wgmma writes 64 rows
-
-
-def itemsize_of(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
-
-
-def supports_dtypes(dtype: str, out_dtype: str, gpu: Gpu) -> str | None:
-    if gpu.architecture != "hopper":
-        return f"{gpu.name} is not a Hopper GPU: the kernel uses wgmma (sm_90a); use backend='xla'"
-    if dtype not in DTYPES:
-        return f"dtype {dtype} is not one of {', '.join(DTYPES)}: cast, or use backend='xla'"
-    if out_dtype not in (dtype, "float32"):
-        return f"out_dtype {out_dtype} is neither the inputs' {dtype} nor float32: cast the result, or use backend='xla'"
-    return None
 
 
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 
 
-def supports_rows(rows: dict[str, tuple[str, int, int]]) -> str | None:
-    """`rows`: array -> (the dimension along its rows, their length, bytes per element)."""
-    for what, (name, length, itemsize) in rows.items():
-        if length * itemsize % 16:
-            unit = 16 // itemsize
-            return (
-                f"{name}={length} needs 16-byte rows of {what} (TMA): pad to {-(-length // unit) * unit} or pass backend='xla'"
-            )
-    return None
+def supports(p: Any, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
+    """Why no config of either kernel can run a problem, or None; `rhs_row` is the dimension along rhs's rows and its length."""
+    reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
+    if reason is not None:
+        return reason
+    if p.spread not in SPREADS:
+        return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
+    if min(p.m, p.n, p.k, p.groups) < 1:
+        return f"a dimension of {p} is zero: there is nothing to multiply"
+    if p.m > MAX_ROWS:
+        return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
+    return supports_rows({"lhs": ("k", p.k, 2), "rhs": (*rhs_row, 2), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
 
 
 def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
@@ -270,16 +278,11 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
     return None
 
 
-def check_smem(size: int, gpu: Gpu) -> str | None:
+def check_smem(problem: Any, config: Config, gpu: Gpu) -> str | None:
+    size = smem_bytes(problem, config)
     if size > gpu.smem_per_block:
         return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
     return None
-
-
-def warpgroup_tile(c: Config) -> tuple[int, int]:
-    if c.compute_warpgroups == 1:
-        return c.tile_m, c.tile_n
-    return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
 
 
 def compute_registers(c: Config, gpu: Gpu) -> int:
@@ -292,6 +295,24 @@ def out_smem_shape(c: Config) -> tuple[int, int, int, int]:
     return (c.compute_warpgroups, c.epilogue_slots, ROWS, c.epilogue_tile_n)
 
 
+def smem_bytes(problem: Any, config: Config) -> int:
+    """Bytes of shared memory that a block of either kernel takes."""
+    c, steps = config, config.max_concurrent_steps
+    return smem.block_bytes(
+        [
+            ((steps, c.tile_m, c.tile_k), 2),
+            (out_smem_shape(c), itemsize_of(problem.out_dtype)),
+            ((steps, c.tile_k, c.tile_n), 2),
+        ],
+        barriers=2 * steps,  # a slot is filled; a slot may be overwritten
+    )
+
+
+def flops(problem: Any) -> int:
+    """Multiplications and additions of a problem whose groups hold all rows."""
+    return 2 * problem.m * problem.n * problem.k
+
+
 def tolerance(problem: Any) -> float:
     """Largest allowed error, max |out - ref| / (|ref| + rms(ref)): about two roundings of the output's dtype."""
     return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
@@ -300,8 +321,9 @@ def tolerance(problem: Any) -> float:
 # --- What is worth trying -------------------------------------------------------------------------------------------
 
 
-def space() -> dict[str, Any]:
-    """The choices for each field of Config, in order."""
+def space(problem: Any, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of Config, in order; `check` says which combinations run."""
+    del problem, gpu
     return {
         "tile_m": (64, 128, 192, 256),
         "tile_n": (64, 128, 192, 256),
@@ -389,3 +411,16 @@ def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, g
     compute = waves * (steps * step + store) * (1.0 + 0.004 * abs(math.log2(c.raster_width / 16)))
     memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)
+
+
+def distance(x: Any, y: Any, other: float = 0.0) -> float | None:
+    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and groups; None where it does not carry over.
+
+    `other` is what an op adds for fields of its own.
+    """
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype):
+        return None
+    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.05 * (x.dtype != y.dtype) + 0.25 * (x.spread != y.spread) + other
+    return near if near <= 4.0 else None

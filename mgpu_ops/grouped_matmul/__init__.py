@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from mgpu_ops import groups
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
 from mgpu_ops.grouped_matmul.kernel import launch
-from mgpu_ops.grouped_matmul.model import candidates, cost, default, distance, space
+from mgpu_ops.grouped_matmul.model import candidates, cost, default, distance
 from mgpu_ops.grouped_matmul.problem import (
     ACTIVATIONS,
     SHAPES,
@@ -29,9 +28,7 @@ from mgpu_ops.grouped_matmul.problem import (
     Problem,
     bytes_moved,
     check,
-    flops,
     inputs,
-    smem_bytes,
     supports,
 )
 from mgpu_ops.groups import Config
@@ -228,18 +225,12 @@ def _activate(activation: str, x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _batchable(call: _Call) -> Any:
-    """The call as a function of arrays that vmap turns into a loop of launches. It is jitted: eager calls trace once."""
+    """The call as a function of arrays."""
 
-    @jax.custom_batching.custom_vmap
     def product(*arrays: jax.Array) -> jax.Array:
         return op.dispatch(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    @product.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        return groups.one_after_the_other(run, batched, arrays), True
-
-    run = jax.jit(product)
-    return run
+    return groups.looped(product)
 
 
 def _problem(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> Problem:
@@ -291,14 +282,14 @@ SPEC = op.OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=space,
+    space=groups.space,
     supports=supports,
     check=check,
     candidates=candidates,
     default=default,
     cost=cost,
     distance=distance,
-    flops=flops,
+    flops=groups.flops,
     bytes=bytes_moved,
     inputs=inputs,
     run=launch,
@@ -307,4 +298,4 @@ SPEC = op.OpSpec(
     baseline=("dense", dense),
 )
 
-__all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference", "smem_bytes"]
+__all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference"]

@@ -21,9 +21,10 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import warpgroup_tile
 from mgpu_ops.core.ring import Ring
 from mgpu_ops.grouped_matmul.problem import Problem
-from mgpu_ops.groups import PANEL, ROWS, Config, compute_registers, out_smem_shape, warpgroup_tile
+from mgpu_ops.groups import PANEL, ROWS, Config, compute_registers, out_smem_shape
 
 
 def _position(p: Problem, c: Config, tile: schedule.GroupTile) -> tuple[Any, Any]:
@@ -58,7 +59,7 @@ def _load(p: Problem, c: Config, ring: Ring, lhs_ref: Any, rhs_ref: Any, lhs_sme
 def _multiply(p: Problem, c: Config, ring: Ring, acc: Any, lhs_smem: Any, rhs_smem: Any, done: Any) -> Any:
     """acc = the rows of lhs @ rhs[group]: this warpgroup's share of an output tile."""
     wg_m, wg_n = warpgroup_tile(c)
-    row, column = _warpgroup_origin(c)
+    row, column = schedule.warpgroup_origin(c)
 
     def k_step(k: Any, step: Any) -> Any:
         def multiply(slot: Any) -> None:
@@ -75,15 +76,6 @@ def _multiply(p: Problem, c: Config, ring: Ring, acc: Any, lhs_smem: Any, rhs_sm
         return step + 1
 
     return lax.fori_loop(0, _steps(p, c), k_step, done)
-
-
-def _warpgroup_origin(c: Config) -> tuple[Any, Any]:
-    """First row and column of this compute warpgroup within the block's tile."""
-    if c.compute_warpgroups == 1:
-        return 0, 0
-    wg = lax.axis_index("wg")
-    wg_m, wg_n = warpgroup_tile(c)
-    return (wg * wg_m, 0) if c.wg_dimension == "m" else (0, wg * wg_n)
 
 
 def _epilogue(p: Problem, values: Any, bias_refs: list[Any], group: Any, column: Any) -> Any:
@@ -155,7 +147,7 @@ def _kernel(
 
         def compute(tile: schedule.GroupTile, done: Any) -> Any:
             done = _multiply(p, c, ring, acc, lhs_smem, rhs_smem, done)
-            row, column = (x + y for x, y in zip(_position(p, c, tile), _warpgroup_origin(c), strict=True))
+            row, column = (x + y for x, y in zip(_position(p, c, tile), schedule.warpgroup_origin(c), strict=True))
             values = _epilogue(p, acc[...], bias_refs, tile.group, column)
             store_tile(
                 values.astype(out_ref.dtype),

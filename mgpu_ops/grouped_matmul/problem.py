@@ -10,26 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.core import smem
+from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.groups import (
-    DECODING,
-    LAYERS,
-    MAX_ROWS,
-    MODELS,
-    PANEL,
-    SPREADS,
-    TRAINING,
-    Config,
-    check_smem,
-    check_tiles,
-    draw_sizes,
-    itemsize_of,
-    out_smem_shape,
-    supports_dtypes,
-    supports_rows,
-    warpgroup_tile,
-)
+from mgpu_ops.core.limits import itemsize_of, warpgroup_tile
+from mgpu_ops.groups import DECODING, MODELS, PANEL, TRAINING, Config, check_smem, check_tiles, draw_sizes, layer_problem
 
 # --- What is computed -------------------------------------------------------------------------------
 
@@ -54,13 +38,8 @@ class Problem:
     spread: str = "random"
 
 
-def _problem(layer: str, tokens: int, spread: str) -> Problem:
-    per_token, n, k, groups = LAYERS[layer]
-    return Problem(per_token * tokens, n, k, groups, spread=spread)
-
-
-_TRAINING = {"-".join(map(str, case)): _problem(*case) for case in TRAINING}
-_DECODING = {"-".join(map(str, case)): _problem(*case) for case in DECODING}
+_TRAINING = {"-".join(map(str, case)): layer_problem(Problem, *case) for case in TRAINING}
+_DECODING = {"-".join(map(str, case)): layer_problem(Problem, *case) for case in DECODING}
 _DECODING["64x7168x2048-4096-even"] = Problem(4096, 2048, 7168, 64, spread="even")
 _DLHS = {f"{name}-dlhs": replace(p, n=p.k, k=p.n, layout="nt") for name, p in _TRAINING.items()}
 SHAPES: dict[str, Problem] = {**_TRAINING, **_DECODING, **_DLHS}
@@ -80,21 +59,11 @@ ACTIVATIONS = ("none", "relu", "silu", "gelu")
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
     p = problem
-    reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
-    if reason is not None:
-        return reason
     if p.layout not in ("nn", "nt"):
         return f"layout {p.layout!r} is neither 'nn' nor 'nt'"
     if p.activation not in ACTIVATIONS:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
-    if p.spread not in SPREADS:
-        return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
-    if min(p.m, p.n, p.k, p.groups) < 1:
-        return f"a dimension of {p} is zero: there is nothing to multiply"
-    if p.m > MAX_ROWS:
-        return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
-    rows = {"lhs": ("k", p.k, 2), "rhs": ("k", p.k, 2) if p.layout == "nt" else ("n", p.n, 2)}
-    return supports_rows({**rows, "the output": ("n", p.n, itemsize_of(p.out_dtype))})
+    return groups.supports(p, gpu, rhs_row=("k", p.k) if p.layout == "nt" else ("n", p.n))
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -118,28 +87,10 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             f"epilogue_tile_n={c.epilogue_tile_n} must be {row} because n={p.n} is no multiple of it: "
             "TMA clips one swizzle row only"
         )
-    return check_smem(smem_bytes(p, c), gpu)
-
-
-def smem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory that a block takes."""
-    c, steps = config, config.max_concurrent_steps
-    return smem.block_bytes(
-        [
-            ((steps, c.tile_m, c.tile_k), 2),
-            (out_smem_shape(c), itemsize_of(problem.out_dtype)),
-            ((steps, c.tile_k, c.tile_n), 2),
-        ],
-        barriers=2 * steps,  # a slot is filled; a slot may be overwritten
-    )
+    return check_smem(p, c, gpu)
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------
-
-
-def flops(problem: Problem) -> int:
-    """Multiplications and additions of a problem whose groups hold all rows."""
-    return 2 * problem.m * problem.n * problem.k
 
 
 def bytes_moved(problem: Problem) -> int:

@@ -21,6 +21,7 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import warpgroup_tile
 from mgpu_ops.matmul.problem import (
     EPILOGUE_ROWS,
     Config,
@@ -30,7 +31,6 @@ from mgpu_ops.matmul.problem import (
     partial_problem,
     swizzle_bytes,
     transposed,
-    warpgroup_tile,
 )
 
 
@@ -106,20 +106,11 @@ def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[An
     ]
 
 
-def _warpgroup_origin(c: Config) -> tuple[Any, Any]:
-    """First row and column of this compute warpgroup within the block's tile."""
-    if c.compute_warpgroups == 1:
-        return 0, 0
-    wg = lax.axis_index("wg")
-    wg_m, wg_n = warpgroup_tile(c)
-    return (wg * wg_m, 0) if c.wg_dimension == "m" else (0, wg * wg_n)
-
-
 def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
     """acc += A tile @ B tile, this warpgroup's share."""
     a_t, b_t = transposed(p)
     wg_m, wg_n = warpgroup_tile(c)
-    row, column = _warpgroup_origin(c)
+    row, column = schedule.warpgroup_origin(c)
     if wg_m < c.tile_m:
         a_smem = a_smem.at[:, core.ds(row, wg_m)] if a_t else a_smem.at[core.ds(row, wg_m), :]
     if wg_n < c.tile_n:
@@ -134,7 +125,7 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
 
 def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
     """Rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array."""
-    row, column = _warpgroup_origin(c)
+    row, column = schedule.warpgroup_origin(c)
 
     def copy(piece: Any, i: int, j: int) -> None:
         rows = core.ds(tile.row * c.tile_m + row + i, EPILOGUE_ROWS)

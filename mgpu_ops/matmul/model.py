@@ -8,17 +8,16 @@ from typing import Any
 
 from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of, warpgroup_tile
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     bytes_moved,
     check,
-    itemsize_of,
     k_steps,
     partial_problem,
     supports,
     swizzle_bytes,
-    warpgroup_tile,
 )
 
 

@@ -12,6 +12,7 @@ import jax
 
 from mgpu_ops.core import smem
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, warpgroup_tile
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
 
@@ -95,25 +96,14 @@ SUITES: dict[str, Sequence[str]] = {
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
-_DTYPES = ("bfloat16", "float16")
 EPILOGUE_ROWS = 64  # one wgmma writes 64 rows
-
-
-def itemsize_of(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
-    if gpu.architecture != "hopper":
-        return f"{gpu.name} is not a Hopper GPU: the kernel uses wgmma (sm_90a); use backend='xla'"
-    if problem.dtype not in _DTYPES:
-        return f"dtype {problem.dtype} is not one of {', '.join(_DTYPES)}: cast, or use backend='xla'"
-    if problem.out_dtype not in (problem.dtype, "float32"):
-        return (
-            f"out_dtype {problem.out_dtype} is neither the inputs' {problem.dtype} nor float32: "
-            "cast the result, or use backend='xla'"
-        )
+    reason = supports_dtypes(problem.dtype, problem.out_dtype, gpu)
+    if reason is not None:
+        return reason
     if 0 in (problem.m, problem.n, problem.k, problem.batch):
         return f"a dimension of {problem} is zero: there is nothing to multiply"
     a_t, b_t = transposed(problem)
@@ -122,13 +112,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         "b": ("k" if b_t else "n", problem.k if b_t else problem.n, 2),
         "the output": ("n", problem.n, itemsize_of(problem.out_dtype)),
     }
-    for what, (name, length, itemsize) in rows.items():
-        if length * itemsize % 16:
-            unit = 16 // itemsize
-            return (
-                f"{name}={length} needs 16-byte rows of {what} (TMA): pad to {-(-length // unit) * unit} or pass backend='xla'"
-            )
-    return None
+    return supports_rows(rows)
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -201,12 +185,6 @@ def partial_problem(p: Problem, c: Config) -> Problem:
 def k_steps(p: Problem, c: Config) -> int:
     """Pipeline steps of one output tile: of k, or of a part of it. The last part's surplus steps read zeros."""
     return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
-
-
-def warpgroup_tile(c: Config) -> tuple[int, int]:
-    if c.compute_warpgroups == 1:
-        return c.tile_m, c.tile_n
-    return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
 
 
 def _compute_registers(c: Config, gpu: Gpu) -> int:

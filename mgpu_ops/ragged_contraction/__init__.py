@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,16 +20,14 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
 from mgpu_ops.groups import Config
 from mgpu_ops.ragged_contraction.kernel import launch
-from mgpu_ops.ragged_contraction.model import candidates, cost, default, distance, space
+from mgpu_ops.ragged_contraction.model import candidates, cost, default
 from mgpu_ops.ragged_contraction.problem import (
     SHAPES,
     SUITES,
     Problem,
     bytes_moved,
     check,
-    flops,
     inputs,
-    smem_bytes,
     supports,
 )
 
@@ -132,18 +129,12 @@ _contract.defvjp(_forward, _backward)
 
 @functools.cache
 def _batchable(call: _Call) -> Any:
-    """The call as a function of arrays that vmap turns into a loop of launches. It is jitted: eager calls trace once."""
+    """The call as a function of arrays."""
 
-    @jax.custom_batching.custom_vmap
     def product(*arrays: jax.Array) -> jax.Array:
         return op.dispatch(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    @product.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        return groups.one_after_the_other(run, batched, arrays), True
-
-    run = jax.jit(product)
-    return run
+    return groups.looped(product)
 
 
 def _problem(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
@@ -180,14 +171,14 @@ SPEC = op.OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=space,
+    space=groups.space,
     supports=supports,
     check=check,
     candidates=candidates,
     default=default,
     cost=cost,
-    distance=distance,
-    flops=flops,
+    distance=groups.distance,
+    flops=groups.flops,
     bytes=bytes_moved,
     inputs=inputs,
     run=launch,
@@ -196,4 +187,4 @@ SPEC = op.OpSpec(
     baseline=("dense", dense),
 )
 
-__all__ = ["SPEC", "Problem", "default", "launch", "ragged_contraction", "reference", "smem_bytes"]
+__all__ = ["SPEC", "Problem", "default", "launch", "ragged_contraction", "reference"]

@@ -19,8 +19,9 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import warpgroup_tile
 from mgpu_ops.core.ring import Ring
-from mgpu_ops.groups import PANEL, Config, compute_registers, out_smem_shape, warpgroup_tile
+from mgpu_ops.groups import PANEL, Config, compute_registers, out_smem_shape
 from mgpu_ops.ragged_contraction.problem import Problem
 
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.groups import Config, itemsize_of
+from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.groups import Config
 from mgpu_ops.ragged_contraction.problem import Problem, bytes_moved, check, supports
-
-
-def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
-    """The choices for each field of Config, in order; `check` says which combinations run."""
-    del problem, gpu
-    return groups.space()
-
 
 _NARROW = 0.82  # of the rate is left where both operands are read transposed and wgmma is 128 columns wide
 
@@ -43,13 +35,3 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 def default(problem: Problem, gpu: Gpu) -> Config:
     """The first of the `candidates`."""
     return candidates(problem, gpu)[0]
-
-
-def distance(x: Problem, y: Problem) -> float | None:
-    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and groups; None where it does not carry over."""
-    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype):
-        return None
-    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
-    near = sum(abs(math.log2(u / v)) for u, v in sides)
-    near += 0.05 * (x.dtype != y.dtype) + 0.25 * (x.spread != y.spread)
-    return near if near <= 4.0 else None

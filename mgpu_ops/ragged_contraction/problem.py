@@ -8,25 +8,10 @@ from typing import Any
 
 import jax
 
-from mgpu_ops.core import smem
+from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.groups import (
-    LAYERS,
-    MAX_ROWS,
-    MODELS,
-    PANEL,
-    SPREADS,
-    TRAINING,
-    Config,
-    check_smem,
-    check_tiles,
-    draw_sizes,
-    itemsize_of,
-    out_smem_shape,
-    supports_dtypes,
-    supports_rows,
-    warpgroup_tile,
-)
+from mgpu_ops.core.limits import itemsize_of, warpgroup_tile
+from mgpu_ops.groups import MODELS, PANEL, TRAINING, Config, check_smem, check_tiles, draw_sizes, layer_problem
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -45,13 +30,8 @@ class Problem:
     spread: str = "random"
 
 
-def _problem(layer: str, tokens: int, spread: str) -> Problem:
-    per_token, n, k, groups = LAYERS[layer]
-    return Problem(per_token * tokens, n, k, groups, spread=spread)
-
-
 # The gradients of the weights in grouped_matmul's training problems.
-SHAPES = {"-".join(map(str, case)) + "-drhs": _problem(*case) for case in TRAINING}
+SHAPES = {"-".join(map(str, case)) + "-drhs": layer_problem(Problem, *case) for case in TRAINING}
 SUITES: dict[str, Sequence[str]] = {
     "moe": list(SHAPES),
     **{model: [name for name in SHAPES if name.startswith(model)] for model in MODELS},
@@ -60,18 +40,7 @@ SUITES: dict[str, Sequence[str]] = {
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
-    p = problem
-    reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
-    if reason is not None:
-        return reason
-    if p.spread not in SPREADS:
-        return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
-    if min(p.m, p.n, p.k, p.groups) < 1:
-        return f"a dimension of {p} is zero: there is nothing to multiply"
-    if p.m > MAX_ROWS:
-        return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
-    out = ("n", p.n, itemsize_of(p.out_dtype))
-    return supports_rows({"lhs": ("k", p.k, 2), "rhs": ("n", p.n, 2), "the output": out})
+    return groups.supports(problem, gpu, rhs_row=("n", problem.n))
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -94,25 +63,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             f"epilogue_tile_n={c.epilogue_tile_n} must be {row} because k={p.k}, n={p.n} are no multiples of 8, {row}: "
             "TMA clips one swizzle row only"
         )
-    return check_smem(smem_bytes(p, c), gpu)
-
-
-def smem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory that a block takes."""
-    c, steps = config, config.max_concurrent_steps
-    return smem.block_bytes(
-        [
-            ((steps, c.tile_k, c.tile_m), 2),
-            (out_smem_shape(c), itemsize_of(problem.out_dtype)),
-            ((steps, c.tile_k, c.tile_n), 2),
-        ],
-        barriers=2 * steps,  # a slot is filled; a slot may be overwritten
-    )
-
-
-def flops(problem: Problem) -> int:
-    """Multiplications and additions of a problem whose groups hold all rows."""
-    return 2 * problem.m * problem.n * problem.k
+    return check_smem(p, c, gpu)
 
 
 def bytes_moved(problem: Problem) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mgpu_ops import SPECS
+from mgpu_ops import SPECS, core
 from tests.mgpu_ops import ragged
 from tests.mgpu_ops.ragged import float64
 
@@ -56,3 +58,14 @@ def assert_matmul() -> Callable[[Any, Any, Any, Any], None]:
 @pytest.fixture
 def assert_grouped() -> Callable[..., None]:
     return _assert_grouped
+
+
+@pytest.fixture
+def no_races() -> Iterator[None]:
+    """No kernel that the test interprets has a race; what a failed one leaves behind goes away."""
+    core.reset_interpreter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    with contextlib.suppress(RuntimeError):  # none was interpreted
+        assert not core.races_found()
+    core.reset_interpreter()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 import mgpu_ops
-from mgpu_ops import GroupedMatmulProblem, core, grouped_matmul, use_configs
+from mgpu_ops import GroupedMatmulProblem, grouped_matmul, groups, use_configs
 from mgpu_ops.core import aot, gpu
 from tests.mgpu_ops import ragged
 from tests.mgpu_ops.ragged import BASE
@@ -30,15 +28,7 @@ TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-4}
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
-@pytest.fixture(autouse=True)
-def no_races() -> Iterator[None]:
-    """No interpreted kernel of this file has a race; what a failed one leaves behind goes away."""
-    core.reset_interpreter()
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    with contextlib.suppress(RuntimeError):  # none was interpreted
-        assert not core.races_found()
-    core.reset_interpreter()
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:
@@ -577,8 +567,7 @@ def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem
     assert SPEC.check(problem, config, H200) is None
     arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
     report = aot.compile_for(H200, functools.partial(SPEC.run, problem, config, H200), *arrays)
-    smem_bytes = importlib.import_module("mgpu_ops.grouped_matmul").smem_bytes
-    assert report.smem_bytes == smem_bytes(problem, config)
+    assert report.smem_bytes == groups.smem_bytes(problem, config)
     assert report.spills == 0
     assert all(instruction in report.sass for instruction in ("HGMMA", "UTMALDG", "UTMASTG"))
 

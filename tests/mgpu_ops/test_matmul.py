@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
-import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +27,7 @@ LAYOUTS = ["nn", "nt", "tn", "tt"]
 SMALL = dataclasses.replace(BASE, tile_m=64, tile_n=64, max_concurrent_steps=2, compute_warpgroups=1)
 
 
-@pytest.fixture(autouse=True)
-def no_races() -> Iterator[None]:
-    """No interpreted kernel of this file has a race; what a failed one leaves behind goes away."""
-    core.reset_interpreter()
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    with contextlib.suppress(RuntimeError):  # none was interpreted
-        assert not core.races_found()
-    core.reset_interpreter()
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:

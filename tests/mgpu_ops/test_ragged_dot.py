@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from mgpu_ops import core, ragged_dot
+from mgpu_ops import ragged_dot
 
 BF16, F16, F32, I8, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int32
 TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-5}
@@ -28,15 +26,7 @@ M, K, N, GROUPS = 12, 8, 16, 3
 SIZES = np.array([4, 0, 5], np.int32)  # three rows belong to no group
 
 
-@pytest.fixture(autouse=True)
-def no_races() -> Iterator[None]:
-    """No interpreted kernel of this file has a race; what a failed one leaves behind goes away."""
-    core.reset_interpreter()
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    with contextlib.suppress(RuntimeError):  # none was interpreted
-        assert not core.races_found()
-    core.reset_interpreter()
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def array(seed: int, *shape: int, dtype: Any = F32) -> jax.Array:
