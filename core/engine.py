@@ -5,7 +5,7 @@ this module adds because every op needs them:
 
 - `kernel` runs a body compiled or interpreted (`interpret=True`), and gives each call a function object of its own: a body
   that is shared by two configs kept the grid of the first in jax 0.11.0 to 0.11.2 (jax#40847).
-- `Accumulator` and `wgmma` stand for the tensor core's float32 accumulator in registers. Compiled, they are JAX's; interpreted,
+- `Accumulators` and `wgmma` stand for the tensor core's float32 accumulators in registers. Compiled, they are JAX's; interpreted,
   the accumulator lies in simulated shared memory, because JAX's interpreter cannot reset one inside a pipeline.
 - `operand_transforms` is the shared-memory layout (tiling and swizzle) that wgmma and TMA agree on.
 - TMA copies may touch arrays whose sides are no multiple of the swizzle tile, as long as the copied block is one tile wide,
@@ -100,16 +100,16 @@ trace = jax.named_scope
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulator:
-    """Scratch type: `count` float32 accumulators of `shape` in the registers of each of `warpgroups` compute warpgroups.
+class Accumulators:
+    """Scratch type: float32 accumulators of `shapes` in the registers of each of `warpgroups` compute warpgroups.
 
-    A kernel receives a handle for them; `handle.scope(fn)`, called by a compute warpgroup, runs `fn(acc, ...)` with zeroed
-    accumulators of that warpgroup's own. `acc[...]` reads one (after all wgmma in flight), `acc[...] = x` sets it.
+    A kernel receives a handle for them; `handle.scope(fn)`, called by a compute warpgroup, runs `fn(*accs)` with zeroed
+    accumulators of that warpgroup's own. `acc[...]` reads one after all wgmma in flight, `accumulated(acc, n)` after all but
+    the last n; `acc[...] = x` sets it.
     """
 
-    shape: tuple[int, int]
+    shapes: tuple[tuple[int, int], ...]
     warpgroups: int
-    count: int = 1
 
 
 _interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
@@ -126,32 +126,37 @@ def _interpreted(value: bool) -> Iterator[None]:
 
 
 class _Registers:
-    def __init__(self, declared: Accumulator):
-        self._declared = declared
+    def __init__(self, shapes: tuple[tuple[int, int], ...]):
+        self._shapes = shapes
 
     def scope(self, fn: Callable[..., None]) -> None:
-        run_scoped(lambda *accs: fn(*accs), *[plgpu.ACC(self._declared.shape, jnp.float32)] * self._declared.count)
+        run_scoped(lambda *accs: fn(*accs), *(plgpu.ACC(shape, jnp.float32) for shape in self._shapes))
 
 
 class _Simulated:
-    """An accumulator in the interpreter: one slice of shared memory per compute warpgroup."""
+    """Accumulators in the interpreter: one slice of shared memory each per compute warpgroup."""
 
-    def __init__(self, ref: Any, thread_name: str):
-        self._ref = ref
+    def __init__(self, refs: list[Any], thread_name: str):
+        self._refs = refs
         self._thread_name = thread_name
 
     def scope(self, fn: Callable[..., None]) -> None:
-        accs = [self._ref.at[lax.axis_index(self._thread_name), i] for i in range(self._ref.shape[1])]
+        accs = [ref.at[lax.axis_index(self._thread_name)] for ref in self._refs]
         for acc in accs:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         fn(*accs)
 
 
+def accumulated(acc: Any, in_flight: int) -> Any:
+    """What an accumulator holds once all wgmma are done but the last `in_flight`, which belong to others."""
+    return acc[...] if _interpreting.get() else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+
 def wgmma(acc: Any, a: Any, b: Any) -> None:
     """acc[m, n] += sum_k a[m, k] b[k, n] on the tensor cores, asynchronously: `wgmma_wait(n)` leaves n in flight.
 
-    a and b are shared-memory refs (see `operand_transforms`), 16-bit floats; m % 64 == 0, n % 8 == 0, n <= 256.
-    Source: PTX ISA, "wgmma.mma_async".
+    a and b are shared-memory refs (see `operand_transforms`), 16-bit floats; a may be registers instead. m % 64 == 0,
+    n % 8 == 0, n <= 256. Source: PTX ISA, "wgmma.mma_async".
     """
     if not _interpreting.get():
         plgpu.wgmma(acc, a, b)
@@ -259,7 +264,7 @@ def kernel(
     Args:
       body: the kernel; it runs once per warpgroup of each block.
       out_type: shape and dtype of the outputs (a pytree of `jax.ShapeDtypeStruct`).
-      scratch_types: the buffers and barriers of a block by name; an `Accumulator` becomes its handle.
+      scratch_types: the buffers and barriers of a block by name; `Accumulators` become their handle.
       grid, cluster: blocks launched, and blocks per cluster, with the axis names the body asks `lax.axis_index` for.
       num_threads: warpgroups per block (128 CUDA threads each), of axis `thread_name`.
       name: what profilers and dumps call the kernel.
@@ -269,14 +274,15 @@ def kernel(
     """
     if interpret:
         _require_threads(math.prod(cluster) * num_threads + 1)  # clusters take turns; one waits for them
-    accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulator)}
+    accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulators)}
     buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
     if interpret:
-        buffers |= {k: SMEM((t.warpgroups, t.count, *t.shape), jnp.float32) for k, t in accumulators.items()}
+        for k, t in accumulators.items():
+            buffers[k] = [SMEM((t.warpgroups, *shape), jnp.float32) for shape in t.shapes]
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
         for key, t in accumulators.items():
-            scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t)
+            scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shapes)
         with _interpreted(interpret):
             body(*refs, **scratch)
 

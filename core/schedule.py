@@ -18,6 +18,28 @@ def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
     return cdiv(tiles - block, blocks)
 
 
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The tiles of one block: `count` of them (traced), the i-th being number `number(i)`."""
+
+    count: Any
+    number: Callable[[Any], Any]
+
+
+def snake(tiles: int, block: Any, blocks: int) -> Turns:
+    """Tiles dealt to `blocks` blocks in rounds, every other round backwards.
+
+    Of tiles that grow shorter, each pair of rounds then gives every block about the same.
+    """
+    rounds, rest = divmod(tiles, blocks)
+
+    def number(i: Any) -> Any:
+        return i * blocks + jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, blocks - 1 - block)
+
+    last = block if rounds % 2 == 0 else blocks - 1 - block
+    return Turns(rounds + jnp.where(last < rest, 1, 0).astype(jnp.int32), number)
+
+
 def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
     """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips that snake.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref
+from jax.extend.mlir.dialects import arith, memref, scf
 
 ROW_UNIT = 8  # rows of a window are given in eighths: Mosaic insists that tiles of 8 rows begin at multiples of 8
 _ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
@@ -132,8 +133,7 @@ def install() -> None:
             copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
 
         if list(gmem.type.shape[:2]) == [1, 1] and len(gmem.type.shape) == 4:
-            for piece in _window_of_rows(smem, gmem_slice):
-                one(*piece)
+            _window_of_rows(smem, gmem_slice, one)
         elif _is_ragged(gmem, smem, gmem_transform):
             one(utils.memref_fold(smem, 0, 3), gmem_slice, ())
         else:
@@ -157,28 +157,27 @@ def _is_ragged(gmem: Any, smem: Any, gmem_transform: Any) -> bool:
     return False
 
 
-def _window_of_rows(smem: Any, gmem_slice: Any) -> list[tuple[Any, ...]]:
-    """The copies between a block in shared memory, tiled [rows / 8, panels, 8, panel], and rows up to `end` of an array.
+def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> None:
+    """Copies between a block in shared memory, tiled [rows / 8, panels, 8, panel], and rows up to `end` of an array.
 
     One panel lies in shared memory as plain rows: one copy. Several interleave every 8 rows: one copy where all rows come
-    before `end`, else one for each 8.
+    before `end`, else one for each 8, in a loop, so that the rare case takes few registers.
     """
     end, _, rows, columns = gmem_slice
-    _, panels, tile, panel = smem.type.shape
+    tiles, panels, tile, panel = smem.type.shape
     index = ir.IndexType.get()
     row = arith.divui(rows.base, utils.c(ROW_UNIT, index))
-    window = utils.DynamicSlice(row, rows.length)
     if panels == 1:
-        return [(utils.memref_fold(smem, 0, 3), (0, 0, window, columns), (_WindowOfRows(None, end),))]
+        copy(utils.memref_fold(smem, 0, 3), (0, 0, utils.DynamicSlice(row, rows.length), columns), (_WindowOfRows(None, end),))
+        return
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, utils.c(rows.length, index)), end)
+    copy(smem, (0, 0, utils.DynamicSlice(row, rows.length), columns), (_RowsAnywhere(tile, panel),), whole)
     partly = arith.xori(whole, utils.c(1, whole.type))
-    tiles = [
-        (
-            utils.memref_slice(smem, i),
-            (0, 0, utils.DynamicSlice(arith.addi(row, utils.c(i * tile, index)), tile), columns),
-            (_WindowOfRows(panel, end),),
-            partly,
-        )
-        for i in range(smem.type.shape[0])
-    ]
-    return [(smem, (0, 0, window, columns), (_RowsAnywhere(tile, panel),), whole), *tiles]
+    with ir.InsertionPoint(scf.IfOp(partly).then_block):
+        loop = scf.ForOp(utils.c(0, index), utils.c(tiles, index), utils.c(1, index))
+        with ir.InsertionPoint(loop.body):
+            first = arith.addi(row, arith.muli(loop.induction_variable, utils.c(tile, index)))
+            window = (0, 0, utils.DynamicSlice(first, tile), columns)
+            copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end),))
+            scf.YieldOp([])
+        scf.YieldOp([])

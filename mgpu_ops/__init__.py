@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mgpu_ops.core.database import DatabaseError, use_configs
+from mgpu_ops.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
+from mgpu_ops.flash_attention import FORWARD as _FLASH_ATTENTION
+from mgpu_ops.flash_attention import BackwardConfig as FlashAttentionBackwardConfig
+from mgpu_ops.flash_attention import Config as FlashAttentionConfig
+from mgpu_ops.flash_attention import Problem as FlashAttentionProblem
+from mgpu_ops.flash_attention import flash_attention
 from mgpu_ops.grouped_matmul import SPEC as _GROUPED_MATMUL
 from mgpu_ops.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped_matmul import grouped_matmul, ragged_dot
@@ -17,7 +23,7 @@ from mgpu_ops.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.ragged_contraction import ragged_contraction
 
-SPECS = {spec.name: spec for spec in (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION)}
+SPECS = {spec.name: spec for spec in (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD)}
 
 
 def explain(op: str, problem: Any, gpu: Any = None) -> str:
@@ -53,12 +59,16 @@ def spec_of(op: str) -> Any:
 __all__ = [
     "SPECS",
     "DatabaseError",
+    "FlashAttentionBackwardConfig",
+    "FlashAttentionConfig",
+    "FlashAttentionProblem",
     "GroupedMatmulConfig",
     "GroupedMatmulProblem",
     "MatmulConfig",
     "MatmulProblem",
     "RaggedContractionProblem",
     "explain",
+    "flash_attention",
     "grouped_matmul",
     "matmul",
     "ragged_contraction",

@@ -185,7 +185,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         functools.partial(_kernel, p, c, gpu, blocks),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
         scratch_types={
-            "accumulator": core.Accumulator(warpgroup_tile(c), c.compute_warpgroups),
+            "accumulator": core.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
             "lhs_smem": core.SMEM((steps, c.tile_k // PANEL, c.tile_m, PANEL), p.dtype, transforms=panel),
             "rhs_smem": core.SMEM(
                 (steps, *((c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k))), p.dtype, transforms=panel

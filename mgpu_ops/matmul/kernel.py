@@ -187,7 +187,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
         functools.partial(_kernel, p, c, blocks),
         out_type=jax.ShapeDtypeStruct((p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n), p.out_dtype),
         scratch_types={
-            "accumulator": core.Accumulator(warpgroup_tile(c), c.compute_warpgroups),
+            "accumulator": core.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
             "out_smem": core.SMEM(
                 out_smem_shape(c),
                 jnp.dtype(p.out_dtype),

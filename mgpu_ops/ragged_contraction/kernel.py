@@ -155,7 +155,7 @@ def launch(
         functools.partial(_kernel, p, c, gpu, blocks),
         out_type=jax.ShapeDtypeStruct((p.groups, p.k, p.n), p.out_dtype),
         scratch_types={
-            "accumulator": core.Accumulator((wg_m, wg_n), c.compute_warpgroups),
+            "accumulator": core.Accumulators(((wg_m, wg_n),), c.compute_warpgroups),
             "lhs_smem": core.SMEM((steps, parts_m, c.tile_k, wg_m), p.dtype, transforms=panel),
             "rhs_smem": core.SMEM((steps, parts_n, c.tile_k, wg_n), p.dtype, transforms=panel),
             "out_smem": core.SMEM(

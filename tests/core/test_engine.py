@@ -138,7 +138,7 @@ def test_wgmma_adds_into_an_accumulator_that_starts_at_zero(transposed):
     scratch = {
         "a": tile,
         "b": tile,
-        "acc": core.Accumulator((64, 64), 1),
+        "acc": core.Accumulators(((64, 64),), 1),
         "full": core.Barrier(num_arrivals=2),
     }
     out_type = jax.ShapeDtypeStruct((64, 64), jnp.float32)

@@ -1,0 +1,293 @@
+"""The forward kernel of attention, for NVIDIA Hopper: softmax(scale q k^T + bias, where visible) v, one pass over the keys.
+
+A warp-specialised, persistent kernel. One warpgroup copies tiles of q, k and v into shared memory with TMA, running ahead over
+output tiles; two or three others own 64 query rows each. A compute warpgroup starts the scores of the next tile of keys
+before it turns those of this one into weights, so that the tensor cores work while it takes exponentials. The softmax is
+online: the largest score m and the sum l of each row so far; the output is rescaled when m grows. Scores are kept times
+log2(e), as exponentials are powers of two. Tiles of keys that no row sees are skipped; those that all rows see are not masked.
+Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.async.bulk.tensor).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops import core
+from mgpu_ops.core import schedule
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.ring import Ring
+from mgpu_ops.flash_attention.operands import (
+    LOG2E,
+    Inputs,
+    Operands,
+    as_rows,
+    bias_rows,
+    pad_head,
+    pad_tokens,
+    regions,
+    segment_tiles,
+)
+from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
+
+LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
+
+
+def _turns(p: Problem, tile_q: int, blocks: int) -> schedule.Turns:
+    """The output tiles of this block."""
+    return schedule.snake(p.batch * p.q_heads * math.ceil(p.q_tokens / tile_q), lax.axis_index("block"), blocks)
+
+
+def _tile(p: Problem, tile_q: int, number: Any) -> tuple[Any, Any, Any]:
+    """Batch entry, head and first query row of an output tile.
+
+    Where the last rows see the most keys, all heads' last rows come first: long tiles that start late end late.
+    """
+    rows, heads = math.ceil(p.q_tokens / tile_q), p.batch * p.q_heads
+    if p.right is not None and p.left is None:
+        entry, row = lax.rem(number, jnp.int32(heads)), rows - 1 - lax.div(number, jnp.int32(heads))
+    else:
+        entry, row = lax.div(number, jnp.int32(rows)), lax.rem(number, jnp.int32(rows))
+    return lax.div(entry, jnp.int32(p.q_heads)), lax.rem(entry, jnp.int32(p.q_heads)), row * tile_q
+
+
+def _masks_last(p: Problem, tile_kv: int) -> bool:
+    """Whether the last tile of keys of some rows is not seen whole."""
+    return p.right is not None or p.lengths or p.kv_tokens % tile_kv != 0
+
+
+def _many_last(p: Problem, tile_q: int, tile_kv: int) -> bool:
+    """Whether more tiles than the last may not be seen whole for keys being too late."""
+    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
+    aligned = p.right == 0 and tile_kv % tile_q == 0 and offset % tile_q == 0
+    return p.lengths or (p.right is not None and not aligned)
+
+
+def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: dict[str, Any]) -> None:
+    """What the copying warpgroup does: for each output tile its queries, and the keys and values from the last to the first."""
+    p, tile_q = x.problem, ROWS * c.compute_warpgroups
+    tiles = _turns(p, tile_q, blocks)
+
+    def tile(i: Any, done: Any) -> Any:
+        b, n, row = _tile(p, tile_q, tiles.number(i))
+        q_ring.fill(i, lambda slot, filled: x.load_q(b, n, row, smem["q_smem"].at[slot], filled))
+        first, _, _, end = x.key_tiles(b, row, tile_q, c.tile_kv)
+        kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
+
+        def step(j: Any, step: Any) -> Any:
+            key = (end - 1 - j) * c.tile_kv
+
+            def keys(slot: Any, filled: Any) -> None:
+                x.load_kv(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
+                if p.segments:
+                    core.copy_gmem_to_smem(x.inputs.segments[1].at[b, core.ds(key, c.tile_kv)], smem["segments_smem"].at[slot], filled)
+                if p.bias != "none":
+                    x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
+
+            k_ring.fill(step, keys)
+            v_ring.fill(step, lambda slot, filled: x.load_kv(x.v, b, kv_head, key, smem["v_smem"].at[slot], filled))
+            return step + 1
+
+        return lax.fori_loop(0, end - first, step, done)
+
+    steps = lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
+    k_ring.drain(steps)
+    v_ring.drain(steps)
+    q_ring.drain(tiles.count)
+
+
+def _kernel(
+    p: Problem,
+    c: Config,
+    gpu: Gpu,
+    blocks: int,
+    bias_shape: tuple[int, int],
+    *refs: Any,
+    accumulators: Any,
+    **scratch: Any,
+) -> None:
+    """One block: its output tiles, each a loop over tiles of keys."""
+    q_ref, k_ref, v_ref, *inputs, out_ref, lse_ref = refs
+    sharing = inputs.pop() if p.segments else None
+    x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
+    q_ring, k_ring, v_ring = (
+        Ring(slots, scratch.pop(f"{name}_filled"), scratch.pop(f"{name}_released"))
+        for name, slots in (("q", c.q_slots), ("k", c.max_concurrent_steps), ("v", c.max_concurrent_steps))
+    )
+    smem, tile_q = scratch, ROWS * c.compute_warpgroups
+    by_row, by_column = core.Layout.WGMMA.reduce(1), core.Layout.WGMMA.reduce(0)
+
+    def along_row(values: Any, columns: int) -> Any:
+        return lax.broadcast_in_dim(values, (ROWS, columns), (0,))
+
+    def computing(s_acc: Any, o_acc: Any) -> None:
+        wg, tiles = lax.axis_index("wg"), _turns(p, tile_q, blocks)
+        mine = core.ds(wg * ROWS, ROWS)
+        # From shared memory, the numbers of a tile's keys take registers only while a tile is masked.
+        smem["numbers_smem"][wg] = core.broadcasted_iota(jnp.int32, (c.tile_kv,), 0, layout=by_column)
+        score_scale = x.inputs.options[0] * LOG2E
+
+        def tile(i: Any, done: Any) -> Any:
+            b, n, row = _tile(p, tile_q, tiles.number(i))
+            first, whole, whole_end, end = x.key_tiles(b, row, tile_q, c.tile_kv)
+            row = row + wg * ROWS
+            tokens = x.tokens(b)
+            q_slot = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
+            core.barrier_wait(q_ring.filled.at[q_slot])
+            q = smem["q_smem"].at[q_slot, mine, :]
+            if p.segments:
+                q_segments = core.load(x.inputs.segments[0].at[b, core.ds(row, ROWS)], layout=by_row, optimized=False)
+
+            def start_scores(step: Any) -> Any:
+                slot = lax.rem(step, jnp.int32(k_ring.slots))
+                core.barrier_wait(k_ring.filled.at[slot])
+                s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
+                core.wgmma(s_acc, q, core.transpose_ref(smem["k_smem"].at[slot]))
+                return slot
+
+            def scores(slot: Any, key_tile: Any, masked: bool, in_flight: int) -> tuple[Any, Any]:
+                """Scores times log2(e), once divided by the second result: -inf where not visible. Releases the keys."""
+                s, factor = core.accumulated(s_acc, in_flight), score_scale
+                shape = s.shape
+                if p.soft_cap:
+                    s, factor = x.capped(s), x.inputs.options[1] * LOG2E
+                if p.bias != "none":
+                    bias = core.load(smem["bias_smem"].at[slot, mine, :], layout=core.Layout.WGMMA, optimized=False)
+                    s = (s if factor is None else s * factor) + bias.astype(jnp.float32) * LOG2E
+                    factor = None
+                if p.segments:
+                    kv_segments = core.load(smem["segments_smem"].at[slot], layout=by_column, optimized=False)
+                    same = along_row(q_segments, c.tile_kv) == lax.broadcast_in_dim(kv_segments, shape, (1,))
+                    s = jnp.where(same, s, -jnp.inf)
+                core.barrier_arrive(k_ring.released.at[slot])
+                if masked:
+                    keys = core.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
+                    rows = core.broadcasted_iota(jnp.int32, shape, 0, layout=core.Layout.WGMMA) + row
+                    s = jnp.where(tokens.sees(rows, lax.broadcast_in_dim(keys, shape, (1,))), s, -jnp.inf)
+                return s, factor
+
+            def softmax(s: Any, factor: Any, largest: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+                """The weights of one tile of keys, and m, l and what to multiply the output by."""
+                m = jnp.max(s, axis=1)
+                m = jnp.maximum(largest, m if factor is None else m * factor)
+                weights = jnp.exp2((s if factor is None else s * factor) - along_row(m, c.tile_kv))
+                rescale = jnp.exp2(largest - m)
+                return weights.astype(out_ref.dtype), m, total * rescale + jnp.sum(weights, axis=1), rescale
+
+            def add_values(weights: Any, step: Any) -> Any:
+                slot = lax.rem(step, jnp.int32(v_ring.slots))
+                core.barrier_wait(v_ring.filled.at[slot])
+                core.wgmma(o_acc, weights, smem["v_smem"].at[slot])
+                return slot
+
+            def key_step(j: Any, carry: Any, masked: bool) -> Any:
+                """Starts the scores of this tile of keys and the products with the last one's values, in this order."""
+                weights, m, l, step = carry
+                k_slot = start_scores(step)
+                v_slot = add_values(weights, step - 1)
+                s, factor = scores(k_slot, end - 1 - j, masked, in_flight=1)
+                weights, m, l, rescale = softmax(s, factor, m, l)
+                out = core.accumulated(o_acc, 0)
+                core.barrier_arrive(v_ring.released.at[v_slot])
+                o_acc[...] = out * along_row(rescale, p.head_dim)
+                return weights, m, l, step + 1
+
+            slot = start_scores(done)
+            s, factor = scores(slot, end - 1, _masks_last(p, c.tile_kv) or p.left is not None, in_flight=0)
+            lowest, nothing = (core.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
+            weights, m, l, _ = softmax(s, factor, lowest, nothing)
+            carry = weights, m, l, done + 1
+            steps = 1, end - whole_end, end - whole, end - first
+            for begin, stop, masked in regions(*steps, before=_many_last(p, tile_q, c.tile_kv), after=p.left is not None):
+                carry = lax.fori_loop(begin, stop, functools.partial(key_step, masked=masked), carry)
+            weights, m, l, done = carry
+            v_slot = add_values(weights, done - 1)
+            out = core.accumulated(o_acc, 0)
+            core.barrier_arrive(v_ring.released.at[v_slot])
+            o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
+            if p.lengths:  # rows that are padding see nothing
+                l = jnp.where(core.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row) + row < tokens.q_end, l, 0.0)
+            # The queries are done with: their place takes the output on its way out.
+            q[...] = (out * along_row(jnp.where(l > 0, 1.0 / l, 0.0), p.head_dim)).astype(out_ref.dtype)
+            lse = jnp.where(l > 0, m + jnp.log2(l), jnp.inf)
+            smem["lse_smem"][wg] = lse
+            core.commit_smem()
+            start = b * p.q_tokens
+            core.store_rows(q, out_ref, start + row, start + p.q_tokens, n * p.head_dim)
+            core.copy_smem_to_gmem(smem["lse_smem"].at[wg], lse_ref.at[b, n, core.ds(row, ROWS)])
+            core.wait_smem_to_gmem(0, wait_read_only=True)
+            core.barrier_arrive(q_ring.released.at[q_slot])
+            return done
+
+        lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
+
+    core.specialize(
+        lambda: _load(x, c, blocks, k_ring, v_ring, q_ring, smem),
+        lambda: accumulators.scope(computing),
+        compute_warpgroups=c.compute_warpgroups,
+        copy_registers=c.memory_registers,
+        compute_registers=compute_registers(c.compute_warpgroups, c.memory_registers, gpu),
+    )
+
+
+def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel on q, k, v and `Inputs.arrays()`.
+
+    Returns the output, and for each row the logarithm to base 2 of its sum of exponentials [batch, q_heads, q_tokens], float32,
+    +inf where the row sees nothing, so that 2^(score - it) is 0.
+    """
+    head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
+    q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
+    inputs, tile_q, steps = Inputs.of(p, arrays[3:]), ROWS * c.compute_warpgroups, c.max_concurrent_steps
+    tiles = math.ceil(p.q_tokens / tile_q)
+    blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
+    operand = core.operand_transforms(PANEL, p.dtype, 128)
+    sharing, bias_shape, scratch = [], (1, 1), {}
+    if inputs.segments is not None:
+        q_segments, kv_segments = inputs.segments
+        sharing = [segment_tiles(q_segments, kv_segments, tile_q, c.tile_kv)]
+        whole = pad_tokens(q_segments, tile_q), pad_tokens(kv_segments, c.tile_kv)
+        inputs = dataclasses.replace(inputs, segments=whole)
+        scratch["segments_smem"] = core.SMEM((steps, c.tile_kv), jnp.int32)
+    if inputs.bias is not None:
+        bias_shape = inputs.bias.shape[:2]
+        inputs = dataclasses.replace(inputs, bias=bias_rows(inputs.bias))
+        panel = core.operand_transforms(128 // inputs.bias.dtype.itemsize, inputs.bias.dtype, 128)
+        scratch["bias_smem"] = core.SMEM((steps, tile_q, c.tile_kv), inputs.bias.dtype, transforms=panel)
+
+    def barriers(name: str, slots: int, copies: int = 1) -> dict[str, Any]:
+        ring = Ring.barriers(slots, copies=copies, readers=c.compute_warpgroups)
+        return {f"{name}_{key}": barrier for key, barrier in ring.items()}
+
+    out, lse = core.kernel(
+        functools.partial(_kernel, p, c, gpu, blocks, bias_shape),
+        out_type=(
+            jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
+            jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32),
+        ),
+        scratch_types={
+            "accumulators": core.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), c.compute_warpgroups),
+            "q_smem": core.SMEM((c.q_slots, tile_q, p.head_dim), p.dtype, transforms=operand),
+            "k_smem": core.SMEM((steps, c.tile_kv, p.head_dim), p.dtype, transforms=operand),
+            "v_smem": core.SMEM((steps, c.tile_kv, p.head_dim), p.dtype, transforms=operand),
+            "numbers_smem": core.SMEM((c.compute_warpgroups, c.tile_kv), jnp.int32),
+            "lse_smem": core.SMEM((c.compute_warpgroups, ROWS), jnp.float32),
+            **scratch,
+            **barriers("q", c.q_slots),
+            **barriers("k", steps, 1 + len(scratch)),
+            **barriers("v", steps),
+        },
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=c.compute_warpgroups + 1,
+        name="mgpu_ops_flash_attention",
+        interpret=interpret,
+        compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
+    )(as_rows(q), as_rows(k), as_rows(v), *inputs.arrays(), *sharing)
+    return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

@@ -1,0 +1,161 @@
+"""The arrays that a kernel of attention receives: how the launch lays them out, and how a block finds its part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops import core
+from mgpu_ops.flash_attention.problem import PANEL, Problem
+from mgpu_ops.flash_attention.visible import Tokens
+
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of attention beside q, k and v: what a call, a reference and a kernel are all given.
+
+    options: [3] float32: scale, soft cap and scale / soft cap (the last two 0 without one).
+    lengths: (q_lengths, kv_lengths), int32 [batch] each. segments: (q_segments [batch, q_tokens], kv_segments [batch,
+    kv_tokens]), int32. bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens].
+    """
+
+    options: Any
+    lengths: tuple[Any, Any] | None = None
+    segments: tuple[Any, Any] | None = None
+    bias: Any = None
+
+    @staticmethod
+    def of(problem: Problem, arrays: tuple[Any, ...]) -> Inputs:
+        """From the arrays that follow q, k and v in an op's flat list of arguments."""
+        options, *rest = arrays
+        lengths = (rest.pop(0), rest.pop(0)) if problem.lengths else None
+        segments = (rest.pop(0), rest.pop(0)) if problem.segments else None
+        bias = rest.pop(0) if problem.bias != "none" else None
+        assert not rest
+        return Inputs(options, lengths, segments, bias)
+
+    def arrays(self) -> tuple[Any, ...]:
+        bias = () if self.bias is None else (self.bias,)
+        return (self.options, *(self.lengths or ()), *(self.segments or ()), *bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """q, k, v and `Inputs` in global memory, as a block of a kernel sees them."""
+
+    problem: Problem
+    q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `core.load_rows` takes them
+    k: Any  # [batch * kv_tokens, kv_heads * head_dim]
+    v: Any
+    inputs: Inputs  # segments padded to whole tiles, bias as rows
+    bias_shape: tuple[int, int]  # batch entries and heads of the bias
+    tiles: Any = None  # [batch, tiles, 2]: the first tile on the other side that shares a segment, and the end of them
+
+    def tokens(self, b: Any) -> Tokens:
+        p = self.problem
+        if self.inputs.lengths is None:
+            q_end, kv_end = p.q_tokens, p.kv_tokens
+        else:  # whatever the lengths are, nothing lies outside the arrays
+            q_end, kv_end = (
+                jnp.clip(ref[b], 0, tokens)
+                for ref, tokens in zip(self.inputs.lengths, (p.q_tokens, p.kv_tokens), strict=True)
+            )
+        return Tokens(p, q_end, kv_end, kv_end - q_end if p.align == "bottom_right" else 0)
+
+    def key_tiles(self, b: Any, row: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
+        """`Tokens.key_tiles`, less the tiles at both ends in which no key shares a segment with any of the rows."""
+        return self._sharing(b, row, rows, self.tokens(b).key_tiles(row, rows, tile))
+
+    def row_tiles(self, b: Any, key: Any, keys: int, tile: int) -> tuple[Any, Any, Any, Any]:
+        """`Tokens.row_tiles`, less the tiles at both ends in which no row shares a segment with any of the keys."""
+        return self._sharing(b, key, keys, self.tokens(b).row_tiles(key, keys, tile))
+
+    def _sharing(self, b: Any, token: Any, tokens: int, tiles: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        if self.tiles is None:
+            return tiles
+        first, whole, whole_end, end = tiles
+        mine = lax.div(token, jnp.int32(tokens))
+        first = jnp.minimum(jnp.maximum(first, self.tiles[b, mine, 0]), end - 1)
+        end = jnp.maximum(jnp.minimum(end, self.tiles[b, mine, 1]), first + 1)
+        whole = jnp.clip(whole, first, end)
+        return first, whole, jnp.clip(whole_end, whole, end), end
+
+    def load_q(self, b: Any, n: Any, row: Any, dst: Any, filled: Any, src: Any = None) -> None:
+        """Starts the copy of query rows of one head, with zeros from the array's last on. `src`: an array laid out as q."""
+        start, d = b * self.problem.q_tokens, self.problem.head_dim
+        core.load_rows(self.q if src is None else src, start + row, start + self.problem.q_tokens, n * d, dst, filled)
+
+    def load_kv(self, src: Any, b: Any, kv_head: Any, key: Any, dst: Any, filled: Any) -> None:
+        """Starts the copy of keys or values of one head, with zeros from the last on."""
+        start, d = b * self.problem.kv_tokens, self.problem.head_dim
+        core.load_rows(src, start + key, start + self.problem.kv_tokens, kv_head * d, dst, filled)
+
+    def load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, filled: Any) -> None:
+        """Starts the copy of a tile of the bias of one head."""
+        batch, heads = self.bias_shape
+        rows = self.inputs.bias.shape[2] // (batch * heads)
+        start = ((b if batch > 1 else 0) * heads + (n if heads > 1 else 0)) * rows
+        core.load_rows(self.inputs.bias, start + row, start + rows, column, dst, filled)
+
+    def capped(self, s: Any) -> Any:
+        """The hyperbolic tangent of a soft cap: tanh(s scale / cap), from an exponential accurate to float32."""
+        return 1.0 - 2.0 / (jnp.exp2(s * (self.inputs.options[2] * (2 * LOG2E))) + 1.0)
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """[batch, tokens, heads, head_dim] as rows of tokens for `core.load_rows`, without a copy."""
+    batch, tokens, heads, head_dim = x.shape
+    return core.rows_view(x.reshape(batch * tokens, heads * head_dim))
+
+
+def pad_head(x: jax.Array, head_dim: int) -> jax.Array:
+    """x[..., dim] with zeros up to head_dim: they add nothing to any score, and columns to the output."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
+
+
+def bias_rows(bias: jax.Array) -> jax.Array:
+    """[batch, heads, rows, columns] as rows for `core.load_rows`; columns are padded to whole panels."""
+    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, -bias.shape[3] % PANEL)))
+    return core.rows_view(bias.reshape(-1, bias.shape[3]))
+
+
+def pad_tokens(x: jax.Array, tile: int, value: float = 0) -> jax.Array:
+    """x[..., tokens] with `value` up to whole tiles."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % tile)], constant_values=value)
+
+
+def segment_tiles(mine: jax.Array, others: jax.Array, tile: int, other_tile: int) -> jax.Array:
+    """For each tile of tokens, the first tile of the other side that may share a segment with it, and the end of them.
+
+    mine: [batch, tokens], others: [batch, other tokens], int32. Returns [batch, tiles, 2]. Exact where ids grow with tokens;
+    otherwise a tile between the two may share none.
+    """
+
+    def ends(ids: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+        last = jnp.take(ids, jnp.array([-1]), axis=1)
+        whole = jnp.concatenate([ids, jnp.repeat(last, -ids.shape[1] % tile, axis=1)], axis=1)
+        by_tile = whole.reshape(ids.shape[0], -1, tile)
+        return by_tile.min(-1), by_tile.max(-1)
+
+    (low, high), (other_low, other_high) = ends(mine, tile), ends(others, other_tile)
+    shared = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
+    count = shared.shape[-1]
+    first = jnp.where(shared.any(-1), jnp.argmax(shared, -1), 0)
+    end = jnp.where(shared.any(-1), count - jnp.argmax(shared[..., ::-1], -1), 0)
+    return jnp.stack([first, end], -1).astype(jnp.int32)
+
+
+def regions(begin: Any, whole: Any, whole_end: Any, end: Any, before: bool, after: bool) -> list[tuple[Any, Any, bool]]:
+    """Steps [begin, end) cut in three: (first, end, whether masked). `before`, `after`: whether there are masked ones at all."""
+    whole = jnp.maximum(begin, whole) if before else begin
+    whole_end = jnp.maximum(whole, whole_end) if after else end
+    cut = [(begin, whole, True)] if before else []
+    return [*cut, (whole, whole_end, False), *([(whole_end, end, True)] if after else [])]
+

@@ -1,0 +1,226 @@
+"""What attention is (`Problem`, `BackwardProblem`), and which configs can run it (`supports`, `check`, `check_backward`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mgpu_ops.core import smem
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import DTYPES, itemsize_of, supports_dtypes
+
+# --- What is computed -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """out = softmax(scale q k^T + bias, where visible) v for each head: q[batch, q_tokens, q_heads, head_dim], k and v
+    [batch, kv_tokens, kv_heads, head_dim].
+
+    Query row t sees key s where t + offset - window_left <= s <= t + offset + window_right; -1 is a side without bound, and
+    `causal` bounds the right side by 0. The offset is 0 with align "top_left", kv_tokens - q_tokens with "bottom_right", where
+    the last query sees the last key. `lengths`: each batch entry has token counts of its own. `segments`: each token has an
+    id, and sees its own segment only. `bias`: "none", or the dtype of an additive bias. `soft_cap`: scores go through
+    cap tanh(score / cap) before the bias.
+    """
+
+    batch: int
+    q_tokens: int
+    kv_tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    align: str = "bottom_right"
+    lengths: bool = False
+    segments: bool = False
+    bias: str = "none"
+    soft_cap: bool = False
+
+    @property
+    def left(self) -> int | None:
+        """How many keys before its own position a row sees; None: all."""
+        return None if self.window_left < 0 else self.window_left
+
+    @property
+    def right(self) -> int | None:
+        """How many keys after its own position a row sees; None: all."""
+        bounds = ([0] if self.causal else []) + ([] if self.window_right < 0 else [self.window_right])
+        return min(bounds, default=None)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BackwardProblem(Problem):
+    """The gradients of a `Problem` with respect to q, k, v and, with `bias_grad`, the bias.
+
+    `deterministic`: sums are taken in a fixed order, so that equal inputs give bitwise equal gradients.
+    """
+
+    deterministic: bool = False
+    bias_grad: bool = False
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Config:
+    """How a block of the forward kernel works: `compute_warpgroups` times 64 query rows against `tile_kv` keys a step."""
+
+    compute_warpgroups: int
+    tile_kv: int
+    max_concurrent_steps: int  # tiles of keys, and of values, in shared memory at a time
+    q_slots: int  # tiles of queries in shared memory: with 2, the next one loads while this one is worked on
+    memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BackwardConfig:
+    """How the backward kernels work.
+
+    mode "fused": one kernel computes all gradients, a block keeping `tile_kv` keys while `tile_q` query rows a step go by, and
+    adds to dq in global memory. "split": one kernel for dk and dv, and one for dq whose blocks keep `dq_tile_q` query rows
+    while `dq_tile_kv` keys a step go by: seven matrix products instead of five, but no atomic sums.
+    """
+
+    mode: str
+    tile_q: int
+    tile_kv: int
+    max_concurrent_steps: int
+    memory_registers: int
+
+
+def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | None = None, **mask: Any) -> Problem:
+    return Problem(batch, tokens, tokens, heads, kv_heads or heads, head_dim, **mask)
+
+
+SHAPES: dict[str, Problem] = {
+    "bert-large-512": _mha(64, 32, 512, 16),
+    "gpt2-1024-causal": _mha(64, 16, 1024, 12, causal=True),
+    "whisper-cross-448x1500": Problem(16, 448, 1500, 20, 20, 64),
+    "mha64-4096": _mha(64, 4, 4096, 32),
+    "mha64-4096-causal": _mha(64, 4, 4096, 32, causal=True),
+    "mha64-16384-causal": _mha(64, 1, 16384, 32, causal=True),
+    "mha128-4096": _mha(128, 4, 4096, 16),
+    "mha128-4096-causal": _mha(128, 4, 4096, 16, causal=True),
+    "mha128-16384": _mha(128, 1, 16384, 16),
+    "mha128-16384-causal": _mha(128, 1, 16384, 16, causal=True),
+    "llama3-8b-512-causal": _mha(128, 16, 512, 32, 8, causal=True),
+    "llama3-8b-2048-causal": _mha(128, 4, 2048, 32, 8, causal=True),
+    "llama3-8b-8192-causal": _mha(128, 1, 8192, 32, 8, causal=True),
+    "llama3-8b-32768-causal": _mha(128, 1, 32768, 32, 8, causal=True),
+    "llama3-70b-8192-causal": _mha(128, 1, 8192, 64, 8, causal=True),
+    "mistral-7b-16384-window": _mha(128, 1, 16384, 32, 8, causal=True, window_left=4095),
+    "mha256-4096": _mha(256, 4, 4096, 8),
+    "mha256-4096-causal": _mha(256, 4, 4096, 8, causal=True),
+    "gemma2-9b-8192-causal": _mha(256, 1, 8192, 16, 8, causal=True),
+    "gemma2-9b-8192-window": _mha(256, 1, 8192, 16, 8, causal=True, window_left=4095),
+}
+SUITES: dict[str, Sequence[str]] = {
+    "llm": list(SHAPES),
+    **{f"d{d}": [name for name, p in SHAPES.items() if p.head_dim == d] for d in (64, 128, 256)},
+}
+BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in SHAPES.items()}
+BACKWARD_SUITES = SUITES
+
+# --- What can run ---------------------------------------------------------------------------------------------------
+
+ROWS = 64  # of a compute warpgroup: one wgmma writes 64 rows
+PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
+HEAD_DIMS = (64, 128, 256)
+MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
+BIASES = ("none", "bfloat16", "float16", "float32")
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why no config of the kernels can run `problem` on `gpu`, or None."""
+    p = problem
+    reason = supports_dtypes(p.dtype, p.dtype, gpu)
+    if reason is not None:
+        return reason
+    if p.head_dim > HEAD_DIMS[-1]:
+        return f"head_dim={p.head_dim} is more than {HEAD_DIMS[-1]}: use backend='xla'"
+    if min(p.batch, p.q_tokens, p.kv_tokens, p.q_heads, p.kv_heads) < 1:
+        return f"a dimension of {p} is zero: there is nothing to attend to"
+    if p.q_heads % p.kv_heads:
+        return f"q_heads={p.q_heads} is no multiple of kv_heads={p.kv_heads}: repeat the keys and values"
+    if p.align not in ("bottom_right", "top_left"):
+        return f"align {p.align!r} is neither 'bottom_right' nor 'top_left'"
+    if p.bias not in BIASES:
+        return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
+    rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), p.kv_tokens)
+    if rows > MAX_ROWS:
+        return f"{rows} rows are more than {MAX_ROWS}: split the batch, or use backend='xla'"
+    return None
+
+
+def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why the forward kernel cannot run `problem` with `config` on `gpu`, or None. Kernel, tuner and tests all ask here."""
+    p, c = problem, config
+    if c.compute_warpgroups not in (1, 2, 3):
+        return f"compute_warpgroups={c.compute_warpgroups} is not 1, 2 or 3"
+    if c.tile_kv % PANEL or not PANEL <= c.tile_kv <= 256:
+        return f"tile_kv={c.tile_kv} must be a multiple of {PANEL} (a swizzle row of keys) up to 256 (wgmma's N)"
+    if not 2 <= c.max_concurrent_steps <= 16:
+        return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16: keys are copied a step ahead of values"
+    if c.q_slots not in (1, 2):
+        return f"q_slots={c.q_slots} is neither 1 nor 2"
+    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
+        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads
+    limit = compute_registers(c.compute_warpgroups, c.memory_registers, gpu)
+    if needed + 24 > limit:
+        return (
+            f"scores, weights and output take {needed} registers a thread and addresses about 24 more, but {limit} are left: "
+            "use a smaller tile_kv or fewer compute warpgroups"
+        )
+    return _check_smem(smem_bytes(p, c), gpu)
+
+
+def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
+    """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
+    if problem.bias_grad and problem.soft_cap:
+        return "the gradient of a bias beside soft_cap is not in the kernel: pass a mask, stop_gradient(bias) or backend='xla'"
+    return supports(problem, gpu)
+
+
+def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> str | None:
+    """Why the backward kernels cannot run `problem` with `config` on `gpu`, or None."""
+    return None
+
+
+def padded(head_dim: int) -> int:
+    """The head_dim that the kernels compute with."""
+    return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def compute_registers(compute_warpgroups: int, memory_registers: int, gpu: Gpu) -> int:
+    """Registers a compute thread gets, in steps of 8: what the copying warpgroup leaves, 240 at most."""
+    total = gpu.registers_per_sm // 128
+    launched = total // (compute_warpgroups + 1) // 8 * 8 * (compute_warpgroups + 1)  # setmaxnreg shares out what a launch got
+    return min(240, (launched - memory_registers) // compute_warpgroups // 8 * 8)
+
+
+def smem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory that a block of the forward kernel takes."""
+    p, c = problem, config
+    rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
+    buffers = [((c.q_slots, rows, d), 2), ((steps, c.tile_kv, d), 2), ((steps, c.tile_kv, d), 2), ((rows,), 4)]
+    buffers.append(((c.compute_warpgroups, c.tile_kv), 4))
+    if p.bias != "none":
+        buffers.append(((steps, rows, c.tile_kv), itemsize_of(p.bias)))
+    if p.segments:
+        buffers.append(((steps, c.tile_kv), 4))
+    return smem.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps))
+
+
+def _check_smem(size: int, gpu: Gpu) -> str | None:
+    if size > gpu.smem_per_block:
+        return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
+    return None

@@ -1,0 +1,139 @@
+"""Attention through XLA, for any floats on any machine: what the kernels are held against, and what runs where they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.flash_attention.operands import LOG2E, Inputs
+from mgpu_ops.flash_attention.problem import BackwardProblem, Problem
+from mgpu_ops.flash_attention.visible import visible
+
+_CHUNK_BYTES = 2**31  # of scores in memory at a time
+
+
+def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+    """Output [batch, q_tokens, q_heads, head_dim] of q's dtype, and log2 of each row's sum of exponentials, +inf for none.
+
+    `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
+    """
+    p, inputs = problem, Inputs.of(problem, tuple(rest))
+    group = p.q_heads // p.kv_heads
+    accurate = jnp.promote_types(q.dtype, jnp.float32)
+    seen = visible(p, inputs.lengths, inputs.segments)
+
+    @jax.checkpoint  # the scores of one chunk are computed again where a gradient is taken, not kept
+    def one(x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        """The heads that share one head of keys: q [q_tokens, group, head_dim], k and v [kv_tokens, head_dim]."""
+        b, n, q, k, v = x
+        s = _product("tgd,sd->gts", q, k) * inputs.options[0]
+        if p.soft_cap:
+            s = inputs.options[1] * jnp.tanh(s / inputs.options[1])
+        if inputs.bias is not None:
+            of_batch = inputs.bias[b if inputs.bias.shape[0] > 1 else 0]
+            heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
+            s = s + heads.astype(accurate)
+        s = jnp.where(seen[b if seen.shape[0] > 1 else 0], s, -jnp.inf)
+        m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+        e = jnp.exp(s - jnp.where(m > -jnp.inf, m, 0.0))
+        total = e.sum(-1, keepdims=True)
+        some = total > 0
+        safe = jnp.where(some, total, 1.0)
+        out = _product("gts,sd->tgd", (e / safe).astype(v.dtype), v)
+        lse = jnp.where(some, (jnp.where(some, m, 0.0) + jnp.log(safe)) * LOG2E, jnp.inf)
+        return out.astype(q.dtype), lse[..., 0].astype(jnp.float32)
+
+    batch, heads = (x.reshape(-1) for x in jnp.indices((p.batch, p.kv_heads)))
+    by_head = q.reshape(p.batch, p.q_tokens, p.kv_heads, group, p.head_dim).transpose(0, 2, 1, 3, 4)
+    keys, values = (x.transpose(0, 2, 1, 3).reshape(-1, p.kv_tokens, p.head_dim) for x in (k, v))
+    chunk = max(1, _CHUNK_BYTES // (group * p.q_tokens * p.kv_tokens * accurate.itemsize))
+    each = (batch, heads, by_head.reshape(-1, *by_head.shape[2:]), keys, values)
+    out, lse = lax.map(one, each, batch_size=min(chunk, len(batch)))
+    out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(q.shape), lse.reshape(p.batch, p.q_heads, p.q_tokens)
+
+
+def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """einsum with sums in float32 at least. XLA's CPU has no such products of 16-bit floats for every shape."""
+    accurate = jnp.promote_types(x.dtype, jnp.float32)
+
+    def einsum(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(axes, x, y, preferred_element_type=accurate)
+
+    if x.dtype == accurate:
+        return einsum(x, y)
+    return lax.platform_dependent(x, y, cpu=lambda x, y: einsum(x.astype(accurate), y.astype(accurate)), default=einsum)
+
+
+def backward(
+    problem: BackwardProblem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out_grad: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    *rest: Any,
+) -> tuple[jax.Array, ...]:
+    """Gradients with respect to q, k, v and, with `bias_grad`, the bias, from those of the output.
+
+    delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less log2(e) times lse's gradient. Here it
+    only brings in the latter: XLA differentiates `forward`.
+    """
+    del lse
+    inputs = Inputs.of(problem, tuple(rest))
+
+    def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:
+        with_bias = Inputs(inputs.options, inputs.lengths, inputs.segments, bias)
+        out, lse = forward(problem, q, k, v, *with_bias.arrays())
+        return out, jnp.where(lse < jnp.inf, lse, 0.0)
+
+    (out, _), pull = jax.vjp(of, q, k, v, inputs.bias)
+    rows = jnp.einsum("btnd,btnd->bnt", out.astype(delta.dtype), out_grad.astype(delta.dtype))
+    dq, dk, dv, dbias = pull((out_grad, (rows - delta) / LOG2E))
+    return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of the two products of the forward pass, over what is visible (lengths, segments apart)."""
+    return 4 * problem.batch * problem.q_heads * problem.head_dim * pairs(problem)
+
+
+def pairs(problem: Problem) -> int:
+    """How many (row, key) pairs of one head are visible where no lengths or segments say less."""
+    p = problem
+    rows = np.arange(p.q_tokens) + (p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0)
+    low = 0 if p.left is None else np.maximum(0, rows - p.left)
+    high = p.kv_tokens if p.right is None else np.minimum(p.kv_tokens, rows + p.right + 1)
+    return int(np.maximum(0, high - low + 0 * rows).sum())
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms(ref)): weights and output are rounded to the inputs' dtype."""
+    return 0.03 if problem.dtype == "bfloat16" else 0.004
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each input read once and each output written once."""
+    p = problem
+    queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * p.kv_tokens * p.kv_heads
+    bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
+    return 2 * (queries + keys) * p.head_dim * itemsize_of(p.dtype) + 4 * queries + bias
+
+
+def backward_flops(problem: BackwardProblem) -> int:
+    """Multiplications and additions of the five products of the backward pass."""
+    return flops(problem) // 2 * 5
+
+
+def backward_bytes_moved(problem: BackwardProblem) -> int:
+    """Each input read once and each output written once."""
+    p = problem
+    queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * p.kv_tokens * p.kv_heads
+    bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
+    return (3 * queries + 4 * keys) * p.head_dim * itemsize_of(p.dtype) + 8 * queries + bias * (1 + p.bias_grad)

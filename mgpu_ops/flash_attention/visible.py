@@ -1,0 +1,90 @@
+"""Which keys a query row sees: what kernels ask of a `Problem` for one batch entry, and the same as a boolean array."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops.core.schedule import cdiv
+from mgpu_ops.flash_attention.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The tokens of one batch entry. All but `problem` may be traced int32."""
+
+    problem: Problem
+    q_end: Any  # query rows from here on are padding
+    kv_end: Any  # and so are keys
+    offset: Any  # row t is aligned with key t + offset
+
+    def bounds(self) -> tuple[Any, Any]:
+        """Row t sees keys whose s - t is between the two, both included; None: no bound."""
+        left, right = self.problem.left, self.problem.right
+        return None if left is None else self.offset - left, None if right is None else self.offset + right
+
+    def key_tiles(self, row: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
+        """Tiles of keys for the rows [row, row + rows): (first, first whole, end of whole, end).
+
+        Tiles in [first, end) hold what any of the rows sees, at least one tile; each row sees all of those in [first whole, end
+        of whole).
+        """
+        low, high = self.bounds()
+        last = jnp.minimum(row + rows, self.q_end) - 1
+        end = self.kv_end if high is None else jnp.minimum(self.kv_end, last + high + 1)
+        whole_end = self.kv_end if high is None else jnp.minimum(self.kv_end, row + high + 1)
+        first = 0 if low is None else row + low
+        whole = 0 if low is None else last + low
+        return _tiles(first, whole, whole_end, end, tile, self.problem.kv_tokens)
+
+    def row_tiles(self, key: Any, keys: int, tile: int) -> tuple[Any, Any, Any, Any]:
+        """Tiles of query rows for the keys [key, key + keys), as `key_tiles`: a whole tile's rows all see all of the keys."""
+        low, high = self.bounds()
+        last = jnp.minimum(key + keys, self.kv_end) - 1
+        first = 0 if high is None else key - high
+        whole = 0 if high is None else last - high
+        end = self.q_end if low is None else jnp.minimum(self.q_end, last - low + 1)
+        whole_end = self.q_end if low is None else jnp.minimum(self.q_end, key - low + 1)
+        none = key + keys > self.kv_end  # such keys need a mask in every row
+        whole_end = jnp.where(none, 0, whole_end)
+        # Rows past the end have no say in any sum, so that the last tile is whole too.
+        whole_end = jnp.where(whole_end == self.q_end, cdiv(self.q_end, tile) * tile, whole_end)
+        return _tiles(first, whole, whole_end, end, tile, self.problem.q_tokens)
+
+    def sees(self, row: Any, key: Any) -> Any:
+        """Whether each row sees each key, segments apart: int32 arrays of one shape, or of shapes that broadcast."""
+        low, high = self.bounds()
+        visible = key < self.kv_end
+        if high is not None:
+            visible &= key - row <= high
+        if low is not None:
+            visible &= key - row >= low
+        return visible
+
+
+def _tiles(first: Any, whole: Any, whole_end: Any, end: Any, tile: int, tokens: int) -> tuple[Any, Any, Any, Any]:
+    """Tiles for the token ranges [first, end) and [whole, whole_end), clipped to those that exist, at least one."""
+    count = -(-tokens // tile)
+    first, whole, whole_end, end = (jnp.clip(jnp.int32(x), 0, count * tile) for x in (first, whole, whole_end, end))
+    low = jnp.minimum(lax.div(first, jnp.int32(tile)), count - 1)
+    high = jnp.maximum(cdiv(end, tile), low + 1)
+    whole_low = jnp.clip(cdiv(whole, tile), low, high)
+    return low, whole_low, jnp.clip(lax.div(whole_end, jnp.int32(tile)), whole_low, high), high
+
+
+def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
+    """Whether row t of a batch entry sees key s: [batch or 1, q_tokens, kv_tokens].
+
+    lengths: (q_lengths, kv_lengths), each [batch]; segments: (q_segments [batch, q_tokens], kv_segments [batch, kv_tokens]).
+    """
+    p = problem
+    rows, keys = jnp.arange(p.q_tokens)[:, None], jnp.arange(p.kv_tokens)[None, :]
+    q_end, kv_end = (p.q_tokens, p.kv_tokens) if lengths is None else (x[:, None, None] for x in lengths)
+    offset = kv_end - q_end if p.align == "bottom_right" else 0
+    out = Tokens(p, q_end, kv_end, offset).sees(rows, keys) & (rows < q_end)
+    if segments is not None:
+        out &= segments[0][:, :, None] == segments[1][:, None, :]
+    return jnp.broadcast_to(out, (*([1] * (3 - out.ndim)), *out.shape))
