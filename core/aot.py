@@ -46,6 +46,7 @@ class Kernel:
     registers: int  # per thread, before any setmaxnreg
     spill_stores: int  # bytes per thread
     spill_loads: int  # bytes per thread
+    serialized: str  # why ptxas lets no two wgmma overlap, "" where it does
     barriers: int  # named barriers of a block (bar.sync); mbarriers are in smem_bytes
     smem_bytes: int  # dynamic shared memory that a block's launch asks for, mbarriers included
     ptx: str
@@ -67,6 +68,11 @@ class Report:
     def spills(self) -> int:
         """Bytes per thread, stores and loads, of all kernels together."""
         return sum(kernel.spill_stores + kernel.spill_loads for kernel in self.kernels)
+
+    @property
+    def serialized(self) -> str:
+        """Why ptxas waits for each wgmma before the next, which costs a fifth of a kernel's speed or more; "" where it does not."""
+        return "; ".join(dict.fromkeys(kernel.serialized for kernel in self.kernels if kernel.serialized))
 
     @property
     def barriers(self) -> int:
@@ -253,6 +259,7 @@ def _kernel(ptx: pathlib.Path) -> Kernel:
         registers=max(_numbers(r"Used (\d+) registers", log), default=0),
         spill_stores=sum(_numbers(r"(\d+) bytes spill stores", log)),
         spill_loads=sum(_numbers(r"(\d+) bytes spill loads", log)),
+        serialized="; ".join(re.findall(r"wgmma.mma_async instructions are serialized due to (.+?) in (?:the )?function", log)),
         barriers=max(_numbers(r"used (\d+) barriers", log), default=0),
         smem_bytes=_launched_smem(ptx.with_suffix(".mlir-passes.log")),
         ptx=ptx.read_text(),

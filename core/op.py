@@ -13,6 +13,19 @@ from mgpu_ops.core.gpu import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
+class Baseline:
+    """What is timed beside an op's kernel: `run(problem, *arrays)`.
+
+    The arrays are the op's inputs, or what `arrays(problem, *inputs)` makes of them in advance, untimed: a gradient's, say,
+    what the forward pass of the baseline left.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    arrays: Callable[..., tuple] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class OpSpec:
     """Everything the dispatcher, the tuner, the benchmarks and the contract tests need to know of one op.
 
@@ -39,7 +52,7 @@ class OpSpec:
     run: Callable[..., Any]  # run(problem, config, gpu, *inputs, interpret=False): the kernel
     reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
-    baseline: tuple[str, Callable[..., Any]] | None = None  # (name, f(problem, *inputs)) to time beside `run`; None: reference
+    baseline: Callable[[Any], Baseline | None] | None = None  # what to time beside `run` of a problem; None: the reference
 
 
 BACKENDS = ("mosaic", "interpret", "xla")

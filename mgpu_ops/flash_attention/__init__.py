@@ -19,7 +19,7 @@ import numpy as np
 
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
-from mgpu_ops.flash_attention import reference
+from mgpu_ops.flash_attention import cudnn, reference
 from mgpu_ops.flash_attention.model import (
     backward_candidates,
     backward_cost,
@@ -178,6 +178,37 @@ def attend(
     q, k, v, options, *extra = arrays if bias is None else arrays[:-1]
     out, lse = _attention(call, q, k, v, None if bias is None else arrays[-1], options, tuple(extra))
     return out[..., :v_dim], jnp.where(lse < jnp.inf, lse / LOG2E, -jnp.inf)
+
+
+def top_left_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    q_lengths: jax.Array | None,
+    kv_lengths: jax.Array | None,
+    scale: float | None,
+    backend: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`flash_attention` of batched arguments that fit each other, with lse; row t is aligned with key t, also beside lengths."""
+    call = _Call(
+        causal=causal,
+        window=_checked_window(window),
+        align="top_left",
+        lengths=q_lengths is not None or kv_lengths is not None,
+        segments=False,
+        soft_cap=False,
+        deterministic=False,
+        config=None,
+        backward_config=None,
+        backend=backend,
+    )
+    lengths = _checked_lengths(q, k, q_lengths, kv_lengths) if call.lengths else ()
+    return attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, None, lengths, ())
 
 
 def _problem(call: _Call, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Problem:
@@ -467,6 +498,7 @@ FORWARD = op.OpSpec(
     run=_run,
     reference=reference.forward,
     tolerance=reference.tolerance,
+    baseline=cudnn.baseline,
 )
 
 BACKWARD = op.OpSpec(
@@ -489,4 +521,5 @@ BACKWARD = op.OpSpec(
     run=_run_backward,
     reference=reference.backward,
     tolerance=reference.tolerance,
+    baseline=cudnn.backward_baseline,
 )

@@ -31,7 +31,6 @@ from mgpu_ops.flash_attention.operands import (
     bias_rows,
     pad_head,
     pad_tokens,
-    regions,
     segment_tiles,
 )
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
@@ -76,7 +75,7 @@ def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_rin
 
     def tile(i: Any, done: Any) -> Any:
         b, n, row = _tile(p, tile_q, tiles.number(i))
-        q_ring.fill(i, lambda slot, filled: x.load_q(b, n, row, smem["q_smem"].at[slot], filled))
+        q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
         first, _, _, end = x.key_tiles(b, row, tile_q, c.tile_kv)
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
@@ -84,14 +83,14 @@ def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_rin
             key = (end - 1 - j) * c.tile_kv
 
             def keys(slot: Any, filled: Any) -> None:
-                x.load_kv(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
+                x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
                 if p.segments:
                     core.copy_gmem_to_smem(x.inputs.segments[1].at[b, core.ds(key, c.tile_kv)], smem["segments_smem"].at[slot], filled)
                 if p.bias != "none":
                     x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
 
             k_ring.fill(step, keys)
-            v_ring.fill(step, lambda slot, filled: x.load_kv(x.v, b, kv_head, key, smem["v_smem"].at[slot], filled))
+            v_ring.fill(step, lambda slot, filled: x.load_values(b, kv_head, key, smem["v_smem"].at[slot], filled))
             return step + 1
 
         return lax.fori_loop(0, end - first, step, done)
@@ -115,12 +114,12 @@ def _kernel(
     """One block: its output tiles, each a loop over tiles of keys."""
     q_ref, k_ref, v_ref, *inputs, out_ref, lse_ref = refs
     sharing = inputs.pop() if p.segments else None
-    x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
+    x = Operands(p, q_ref, k_ref, v_ref, p.kv_tokens % c.tile_kv == 0, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
     q_ring, k_ring, v_ring = (
         Ring(slots, scratch.pop(f"{name}_filled"), scratch.pop(f"{name}_released"))
         for name, slots in (("q", c.q_slots), ("k", c.max_concurrent_steps), ("v", c.max_concurrent_steps))
     )
-    smem, tile_q = scratch, ROWS * c.compute_warpgroups
+    smem, tile_q, panels = scratch, ROWS * c.compute_warpgroups, range(p.head_dim // PANEL)
     by_row, by_column = core.Layout.WGMMA.reduce(1), core.Layout.WGMMA.reduce(0)
 
     def along_row(values: Any, columns: int) -> Any:
@@ -140,7 +139,7 @@ def _kernel(
             tokens = x.tokens(b)
             q_slot = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
             core.barrier_wait(q_ring.filled.at[q_slot])
-            q = smem["q_smem"].at[q_slot, mine, :]
+            q = [smem["q_smem"].at[q_slot, panel, mine, :] for panel in panels]
             if p.segments:
                 q_segments = core.load(x.inputs.segments[0].at[b, core.ds(row, ROWS)], layout=by_row, optimized=False)
 
@@ -148,10 +147,11 @@ def _kernel(
                 slot = lax.rem(step, jnp.int32(k_ring.slots))
                 core.barrier_wait(k_ring.filled.at[slot])
                 s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
-                core.wgmma(s_acc, q, core.transpose_ref(smem["k_smem"].at[slot]))
+                for panel in panels:
+                    core.wgmma(s_acc, q[panel], core.transpose_ref(smem["k_smem"].at[slot, panel]))
                 return slot
 
-            def scores(slot: Any, key_tile: Any, masked: bool, in_flight: int) -> tuple[Any, Any]:
+            def scores(slot: Any, key_tile: Any, masked: Any, in_flight: int) -> tuple[Any, Any]:
                 """Scores times log2(e), once divided by the second result: -inf where not visible. Releases the keys."""
                 s, factor = core.accumulated(s_acc, in_flight), score_scale
                 shape = s.shape
@@ -166,11 +166,16 @@ def _kernel(
                     same = along_row(q_segments, c.tile_kv) == lax.broadcast_in_dim(kv_segments, shape, (1,))
                     s = jnp.where(same, s, -jnp.inf)
                 core.barrier_arrive(k_ring.released.at[slot])
-                if masked:
-                    keys = core.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
-                    rows = core.broadcasted_iota(jnp.int32, shape, 0, layout=core.Layout.WGMMA) + row
-                    s = jnp.where(tokens.sees(rows, lax.broadcast_in_dim(keys, shape, (1,))), s, -jnp.inf)
+                if masked is True:
+                    s = mask(s, key_tile)
+                elif masked is not False:
+                    s = lax.cond(masked, lambda s: mask(s, key_tile), lambda s: s, s)
                 return s, factor
+
+            def mask(s: Any, key_tile: Any) -> Any:
+                keys = core.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
+                rows = core.broadcasted_iota(jnp.int32, s.shape, 0, layout=core.Layout.WGMMA) + row
+                return jnp.where(tokens.sees(rows, lax.broadcast_in_dim(keys, s.shape, (1,))), s, -jnp.inf)
 
             def softmax(s: Any, factor: Any, largest: Any, total: Any) -> tuple[Any, Any, Any, Any]:
                 """The weights of one tile of keys, and m, l and what to multiply the output by."""
@@ -186,12 +191,18 @@ def _kernel(
                 core.wgmma(o_acc, weights, smem["v_smem"].at[slot])
                 return slot
 
-            def key_step(j: Any, carry: Any, masked: bool) -> Any:
+            def key_step(j: Any, carry: Any) -> Any:
                 """Starts the scores of this tile of keys and the products with the last one's values, in this order."""
                 weights, m, l, step = carry
                 k_slot = start_scores(step)
                 v_slot = add_values(weights, step - 1)
-                s, factor = scores(k_slot, end - 1 - j, masked, in_flight=1)
+                key_tile = end - 1 - j
+                masked = False
+                if _many_last(p, tile_q, c.tile_kv):
+                    masked |= key_tile >= whole_end
+                if p.left is not None:
+                    masked |= key_tile < whole
+                s, factor = scores(k_slot, key_tile, masked, in_flight=1)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 out = core.accumulated(o_acc, 0)
                 core.barrier_arrive(v_ring.released.at[v_slot])
@@ -202,24 +213,22 @@ def _kernel(
             s, factor = scores(slot, end - 1, _masks_last(p, c.tile_kv) or p.left is not None, in_flight=0)
             lowest, nothing = (core.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
             weights, m, l, _ = softmax(s, factor, lowest, nothing)
-            carry = weights, m, l, done + 1
-            steps = 1, end - whole_end, end - whole, end - first
-            for begin, stop, masked in regions(*steps, before=_many_last(p, tile_q, c.tile_kv), after=p.left is not None):
-                carry = lax.fori_loop(begin, stop, functools.partial(key_step, masked=masked), carry)
-            weights, m, l, done = carry
+            weights, m, l, done = lax.fori_loop(1, end - first, key_step, (weights, m, l, done + 1))
             v_slot = add_values(weights, done - 1)
             out = core.accumulated(o_acc, 0)
             core.barrier_arrive(v_ring.released.at[v_slot])
             o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
             if p.lengths:  # rows that are padding see nothing
                 l = jnp.where(core.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row) + row < tokens.q_end, l, 0.0)
-            # The queries are done with: their place takes the output on its way out.
-            q[...] = (out * along_row(jnp.where(l > 0, 1.0 / l, 0.0), p.head_dim)).astype(out_ref.dtype)
+            out = (out * along_row(jnp.where(l > 0, 1.0 / l, 0.0), p.head_dim)).astype(out_ref.dtype)
+            for panel in panels:  # the queries are done with: their place takes the output on its way out
+                q[panel][...] = out[:, panel * PANEL : (panel + 1) * PANEL]
             lse = jnp.where(l > 0, m + jnp.log2(l), jnp.inf)
             smem["lse_smem"][wg] = lse
             core.commit_smem()
             start = b * p.q_tokens
-            core.store_rows(q, out_ref, start + row, start + p.q_tokens, n * p.head_dim)
+            for panel in panels:
+                core.store_rows(q[panel], out_ref, start + row, start + p.q_tokens, n * p.head_dim + panel * PANEL)
             core.copy_smem_to_gmem(smem["lse_smem"].at[wg], lse_ref.at[b, n, core.ds(row, ROWS)])
             core.wait_smem_to_gmem(0, wait_read_only=True)
             core.barrier_arrive(q_ring.released.at[q_slot])
@@ -245,7 +254,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
     q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
     inputs, tile_q, steps = Inputs.of(p, arrays[3:]), ROWS * c.compute_warpgroups, c.max_concurrent_steps
-    tiles = math.ceil(p.q_tokens / tile_q)
+    tiles, panels = math.ceil(p.q_tokens / tile_q), p.head_dim // PANEL
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
     operand = core.operand_transforms(PANEL, p.dtype, 128)
     sharing, bias_shape, scratch = [], (1, 1), {}
@@ -273,14 +282,14 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         ),
         scratch_types={
             "accumulators": core.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), c.compute_warpgroups),
-            "q_smem": core.SMEM((c.q_slots, tile_q, p.head_dim), p.dtype, transforms=operand),
-            "k_smem": core.SMEM((steps, c.tile_kv, p.head_dim), p.dtype, transforms=operand),
+            "q_smem": core.SMEM((c.q_slots, panels, tile_q, PANEL), p.dtype, transforms=operand),
+            "k_smem": core.SMEM((steps, panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
             "v_smem": core.SMEM((steps, c.tile_kv, p.head_dim), p.dtype, transforms=operand),
             "numbers_smem": core.SMEM((c.compute_warpgroups, c.tile_kv), jnp.int32),
             "lse_smem": core.SMEM((c.compute_warpgroups, ROWS), jnp.float32),
             **scratch,
-            **barriers("q", c.q_slots),
-            **barriers("k", steps, 1 + len(scratch)),
+            **barriers("q", c.q_slots, panels),
+            **barriers("k", steps, panels + len(scratch)),
             **barriers("v", steps),
         },
         grid=(blocks,),
@@ -289,5 +298,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         name="mgpu_ops_flash_attention",
         interpret=interpret,
         compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
-    )(as_rows(q), as_rows(k), as_rows(v), *inputs.arrays(), *sharing)
+    )(as_rows(q), as_rows(k), v if p.kv_tokens % c.tile_kv == 0 else as_rows(v), *inputs.arrays(), *sharing)
     return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

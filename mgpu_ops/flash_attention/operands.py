@@ -52,8 +52,9 @@ class Operands:
 
     problem: Problem
     q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `core.load_rows` takes them
-    k: Any  # [batch * kv_tokens, kv_heads * head_dim]
-    v: Any
+    k: Any  # [batch * kv_tokens, kv_heads * head_dim], likewise
+    v: Any  # likewise, or [batch, kv_tokens, kv_heads, head_dim] where tiles of keys divide kv_tokens
+    aligned: bool  # which of the two
     inputs: Inputs  # segments padded to whole tiles, bias as rows
     bias_shape: tuple[int, int]  # batch entries and heads of the bias
     tiles: Any = None  # [batch, tiles, 2]: the first tile on the other side that shares a segment, and the end of them
@@ -87,15 +88,30 @@ class Operands:
         whole = jnp.clip(whole, first, end)
         return first, whole, jnp.clip(whole_end, whole, end), end
 
-    def load_q(self, b: Any, n: Any, row: Any, dst: Any, filled: Any, src: Any = None) -> None:
-        """Starts the copy of query rows of one head, with zeros from the array's last on. `src`: an array laid out as q."""
-        start, d = b * self.problem.q_tokens, self.problem.head_dim
-        core.load_rows(self.q if src is None else src, start + row, start + self.problem.q_tokens, n * d, dst, filled)
+    def load_rows(self, src: Any, b: Any, n: Any, row: Any, dst: Any, filled: Any) -> None:
+        """Starts the copies of query rows of one head, with zeros from the last on: dst is [panels, rows, PANEL]."""
+        self._load_panels(src, b * self.problem.q_tokens, self.problem.q_tokens, n, row, dst, filled)
 
-    def load_kv(self, src: Any, b: Any, kv_head: Any, key: Any, dst: Any, filled: Any) -> None:
-        """Starts the copy of keys or values of one head, with zeros from the last on."""
-        start, d = b * self.problem.kv_tokens, self.problem.head_dim
-        core.load_rows(src, start + key, start + self.problem.kv_tokens, kv_head * d, dst, filled)
+    def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
+        """Starts the copies of keys or values of one head of them, with zeros from the last on: dst is [panels, keys, PANEL]."""
+        self._load_panels(src, b * self.problem.kv_tokens, self.problem.kv_tokens, n, key, dst, filled)
+
+    def _load_panels(self, src: Any, start: Any, tokens: int, n: Any, token: Any, dst: Any, filled: Any) -> None:
+        for panel in range(dst.shape[0]):
+            column = n * self.problem.head_dim + panel * PANEL
+            core.load_rows(src, start + token, start + tokens, column, dst.at[panel], filled)
+
+    def load_values(self, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
+        """Starts the copy of values of one head of them, with zeros from the last on: dst is [keys, head_dim].
+
+        As one block of several panels: a product with a whole row of values takes fewer instructions.
+        """
+        keys, d = dst.shape
+        if self.aligned:
+            core.copy_gmem_to_smem(self.v.at[b, core.ds(key, keys), n], dst, filled)
+        else:
+            start = b * self.problem.kv_tokens
+            core.load_rows(self.v, start + key, start + self.problem.kv_tokens, n * d, dst, filled)
 
     def load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, filled: Any) -> None:
         """Starts the copy of a tile of the bias of one head."""
@@ -150,12 +166,4 @@ def segment_tiles(mine: jax.Array, others: jax.Array, tile: int, other_tile: int
     first = jnp.where(shared.any(-1), jnp.argmax(shared, -1), 0)
     end = jnp.where(shared.any(-1), count - jnp.argmax(shared[..., ::-1], -1), 0)
     return jnp.stack([first, end], -1).astype(jnp.int32)
-
-
-def regions(begin: Any, whole: Any, whole_end: Any, end: Any, before: bool, after: bool) -> list[tuple[Any, Any, bool]]:
-    """Steps [begin, end) cut in three: (first, end, whether masked). `before`, `after`: whether there are masked ones at all."""
-    whole = jnp.maximum(begin, whole) if before else begin
-    whole_end = jnp.maximum(whole, whole_end) if after else end
-    cut = [(begin, whole, True)] if before else []
-    return [*cut, (whole, whole_end, False), *([(whole_end, end, True)] if after else [])]
 

@@ -135,6 +135,7 @@ ROWS = 64  # of a compute warpgroup: one wgmma writes 64 rows
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
 HEAD_DIMS = (64, 128, 256)
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
+MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
 BIASES = ("none", "bfloat16", "float16", "float32")
 
 
@@ -212,7 +213,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     p, c = problem, config
     rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
     buffers = [((c.q_slots, rows, d), 2), ((steps, c.tile_kv, d), 2), ((steps, c.tile_kv, d), 2), ((rows,), 4)]
-    buffers.append(((c.compute_warpgroups, c.tile_kv), 4))
+    buffers += [((c.compute_warpgroups, c.tile_kv), 4), ((MOSAIC_SCRATCH,), 1)]
     if p.bias != "none":
         buffers.append(((steps, rows, c.tile_kv), itemsize_of(p.bias)))
     if p.segments:
