@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -10,7 +10,7 @@ from mgpu_ops.core.op import Baseline
 from mgpu_ops.flash_attention.operands import Inputs
 from mgpu_ops.flash_attention.problem import BackwardProblem, Problem
 
-_IMPLEMENTATION = "cudnn"
+_IMPLEMENTATION: Literal["cudnn", "xla"] = "cudnn"
 
 
 def refuses(problem: Problem) -> str | None:

@@ -46,26 +46,46 @@ def _turns(p: Problem, tile_q: int, blocks: int) -> schedule.Turns:
 def _tile(p: Problem, tile_q: int, number: Any) -> tuple[Any, Any, Any]:
     """Batch entry, head and first query row of an output tile.
 
-    Where the last rows see the most keys, all heads' last rows come first: long tiles that start late end late.
+    Where later rows see more keys, all heads' last rows come first: long tiles that start late end late.
     """
     rows, heads = math.ceil(p.q_tokens / tile_q), p.batch * p.q_heads
-    if p.right is not None and p.left is None:
+    if p.right is not None:
         entry, row = lax.rem(number, jnp.int32(heads)), rows - 1 - lax.div(number, jnp.int32(heads))
     else:
         entry, row = lax.div(number, jnp.int32(rows)), lax.rem(number, jnp.int32(rows))
     return lax.div(entry, jnp.int32(p.q_heads)), lax.rem(entry, jnp.int32(p.q_heads)), row * tile_q
 
 
-def _masks_last(p: Problem, tile_kv: int) -> bool:
-    """Whether the last tile of keys of some rows is not seen whole."""
-    return p.right is not None or p.lengths or p.kv_tokens % tile_kv != 0
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """In which order the tiles of keys of an output tile are worked through: first those to mask, but for one; then it, and last
+    those that all rows see, from the last to the first. Tiles are numbered from the first key on.
+    """
+
+    alone: Any  # how many come first
+    count: Any
+    after: Any  # of those that come first, the ones that follow `masked`; the rest begin at `first`
+    first: Any
+    masked: Any  # the tile to mask that is worked on together with the next one
+    end: Any
+
+    @staticmethod
+    def of(first: Any, whole: Any, whole_end: Any, end: Any) -> _Order:
+        masked = jnp.minimum(whole_end, end - 1)
+        after = end - 1 - masked
+        return _Order(after + jnp.minimum(whole, masked) - first, end - first, after, first, masked, end)
+
+    def tile(self, i: Any) -> Any:
+        alone = jnp.where(i < self.after, self.end - 1 - i, self.first + i - self.after)
+        return jnp.where(i < self.alone, alone, self.masked - (i - self.alone))
 
 
-def _many_last(p: Problem, tile_q: int, tile_kv: int) -> bool:
-    """Whether more tiles than the last may not be seen whole for keys being too late."""
+def _masks(p: Problem, tile_q: int, tile_kv: int) -> tuple[bool, bool]:
+    """Whether some row does not see all of some tile of keys that it is worked on with; and whether of more than one."""
     offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
     aligned = p.right == 0 and tile_kv % tile_q == 0 and offset % tile_q == 0
-    return p.lengths or (p.right is not None and not aligned)
+    many = p.lengths or p.left is not None or (p.right is not None and not aligned)
+    return many or p.right is not None or p.kv_tokens % tile_kv != 0, many
 
 
 def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: dict[str, Any]) -> None:
@@ -76,11 +96,11 @@ def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_rin
     def tile(i: Any, done: Any) -> Any:
         b, n, row = _tile(p, tile_q, tiles.number(i))
         q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
-        first, _, _, end = x.key_tiles(b, row, tile_q, c.tile_kv)
+        order = _Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
         def step(j: Any, step: Any) -> Any:
-            key = (end - 1 - j) * c.tile_kv
+            key = order.tile(j) * c.tile_kv
 
             def keys(slot: Any, filled: Any) -> None:
                 x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
@@ -93,7 +113,7 @@ def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_rin
             v_ring.fill(step, lambda slot, filled: x.load_values(b, kv_head, key, smem["v_smem"].at[slot], filled))
             return step + 1
 
-        return lax.fori_loop(0, end - first, step, done)
+        return lax.fori_loop(0, order.count, step, done)
 
     steps = lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
     k_ring.drain(steps)
@@ -134,7 +154,7 @@ def _kernel(
 
         def tile(i: Any, done: Any) -> Any:
             b, n, row = _tile(p, tile_q, tiles.number(i))
-            first, whole, whole_end, end = x.key_tiles(b, row, tile_q, c.tile_kv)
+            order = _Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS
             tokens = x.tokens(b)
             q_slot = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
@@ -151,7 +171,7 @@ def _kernel(
                     core.wgmma(s_acc, q[panel], core.transpose_ref(smem["k_smem"].at[slot, panel]))
                 return slot
 
-            def scores(slot: Any, key_tile: Any, masked: Any, in_flight: int) -> tuple[Any, Any]:
+            def scores(slot: Any, key_tile: Any, masked: bool, in_flight: int) -> tuple[Any, Any]:
                 """Scores times log2(e), once divided by the second result: -inf where not visible. Releases the keys."""
                 s, factor = core.accumulated(s_acc, in_flight), score_scale
                 shape = s.shape
@@ -166,16 +186,11 @@ def _kernel(
                     same = along_row(q_segments, c.tile_kv) == lax.broadcast_in_dim(kv_segments, shape, (1,))
                     s = jnp.where(same, s, -jnp.inf)
                 core.barrier_arrive(k_ring.released.at[slot])
-                if masked is True:
-                    s = mask(s, key_tile)
-                elif masked is not False:
-                    s = lax.cond(masked, lambda s: mask(s, key_tile), lambda s: s, s)
+                if masked:
+                    keys = core.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
+                    rows = core.broadcasted_iota(jnp.int32, shape, 0, layout=core.Layout.WGMMA) + row
+                    s = jnp.where(tokens.sees(rows, lax.broadcast_in_dim(keys, shape, (1,))), s, -jnp.inf)
                 return s, factor
-
-            def mask(s: Any, key_tile: Any) -> Any:
-                keys = core.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
-                rows = core.broadcasted_iota(jnp.int32, s.shape, 0, layout=core.Layout.WGMMA) + row
-                return jnp.where(tokens.sees(rows, lax.broadcast_in_dim(keys, s.shape, (1,))), s, -jnp.inf)
 
             def softmax(s: Any, factor: Any, largest: Any, total: Any) -> tuple[Any, Any, Any, Any]:
                 """The weights of one tile of keys, and m, l and what to multiply the output by."""
@@ -191,29 +206,42 @@ def _kernel(
                 core.wgmma(o_acc, weights, smem["v_smem"].at[slot])
                 return slot
 
-            def key_step(j: Any, carry: Any) -> Any:
+            def rescaled(rescale: Any) -> None:
+                o_acc[...] = core.accumulated(o_acc, 0) * along_row(rescale, p.head_dim)
+
+            def alone(i: Any, carry: Any) -> Any:
+                """A tile of keys by itself."""
+                m, l, step = carry
+                s, factor = scores(start_scores(step), order.tile(i), True, in_flight=0)
+                weights, m, l, rescale = softmax(s, factor, m, l)
+                rescaled(rescale)
+                v_slot = add_values(weights, step)
+                core.wgmma_wait(0)
+                core.barrier_arrive(v_ring.released.at[v_slot])
+                return m, l, step + 1
+
+            def overlapped(i: Any, carry: Any) -> Any:
                 """Starts the scores of this tile of keys and the products with the last one's values, in this order."""
                 weights, m, l, step = carry
                 k_slot = start_scores(step)
                 v_slot = add_values(weights, step - 1)
-                key_tile = end - 1 - j
-                masked = False
-                if _many_last(p, tile_q, c.tile_kv):
-                    masked |= key_tile >= whole_end
-                if p.left is not None:
-                    masked |= key_tile < whole
-                s, factor = scores(k_slot, key_tile, masked, in_flight=1)
+                s, factor = scores(k_slot, order.tile(i), False, in_flight=1)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 out = core.accumulated(o_acc, 0)
                 core.barrier_arrive(v_ring.released.at[v_slot])
                 o_acc[...] = out * along_row(rescale, p.head_dim)
                 return weights, m, l, step + 1
 
-            slot = start_scores(done)
-            s, factor = scores(slot, end - 1, _masks_last(p, c.tile_kv) or p.left is not None, in_flight=0)
-            lowest, nothing = (core.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
-            weights, m, l, _ = softmax(s, factor, lowest, nothing)
-            weights, m, l, done = lax.fori_loop(1, end - first, key_step, (weights, m, l, done + 1))
+            masks, many = _masks(p, tile_q, c.tile_kv)
+            m, l = (core.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
+            if many:
+                m, l, done = lax.fori_loop(0, order.alone, alone, (m, l, done))
+            s, factor = scores(start_scores(done), order.masked, masks, in_flight=0)
+            weights, m, l, rescale = softmax(s, factor, m, l)
+            if many:
+                rescaled(rescale)
+            carry = weights, m, l, done + 1
+            weights, m, l, done = lax.fori_loop(order.alone + 1 if many else 1, order.count, overlapped, carry)
             v_slot = add_values(weights, done - 1)
             out = core.accumulated(o_acc, 0)
             core.barrier_arrive(v_ring.released.at[v_slot])

@@ -1,7 +1,9 @@
-"""What is worth trying for attention, and a model of its time."""
+"""What is worth trying for attention, and a model of its time: used where nothing was measured, and to prune the search."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -9,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.flash_attention import reference
 from mgpu_ops.flash_attention.problem import (
     ROWS,
@@ -21,21 +25,14 @@ from mgpu_ops.flash_attention.problem import (
     Problem,
     check,
     check_backward,
+    padded,
     supports,
     supports_backward,
 )
 
+# --- Random inputs --------------------------------------------------------------------------------------------------
 
-def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
-    """The choices for each field of Config, in order; `check` says which combinations run."""
-    del problem, gpu
-    return {
-        "compute_warpgroups": (1, 2, 3),
-        "tile_kv": (64, 128, 192, 256),
-        "max_concurrent_steps": (2, 3, 4),
-        "q_slots": (1, 2),
-        "memory_registers": (24, 32, 40, 56),
-    }
+SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
@@ -44,11 +41,13 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     keys = jax.random.split(key, 8)
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
     qkv = [jax.random.normal(k, (p.batch, *s, p.head_dim), p.dtype) for k, s in zip(keys, shapes, strict=False)]
-    cap = 30.0 if p.soft_cap else 0.0
+    cap = SOFT_CAP if p.soft_cap else 0.0
     scale = 1 / math.sqrt(p.head_dim)
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
     if p.lengths:
-        rest += [jax.random.randint(k, (p.batch,), n // 2, n + 1) for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)]
+        rest += [
+            jax.random.randint(k, (p.batch,), n // 2, n + 1) for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)
+        ]
     if p.segments:
         rest += [jnp.broadcast_to(jnp.arange(n) * 4 // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
     if p.bias != "none":
@@ -66,44 +65,110 @@ def backward_inputs(problem: BackwardProblem, key: Any) -> tuple[jax.Array, ...]
     return (q, k, v, out_grad, lse, delta, *rest)
 
 
+# --- Forward --------------------------------------------------------------------------------------------------------
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of Config, in order; `check` says which combinations run."""
+    del problem, gpu
+    return {
+        "compute_warpgroups": (1, 2, 3),
+        "tile_kv": (64, 128, 192, 256),
+        "max_concurrent_steps": (2, 3, 4),
+        "q_slots": (1, 2),
+        "memory_registers": (24, 32, 40, 56),
+    }
+
+
+# The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
+_MEASURED = {64: Config(3, 128, 3, 2, 32), 128: Config(2, 128, 2, 2, 40), 256: Config(2, 64, 2, 1, 40)}
+_MARGIN = 1.15  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
+
+
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
+    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
+
+    For each number of warpgroups, tile of keys and slots of queries, the deepest ring of up to three steps: the loads of two
+    hide behind the work on one.
+    """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
-    found = []
-    for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192), (2, 1)):
-        for steps in (4, 3, 2):
-            config = Config(warpgroups, tile_kv, steps, q_slots, 32 if warpgroups == 3 else 40)
-            if check(problem, config, gpu) is None:
-                found.append(config)
-                break  # a deeper ring is never slower
-    return sorted(found, key=lambda c: cost(problem, c, gpu))
+    found = [_MEASURED[padded(problem.head_dim)]]
+    for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
+        rings = [Config(warpgroups, tile_kv, steps, q_slots, 32 if warpgroups == 3 else 40) for steps in (3, 2)]
+        found += [c for c in rings if check(problem, c, gpu) is None][:1]
+    legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
+    return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
-    """The first of the `candidates`."""
-    return candidates(problem, gpu)[0]
+    """What was measured to be fastest for the head dim, unless it cannot run or is modelled well behind another."""
+    best, *_ = ranked = candidates(problem, gpu)
+    measured = _MEASURED[padded(problem.head_dim)]
+    near = measured in ranked and cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu)
+    return measured if near else best
+
+
+# Fitted to an H200 at head dims 64 and 128, 4096 and 16384 tokens, full and causal.
+_EXPONENTIALS = 16  # a clock, of an SM (arXiv 2407.08608, section 3.1)
+_LANES = 128  # float32 operations a clock, of an SM
+_SCORE_OPERATIONS = 5  # scale, mask or cap, maximum, sum, rounding
+_EXPOSED = {1: 0.6, 2: 0.17, 3: 0.1}  # of the shorter of products and softmax, by how many warpgroups take turns
+_TILE = 1.2e-6  # s of an output tile: its first scores and last values overlap with nothing
+_MASKED = 1.5e-6  # s more where it has masked steps
+_REFILL = 4.5e-6  # s more where the next queries cannot load before the output is stored
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds."""
+    """Modelled time in seconds: steps of all tiles of keys that are seen, shared out over the SMs, above HBM.
+
+    step = the longest of products and softmax, of which warpgroups that take turns hide one behind the other; of the loads of
+    keys and values; and of a load's latency over the steps in flight.
+    """
     p, c = problem, config
-    tile = ROWS * c.compute_warpgroups
-    tiles = p.batch * p.q_heads * math.ceil(p.q_tokens / tile)
-    steps = max(1.0, reference.pairs(p) / p.q_tokens / c.tile_kv + 0.5)
-    rate = gpu.bf16_flops * rates.POWER / gpu.sms
-    step = 4 * tile * c.tile_kv * p.head_dim / rate + 0.2e-6
-    return rates.LAUNCH + math.ceil(tiles / gpu.sms) * (steps * step + 2e-6 / c.q_slots)
+    rows, d = ROWS * c.compute_warpgroups, padded(p.head_dim)
+    scores = rows * c.tile_kv
+    products = 4 * scores * d / _rate(gpu)
+    softmax = (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * rows * d) / _LANES) / gpu.clock_hz
+    loaded = 4 * c.tile_kv * d + (scores * itemsize_of(p.bias) if p.bias != "none" else 0)
+    step = max(
+        max(products, softmax) + _EXPOSED[c.compute_warpgroups] * min(products, softmax),
+        loaded / _load_rate(gpu),
+        rates.LOAD_LATENCY / c.max_concurrent_steps,
+    )
+    masked = p.left is not None or p.right is not None
+    tile = _TILE + _MASKED * masked + _REFILL * (c.q_slots == 1)
+    work = _shared_out(_key_steps(p, rows, c.tile_kv) * step + tile, p.batch * p.q_heads, gpu)
+    return rates.LAUNCH + max(work, reference.bytes_moved(p) / _hbm(gpu))
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """How far a config tuned for `x` is from `y`: |log2| ratios of the sizes; None where it does not carry over."""
-    if x.head_dim != y.head_dim or (x.bias != "none") != (y.bias != "none"):
+    """How far a config tuned for `x` is from `y`: |log2| ratios of the sizes and windows, and a step for each other difference.
+
+    None where it does not carry over: another head dim as the kernels pad it, a bias in one only, and of gradients one kind of
+    sum in one and another in the other.
+    """
+    kinds = [(padded(p.head_dim), p.bias != "none", _gradient_kind(p)) for p in (x, y)]
+    if kinds[0] != kinds[1]:
         return None
     sides = ((x.batch * x.q_heads, y.batch * y.q_heads), (x.q_tokens, y.q_tokens), (x.kv_tokens, y.kv_tokens))
     near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.5 * abs(math.log2(_reach(x) / _reach(y))) + 0.5 * ((x.right is None) != (y.right is None))
+    near += 0.05 * sum(getattr(x, f.name) != getattr(y, f.name) for f in dataclasses.fields(x))
     return near if near <= 6.0 else None
+
+
+def _reach(p: Problem) -> int:
+    """How many keys up to its own a row sees at most."""
+    return p.kv_tokens if p.left is None else min(p.kv_tokens, p.left + 1)
+
+
+def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
+    return (p.deterministic, p.bias_grad) if isinstance(p, BackwardProblem) else None
+
+
+# --- Backward -------------------------------------------------------------------------------------------------------
 
 
 def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
@@ -119,16 +184,112 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
 
 
 def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
+    """All that `check_backward` lets run, the least modelled `backward_cost` first. ValueError where there is none."""
     reason = supports_backward(problem, gpu)
-    if reason is not None:
+    every = itertools.product(*backward_space(problem, gpu).values())
+    legal = [c for c in itertools.starmap(BackwardConfig, every) if check_backward(problem, c, gpu) is None]
+    if reason is not None or not legal:
+        reason = reason or "none of the space takes so little shared memory and so few registers"
         raise ValueError(f"no config of flash_attention_backward fits {problem} on {gpu.name}: {reason}")
-    every = [BackwardConfig(*choice) for choice in itertools.product(*backward_space(problem, gpu).values())]
-    return [c for c in every if check_backward(problem, c, gpu) is None]
+    return sorted(legal, key=lambda c: backward_cost(problem, c, gpu))
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
+    """The first of the `backward_candidates`."""
     return backward_candidates(problem, gpu)[0]
 
 
+_GRADIENT_OPERATIONS = 10  # of a score, beside its exponential: scale, mask, dp - delta, ds, two roundings
+_STEP = 0.1e-6  # s of a step that a larger tile saves: barriers, and ds on its way through shared memory
+
+
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
-    return 1.0
+    """Modelled time in seconds; not fitted to measurements, it ranks configs.
+
+    Fused: a block keeps a tile of keys while rows of all heads that share it go by: five products of a tile of scores, and dq
+    added to global memory in float32. Split: four products in such blocks, and three more in blocks that keep rows.
+    """
+    p, c = problem, config
+    group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
+    d = padded(p.head_dim)
+    dq = 4 * c.tile_q * d  # bytes
+    keys = _row_steps(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
+    rows = _key_steps(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
+    kernels = [(5, *keys, dq)] if c.mode == "fused" else [(4, *keys, 0), (3, *rows, 0)]
+    work = 0.0
+    for products, steps, entries, loaded, added in kernels:
+        step = _gradient_step(p, c, products, loaded + added, gpu)
+        work += rates.LAUNCH + _shared_out(steps * step + _TILE, entries, gpu)
+    moved = reference.backward_bytes_moved(p)
+    converted = (
+        10 * p.batch * p.q_tokens * p.q_heads * d if c.mode == "fused" else 0
+    )  # dq: zeros, float32 read, 16 bits written
+    return max(work, moved / _hbm(gpu)) + converted / _hbm(gpu)
+
+
+def _gradient_step(p: BackwardProblem, c: BackwardConfig, products: int, moved: int, gpu: Gpu) -> float:
+    """Seconds of one tile of scores: its `products`, then what is done to each score; loads behind them, if in flight."""
+    scores = c.tile_q * c.tile_kv
+    elementwise = (scores / _EXPONENTIALS + scores * _GRADIENT_OPERATIONS / _LANES) / gpu.clock_hz
+    compute = 2 * products * scores * padded(p.head_dim) / _rate(gpu) + elementwise + _STEP
+    moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
+    if c.max_concurrent_steps == 1:
+        return compute + moving + rates.LOAD_LATENCY
+    return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
+
+
+# --- What both share ------------------------------------------------------------------------------------------------
+
+
+def _rate(gpu: Gpu) -> float:
+    """FLOP/s of one SM."""
+    return gpu.bf16_flops * rates.POWER / gpu.sms
+
+
+def _load_rate(gpu: Gpu) -> float:
+    """Bytes per second from L2 into one SM."""
+    return rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
+
+
+def _hbm(gpu: Gpu) -> float:
+    return gpu.memory_bytes_per_s * rates.HBM
+
+
+def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
+    """Seconds until the SMs are through with tiles of these seconds, each `entries` times.
+
+    Unequal ones are dealt out so that all SMs end at about the same time, equal ones go in waves.
+    """
+    longest, total = float(tiles.max()), float(tiles.sum()) * entries
+    if tiles.min() == longest:
+        return math.ceil(len(tiles) * entries / gpu.sms) * longest
+    return max(longest, total / gpu.sms)
+
+
+@functools.lru_cache(4096)
+def _key_steps(p: Problem, tile: int, step: int) -> np.ndarray:
+    """How many tiles of `step` keys each tile of query rows goes through. Do not write to it."""
+    low = None if p.left is None else _offset(p) - p.left
+    high = None if p.right is None else _offset(p) + p.right
+    return _steps(p.q_tokens, p.kv_tokens, tile, step, low, high)
+
+
+@functools.lru_cache(4096)
+def _row_steps(p: Problem, tile: int, step: int) -> np.ndarray:
+    """How many tiles of `step` query rows each tile of keys goes through. Do not write to it."""
+    low = None if p.right is None else -_offset(p) - p.right
+    high = None if p.left is None else -_offset(p) + p.left
+    return _steps(p.kv_tokens, p.q_tokens, tile, step, low, high)
+
+
+def _offset(p: Problem) -> int:
+    return p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
+
+
+def _steps(tokens: int, others: int, tile: int, step: int, low: int | None, high: int | None) -> np.ndarray:
+    """Steps of each tile, at least one, where token t meets the others from t + low to t + high, or from end to end."""
+    start = np.arange(0, tokens, tile)
+    last = np.minimum(start + tile, tokens) - 1
+    first = np.zeros_like(start) if low is None else np.clip(start + low, 0, others)
+    end = np.full_like(start, others) if high is None else np.clip(last + high + 1, 0, others)
+    return np.maximum(1, -(-end // step) - first // step)
