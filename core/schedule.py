@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mgpu_ops import core
@@ -18,26 +20,38 @@ def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
     return cdiv(tiles - block, blocks)
 
 
+def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
+    """Deals tiles, in their order, each to the block that is done first: what a dynamic scheduler does, done beforehand.
+
+    costs: what each tile takes, in any unit. Returns int32 [blocks, 1 + most tiles of a block]: how many tiles a block has, then
+    their numbers, for `Turns`.
+    """
+    busy = [(0.0, block) for block in range(blocks)]
+    turns: list[list[int]] = [[] for _ in range(blocks)]
+    for number, cost in enumerate(costs):
+        until, block = busy[0]
+        turns[block].append(number)
+        heapq.heapreplace(busy, (until + cost, block))
+    table = np.zeros((blocks, 1 + max(map(len, turns))), np.int32)
+    for block, numbers in enumerate(turns):
+        table[block, : 1 + len(numbers)] = [len(numbers), *numbers]
+    return table
+
+
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The tiles of one block: `count` of them (traced), the i-th being number `number(i)`."""
+    """The tiles of one block in a table that `deal` made, in global memory."""
 
-    count: Any
-    number: Callable[[Any], Any]
+    table: Any
+    block: Any
 
+    @property
+    def count(self) -> Any:
+        return self.table[self.block, 0]
 
-def snake(tiles: int, block: Any, blocks: int) -> Turns:
-    """Tiles dealt to `blocks` blocks in rounds, every other round backwards.
-
-    Of tiles that grow shorter, each pair of rounds then gives every block about the same.
-    """
-    rounds, rest = divmod(tiles, blocks)
-
-    def number(i: Any) -> Any:
-        return i * blocks + jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, blocks - 1 - block)
-
-    last = block if rounds % 2 == 0 else blocks - 1 - block
-    return Turns(rounds + jnp.where(last < rest, 1, 0).astype(jnp.int32), number)
+    def number(self, i: Any) -> Any:
+        """The number of the i-th tile; of the last one, where i is beyond."""
+        return self.table[self.block, 1 + jnp.minimum(i, self.table.shape[1] - 2)]
 
 
 def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:

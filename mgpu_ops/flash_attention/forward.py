@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mgpu_ops import core
@@ -34,50 +35,41 @@ from mgpu_ops.flash_attention.operands import (
     segment_tiles,
 )
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
+from mgpu_ops.flash_attention.visible import Order, key_range
 
+TILE_COST = 2  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
 LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 
 
-def _turns(p: Problem, tile_q: int, blocks: int) -> schedule.Turns:
-    """The output tiles of this block."""
-    return schedule.snake(p.batch * p.q_heads * math.ceil(p.q_tokens / tile_q), lax.axis_index("block"), blocks)
+@functools.cache
+def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
+    """Which block works on which output tiles: `schedule.deal` of heads in sections, the longest tiles of a section first.
+
+    A section has about as many tiles as there are blocks, so that few heads' keys and values are in use at one time and stay in
+    the L2, and no tile that starts late is long. A tile's number is that of its head, times the tiles of a head, plus its own.
+    """
+    tile_q = ROWS * c.compute_warpgroups
+    rows, heads = math.ceil(p.q_tokens / tile_q), p.batch * p.q_heads
+    first, end = key_range(p, tile_q)
+    costs = np.maximum(1, -(-end // c.tile_kv) - first // c.tile_kv) + TILE_COST
+    section = math.ceil(blocks / rows)
+    longest_first = np.argsort(-costs, kind="stable") if p.left is not None or p.right is not None else np.arange(rows)
+    numbers = []
+    for head in range(0, heads, section):
+        some = np.arange(head, min(head + section, heads))
+        in_order = (some[None, :] * rows + longest_first[:, None]) if p.right is not None else some[:, None] * rows + longest_first
+        numbers.append(in_order.ravel())
+    order = np.concatenate(numbers)
+    table = schedule.deal(costs[order % rows].tolist(), blocks)
+    table[:, 1:] = order[table[:, 1:]]
+    return table
 
 
 def _tile(p: Problem, tile_q: int, number: Any) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first query row of an output tile.
-
-    Where later rows see more keys, all heads' last rows come first: long tiles that start late end late.
-    """
-    rows, heads = math.ceil(p.q_tokens / tile_q), p.batch * p.q_heads
-    if p.right is not None:
-        entry, row = lax.rem(number, jnp.int32(heads)), rows - 1 - lax.div(number, jnp.int32(heads))
-    else:
-        entry, row = lax.div(number, jnp.int32(rows)), lax.rem(number, jnp.int32(rows))
-    return lax.div(entry, jnp.int32(p.q_heads)), lax.rem(entry, jnp.int32(p.q_heads)), row * tile_q
-
-
-@dataclasses.dataclass(frozen=True)
-class _Order:
-    """In which order the tiles of keys of an output tile are worked through: first those to mask, but for one; then it, and last
-    those that all rows see, from the last to the first. Tiles are numbered from the first key on.
-    """
-
-    alone: Any  # how many come first
-    count: Any
-    after: Any  # of those that come first, the ones that follow `masked`; the rest begin at `first`
-    first: Any
-    masked: Any  # the tile to mask that is worked on together with the next one
-    end: Any
-
-    @staticmethod
-    def of(first: Any, whole: Any, whole_end: Any, end: Any) -> _Order:
-        masked = jnp.minimum(whole_end, end - 1)
-        after = end - 1 - masked
-        return _Order(after + jnp.minimum(whole, masked) - first, end - first, after, first, masked, end)
-
-    def tile(self, i: Any) -> Any:
-        alone = jnp.where(i < self.after, self.end - 1 - i, self.first + i - self.after)
-        return jnp.where(i < self.alone, alone, self.masked - (i - self.alone))
+    """Batch entry, head and first query row of an output tile."""
+    rows = jnp.int32(math.ceil(p.q_tokens / tile_q))
+    head, row = lax.div(number, rows), lax.rem(number, rows)
+    return lax.div(head, jnp.int32(p.q_heads)), lax.rem(head, jnp.int32(p.q_heads)), row * tile_q
 
 
 def _masks(p: Problem, tile_q: int, tile_kv: int) -> tuple[bool, bool]:
@@ -88,20 +80,16 @@ def _masks(p: Problem, tile_q: int, tile_kv: int) -> tuple[bool, bool]:
     return many or p.right is not None or p.kv_tokens % tile_kv != 0, many
 
 
-def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: dict[str, Any]) -> None:
+def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: dict[str, Any]) -> None:
     """What the copying warpgroup does: for each output tile its queries, and the keys and values from the last to the first."""
     p, tile_q = x.problem, ROWS * c.compute_warpgroups
-    tiles = _turns(p, tile_q, blocks)
-
     def tile(i: Any, done: Any) -> Any:
         b, n, row = _tile(p, tile_q, tiles.number(i))
         q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
-        order = _Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
+        order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
-        def step(j: Any, step: Any) -> Any:
-            key = order.tile(j) * c.tile_kv
-
+        def step(key: Any, step: Any) -> Any:
             def keys(slot: Any, filled: Any) -> None:
                 x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
                 if p.segments:
@@ -113,7 +101,8 @@ def _load(x: Operands, c: Config, blocks: int, k_ring: Ring, v_ring: Ring, q_rin
             v_ring.fill(step, lambda slot, filled: x.load_values(b, kv_head, key, smem["v_smem"].at[slot], filled))
             return step + 1
 
-        return lax.fori_loop(0, order.count, step, done)
+        done = lax.fori_loop(0, order.masked, lambda j, done: step(order.masked_tile(j) * c.tile_kv, done), done)
+        return lax.fori_loop(0, order.unmasked, lambda j, done: step(order.unmasked_tile(j) * c.tile_kv, done), done)
 
     steps = lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
     k_ring.drain(steps)
@@ -125,14 +114,14 @@ def _kernel(
     p: Problem,
     c: Config,
     gpu: Gpu,
-    blocks: int,
     bias_shape: tuple[int, int],
     *refs: Any,
     accumulators: Any,
     **scratch: Any,
 ) -> None:
     """One block: its output tiles, each a loop over tiles of keys."""
-    q_ref, k_ref, v_ref, *inputs, out_ref, lse_ref = refs
+    table_ref, q_ref, k_ref, v_ref, *inputs, out_ref, lse_ref = refs
+    tiles = schedule.Turns(table_ref, lax.axis_index("block"))
     sharing = inputs.pop() if p.segments else None
     x = Operands(p, q_ref, k_ref, v_ref, p.kv_tokens % c.tile_kv == 0, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
     q_ring, k_ring, v_ring = (
@@ -146,15 +135,16 @@ def _kernel(
         return lax.broadcast_in_dim(values, (ROWS, columns), (0,))
 
     def computing(s_acc: Any, o_acc: Any) -> None:
-        wg, tiles = lax.axis_index("wg"), _turns(p, tile_q, blocks)
+        wg, count = lax.axis_index("wg"), tiles.count
         mine = core.ds(wg * ROWS, ROWS)
         # From shared memory, the numbers of a tile's keys take registers only while a tile is masked.
         smem["numbers_smem"][wg] = core.broadcasted_iota(jnp.int32, (c.tile_kv,), 0, layout=by_column)
         score_scale = x.inputs.options[0] * LOG2E
 
-        def tile(i: Any, done: Any) -> Any:
-            b, n, row = _tile(p, tile_q, tiles.number(i))
-            order = _Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
+        def tile(i: Any, carry: Any) -> Any:
+            number, done = carry
+            b, n, row = _tile(p, tile_q, number)
+            order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS
             tokens = x.tokens(b)
             q_slot = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
@@ -212,7 +202,7 @@ def _kernel(
             def alone(i: Any, carry: Any) -> Any:
                 """A tile of keys by itself."""
                 m, l, step = carry
-                s, factor = scores(start_scores(step), order.tile(i), True, in_flight=0)
+                s, factor = scores(start_scores(step), order.masked_tile(i), True, in_flight=0)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 rescaled(rescale)
                 v_slot = add_values(weights, step)
@@ -225,7 +215,7 @@ def _kernel(
                 weights, m, l, step = carry
                 k_slot = start_scores(step)
                 v_slot = add_values(weights, step - 1)
-                s, factor = scores(k_slot, order.tile(i), False, in_flight=1)
+                s, factor = scores(k_slot, order.unmasked_tile(i), False, in_flight=1)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 out = core.accumulated(o_acc, 0)
                 core.barrier_arrive(v_ring.released.at[v_slot])
@@ -235,13 +225,16 @@ def _kernel(
             masks, many = _masks(p, tile_q, c.tile_kv)
             m, l = (core.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
             if many:
-                m, l, done = lax.fori_loop(0, order.alone, alone, (m, l, done))
-            s, factor = scores(start_scores(done), order.masked, masks, in_flight=0)
+                m, l, done = lax.fori_loop(0, order.masked - 1, alone, (m, l, done))
+            s, factor = scores(start_scores(done), order.masked_tile(order.masked - 1), masks, in_flight=0)
             weights, m, l, rescale = softmax(s, factor, m, l)
             if many:
                 rescaled(rescale)
+            if c.q_slots > 1:
+                core.when(i > 0)(lambda: release(i - 1))  # now, when the last tile's output has had time to leave
             carry = weights, m, l, done + 1
-            weights, m, l, done = lax.fori_loop(order.alone + 1 if many else 1, order.count, overlapped, carry)
+            weights, m, l, done = lax.fori_loop(0, order.unmasked, overlapped, carry)
+            following = tiles.number(i + 1)  # read now: global memory is far
             v_slot = add_values(weights, done - 1)
             out = core.accumulated(o_acc, 0)
             core.barrier_arrive(v_ring.released.at[v_slot])
@@ -258,14 +251,21 @@ def _kernel(
             for panel in panels:
                 core.store_rows(q[panel], out_ref, start + row, start + p.q_tokens, n * p.head_dim + panel * PANEL)
             core.copy_smem_to_gmem(smem["lse_smem"].at[wg], lse_ref.at[b, n, core.ds(row, ROWS)])
-            core.wait_smem_to_gmem(0, wait_read_only=True)
-            core.barrier_arrive(q_ring.released.at[q_slot])
-            return done
+            if c.q_slots == 1:
+                release(i)
+            return following, done
 
-        lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
+        def release(i: Any) -> None:
+            """Gives back the place of tile i's queries, once its output has left it."""
+            core.wait_smem_to_gmem(0, wait_read_only=True)
+            core.barrier_arrive(q_ring.released.at[lax.rem(i, jnp.int32(c.q_slots))])
+
+        lax.fori_loop(0, count, tile, (tiles.number(0), jnp.int32(0)))
+        if c.q_slots > 1:
+            core.when(count > 0)(lambda: release(count - 1))
 
     core.specialize(
-        lambda: _load(x, c, blocks, k_ring, v_ring, q_ring, smem),
+        lambda: _load(x, c, tiles, k_ring, v_ring, q_ring, smem),
         lambda: accumulators.scope(computing),
         compute_warpgroups=c.compute_warpgroups,
         copy_registers=c.memory_registers,
@@ -303,7 +303,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         return {f"{name}_{key}": barrier for key, barrier in ring.items()}
 
     out, lse = core.kernel(
-        functools.partial(_kernel, p, c, gpu, blocks, bias_shape),
+        functools.partial(_kernel, p, c, gpu, bias_shape),
         out_type=(
             jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
             jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32),
@@ -326,5 +326,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         name="mgpu_ops_flash_attention",
         interpret=interpret,
         compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
-    )(as_rows(q), as_rows(k), v if p.kv_tokens % c.tile_kv == 0 else as_rows(v), *inputs.arrays(), *sharing)
+    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), v if p.kv_tokens % c.tile_kv == 0 else as_rows(v), *inputs.arrays(), *sharing)
     return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mgpu_ops.core.schedule import cdiv
@@ -65,6 +66,39 @@ class Tokens:
         return visible
 
 
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Tiles [first, end) in two lists: those that need a mask, at least one, and those in [whole, whole_end), which do not."""
+
+    first: Any
+    whole: Any
+    whole_end: Any
+    end: Any
+
+    @staticmethod
+    def of(first: Any, whole: Any, whole_end: Any, end: Any) -> Order:
+        """Where no tile needs a mask, the last one is listed as if it did."""
+        all_whole = (whole == first) & (whole_end == end)
+        return Order(first, whole, jnp.where(all_whole, end - 1, whole_end), end)
+
+    @property
+    def masked(self) -> Any:
+        """How many tiles are listed as to be masked."""
+        return self.end - self.first - self.unmasked
+
+    @property
+    def unmasked(self) -> Any:
+        return self.whole_end - self.whole
+
+    def masked_tile(self, i: Any) -> Any:
+        """The i-th tile to be masked: the last ones come first."""
+        return jnp.where(i < self.end - self.whole_end, self.end - 1 - i, self.whole - 1 - (i - (self.end - self.whole_end)))
+
+    def unmasked_tile(self, i: Any) -> Any:
+        """The i-th tile that needs no mask, from the last on."""
+        return self.whole_end - 1 - i
+
+
 def _tiles(first: Any, whole: Any, whole_end: Any, end: Any, tile: int, tokens: int) -> tuple[Any, Any, Any, Any]:
     """Tiles for the token ranges [first, end) and [whole, whole_end), clipped to those that exist, at least one."""
     count = -(-tokens // tile)
@@ -88,3 +122,25 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     if segments is not None:
         out &= segments[0][:, :, None] == segments[1][:, None, :]
     return jnp.broadcast_to(out, (*([1] * (3 - out.ndim)), *out.shape))
+
+
+def key_range(problem: Problem, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first key that some row of each tile of query rows sees, and the end of them, lengths and segments apart."""
+    p = problem
+    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
+    rows = np.arange(0, p.q_tokens, tile)
+    last = np.minimum(rows + tile, p.q_tokens) - 1
+    first = 0 * rows if p.left is None else rows + offset - p.left
+    end = 0 * rows + p.kv_tokens if p.right is None else last + offset + p.right + 1
+    return np.clip(first, 0, p.kv_tokens), np.clip(end, 0, p.kv_tokens)
+
+
+def row_range(problem: Problem, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first query row that sees some key of each tile of keys, and the end of them, lengths and segments apart."""
+    p = problem
+    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
+    keys = np.arange(0, p.kv_tokens, tile)
+    last = np.minimum(keys + tile, p.kv_tokens) - 1
+    first = 0 * keys if p.right is None else keys - offset - p.right
+    end = 0 * keys + p.q_tokens if p.left is None else last - offset + p.left + 1
+    return np.clip(first, 0, p.q_tokens), np.clip(end, 0, p.q_tokens)
