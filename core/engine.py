@@ -239,6 +239,19 @@ def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
         offset, size = offset + (length & size), size // 2
 
 
+def interpreting() -> bool:
+    """Whether the kernel being traced is for the interpreter."""
+    return _interpreting.get()
+
+
+def add_tile(src: Any, dst: Any) -> None:
+    """Starts dst += src, float32, from shared to global memory; blocks may add to one place at a time, in any order.
+
+    The interpreter, which has no such copies, overwrites: there each block needs a dst of its own.
+    """
+    plgpu.copy_smem_to_gmem(src, dst, **({} if _interpreting.get() else {"reduction_op": "add"}))
+
+
 def transpose_ref(ref: Any) -> Any:
     """A view of a rank-2 shared-memory ref with its dimensions swapped; wgmma reads 16-bit operands either way."""
     return ref.transpose((1, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,27 @@ def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
     table = np.zeros((blocks, 1 + max(map(len, turns))), np.int32)
     for block, numbers in enumerate(turns):
         table[block, : 1 + len(numbers)] = [len(numbers), *numbers]
+    return table
+
+
+def deal_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+    """`deal` for the tiles of `heads` heads, whose costs are the same for each: heads in sections, their longest tiles first.
+
+    A section has about `waves` tiles for each block. Short sections keep what the tiles of a head share in the L2; in long ones
+    the tiles that start last are shorter. A tile's number is that of its head, times the tiles of a head, plus its own.
+    """
+    tiles = len(costs)
+    uniform = bool((costs == costs[0]).all())
+    longest_first = np.argsort(-costs, kind="stable")
+    section = math.ceil(waves * blocks / tiles)
+    order = []
+    for head in range(0, heads, section):
+        some = np.arange(head, min(head + section, heads)) * tiles
+        in_order = some[:, None] + longest_first if uniform else some[None, :] + longest_first[:, None]
+        order.append(in_order.ravel())
+    numbers = np.concatenate(order)
+    table = deal(costs[numbers % tiles].tolist(), blocks)
+    table[:, 1:] = numbers[table[:, 1:]]
     return table
 
 

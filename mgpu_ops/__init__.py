@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mgpu_ops.core.database import DatabaseError, use_configs
+from mgpu_ops.dot_product_attention import dot_product_attention
 from mgpu_ops.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
 from mgpu_ops.flash_attention import FORWARD as _FLASH_ATTENTION
 from mgpu_ops.flash_attention import BackwardConfig as FlashAttentionBackwardConfig
@@ -67,6 +68,7 @@ __all__ = [
     "MatmulConfig",
     "MatmulProblem",
     "RaggedContractionProblem",
+    "dot_product_attention",
     "explain",
     "flash_attention",
     "grouped_matmul",

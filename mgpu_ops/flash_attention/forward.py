@@ -28,6 +28,7 @@ from mgpu_ops.flash_attention.operands import (
     LOG2E,
     Inputs,
     Operands,
+    as_blocks,
     as_rows,
     bias_rows,
     pad_head,
@@ -37,32 +38,16 @@ from mgpu_ops.flash_attention.operands import (
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
 from mgpu_ops.flash_attention.visible import Order, key_range
 
-TILE_COST = 2  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
+TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
 LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 
 
 @functools.cache
 def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
-    """Which block works on which output tiles: `schedule.deal` of heads in sections, the longest tiles of a section first.
-
-    A section has about as many tiles as there are blocks, so that few heads' keys and values are in use at one time and stay in
-    the L2, and no tile that starts late is long. A tile's number is that of its head, times the tiles of a head, plus its own.
-    """
-    tile_q = ROWS * c.compute_warpgroups
-    rows, heads = math.ceil(p.q_tokens / tile_q), p.batch * p.q_heads
-    first, end = key_range(p, tile_q)
-    costs = np.maximum(1, -(-end // c.tile_kv) - first // c.tile_kv) + TILE_COST
-    section = math.ceil(blocks / rows)
-    longest_first = np.argsort(-costs, kind="stable") if p.left is not None or p.right is not None else np.arange(rows)
-    numbers = []
-    for head in range(0, heads, section):
-        some = np.arange(head, min(head + section, heads))
-        in_order = (some[None, :] * rows + longest_first[:, None]) if p.right is not None else some[:, None] * rows + longest_first
-        numbers.append(in_order.ravel())
-    order = np.concatenate(numbers)
-    table = schedule.deal(costs[order % rows].tolist(), blocks)
-    table[:, 1:] = order[table[:, 1:]]
-    return table
+    """Which block works on which output tiles."""
+    first, end = key_range(p, ROWS * c.compute_warpgroups)
+    steps = np.maximum(1, -(-end // c.tile_kv) - first // c.tile_kv)
+    return schedule.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
 def _tile(p: Problem, tile_q: int, number: Any) -> tuple[Any, Any, Any]:
@@ -83,8 +68,10 @@ def _masks(p: Problem, tile_q: int, tile_kv: int) -> tuple[bool, bool]:
 def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: dict[str, Any]) -> None:
     """What the copying warpgroup does: for each output tile its queries, and the keys and values from the last to the first."""
     p, tile_q = x.problem, ROWS * c.compute_warpgroups
-    def tile(i: Any, done: Any) -> Any:
-        b, n, row = _tile(p, tile_q, tiles.number(i))
+    def tile(i: Any, carry: Any) -> Any:
+        number, done = carry
+        following = tiles.number(i + 1)  # read a tile ahead: global memory is far
+        b, n, row = _tile(p, tile_q, number)
         q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
         order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
@@ -98,13 +85,18 @@ def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: R
                     x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
 
             k_ring.fill(step, keys)
-            v_ring.fill(step, lambda slot, filled: x.load_values(b, kv_head, key, smem["v_smem"].at[slot], filled))
+
+            def values(slot: Any, filled: Any) -> None:
+                x.load_block(x.v, b, kv_head, key, p.kv_tokens, smem["v_smem"].at[slot], filled)
+
+            v_ring.fill(step, values)
             return step + 1
 
         done = lax.fori_loop(0, order.masked, lambda j, done: step(order.masked_tile(j) * c.tile_kv, done), done)
-        return lax.fori_loop(0, order.unmasked, lambda j, done: step(order.unmasked_tile(j) * c.tile_kv, done), done)
+        done = lax.fori_loop(0, order.unmasked, lambda j, done: step(order.unmasked_tile(j) * c.tile_kv, done), done)
+        return following, done
 
-    steps = lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
+    _, steps = lax.fori_loop(0, tiles.count, tile, (tiles.number(0), jnp.int32(0)))
     k_ring.drain(steps)
     v_ring.drain(steps)
     q_ring.drain(tiles.count)
@@ -123,7 +115,7 @@ def _kernel(
     table_ref, q_ref, k_ref, v_ref, *inputs, out_ref, lse_ref = refs
     tiles = schedule.Turns(table_ref, lax.axis_index("block"))
     sharing = inputs.pop() if p.segments else None
-    x = Operands(p, q_ref, k_ref, v_ref, p.kv_tokens % c.tile_kv == 0, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
+    x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
     q_ring, k_ring, v_ring = (
         Ring(slots, scratch.pop(f"{name}_filled"), scratch.pop(f"{name}_released"))
         for name, slots in (("q", c.q_slots), ("k", c.max_concurrent_steps), ("v", c.max_concurrent_steps))
@@ -143,6 +135,8 @@ def _kernel(
 
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
+            if c.q_slots > 1:
+                following = tiles.number(i + 1)  # with the registers of one slot's configs it has to wait
             b, n, row = _tile(p, tile_q, number)
             order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS
@@ -234,7 +228,8 @@ def _kernel(
                 core.when(i > 0)(lambda: release(i - 1))  # now, when the last tile's output has had time to leave
             carry = weights, m, l, done + 1
             weights, m, l, done = lax.fori_loop(0, order.unmasked, overlapped, carry)
-            following = tiles.number(i + 1)  # read now: global memory is far
+            if c.q_slots == 1:
+                following = tiles.number(i + 1)
             v_slot = add_values(weights, done - 1)
             out = core.accumulated(o_acc, 0)
             core.barrier_arrive(v_ring.released.at[v_slot])
@@ -326,5 +321,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         name="mgpu_ops_flash_attention",
         interpret=interpret,
         compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
-    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), v if p.kv_tokens % c.tile_kv == 0 else as_rows(v), *inputs.arrays(), *sharing)
+    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv), *inputs.arrays(), *sharing)
     return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

@@ -68,6 +68,10 @@ def backward_inputs(problem: BackwardProblem, key: Any) -> tuple[jax.Array, ...]
 # --- Forward --------------------------------------------------------------------------------------------------------
 
 
+_SECTION_WAVES = (1, 2, 4, 8, 1024)  # the last: all heads together
+_SECTION = 4  # of candidates: `cost` does not know the L2
+
+
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of Config, in order; `check` says which combinations run."""
     del problem, gpu
@@ -76,12 +80,13 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "tile_kv": (64, 128, 192, 256),
         "max_concurrent_steps": (2, 3, 4),
         "q_slots": (1, 2),
+        "section_waves": _SECTION_WAVES,
         "memory_registers": (24, 32, 40, 56),
     }
 
 
 # The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
-_MEASURED = {64: Config(3, 128, 3, 2, 32), 128: Config(2, 128, 2, 2, 40), 256: Config(2, 64, 2, 1, 40)}
+_MEASURED = {64: Config(3, 128, 3, 2, 1, 32), 128: Config(2, 128, 2, 2, 1, 24), 256: Config(2, 64, 2, 1, 4, 24)}
 _MARGIN = 1.15  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
 
 
@@ -96,18 +101,22 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
     found = [_MEASURED[padded(problem.head_dim)]]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        rings = [Config(warpgroups, tile_kv, steps, q_slots, 32 if warpgroups == 3 else 40) for steps in (3, 2)]
+        rings = [Config(warpgroups, tile_kv, steps, q_slots, _SECTION, 32 if warpgroups == 3 else 24) for steps in (3, 2)]
         found += [c for c in rings if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
-    return sorted(legal, key=lambda c: cost(problem, c, gpu))
+    return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
-    """What was measured to be fastest for the head dim, unless it cannot run or is modelled well behind another."""
+    """What was measured to be fastest for the head dim.
+
+    Unless it cannot run, has a warpgroup more than there are rows for, or is modelled well behind another.
+    """
     best, *_ = ranked = candidates(problem, gpu)
     measured = _MEASURED[padded(problem.head_dim)]
-    near = measured in ranked and cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu)
-    return measured if near else best
+    if measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
+        return best
+    return measured if cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu) else best
 
 
 # Fitted to an H200 at head dims 64 and 128, 4096 and 16384 tokens, full and causal.
@@ -173,21 +182,26 @@ def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
 
 def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
-    del problem, gpu
+    del gpu
     return {
-        "mode": ("fused", "split"),
+        "mode": ("split",) if problem.deterministic else ("fused", "split"),  # atomic sums come in any order
         "tile_q": (64, 128),
         "tile_kv": (64, 128),
         "max_concurrent_steps": (1, 2, 3),
+        "section_waves": _SECTION_WAVES,
         "memory_registers": (24, 40),
     }
 
 
 def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
-    """All that `check_backward` lets run, the least modelled `backward_cost` first. ValueError where there is none."""
+    """All but other sections that `check_backward` lets run, the least modelled `backward_cost` first.
+
+    Raises ValueError where there is none.
+    """
     reason = supports_backward(problem, gpu)
-    every = itertools.product(*backward_space(problem, gpu).values())
-    legal = [c for c in itertools.starmap(BackwardConfig, every) if check_backward(problem, c, gpu) is None]
+    choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
+    every = (BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values()))
+    legal = [c for c in every if check_backward(problem, c, gpu) is None]
     if reason is not None or not legal:
         reason = reason or "none of the space takes so little shared memory and so few registers"
         raise ValueError(f"no config of flash_attention_backward fits {problem} on {gpu.name}: {reason}")

@@ -53,8 +53,7 @@ class Operands:
     problem: Problem
     q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `core.load_rows` takes them
     k: Any  # [batch * kv_tokens, kv_heads * head_dim], likewise
-    v: Any  # likewise, or [batch, kv_tokens, kv_heads, head_dim] where tiles of keys divide kv_tokens
-    aligned: bool  # which of the two
+    v: Any
     inputs: Inputs  # segments padded to whole tiles, bias as rows
     bias_shape: tuple[int, int]  # batch entries and heads of the bias
     tiles: Any = None  # [batch, tiles, 2]: the first tile on the other side that shares a segment, and the end of them
@@ -101,17 +100,16 @@ class Operands:
             column = n * self.problem.head_dim + panel * PANEL
             core.load_rows(src, start + token, start + tokens, column, dst.at[panel], filled)
 
-    def load_values(self, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
-        """Starts the copy of values of one head of them, with zeros from the last on: dst is [keys, head_dim].
+    def load_block(self, src: Any, b: Any, n: Any, token: Any, tokens: int, dst: Any, filled: Any) -> None:
+        """Starts the copy of tokens of one head, with zeros from the last on: dst is [rows, head_dim], several panels wide.
 
-        As one block of several panels: a product with a whole row of values takes fewer instructions.
+        A product with a whole row of head_dim takes fewer instructions than with one of panels. src: see `as_blocks`.
         """
-        keys, d = dst.shape
-        if self.aligned:
-            core.copy_gmem_to_smem(self.v.at[b, core.ds(key, keys), n], dst, filled)
+        rows, d = dst.shape
+        if src.shape[:2] != (1, 1):
+            core.copy_gmem_to_smem(src.at[b, core.ds(token, rows), n], dst, filled)
         else:
-            start = b * self.problem.kv_tokens
-            core.load_rows(self.v, start + key, start + self.problem.kv_tokens, n * d, dst, filled)
+            core.load_rows(src, b * tokens + token, b * tokens + tokens, n * d, dst, filled)
 
     def load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, filled: Any) -> None:
         """Starts the copy of a tile of the bias of one head."""
@@ -129,6 +127,14 @@ def as_rows(x: jax.Array) -> jax.Array:
     """[batch, tokens, heads, head_dim] as rows of tokens for `core.load_rows`, without a copy."""
     batch, tokens, heads, head_dim = x.shape
     return core.rows_view(x.reshape(batch * tokens, heads * head_dim))
+
+
+def as_blocks(x: jax.Array, tile: int) -> jax.Array:
+    """As `Operands.load_block` takes it in tiles: x itself where they divide the tokens, else `as_rows(x)`.
+
+    Copies from an array that tiles divide never need to be cut, and take less code.
+    """
+    return x if x.shape[1] % tile == 0 else as_rows(x)
 
 
 def pad_head(x: jax.Array, head_dim: int) -> jax.Array:

@@ -77,6 +77,7 @@ class Config:
     tile_kv: int
     max_concurrent_steps: int  # tiles of keys, and of values, in shared memory at a time
     q_slots: int  # tiles of queries in shared memory: with 2, the next one loads while this one is worked on
+    section_waves: int  # heads whose tiles fill the GPU that many times are worked through together, their longest tiles first
     memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
 
 
@@ -93,6 +94,7 @@ class BackwardConfig:
     tile_q: int
     tile_kv: int
     max_concurrent_steps: int
+    section_waves: int  # as in `Config`
     memory_registers: int
 
 
@@ -172,6 +174,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16: keys are copied a step ahead of values"
     if c.q_slots not in (1, 2):
         return f"q_slots={c.q_slots} is neither 1 nor 2"
+    if not 1 <= c.section_waves <= 1024:
+        return f"section_waves={c.section_waves} must be from 1 to 1024"
     if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
         return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
     needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads

@@ -295,7 +295,7 @@ SPEC = op.OpSpec(
     run=launch,
     reference=reference,
     tolerance=groups.tolerance,
-    baseline=("dense", dense),
+    baseline=lambda problem: op.Baseline("dense", dense),
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference"]

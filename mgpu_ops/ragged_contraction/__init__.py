@@ -184,7 +184,7 @@ SPEC = op.OpSpec(
     run=launch,
     reference=reference,
     tolerance=groups.tolerance,
-    baseline=("dense", dense),
+    baseline=lambda problem: op.Baseline("dense", dense),
 )
 
 __all__ = ["SPEC", "Problem", "default", "launch", "ragged_contraction", "reference"]
