@@ -20,13 +20,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mgpu_ops
 from mgpu_ops.core import database, op
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
+from mgpu_ops.flash_attention import top_left_attention
+from mgpu_ops.flash_attention.model import SOFT_CAP
+from mgpu_ops.flash_attention.operands import Inputs
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.peers import PEERS, Peer, Task, Timer, brief, compiled, settings_in
 
@@ -35,6 +37,7 @@ ROOFLINE = "roofline"
 BEST = "best peer"  # of a problem; stands for a peer's name where results are summed up
 GRAD = "+grad"  # of an op's name: forward and backward
 _GRAD_FACTOR = 3  # forward and backward are three products of the same size
+_BACKWARD = {"flash_attention": "flash_attention_backward"}  # but for ops whose gradient is an op of its own
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,11 @@ def run(
     problem. `progress` gets a line of text per problem, and one per peer that cannot run, wrong
     result, or problem that failed; the run goes on, and `failures` tells afterwards. `save` gets
     all rows so far after each problem. Peers take `peer_seconds` each to compile what they tune, and
-    no time where `earlier` rows of the problem tell what won. ValueError for a peer that is not known.
+    no time where `earlier` rows of the problem tell what won. ValueError for a peer that is not known,
+    and for `grad` of an op that is a gradient itself.
     """
+    if grad and spec.name in _BACKWARD.values():
+        raise ValueError(f"{spec.name} is a gradient itself: measure it without --grad, or the forward op with it")
     peers = {name: _peer(spec, name) for name in against}
     backend = op.backend(backend)
     stamp = {
@@ -174,37 +180,38 @@ def _measure(case: _Case, peers: Mapping[str, Peer], stamp: dict[str, str], say:
 def _entrants(case: _Case, peers: Mapping[str, Peer], say: Callable[[str], None]) -> list[_Entrant]:
     """Ours and every peer that can run the problem, compiled and compared with float32."""
     key, key_g = jax.random.split(jax.random.key(case.seed))
-    arrays = jax.jit(partial(case.spec.inputs, case.problem))(key)
+    arrays = _public_arrays(case.spec, jax.jit(partial(case.spec.inputs, case.problem))(key))
     ours = _PUBLIC[case.spec.name](case.problem, case.backend)
     cotangent = functools.cache(partial(jax.random.normal, key_g))
 
-    def operands_of(function: Callable[..., Any]) -> tuple:
+    def operands_of(function: Callable[..., Any], arrays: tuple) -> tuple:
         if not case.grad:
             return arrays
         out = jax.eval_shape(function, *arrays)
         return *arrays, cotangent(out.shape, out.dtype)
 
-    expected = _expected(case, operands_of(ours))
+    expected = _expected(case, operands_of(ours, arrays))
     limit = _tolerance(case.spec, case.problem, case.grad)
 
-    def enter(impl: str, function: Callable[..., Any], config: str, yardstick: bool = False) -> _Entrant:
-        call = compiled(_with_gradient(function) if case.grad else function, operands_of(function))
+    def enter(impl: str, function: Callable[..., Any], config: str, arrays: tuple, yardstick: bool = False) -> _Entrant:
+        call = compiled(_with_gradient(function) if case.grad else function, operands_of(function, arrays))
         answers = call()
         if yardstick:
             return _Entrant(impl, config, call, None)
-        error = _worst_error(answers, expected)
+        error = measure.error(answers, expected)
         if not error <= limit:
             say(f"WRONG RESULT of {impl}: error {error:.2g} is above {limit:.2g}")
         return _Entrant(impl, config, call, error)
 
-    entrants = [enter(OURS, ours, _our_config(case))]
+    entrants = [enter(OURS, ours, _our_config(case), arrays)]
     for name, peer in peers.items():
         try:
             reason = _unavailable(case, peer)
             if reason is None:
                 known = case.known.get(name, frozenset())
-                task = Task(case.problem, case.gpu, arrays, case.timer, case.grad, case.peer_seconds, known)
-                entrants.append(enter(name, *peer.prepare(task), yardstick=peer.yardstick))
+                theirs = arrays if peer.arrays is None else jax.jit(partial(peer.arrays, case.problem))(*arrays)
+                task = Task(case.problem, case.gpu, theirs, case.timer, case.grad, case.peer_seconds, known)
+                entrants.append(enter(name, *peer.prepare(task), theirs, peer.yardstick))
             else:
                 say(f"{name} {reason}")
         except Exception as error:
@@ -214,7 +221,7 @@ def _entrants(case: _Case, peers: Mapping[str, Peer], say: Callable[[str], None]
 
 def _unavailable(case: _Case, peer: Peer) -> str | None:
     if case.grad and not peer.differentiable:
-        return "has no gradient"
+        return "is measured forward only"
     return peer.unavailable(case.problem, case.gpu)
 
 
@@ -239,8 +246,23 @@ def _roofline(case: _Case, stamp: dict[str, str]) -> Row:
 
 
 def _work(case: _Case) -> tuple[int, int]:
-    factor = _GRAD_FACTOR if case.grad else 1
-    return factor * case.spec.flops(case.problem), factor * case.spec.bytes(case.problem)
+    """Operations and bytes."""
+    flops, moved = case.spec.flops(case.problem), case.spec.bytes(case.problem)
+    if not case.grad:
+        return flops, moved
+    if backward := _backward_of(case):
+        spec, problem = backward
+        return flops + spec.flops(problem), moved + spec.bytes(problem)
+    return _GRAD_FACTOR * flops, _GRAD_FACTOR * moved
+
+
+def _backward_of(case: _Case) -> tuple[OpSpec, Any] | None:
+    """The op that computes the gradient, and the problem it then has, for ops that name one."""
+    if case.spec.name not in _BACKWARD:
+        return None
+    spec = mgpu_ops.spec_of(_BACKWARD[case.spec.name])
+    fields = dataclasses.asdict(case.problem)
+    return spec, spec.Problem(**fields, bias_grad=fields["bias"] != "none")
 
 
 def _row(
@@ -304,11 +326,46 @@ def _ragged_contraction(problem: Any, backend: str | None) -> Callable[..., jax.
     return partial(mgpu_ops.ragged_contraction, out_dtype=problem.out_dtype, spread=problem.spread, backend=backend)
 
 
+def _flash_attention(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+    p = problem
+    if p.align == "top_left" and (p.segments or p.soft_cap):
+        raise ValueError("dot_product_attention, which aligns first tokens, has neither segment ids nor a soft cap")
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array) -> jax.Array:
+        inputs = Inputs.of(p, (None, *extra))
+        lengths, segments = inputs.lengths or (None, None), inputs.segments or (None, None)
+        left, right = (None if side < 0 else side for side in (p.window_left, p.window_right))
+        shared: dict[str, Any] = {"bias": inputs.bias, "causal": p.causal, "window": (left, right), "backend": backend}
+        shared |= {"q_lengths": lengths[0], "kv_lengths": lengths[1]}
+        if p.align == "top_left":
+            return top_left_attention(q, k, v, mask=None, scale=None, **shared)[0]
+        cap = SOFT_CAP if p.soft_cap else None
+        shared |= {"q_segment_ids": segments[0], "kv_segment_ids": segments[1]}
+        out = mgpu_ops.flash_attention(q, k, v, soft_cap=cap, return_lse=False, **shared)
+        assert isinstance(out, jax.Array)
+        return out
+
+    return call
+
+
+def _flash_attention_backward(problem: Any, backend: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """The op itself: the public function has it behind `jax.grad`."""
+    spec = mgpu_ops.spec_of("flash_attention_backward")
+    return lambda *arrays: op.dispatch(spec, problem, arrays, config=None, backend=backend)
+
+
 _PUBLIC: dict[str, Callable[[Any, str | None], Callable[..., Any]]] = {
     "matmul": _matmul,
     "grouped_matmul": _grouped_matmul,
     "ragged_contraction": _ragged_contraction,
+    "flash_attention": _flash_attention,
+    "flash_attention_backward": _flash_attention_backward,
 }
+
+
+def _public_arrays(spec: OpSpec, inputs: tuple) -> tuple:
+    """What the public function takes of an op's inputs: not the numbers of attention, which are arguments of their own."""
+    return (*inputs[:3], *inputs[4:]) if spec.name == "flash_attention" else inputs
 
 
 def _is_float(x: jax.Array) -> bool:
@@ -333,16 +390,22 @@ def _with_gradient(function: Callable[..., Any]) -> Callable[..., tuple]:
 
 
 def _our_config(case: _Case) -> str:
-    """The config and where it comes from. Each product of a gradient finds its own; not told."""
+    """The config and where it comes from; of a gradient that is an op of its own too. A gradient's products are not told."""
     if case.backend == "xla":
         return "backend=xla"
-    reason = case.spec.supports(case.problem, case.gpu)
+    text = f"{'forward ' * case.grad}{_resolved(case.spec, case.problem, case.gpu)}"
+    if case.grad and (backward := _backward_of(case)):
+        text += f" | backward {_resolved(*backward, case.gpu)}"
+    return text
+
+
+def _resolved(spec: OpSpec, problem: Any, gpu: Gpu) -> str:
+    reason = spec.supports(problem, gpu)
     if reason is not None:
         return f"backend=xla, for {reason}"
-    found = database.resolve(case.spec, case.problem, case.gpu)
+    found = database.resolve(spec, problem, gpu)
     fields = dataclasses.asdict(found.config).items()
-    text = " ".join(f"{key}={value}" for key, value in fields)
-    return f"{'forward ' * case.grad}{text}; source={found.source}"
+    return f"{' '.join(f'{key}={value}' for key, value in fields)}; source={found.source}"
 
 
 def _wide(problem: Any) -> Any:
@@ -352,24 +415,14 @@ def _wide(problem: Any) -> Any:
 
 
 def _expected(case: _Case, operands: tuple) -> tuple[jax.Array, ...]:
-    """The answers in float32, through XLA at its highest precision, from the same inputs.
-
-    Gradients are those of the public function: a reference that loops as often as the sizes say cannot be run backwards.
-    """
-    problem = _wide(case.problem)
+    """The answers in float32, by the public function through XLA at its highest precision, from the same inputs."""
     wide = tuple(x.astype(jnp.float32) if _is_float(x) else x for x in operands)
-    function: Callable[..., Any] = partial(case.spec.reference, problem)
+    function = _PUBLIC[case.spec.name](_wide(case.problem), "xla")
     if case.grad:
-        function = _with_gradient(_PUBLIC[case.spec.name](problem, "xla"))
+        function = _with_gradient(function)
     with jax.default_matmul_precision("highest"):
         answers = jax.jit(function)(*wide)
     return tuple(jax.tree.leaves(answers))
-
-
-def _worst_error(answers: Any, expected: tuple[jax.Array, ...]) -> float:
-    pairs = zip(jax.tree.leaves(answers), expected, strict=True)
-    errors = [measure.error(out, ref) for out, ref in pairs]
-    return float(np.max(errors))  # of NaN is NaN, unlike max()
 
 
 def _tolerance(spec: OpSpec, problem: Any, grad: bool) -> float:
@@ -393,14 +446,24 @@ def _shape_name(spec: OpSpec, problem: Any) -> str | None:
     return next((name for name, shape in spec.shapes.items() if shape == problem), None)
 
 
+_WORDS = {"layout", "activation", "spread"}  # fields of problems whose values say what they are
+
+
 def describe(problem: Any) -> str:
-    """Sizes, dtype and the rest: "4096x4096x4096 bfloat16->float32 nt batch=8", "4096x512x256 g=8 bfloat16 nn random"."""
+    """Sizes, dtype and the rest: "4096x4096x4096 bfloat16->float32 nt batch=8", "4096x512x256 g=8 bfloat16 nn random".
+
+    A number or text that has a default, and is no word of its own, is told by name where it is another:
+    "8192x8192x32x8x128 bfloat16 window_left=4095 causal".
+    """
     fields = dataclasses.asdict(problem)
+    usual = {f.name: f.default for f in dataclasses.fields(problem) if f.name not in _WORDS}
     batch, groups, dtype = fields.pop("batch", 1), fields.pop("groups", None), fields.pop("dtype", None)
     out_dtype = fields.pop("out_dtype", dtype)
-    sizes = "x".join(str(value) for value in fields.values() if type(value) is int)
+    needed = {key for key, default in usual.items() if default is dataclasses.MISSING}
+    sizes = "x".join(str(value) for key, value in fields.items() if key in needed)
     dtypes = dtype if dtype == out_dtype else f"{dtype}->{out_dtype}"
-    words = [value for value in fields.values() if isinstance(value, str) and value != "none"]
+    words = [fields[key] for key in fields if key in _WORDS and fields[key] != "none"]
+    words += [f"{k}={v}" for k, v in fields.items() if k not in needed | _WORDS and type(v) is not bool and v != usual[k]]
     flags = [key for key, value in fields.items() if value is True]
     many = f"batch={batch}" if batch != 1 else None
     ragged = f"g={groups}" if groups is not None else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops import SPECS
+from mgpu_ops.core.op import BACKENDS
 from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.groups import SPREADS
 
@@ -87,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         mgpu-tune run grouped_matmul --suite moe --budget 60s
         mgpu-tune run grouped_matmul --m 16384 --n 28672 --k 4096 --groups 8 --spread skewed --dtype bf16
         mgpu-tune run ragged_contraction --suite mixtral-8x7b
+        mgpu-tune run flash_attention --suite llm --budget 60s
+        mgpu-tune run flash_attention_backward --shape llama3-8b-8192-causal
         mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no GPU here: modelled, and said so
         """,
     )
@@ -121,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         mgpu-tune which matmul --m 4096 --n 4096 --k 4096 --gpu h200
         mgpu-tune which matmul --shape llama3-70b-down-256
         mgpu-tune which grouped_matmul --m 8192 --n 4096 --k 7168 --groups 32 --layout nt --bias --gpu h200
+        mgpu-tune which flash_attention --batch 4 --q-tokens 4096 --kv-tokens 4096 --q-heads 16 --kv-heads 16 --head-dim 128 \\
+          --causal --gpu h200
         """,
     )
     _problem_arguments(which)
@@ -148,11 +153,15 @@ def _parser() -> argparse.ArgumentParser:
         mgpu-tune bench matmul --shape square-4096 --grad
         mgpu-tune bench grouped_matmul --suite moe --against dense,jax-pallas,tokamax
         mgpu-tune bench grouped_matmul --suite training --against dense,tokamax --grad --peer-seconds 30s
+        mgpu-tune bench flash_attention --suite llm --against cudnn,tokamax,jax-pallas
+        mgpu-tune bench flash_attention --suite d128 --against cudnn,tokamax --grad
+        mgpu-tune bench flash_attention_backward --suite llm
         """,
     )
     _problem_arguments(bench, many=True)
     bench.add_argument("--against", metavar="A,B", help=f"{_peers_text()} (default: the first)")
     bench.add_argument("--grad", action="store_true", help="forward plus backward")
+    bench.add_argument("--backend", choices=BACKENDS, help="that ours runs on (default: mosaic, or xla where it cannot)")
     bench.add_argument("--seconds", type=_seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)")
     bench.add_argument(
         "--peer-seconds", type=_seconds, default=60.0, metavar="TIME", help="a tuned peer may compile a problem (default 60s)"
@@ -197,13 +206,24 @@ def _problem_arguments(parser: argparse.ArgumentParser, many: bool = False) -> N
     if many:
         suites = "; ".join(f"{name}: {', '.join(spec.suites)}" for name, spec in SPECS.items())
         group.add_argument("--suite", metavar="NAME", help=f"named shapes together ({suites})")
-    for name in _problem_fields():
-        group.add_argument(f"--{name.replace('_', '-')}", **_FIELDS.get(name, {"type": _positive_int}))
+    for name, field in _problem_fields().items():
+        group.add_argument(f"--{name.replace('_', '-')}", **_argument_of(field) | _FIELDS.get(name, {}))
 
 
-def _problem_fields() -> list[str]:
-    """The fields of all ops' problems."""
-    return list(dict.fromkeys(f.name for spec in SPECS.values() for f in dataclasses.fields(spec.Problem)))
+def _problem_fields() -> dict[str, dataclasses.Field[Any]]:
+    """The fields of all ops' problems, by name."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for spec in SPECS.values():
+        for field in dataclasses.fields(spec.Problem):
+            found.setdefault(field.name, field)
+    return found
+
+
+def _argument_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """How a field is given: a flag, a number that may be -1 if that is its default, a size, or what `_FIELDS` says."""
+    if isinstance(field.default, bool):
+        return {"action": "store_true", "default": None}
+    return {} if isinstance(field.default, str) else {"type": _bound if field.default == -1 else _positive_int}
 
 
 def _peers_text() -> str:
@@ -219,6 +239,16 @@ def _positive_int(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return value
+
+
+def _bound(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -2
+    if value < -1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0, or -1 for no bound")
     return value
 
 
@@ -244,16 +274,36 @@ def _seconds(text: str) -> float:
     return value
 
 
-# How the fields of problems that are no sizes are given.
+# What the fields of problems are, and how those are given of which `_argument_of` knows too little.
 _FIELDS: dict[str, dict[str, Any]] = {
-    "batch": {"type": _positive_int, "help": "products in one launch (default 1)"},
-    "groups": {"type": _positive_int, "help": "how many the rows of m belong to"},
+    "batch": {"help": "products in one launch (default 1); of attention, sequences"},
+    "groups": {"help": "how many the rows of m belong to"},
     "dtype": {"type": _dtype, "help": "bf16 (default), f16"},
     "out_dtype": {"type": _dtype, "help": "default: dtype; or f32"},
     "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
-    "bias": {"action": "store_true", "default": None, "help": "with a bias of each group"},
+    "bias": {
+        "action": "store",
+        "nargs": "?",
+        "const": True,
+        "type": _dtype,
+        "metavar": "DTYPE",
+        "help": "with a bias of each group; of attention, of the scores, in this dtype (default: dtype)",
+    },
     "activation": {"choices": ACTIVATIONS, "help": "of the result (default none)"},
     "spread": {"choices": SPREADS, "help": "of the rows over the groups (default random)"},
+    "head_dim": {"help": "columns of a head of q, k and v"},
+    "causal": {"help": "no row sees a later key"},
+    "window_left": {"help": "keys before its own that a row sees (default -1: all)"},
+    "window_right": {"help": "keys after its own that a row sees (default -1: all)"},
+    "align": {
+        "choices": ("bottom_right", "top_left"),
+        "help": "which query has the same place as which key: the last ones (default), the first",
+    },
+    "lengths": {"help": "each sequence has token counts of its own"},
+    "segments": {"help": "a row sees its own segment only"},
+    "soft_cap": {"help": "scores are capped"},
+    "deterministic": {"help": "gradients bitwise equal from run to run"},
+    "bias_grad": {"help": "with the gradient of the bias"},
 }
 
 
@@ -264,6 +314,8 @@ def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
     fields = {name: getattr(arguments, name, None) for name in _problem_fields()}
     given = {k: v for k, v in fields.items() if v is not None}
+    if "bias" in given:
+        given["bias"] = _bias(spec, given["bias"], given.get("dtype", "bfloat16"))
     needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
     suite = getattr(arguments, "suite", None)
     if sum(map(bool, (given, arguments.shape, suite))) != 1:
@@ -286,9 +338,19 @@ def _problems(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     return {describe(problem): problem}
 
 
+def _bias(spec: Any, given: bool | str, dtype: str) -> bool | str:
+    """The bias of a problem of an op that says whether there is one, or of one that names its dtype."""
+    default = {f.name: f.default for f in dataclasses.fields(spec.Problem)}.get("bias")
+    if isinstance(default, str):
+        return dtype if given is True else given
+    if given is not True:
+        raise UsageError(f"--bias of {spec.name} takes no dtype: leave {given} out")
+    return True
+
+
 def _flags(names: Sequence[str]) -> str:
     """ "--m, --n and --k" """
-    *most, last = (f"--{name}" for name in names)
+    *most, last = (f"--{name.replace('_', '-')}" for name in names)
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -520,6 +582,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         save=lambda rows: bench.write_csv(rows, path),
         peer_seconds=arguments.peer_seconds,
         earlier=earlier,
+        backend=arguments.backend,
     )
     if not rows:
         return WRONG

@@ -102,12 +102,12 @@ class Measured:
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._opened = (spec.name, dataclasses.asdict(problem), seed)
-        self.baseline, _ = worker.baseline_of(spec)
         self._send("open", *self._opened)
         reply = self._receive(300.0)
         if not isinstance(reply, worker.Opened):
             self._restart(reopen=False)
             raise worker.WorkerError(f"the worker could not prepare {problem}: {_text(reply)}")
+        self.baseline = reply.baseline
 
     def judge(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
         """An outcome for each config, in order.

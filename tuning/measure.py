@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
 
@@ -36,17 +37,24 @@ def spread_us(samples: Sequence[float]) -> float:
     return deciles[-1] - deciles[0]
 
 
-def error(out: jax.Array, ref: jax.Array) -> float:
-    """max |out - ref| / (|ref| + rms(ref)), in float32; NaN where out is not finite but ref is, or shapes differ."""
-    if out.shape != ref.shape:
+def error(out: Any, ref: Any) -> float:
+    """max |out - ref| / (|ref| + rms(ref)) in float32, the largest of all arrays where out and ref are several.
+
+    Equal elements have no error, infinities among them, and the rms is that of ref's finite ones. NaN where one is not finite
+    and the other differs, and where numbers of arrays or shapes differ.
+    """
+    outs, refs = jax.tree.leaves(out), jax.tree.leaves(ref)
+    if [x.shape for x in outs] != [x.shape for x in refs]:
         return math.nan
-    return float(_error(out, ref))
+    return float(np.max([float(_error(x, y)) for x, y in zip(outs, refs)], initial=0.0))  # of NaN is NaN, unlike max()
 
 
 @jax.jit
 def _error(out: jax.Array, ref: jax.Array) -> jax.Array:
     out, ref = out.astype(jnp.float32), ref.astype(jnp.float32)
-    return jnp.max(jnp.abs(out - ref) / (jnp.abs(ref) + jnp.sqrt(jnp.mean(ref * ref))))
+    rms = jnp.sqrt(jnp.mean(ref * ref, where=jnp.isfinite(ref)))
+    relative = jnp.where(jnp.isfinite(out), jnp.abs(out - ref) / (jnp.abs(ref) + rms), jnp.nan)
+    return jnp.max(jnp.where(out == ref, 0.0, relative), initial=0.0)
 
 
 def rounds_for(seconds: float, us: float, low: int = 5, high: int = 100) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,11 +19,13 @@ import jax
 
 from mgpu_ops import SPECS, RaggedContractionProblem
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.flash_attention import cudnn
+from mgpu_ops.flash_attention.model import SOFT_CAP
 from mgpu_ops.tuning.measure import median_us
 from mgpu_ops.tuning.worker import baseline_of
 
 Timer = Callable[[Sequence[Callable[[], Any]], Gpu, int], list[list[float]]]  # measure.interleaved
-Prepared = tuple[Callable[..., Any], str]  # a function of the op's inputs that jax.jit can trace, and its settings as text
+Prepared = tuple[Callable[..., Any], str]  # a function of the task's arrays that jax.jit can trace, and its settings as text
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Task:
 
     problem: Any
     gpu: Gpu
-    arrays: tuple  # the op's inputs
+    arrays: tuple  # what the function will take
     timer: Timer
     grad: bool = False  # whether the function will be differentiated
     seconds: float = 60.0  # that compiling its settings may take, about
@@ -43,13 +46,15 @@ class Peer:
     """Another implementation of an op.
 
     `unavailable(problem, gpu)` says why it cannot run a problem, or None. `prepare` tunes it. A yardstick computes something
-    else of the same cost: its result is not compared.
+    else of the same cost: its result is not compared. `arrays(problem, *arrays)` makes what its function takes of what ours
+    takes, in advance and untimed.
     """
 
     unavailable: Callable[[Any, Gpu], str | None]
     prepare: Callable[[Task], Prepared]
     differentiable: bool
     yardstick: bool = False
+    arrays: Callable[..., tuple] | None = None
 
 
 def compiled(function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
@@ -83,7 +88,19 @@ def _fastest(
     tile: Callable[[Any], Hashable] | None = None,
     text: Callable[[Any], str] = _text,
 ) -> Prepared:
-    """The fastest of `settings` in interleaved rounds, with an L2 flush before each call.
+    """The function of the fastest of `settings`, and which that is."""
+    best, said = _best(task, settings, build, tile, text)
+    return build(best), said
+
+
+def _best(
+    task: Task,
+    settings: Sequence[Hashable],
+    build: Callable[[Any], Callable[..., Any]],
+    tile: Callable[[Any], Hashable] | None = None,
+    text: Callable[[Any], str] = _text,
+) -> tuple[Any, str]:
+    """The fastest of `settings` in interleaved rounds, with an L2 flush before each call; and the same as text.
 
     Where `tile` is given there are two passes: the first takes one setting, the middle one, of those that share a tile, the
     second all settings of the two fastest tiles. Settings that do not compile, within the task's seconds, are passed over.
@@ -100,7 +117,7 @@ def _fastest(
         ranking = _ranking(half, [group[len(group) // 2] for group in tiles.values()], build, calls)
         ranking = _ranking(half, [s for best in ranking[:2] for s in tiles[tile(best)]], build, calls)
     found = f"fastest of {len(calls)}" + " that won before" * bool(again)
-    return build(ranking[0]), f"{text(ranking[0])}; {found}"
+    return ranking[0], f"{text(ranking[0])}; {found}"
 
 
 def _ranking(
@@ -141,7 +158,7 @@ def _under_jit(function: Callable[..., Any], task: Task) -> Prepared:
 def _baseline(op: str) -> Peer:
     """What the tuner times beside candidates: cuBLAS or XLA's own kernels, as XLA's autotuning chooses."""
     spec = SPECS[op]
-    _, function = baseline_of(spec)
+    function = baseline_of(spec, None).run
     yardstick = function is not spec.reference
     return Peer(lambda problem, gpu: None, partial(_under_jit, function), differentiable=True, yardstick=yardstick)
 
@@ -420,6 +437,139 @@ def _lax_unavailable(problem: Any, gpu: Gpu) -> str | None:
     return _no_epilogue(problem)
 
 
+# --- Attention: each a function of (q, k, v), then lengths, segments and the bias if there are any ------------------------
+
+
+def _scale(problem: Any) -> float:
+    return 1 / math.sqrt(problem.head_dim)
+
+
+def _cudnn_unavailable(problem: Any, gpu: Gpu) -> str | None:
+    return cudnn.refuses(problem)
+
+
+def _attention_limits(problem: Any) -> str | None:
+    """What neither of the two peers in Pallas takes, or not without a mask of all scores in memory."""
+    p = problem
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"takes 16-bit floats, not {p.dtype}"
+    if p.lengths or p.segments:
+        return "takes lengths and segment ids only as a mask of all scores"
+    if not (p.left is None and p.right is None) and not cudnn.same_alignment(p):
+        return "aligns the first query with the first key, not the last with the last"
+    return None
+
+
+def jax_attention_settings(problem: Any) -> Iterator[dict[str, int]]:
+    """The settings of JAX's attention_mgpu that its divisibility rules, shared memory and registers allow.
+
+    Those of the tuning loop in its own main(), and with 128 rows a warpgroup and deeper rings beside.
+    """
+    p = problem
+    for block_q, block_kv, steps in itertools.product((64, 128), (256, 128, 64), (2, 3, 4)):
+        if p.q_tokens % (2 * block_q) or p.kv_tokens % block_kv or steps > p.kv_tokens // block_kv:
+            continue
+        registers = block_q * (block_kv + p.head_dim) // 128  # of each thread for scores and output
+        smem = 2 * p.head_dim * (2 * block_q + 2 * steps * block_kv)
+        if registers < 232 and smem < 227 * 1024:
+            yield {"block_q": block_q, "block_kv": block_kv, "max_concurrent_steps": steps}
+
+
+def _jax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
+    p = problem
+    if reason := _not_hopper(gpu) or _attention_limits(p):
+        return reason
+    if p.soft_cap or p.bias != "none":
+        return "adds no bias and caps no scores"
+    if p.left is not None or p.right not in (None, 0):
+        return "has no window"
+    if p.right == 0 and p.q_tokens != p.kv_tokens:
+        return f"takes as many queries as keys where causal, not {p.q_tokens} and {p.kv_tokens}"
+    if p.head_dim % 64:
+        return f"takes a head_dim in multiples of 64, not {p.head_dim}"
+    if next(jax_attention_settings(p), None) is None:
+        return f"has no tile that divides q_tokens={p.q_tokens} and kv_tokens={p.kv_tokens}"
+    return _not_importable(_jax_sample("attention_mgpu"), _NEEDS_ABSL)
+
+
+def _scaled(problem: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """What JAX's kernel leaves to its caller, outside of what is timed: the scale, and float16, in which its buffers are."""
+    return tuple(x.astype("float16") for x in (q.astype("float32") * _scale(problem), k, v))
+
+
+def _jax_attention(task: Task) -> Prepared:
+    from jax.experimental.pallas.ops.gpu import attention_mgpu as theirs
+
+    def build(setting: Any) -> Callable[..., Any]:
+        config = theirs.TuningConfig(**dict(setting), causal=task.problem.right == 0)
+        return lambda q, k, v: theirs.attention(q, k, v, config)
+
+    settings = [tuple(s.items()) for s in jax_attention_settings(task.problem)]
+    return _fastest(task, settings, build, text=lambda setting: f"float16 {_text(setting)}")
+
+
+def _tokamax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
+    if reason := _not_hopper(gpu) or _attention_limits(problem):
+        return reason
+    if problem.soft_cap and problem.bias != "none":
+        return "caps scores after the bias, not before"
+    return _not_importable("tokamax", "`pip install tokamax`")
+
+
+def _tokamax_attention(task: Task) -> Prepared:
+    """Its Mosaic GPU kernel with the fastest of the configs that its own autotuner would try; with `task.grad` of its
+    backward kernels' too, which are tuned after, with the forward kernel as found. The text tells both."""
+    tokamax = importlib.import_module("tokamax")  # not by name: it is optional, and unknown to type checkers
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each problem that is not in its database
+    p = task.problem
+    window = None if p.left is None and p.right in (None, 0) else _tokamax_window(p)
+
+    def call(implementation: Any) -> Callable[..., Any]:
+        return lambda q, k, v, bias=None: tokamax.dot_product_attention(
+            q,
+            k,
+            v,
+            bias,
+            scale=_scale(p),
+            is_causal=p.right == 0,
+            local_window_size=window,
+            logits_soft_cap=SOFT_CAP if p.soft_cap else None,
+            implementation=implementation,
+        )
+
+    def pulled(function: Callable[..., Any]) -> Callable[..., tuple]:
+        def gradients(*arrays: jax.Array) -> tuple:
+            out, pull = jax.vjp(function, *arrays)
+            return pull(out)
+
+        return gradients
+
+    def text(config: Any) -> str:
+        return _text((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
+
+    def tuned(task: Task, bound: Any, build: Callable[[Any], Callable[..., Any]]) -> tuple[Any, str]:
+        return _best(task, sorted(bound.autotuning_configs, key=text), build, text=text)
+
+    bound_args = tokamax.autotuning.get_bound_args
+    (forward,) = bound_args(jax.jit(call("mosaic")), *task.arrays)
+    best, said = tuned(task, forward, lambda config: call((forward.op.replace(config=config),)))
+    if not task.grad:
+        return call((forward.op.replace(config=best),)), said
+    (backward,) = (b for b in bound_args(jax.jit(pulled(call("mosaic"))), *task.arrays) if type(b.op) is not type(forward.op))
+
+    def both(config: Any) -> Callable[..., Any]:
+        return call((forward.op.replace(config=best, vjp=backward.op.replace(config=config)),))
+
+    best_backward, said_backward = tuned(task, backward, lambda config: pulled(both(config)))
+    return both(best_backward), f"{said} | {said_backward}"
+
+
+def _tokamax_window(problem: Any) -> tuple[int, int]:
+    """Keys before and after a row's own that it sees: all of them where there is no bound."""
+    left, right = problem.left, problem.right
+    return (problem.q_tokens if left is None else left), (problem.kv_tokens if right is None else right)
+
+
 PEERS: dict[str, dict[str, Peer]] = {
     "matmul": {
         "xla": _baseline("matmul"),
@@ -440,5 +590,13 @@ PEERS: dict[str, dict[str, Peer]] = {
         "jax-pallas": Peer(partial(_jax_unavailable, "transposed_ragged_dot_mgpu"), _jax_contraction, differentiable=False),
         "tokamax": Peer(_tokamax_unavailable, _tokamax, differentiable=False),
         "lax": Peer(_lax_unavailable, partial(_under_jit, _lax), differentiable=False),
+    },
+    "flash_attention": {
+        "cudnn": Peer(_cudnn_unavailable, partial(_under_jit, cudnn.attention), differentiable=True),
+        "tokamax": Peer(_tokamax_attention_unavailable, _tokamax_attention, differentiable=True),
+        "jax-pallas": Peer(_jax_attention_unavailable, _jax_attention, differentiable=False, arrays=_scaled),
+    },
+    "flash_attention_backward": {
+        "cudnn": Peer(_cudnn_unavailable, partial(_under_jit, cudnn.gradients), differentiable=False, arrays=cudnn.residuals),
     },
 }

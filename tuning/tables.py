@@ -35,14 +35,14 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
 
 
 def entries_table(title: str, entries: Sequence[Any]) -> Table:
-    """Problems of a database file with their times and configs."""
+    """Problems of a database file with their times and configs; of a problem, not the masks and such that it does without."""
     table = Table(title=title, title_justify="left")
     for heading in ("problem", "evidence", "us", "x baseline", "x default", "config", "date"):
         table.add_column(heading, justify="right" if heading[0] in "ux" else "left")
     for entry in entries:
         e = entry.evidence
         table.add_row(
-            " ".join(f"{k}={v}" for k, v in entry.problem.items()),
+            " ".join(f"{k}={v}" for k, v in entry.problem.items() if v is not False and v not in (-1, "none")),
             e.kind,
             f"{e.median_us:.1f}",
             f"{e.baseline_us / e.median_us:.3f}" if e.baseline_us else "-",

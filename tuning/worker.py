@@ -7,13 +7,16 @@ It answers messages over a pipe: ("open", op, problem, seed), ("judge", configs)
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.op import Baseline, OpSpec
 from mgpu_ops.tuning.outcome import Final, Outcome
 
 
@@ -29,7 +32,7 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    pass
+    baseline: str  # the name of what is timed beside candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,9 @@ class Failed:
     reason: str
 
 
-def baseline_of(spec: Any) -> tuple[str, Callable[..., Any]]:
-    """(name, f(problem, *inputs)) of what is timed beside candidates: the reference, "xla", unless the op names another."""
-    return spec.baseline or ("xla", spec.reference)
+def baseline_of(spec: OpSpec, problem: Any) -> Baseline:
+    """What is timed beside candidates: the reference, "xla", unless the op names another for the problem."""
+    return (spec.baseline and spec.baseline(problem)) or Baseline("xla", spec.reference)
 
 
 def first_line(error: BaseException) -> str:
@@ -66,7 +69,7 @@ def serve(pipe: Any) -> None:
         try:
             if message == "open":
                 session = _Session(*arguments)
-                pipe.send(Opened())
+                pipe.send(Opened(session.baseline))
             elif message == "judge":
                 for outcome in session.judge(*arguments):  # type: ignore[union-attr]
                     pipe.send(outcome)
@@ -104,7 +107,7 @@ def _cuda_version(device: Any) -> str | None:
 class _Session:
     """One problem: its inputs, the reference's result, and the baseline to time beside candidates.
 
-    The reference runs once, for its result; it may be far slower than any candidate.
+    The reference runs once, for its result; it may be far slower than any candidate. It replaces a baseline that cannot run.
     """
 
     def __init__(self, op: str, problem: dict[str, Any], seed: int):
@@ -119,17 +122,30 @@ class _Session:
         assert device is not None
         self.gpu = device
         self.arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
-        _, baseline = baseline_of(self.spec)
-        self.baseline = self._ahead(baseline)
-        same = baseline is self.spec.reference
-        self.expected = (self.baseline if same else self._ahead(self.spec.reference))(*self.arrays)
+        reference = self._ahead(self.spec.reference)
+        self.expected = reference(*self.arrays)
+        self.baseline = "xla"
+        self.baseline_call: Callable[[], Any] = functools.partial(reference, *self.arrays)
+        baseline = baseline_of(self.spec, self.problem)
+        if baseline.run is not self.spec.reference:
+            with contextlib.suppress(Exception):  # whatever a library makes of a problem that it does not take
+                self.baseline, self.baseline_call = baseline.name, self._call_of(baseline)
         self.compiled: dict[Any, Any] = {}
 
-    def _ahead(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _ahead(self, function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
         import jax
 
         call = jax.jit(lambda *arrays: function(self.problem, *arrays))
-        return call.lower(*self.arrays).compile()
+        return call.lower(*(arrays or self.arrays)).compile()
+
+    def _call_of(self, baseline: Baseline) -> Callable[[], Any]:
+        """The baseline's call, which has run once."""
+        import jax
+
+        arrays = self.arrays if baseline.arrays is None else self._ahead(baseline.arrays)(*self.arrays)
+        call = functools.partial(self._ahead(baseline.run, *arrays), *arrays)
+        jax.block_until_ready(call())
+        return call
 
     def judge(self, configs: list[Any]) -> Any:
         """One Outcome a config, in order.
@@ -178,9 +194,5 @@ class _Session:
     def _times(self, configs: list[Any], rounds: int) -> list[list[float]]:
         from mgpu_ops.tuning import measure
 
-        functions = [self.compiled[c] for c in configs] + [self.baseline]
-        return measure.interleaved(
-            [lambda f=f: f(*self.arrays) for f in functions],  # type: ignore[misc]
-            self.gpu,
-            rounds,
-        )
+        calls = [functools.partial(self.compiled[config], *self.arrays) for config in configs]
+        return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds)

@@ -59,16 +59,14 @@ def _tile(p: BackwardProblem, c: BackwardConfig, number: Any) -> tuple[Any, Any,
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The tiles of query rows that a tile of keys meets, of all heads that share it: those to mask but for one, those that need
-    no mask, and the one left over.
-    """
+    """The tiles of query rows that a tile of keys meets, of all heads that share it: those to mask, and those that need none."""
 
     order: Order
     group: int
 
     @property
-    def before(self) -> Any:
-        return self.order.masked * self.group - 1
+    def masked(self) -> Any:
+        return self.order.masked * self.group
 
     @property
     def unmasked(self) -> Any:
@@ -124,9 +122,8 @@ def _load(
             rows_ring.fill(done, copy)
             return done + 1
 
-        done = lax.fori_loop(0, rows.before, lambda j, done: step(*rows.masked_tile(j), done), done)
-        done = lax.fori_loop(0, rows.unmasked, lambda j, done: step(*rows.unmasked_tile(j), done), done)
-        return step(*rows.masked_tile(rows.before), done)
+        done = lax.fori_loop(0, rows.masked, lambda j, done: step(*rows.masked_tile(j), done), done)
+        return lax.fori_loop(0, rows.unmasked, lambda j, done: step(*rows.unmasked_tile(j), done), done)
 
     count = tiles.count
     rows_ring.drain(lax.fori_loop(0, count, tile, jnp.int32(0)))
@@ -168,7 +165,6 @@ def _kernel(
 
     def computing(s_acc: Any, dp_acc: Any, dk_acc: Any, dv_acc: Any, *dq_acc: Any) -> None:
         wg = lax.axis_index("wg")
-        mine = core.ds(wg * ROWS, ROWS)
         score_scale = x.inputs.options[0] * LOG2E
         # From shared memory, the numbers of a tile's rows take registers only while a tile is masked.
         smem["numbers_smem"][wg] = core.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_column)
@@ -178,16 +174,11 @@ def _kernel(
 
         def transposed(acc: Any, own: str, rows: Any) -> None:
             """acc = this warpgroup's keys or values times rows^T: starts as many products as there are panels."""
+            mine = core.ds(lax.optimization_barrier(lax.axis_index("wg")) * ROWS, ROWS)
             acc[...] = jnp.zeros(shape, jnp.float32)
             for panel in panels:
                 columns = rows.at[:, core.ds(panel * PANEL, PANEL)]
                 core.wgmma(acc, smem[own].at[panel, mine, :], core.transpose_ref(columns))
-
-        def start_scores(step: Any, part: int) -> None:
-            slot = lax.rem(step, jnp.int32(rows_ring.slots))
-            if part == 0:
-                core.barrier_wait(rows_ring.filled.at[slot])
-            transposed(s_acc, "k_smem", rows_of("q_smem", slot, part))
 
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
@@ -224,15 +215,17 @@ def _kernel(
                     weights = jnp.where(tokens.sees(along_column(numbers), keys), weights, 0.0)
                 return weights, slope
 
-            def step(member: Any, tile: Any, step: Any, masked: bool, start: bool, ahead: bool) -> Any:
-                """One tile of rows. `start`: its scores are not on their way yet; `ahead`: starts those of the next one."""
+            def step(member: Any, tile: Any, step: Any, masked: bool) -> Any:
+                """One tile of rows."""
                 slot = lax.rem(step, jnp.int32(rows_ring.slots))
                 n, row = kv_head * group + member, tile * c.tile_q
                 buffer = lax.rem(step, jnp.int32(2))
-                if start:
-                    start_scores(step, 0)
+                wg = lax.optimization_barrier(lax.axis_index("wg"))
+                mine = core.ds(wg * ROWS, ROWS)
+                core.barrier_wait(rows_ring.filled.at[slot])
                 for part in parts:
                     own = core.ds(part * ROWS, ROWS)
+                    transposed(s_acc, "k_smem", rows_of("q_smem", slot, part))
                     transposed(dp_acc, "v_smem", rows_of("do_smem", slot, part))
                     p32, slope = weights(slot, part, row, masked)
                     core.wgmma(dv_acc, p32.astype(dtype), rows_of("do_smem", slot, part))
@@ -246,8 +239,6 @@ def _kernel(
                         smem["ds_smem"][buffer, part, mine, :] = ds
                         core.commit_smem()
                     core.wgmma(dk_acc, ds, rows_of("q_smem", slot, part))
-                    if part + 1 < len(parts):
-                        start_scores(step, part + 1)
                 if p.bias_grad:
                     for part in parts:
                         place = dbias_ref.at[b, n, core.ds(first_key, ROWS), core.ds(row + part * ROWS, ROWS)]
@@ -263,12 +254,10 @@ def _kernel(
                         keys = smem["k_smem"].at[0]
                     dq_acc[0][...] = jnp.zeros(shape, jnp.float32)
                     core.wgmma(dq_acc[0], core.transpose_ref(ds_rows), keys)
-                if ahead:
-                    start_scores(step + 1, 0)
                 if fused:
-                    dq = core.accumulated(dq_acc[0], len(panels) if ahead else 0)
+                    dq = core.accumulated(dq_acc[0], 0)
                 else:
-                    core.wgmma_wait(len(panels) if ahead else 0)
+                    core.wgmma_wait(0)
                 core.barrier_arrive(rows_ring.released.at[slot])
                 core.wait_smem_to_gmem(0, wait_read_only=True)
                 if fused:
@@ -279,19 +268,13 @@ def _kernel(
                     core.add_tile(smem["dq_smem"].at[wg], place)
                 return step + 1
 
-            def alone(j: Any, done: Any) -> Any:
-                return step(*rows.masked_tile(j), done, masked=True, start=True, ahead=False)
-
-            def overlapped(j: Any, done: Any) -> Any:
-                return step(*rows.unmasked_tile(j), done, masked=False, start=False, ahead=True)
-
-            done = lax.fori_loop(0, rows.before, alone, done)
-            start_scores(done, 0)
-            done = lax.fori_loop(0, rows.unmasked, overlapped, done)
-            done = step(*rows.masked_tile(rows.before), done, masked=_masks(p, c), start=False, ahead=False)
+            masks = _masks(p, c)
+            done = lax.fori_loop(0, rows.masked, lambda j, done: step(*rows.masked_tile(j), done, masks), done)
+            done = lax.fori_loop(0, rows.unmasked, lambda j, done: step(*rows.unmasked_tile(j), done, False), done)
             dk, dv = dk_acc[...] * x.inputs.options[0], dv_acc[...]
             meet()  # the keys are done with: their place, and the values', takes the gradients on their way out
             start = b * p.kv_tokens
+            mine = core.ds(lax.optimization_barrier(lax.axis_index("wg")) * ROWS, ROWS)
             for name, values, ref in (("k_smem", dk, dk_ref), ("v_smem", dv, dv_ref)):
                 for panel in panels:
                     staging = smem[name].at[panel, mine, :]
@@ -394,4 +377,9 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, *arrays: jax.Array, 
         raise AssertionError
     dq = jax.freeze(dq).sum(0)[:, : p.q_tokens, :, :head_dim] * inputs.options[0]
     gradients = dq.astype(p.dtype), dk, dv
-    return gradients
+    if not p.bias_grad:
+        return gradients
+    summed = jax.freeze(dbias)[:, :, : p.kv_tokens, : p.q_tokens].swapaxes(2, 3).astype(jnp.float32)
+    for axis, size in enumerate(bias_shape):
+        summed = summed.sum(axis, keepdims=True) if size == 1 else summed
+    return (*gradients, summed.astype(p.bias))

@@ -25,37 +25,56 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
     p, inputs = problem, Inputs.of(problem, tuple(rest))
     group = p.q_heads // p.kv_heads
     accurate = jnp.promote_types(q.dtype, jnp.float32)
-    seen = visible(p, inputs.lengths, inputs.segments)
+    row_bytes = group * p.kv_tokens * accurate.itemsize
+    rows = min(p.q_tokens, max(1, _CHUNK_BYTES // row_bytes))  # at a time, of the heads that share one head of keys
+    pieces = -(-p.q_tokens // rows)
+    seen = _pad_rows(visible(p, inputs.lengths, inputs.segments), 1, pieces * rows)
+    bias = None if inputs.bias is None else _pad_rows(inputs.bias, 2, pieces * rows)
 
-    @jax.checkpoint  # the scores of one chunk are computed again where a gradient is taken, not kept
     def one(x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         """The heads that share one head of keys: q [q_tokens, group, head_dim], k and v [kv_tokens, head_dim]."""
         b, n, q, k, v = x
-        s = _product("tgd,sd->gts", q, k) * inputs.options[0]
-        if p.soft_cap:
-            s = inputs.options[1] * jnp.tanh(s / inputs.options[1])
-        if inputs.bias is not None:
-            of_batch = inputs.bias[b if inputs.bias.shape[0] > 1 else 0]
-            heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
-            s = s + heads.astype(accurate)
-        s = jnp.where(seen[b if seen.shape[0] > 1 else 0], s, -jnp.inf)
-        m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-        e = jnp.exp(s - jnp.where(m > -jnp.inf, m, 0.0))
-        total = e.sum(-1, keepdims=True)
-        some = total > 0
-        safe = jnp.where(some, total, 1.0)
-        out = _product("gts,sd->tgd", (e / safe).astype(v.dtype), v)
-        lse = jnp.where(some, (jnp.where(some, m, 0.0) + jnp.log(safe)) * LOG2E, jnp.inf)
-        return out.astype(q.dtype), lse[..., 0].astype(jnp.float32)
+
+        @jax.checkpoint  # the scores of one piece are computed again where a gradient is taken, not kept
+        def piece(x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+            first, q = x
+            s = _product("tgd,sd->gts", q, k) * inputs.options[0]
+            if p.soft_cap:
+                s = inputs.options[1] * jnp.tanh(s / inputs.options[1])
+            if bias is not None:
+                of_batch = lax.dynamic_slice_in_dim(bias[b if bias.shape[0] > 1 else 0], first, rows, 1)
+                heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
+                s = s + heads.astype(accurate)
+            s = jnp.where(lax.dynamic_slice_in_dim(seen[b if seen.shape[0] > 1 else 0], first, rows), s, -jnp.inf)
+            m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+            e = jnp.exp(s - jnp.where(m > -jnp.inf, m, 0.0))
+            total = e.sum(-1, keepdims=True)
+            some = total > 0
+            safe = jnp.where(some, total, 1.0)
+            out = _product("gts,sd->tgd", (e / safe).astype(v.dtype), v)
+            lse = jnp.where(some, (jnp.where(some, m, 0.0) + jnp.log(safe)) * LOG2E, jnp.inf)
+            return out.astype(q.dtype), lse[..., 0].T.astype(jnp.float32)
+
+        starts = jnp.arange(pieces) * rows
+        by_piece = _pad_rows(q, 0, pieces * rows).reshape(pieces, rows, *q.shape[1:])
+        out, lse = lax.map(piece, (starts, by_piece))
+        return out.reshape(-1, *q.shape[1:])[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
 
     batch, heads = (x.reshape(-1) for x in jnp.indices((p.batch, p.kv_heads)))
     by_head = q.reshape(p.batch, p.q_tokens, p.kv_heads, group, p.head_dim).transpose(0, 2, 1, 3, 4)
     keys, values = (x.transpose(0, 2, 1, 3).reshape(-1, p.kv_tokens, p.head_dim) for x in (k, v))
-    chunk = max(1, _CHUNK_BYTES // (group * p.q_tokens * p.kv_tokens * accurate.itemsize))
+    chunk = max(1, _CHUNK_BYTES // (row_bytes * p.q_tokens))
     each = (batch, heads, by_head.reshape(-1, *by_head.shape[2:]), keys, values)
     out, lse = lax.map(one, each, batch_size=min(chunk, len(batch)))
     out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape), lse.reshape(p.batch, p.q_heads, p.q_tokens)
+
+
+def _pad_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
+    """x with zeros (False) up to `rows` along an axis."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, rows - x.shape[axis])
+    return jnp.pad(x, widths)
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
