@@ -169,7 +169,7 @@ def attend(
     cap = 0.0 if soft_cap is None else _checked_number("soft_cap", soft_cap, positive=True)
     if scale < 0:  # the kernel takes the largest score before it scales
         q, scale = -q, -scale
-    options = jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.promote_types(q.dtype, jnp.float32))
+    options = jnp.array([scale, cap, scale / cap if cap else 0.0], np.promote_types(q.dtype, np.float32))
     wide = max(q.shape[-1], v.shape[-1])
     v_dim = v.shape[-1]
     q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])]) for x in (q, k, v))
@@ -247,7 +247,7 @@ def _attention_forward(call: _Call, q: Any, k: Any, v: Any, bias: Any, options: 
 def _attention_backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     q, k, v, bias, options, extra, out, lse = saved
     out_grad, lse_grad = gradients
-    accurate = jnp.promote_types(q.dtype, jnp.float32)
+    accurate = np.promote_types(q.dtype, np.float32)
     delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
     dq, dk, dv, *dbias = _backward_product(call)(q, k, v, bias, options, extra, out_grad.astype(q.dtype), lse, delta)
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), extra)

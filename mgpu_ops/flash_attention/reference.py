@@ -24,7 +24,7 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
     """
     p, inputs = problem, Inputs.of(problem, tuple(rest))
     group = p.q_heads // p.kv_heads
-    accurate = jnp.promote_types(q.dtype, jnp.float32)
+    accurate = np.promote_types(q.dtype, np.float32)
     row_bytes = group * p.kv_tokens * accurate.itemsize
     rows = min(p.q_tokens, max(1, _CHUNK_BYTES // row_bytes))  # at a time, of the heads that share one head of keys
     pieces = -(-p.q_tokens // rows)
@@ -79,7 +79,7 @@ def _pad_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """einsum with sums in float32 at least. XLA's CPU has no such products of 16-bit floats for every shape."""
-    accurate = jnp.promote_types(x.dtype, jnp.float32)
+    accurate = np.promote_types(x.dtype, np.float32)
 
     def einsum(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum(axes, x, y, preferred_element_type=accurate)
@@ -114,7 +114,7 @@ def backward(
 
     (out, _), pull = jax.vjp(of, q, k, v, inputs.bias)
     rows = jnp.einsum("btnd,btnd->bnt", out.astype(delta.dtype), out_grad.astype(delta.dtype))
-    dq, dk, dv, dbias = pull((out_grad, (rows - delta) / LOG2E))
+    dq, dk, dv, dbias = pull((out_grad, ((rows - delta) / LOG2E).astype(jnp.float32)))
     return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)
 
 

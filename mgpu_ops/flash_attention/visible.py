@@ -115,13 +115,13 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     lengths: (q_lengths, kv_lengths), each [batch]; segments: (q_segments [batch, q_tokens], kv_segments [batch, kv_tokens]).
     """
     p = problem
-    rows, keys = jnp.arange(p.q_tokens)[:, None], jnp.arange(p.kv_tokens)[None, :]
+    rows, keys = jnp.arange(p.q_tokens)[None, :, None], jnp.arange(p.kv_tokens)[None, None, :]
     q_end, kv_end = (p.q_tokens, p.kv_tokens) if lengths is None else (x[:, None, None] for x in lengths)
     offset = kv_end - q_end if p.align == "bottom_right" else 0
     out = Tokens(p, q_end, kv_end, offset).sees(rows, keys) & (rows < q_end)
     if segments is not None:
         out &= segments[0][:, :, None] == segments[1][:, None, :]
-    return jnp.broadcast_to(out, (*([1] * (3 - out.ndim)), *out.shape))
+    return jnp.broadcast_to(out, (out.shape[0], p.q_tokens, p.kv_tokens))
 
 
 def key_range(problem: Problem, tile: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,259 @@
+"""The backward kernel of attention that keeps query rows: dq alone, its sums always in one order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mgpu_ops import core
+from mgpu_ops.core import schedule
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.ring import Ring
+from mgpu_ops.flash_attention.operands import (
+    LOG2E,
+    Inputs,
+    Operands,
+    as_blocks,
+    as_rows,
+    bias_rows,
+    pad_tokens,
+    segment_tiles,
+)
+from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, compute_registers, dq_steps
+from mgpu_ops.flash_attention.visible import Order, key_range
+
+WARPGROUPS = 2  # that compute
+TILE_Q, TILE_KV = WARPGROUPS * ROWS, 64
+TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of keys
+
+
+@functools.cache
+def _deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
+    first, end = key_range(p, TILE_Q)
+    steps = np.maximum(1, -(-end // TILE_KV) - first // TILE_KV)
+    return schedule.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+
+
+def _kernel(
+    p: BackwardProblem,
+    c: BackwardConfig,
+    gpu: Gpu,
+    bias_shape: tuple[int, int],
+    *refs: Any,
+    accumulators: Any,
+    barriers: dict[str, Any],
+    smem: dict[str, Any],
+) -> None:
+    """One block: its tiles of rows, each a loop over tiles of keys."""
+    table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest, dq_ref = refs
+    sharing = rest.pop() if p.segments else None
+    x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(rest)), bias_shape, sharing)
+    turns = schedule.Turns(table_ref, lax.axis_index("block"))
+    k_ring, v_ring = Ring(dq_steps(p), **barriers["k"]), Ring(dq_steps(p) - (p.head_dim > 128), **barriers["v"])
+    q_ring = Ring(1, **barriers["q"])
+    panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
+    by_row, by_column = core.Layout.WGMMA.reduce(1), core.Layout.WGMMA.reduce(0)
+
+    def place(number: Any) -> tuple[Any, Any, Any]:
+        rows = jnp.int32(math.ceil(p.q_tokens / TILE_Q))
+        head, row = lax.div(number, rows), lax.rem(number, rows)
+        return lax.div(head, jnp.int32(p.q_heads)), lax.rem(head, jnp.int32(p.q_heads)), row * TILE_Q
+
+    def for_each_key_tile(b: Any, row: Any, step: Any, carry: Any) -> Any:
+        order = Order.of(*x.key_tiles(b, row, TILE_Q, TILE_KV))
+        masks = p.right is not None or p.left is not None or p.lengths or p.kv_tokens % TILE_KV != 0
+        carry = lax.fori_loop(0, order.masked, lambda j, s: step(order.masked_tile(j) * TILE_KV, s, masks), carry)
+        return lax.fori_loop(0, order.unmasked, lambda j, s: step(order.unmasked_tile(j) * TILE_KV, s, False), carry)
+
+    def for_each_tile(body: Any) -> Any:
+        def tile(i: Any, carry: Any) -> Any:
+            number, done = carry
+            return turns.number(i + 1), body(i, *place(number), done)
+
+        return lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))[1]
+
+    def copying() -> None:
+        def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
+            def rows(slot: Any, filled: Any) -> None:
+                del slot
+                x.load_rows(x.q, b, n, row, smem["q_smem"], filled)
+                x.load_rows(do_ref, b, n, row, smem["do_smem"], filled)
+
+            q_ring.fill(i, rows)
+            kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
+
+            def step(key: Any, step: Any, masked: bool) -> Any:
+                del masked
+
+                def keys(slot: Any, filled: Any) -> None:
+                    x.load_block(x.k, b, kv_head, key, p.kv_tokens, smem["k_smem"].at[slot], filled)
+                    if p.segments:
+                        ids = x.inputs.segments[1].at[b, core.ds(key, TILE_KV)]
+                        core.copy_gmem_to_smem(ids, smem["segments_smem"].at[slot], filled)
+                    if p.bias != "none":
+                        x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
+
+                k_ring.fill(step, keys)
+                v_ring.fill(step, lambda slot, filled: x.load_keys(x.v, b, kv_head, key, smem["v_smem"].at[slot], filled))
+                return step + 1
+
+            return for_each_key_tile(b, row, step, done)
+
+        steps = for_each_tile(tile)
+        k_ring.drain(steps)
+        v_ring.drain(steps)
+        q_ring.drain(turns.count)
+
+    def computing(s_acc: Any, dp_acc: Any, dq_acc: Any) -> None:
+        wg = lax.axis_index("wg")
+        smem["numbers_smem"][wg] = core.broadcasted_iota(jnp.int32, (TILE_KV,), 0, layout=by_column)
+
+        def along_row(values: Any) -> Any:
+            return lax.broadcast_in_dim(values, shape, (0,))
+
+        def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
+            del i
+            core.barrier_wait(q_ring.filled.at[0])
+            own = row + wg * ROWS
+            lse, delta = (
+                core.load(ref.at[b, n, core.ds(own, ROWS)], layout=by_row, optimized=False) for ref in (lse_ref, delta_ref)
+            )
+
+            def step(key: Any, step: Any, masked: bool) -> Any:
+                k_slot, v_slot = (lax.rem(step, jnp.int32(ring.slots)) for ring in (k_ring, v_ring))
+                wg = lax.optimization_barrier(lax.axis_index("wg"))  # addresses kept in registers across steps would spill
+                mine = core.ds(wg * ROWS, ROWS)
+                core.barrier_wait(k_ring.filled.at[k_slot])
+                s_acc[...] = jnp.zeros(shape, jnp.float32)
+                dp_acc[...] = jnp.zeros(shape, jnp.float32)
+                for panel in panels:
+                    keys = smem["k_smem"].at[k_slot, :, core.ds(panel * PANEL, PANEL)]
+                    core.wgmma(s_acc, smem["q_smem"].at[panel, mine, :], core.transpose_ref(keys))
+                core.barrier_wait(v_ring.filled.at[v_slot])
+                for panel in panels:
+                    core.wgmma(dp_acc, smem["do_smem"].at[panel, mine, :], core.transpose_ref(smem["v_smem"].at[v_slot, panel]))
+                s, slope = core.accumulated(s_acc, len(panels)), None
+                if p.soft_cap:
+                    tanh = x.capped(s)
+                    s, slope = tanh * (x.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
+                else:
+                    s = s * (x.inputs.options[0] * LOG2E)
+                if p.bias != "none":
+                    bias = core.load(smem["bias_smem"].at[k_slot, mine, :], layout=core.Layout.WGMMA, optimized=False)
+                    s = s + bias.astype(jnp.float32) * LOG2E
+                weights = jnp.exp2(s - along_row(lse))
+                if p.segments:
+                    ids = x.inputs.segments[0].at[b, core.ds(own, ROWS)]
+                    q_ids = core.load(ids, layout=by_row, optimized=False)
+                    kv_ids = core.load(smem["segments_smem"].at[k_slot], layout=by_column, optimized=False)
+                    weights = jnp.where(along_row(q_ids) == lax.broadcast_in_dim(kv_ids, shape, (1,)), weights, 0.0)
+                if masked:
+                    numbers = core.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key
+                    rows = core.broadcasted_iota(jnp.int32, shape, 0, layout=core.Layout.WGMMA) + own
+                    weights = jnp.where(x.tokens(b).sees(rows, lax.broadcast_in_dim(numbers, shape, (1,))), weights, 0.0)
+                ds = weights * (core.accumulated(dp_acc, 0) - along_row(delta))
+                core.barrier_arrive(v_ring.released.at[v_slot])
+                core.wgmma(dq_acc, (ds if slope is None else ds * slope).astype(p.dtype), smem["k_smem"].at[k_slot])
+                core.wgmma_wait(0)
+                core.barrier_arrive(k_ring.released.at[k_slot])
+                return step + 1
+
+            done = for_each_key_tile(b, row, step, done)
+            dq = (dq_acc[...] * x.inputs.options[0]).astype(p.dtype)
+            dq_acc[...] = jnp.zeros(dq_acc.shape, jnp.float32)
+            mine = core.ds(lax.optimization_barrier(wg) * ROWS, ROWS)
+            start = b * p.q_tokens
+            for panel in panels:  # the queries are done with: their place takes their gradient on its way out
+                staging = smem["q_smem"].at[panel, mine, :]
+                staging[...] = dq[:, panel * PANEL : (panel + 1) * PANEL]
+                core.commit_smem()
+                core.store_rows(staging, dq_ref, start + own, start + p.q_tokens, n * p.head_dim + panel * PANEL)
+            core.wait_smem_to_gmem(0, wait_read_only=True)
+            core.barrier_arrive(q_ring.released.at[0])
+            return done
+
+        for_each_tile(tile)
+
+    core.specialize(
+        copying,
+        lambda: accumulators.scope(computing),
+        compute_warpgroups=WARPGROUPS,
+        copy_registers=c.memory_registers,
+        compute_registers=compute_registers(WARPGROUPS, c.memory_registers, gpu),
+    )
+
+
+def launch(
+    p: BackwardProblem,
+    c: BackwardConfig,
+    gpu: Gpu,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out_grad: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    inputs: Inputs,
+    interpret: bool,
+) -> jax.Array:
+    """dq of padded head_dim."""
+    panels, tiles, steps = p.head_dim // PANEL, math.ceil(p.q_tokens / TILE_Q), dq_steps(p)
+    blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
+    operand = core.operand_transforms(PANEL, p.dtype, 128)
+    extra: list[Any] = []
+    bias_shape = (1, 1)
+    v_steps = steps - (p.head_dim > 128)
+    smem = {
+        "q_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
+        "do_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
+        "k_smem": core.SMEM((steps, TILE_KV, p.head_dim), p.dtype, transforms=operand),
+        "v_smem": core.SMEM((v_steps, panels, TILE_KV, PANEL), p.dtype, transforms=operand),
+        "numbers_smem": core.SMEM((WARPGROUPS, TILE_KV), jnp.int32),
+    }
+    if inputs.segments is not None:
+        q_segments, kv_segments = inputs.segments
+        extra.append(segment_tiles(q_segments, kv_segments, TILE_Q, TILE_KV))
+        inputs = dataclasses.replace(inputs, segments=(pad_tokens(q_segments, TILE_Q), pad_tokens(kv_segments, TILE_KV)))
+        smem["segments_smem"] = core.SMEM((steps, TILE_KV), jnp.int32)
+    if inputs.bias is not None:
+        bias_shape = inputs.bias.shape[:2]
+        inputs = dataclasses.replace(inputs, bias=bias_rows(inputs.bias))
+        panel = core.operand_transforms(128 // inputs.bias.dtype.itemsize, inputs.bias.dtype, 128)
+        smem["bias_smem"] = core.SMEM((steps, TILE_Q, TILE_KV), inputs.bias.dtype, transforms=panel)
+    dq = core.kernel(
+        functools.partial(_kernel, p, c, gpu, bias_shape),
+        out_type=jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
+        scratch_types={
+            "accumulators": core.Accumulators(((ROWS, TILE_KV), (ROWS, TILE_KV), (ROWS, p.head_dim)), WARPGROUPS),
+            "smem": smem,
+            "barriers": {
+                "q": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
+                "k": Ring.barriers(steps, copies=1 + ("segments_smem" in smem) + ("bias_smem" in smem), readers=WARPGROUPS),
+                "v": Ring.barriers(v_steps, copies=panels, readers=WARPGROUPS),
+            },
+        },
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        name="mgpu_ops_flash_attention_dq",
+        interpret=interpret,
+        compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
+    )(
+        _deal(p, c, blocks),
+        as_rows(q),
+        as_blocks(k, TILE_KV),
+        as_rows(v),
+        as_rows(out_grad),
+        pad_tokens(lse, TILE_Q, math.inf),
+        pad_tokens(delta, TILE_Q),
+        *inputs.arrays(),
+        *extra,
+    )
+    return dq.reshape(q.shape)

@@ -1,0 +1,100 @@
+"""The backward kernel of attention for head dims 64 and 128: two warpgroups, each with 64 keys and the gradients of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops import core
+from mgpu_ops.flash_attention.backward_block import SQUARE, Block, Tile
+from mgpu_ops.flash_attention.problem import PANEL, ROWS
+
+
+def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:
+    """Scores, gradient of the weights, dk, dv, and a quarter of dq's tile."""
+    return (SQUARE, SQUARE, (ROWS, head_dim), (ROWS, head_dim), *([SQUARE] * fused))
+
+
+def compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, dv_acc: Any, *dq_acc: Any) -> None:
+    """What a compute warpgroup does: weights and their gradients of its keys, in registers as the operands of dv and dk; dq,
+    for which the warpgroups meet, shared between them by columns or, where head_dim is one panel, by rows.
+    """
+    c, smem, panels, parts = block.c, block.smem, block.panels, range(block.c.tile_q // ROWS)
+    block.number_rows()
+
+    def own() -> Any:
+        """This warpgroup's first key in the tile, opaque to the compiler: addresses kept in registers across steps spill."""
+        return lax.optimization_barrier(lax.axis_index("wg")) * ROWS
+
+    def meet() -> None:
+        """The warpgroups wait for each other, and see what the other wrote to shared memory before."""
+        core.barrier_arrive(together)
+        core.barrier_wait(together)
+
+    def rows_of(name: str, slot: Any, part: int) -> Any:
+        return smem[name].at[slot, core.ds(part * ROWS, ROWS)]
+
+    def transposed(acc: Any, name: str, rows: Any) -> None:
+        """acc = own keys or values times rows^T: starts as many products as there are panels."""
+        mine = core.ds(own(), ROWS)
+        acc[...] = jnp.zeros(SQUARE, jnp.float32)
+        for panel in panels:
+            columns = rows.at[:, core.ds(panel * PANEL, PANEL)]
+            core.wgmma(acc, smem[name].at[panel, mine, :], core.transpose_ref(columns))
+
+    def tile(t: Tile, done: Any) -> Any:
+        def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
+            n, row = t.kv_head * block.group + member, row_tile * c.tile_q
+            q_slot, do_slot = (lax.rem(step, jnp.int32(ring.slots)) for ring in (block.q_ring, block.do_ring))
+            buffer, mine = lax.rem(step, jnp.int32(2)), core.ds(own(), ROWS)
+            core.barrier_wait(block.q_ring.filled.at[q_slot])
+            core.barrier_wait(block.do_ring.filled.at[do_slot])
+            for part in parts:
+                transposed(s_acc, "k_smem", rows_of("q_smem", q_slot, part))
+                transposed(dp_acc, "v_smem", rows_of("do_smem", do_slot, part))
+                s = core.accumulated(s_acc, len(panels))
+                weights, slope = block.weights(t, s, q_slot, part, row + part * ROWS, own(), masked)
+                core.wgmma(dv_acc, weights.astype(block.p.dtype), rows_of("do_smem", do_slot, part))
+                ds = weights * (core.accumulated(dp_acc, 1) - block.delta(do_slot, part))
+                ds = (ds if slope is None else ds * slope).astype(block.p.dtype)
+                if "ds_smem" in smem:
+                    smem["ds_smem"][buffer, part, mine, :] = ds
+                    core.commit_smem()
+                core.wgmma(dk_acc, ds, rows_of("q_smem", q_slot, part))
+            if block.dbias is not None:
+                for part in parts:
+                    place = block.dbias.at[t.b, n, core.ds(t.key + own(), ROWS), core.ds(row + part * ROWS, ROWS)]
+                    core.copy_smem_to_gmem(smem["ds_smem"].at[buffer, part, mine, :], place)
+            wg = lax.optimization_barrier(lax.axis_index("wg"))
+            if dq_acc:
+                meet()
+                part, panel = (0, wg) if len(parts) == 1 else (wg, 0)
+                dq_acc[0][...] = jnp.zeros(SQUARE, jnp.float32)
+                core.wgmma(dq_acc[0], core.transpose_ref(smem["ds_smem"].at[buffer, part]), smem["k_smem"].at[panel])
+                dq = core.accumulated(dq_acc[0], 0)
+            else:
+                core.wgmma_wait(0)
+            core.barrier_arrive(block.q_ring.released.at[q_slot])
+            core.barrier_arrive(block.do_ring.released.at[do_slot])
+            core.wait_smem_to_gmem(0, wait_read_only=True)
+            if dq_acc:
+                smem["dq_smem"][wg] = dq
+                core.commit_smem()
+                block.add_dq(t, smem["dq_smem"].at[wg], row + part * ROWS, n, panel * PANEL, PANEL)
+            return step + 1
+
+        done = block.for_each_row_tile(t, step, done)
+        dk, dv = dk_acc[...] * block.x.inputs.options[0], dv_acc[...]
+        meet()  # the keys are done with: their place, and the values', takes the gradients on their way out
+        mine = core.ds(own(), ROWS)
+        block.store(t, block.dk, smem["k_smem"].at[:, mine, :], dk, own())
+        block.store(t, block.dv, smem["v_smem"].at[:, mine, :], dv, own())
+        for acc in (dk_acc, dv_acc):
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        core.wait_smem_to_gmem(0, wait_read_only=True)
+        core.barrier_arrive(block.kv_ring.released.at[0])
+        return done
+
+    block.for_each_tile(tile)
