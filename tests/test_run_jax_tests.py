@@ -14,9 +14,18 @@ from tests import run_jax_tests
 
 FAKE = """
 import unittest
+from functools import partial
 import jax
 import jax.numpy as jnp
+from jax import nn
+from jax._src import test_util
 from jax.lax import ragged_dot
+
+X = jnp.ones((1, 3, 1, 4))
+
+
+def _check_cudnn_backend(function, *args):
+    return "cudnn" in jax.jit(function).lower(*args).as_text()
 
 
 class FakeTest(unittest.TestCase):
@@ -56,12 +65,35 @@ TESTS = {
 
 """
     + "".join(f"    test_ragged_dot_small_m{i} = test_RaggedDot_wanted\n" for i in range(10)),
+    "attention": """
+    def testDotProductAttention(self):
+        answer, reference = (partial(nn.dot_product_attention, implementation=i) for i in ("cudnn", None))
+        mask = jnp.zeros((3, 3), bool)
+        self.assertEqual([float(f(X, X, X, mask=mask).sum()) for f in (answer, reference)], [0, 12])
+        self.assertFalse(test_util.is_cuda_version_at_least(13, 0))
+        self.assertTrue(_check_cudnn_backend(answer, X, X, X))
+""",
+    "attention of its own": """
+    def testDotProductAttentionWithout(self):
+        nn.dot_product_attention(X, X, X, scale=0)
+""",
+    "cuDNN's attention": """
+
+class DotProductAttentionF8Test(unittest.TestCase):
+    def test_fp8_0(self):
+        self.fail("it is cuDNN's")
+
+    test_fp8_1 = test_fp8_0
+
+
+class Rest:
+""",
 }
 
 
-def fake(folder: Path, *tests: str) -> str:
-    """A checkout of JAX with these tests; each has a name of its own, as modules are remembered by theirs."""
-    file = folder / "jax/tests/lax_test.py"
+def fake(folder: Path, *tests: str, name: str = "lax_test") -> str:
+    """A checkout of JAX with these tests in one of its files."""
+    file = folder / f"jax/tests/{name}.py"
     file.parent.mkdir(parents=True)
     file.write_text(FAKE.format(tests="".join(TESTS[name] for name in tests)))
     return str(folder / "jax")
@@ -73,10 +105,10 @@ def test_passes_where_ours_was_called_and_computed(tmp_path, capsys):
     assert jax.lax.ragged_dot is jaxs
     lines = capsys.readouterr().out.splitlines()
     assert "passed   FakeTest.test_ragged_dot: 2 calls, 1 xla" in lines
-    assert "passed   FakeTest.test_ragged_dot_of_integers: 1 calls" in lines
+    assert "passed   FakeTest.test_ragged_dot_of_integers: 1 calls, 1 jax" in lines
     assert "skipped  FakeTest.test_ragged_dot_elsewhere: no such device" in lines
     assert lines[-2] == "1 passed, 1 passed by JAX's own function, 1 passed without it, 1 skipped"
-    assert lines[-1] == "mgpu_ops.ragged_dot: 3 calls, traced 0 x kernel, 1 x XLA"
+    assert lines[-1] == "mgpu_ops.ragged_dot: 3 calls, traced 0 x kernel, 1 x XLA, left 1 to JAX's own"
 
 
 def test_a_second_run_counts_the_same(tmp_path, capsys):
@@ -93,10 +125,38 @@ def test_fails_where_a_test_fails_and_prints_why(tmp_path, capsys):
     assert "\n1 FAILED, 1 passed\n" in out
 
 
-@pytest.mark.parametrize("tests", [["no call"], ["integers"], ["skipped"], []], ids=str)
+@pytest.mark.parametrize("tests", [["no call"], ["integers"], ["skipped"], ["attention of its own"]], ids=str)
 def test_fails_where_ours_computed_nothing(tests, tmp_path, capsys):
     assert run_jax_tests.main([fake(tmp_path, *tests)]) == 1
     assert "this shows nothing: no call was computed by ours (kernel or xla)" in capsys.readouterr().out
+
+
+def test_fails_where_there_is_no_test(tmp_path, capsys):
+    assert run_jax_tests.main([fake(tmp_path)]) == 1
+    assert capsys.readouterr().out == "no test was found\n"
+
+
+def test_fails_where_one_of_two_functions_was_not_computed(tmp_path, capsys):
+    assert run_jax_tests.main([fake(tmp_path, "works", "attention of its own")]) == 1
+    out = capsys.readouterr().out
+    assert "mgpu_ops.ragged_dot: 2 calls, traced 0 x kernel, 1 x XLA, left none to JAX's own" in out
+    assert "mgpu_ops.dot_product_attention: 1 calls, traced 0 x kernel, 0 x XLA, left 1 to JAX's own" in out
+
+
+def test_attention_is_ours_where_a_test_names_another_implementation_than_its_reference(tmp_path, capsys):
+    """The test tells them apart by what a row gives that sees nothing."""
+    jaxs = jax.nn.dot_product_attention
+    assert run_jax_tests.main([fake(tmp_path, "attention", "cuDNN's attention", name="nn_test")]) == 0
+    assert jax.nn.dot_product_attention is jaxs
+    lines = capsys.readouterr().out.splitlines()
+    assert "left out DotProductAttentionF8Test.test_fp8, 2 cases: calls cuDNN's function itself, not jax.nn's" in lines
+    assert "passed   FakeTest.testDotProductAttention: 1 calls, 1 xla" in lines
+    assert lines[-1] == "mgpu_ops.dot_product_attention: 1 calls, traced 0 x kernel, 1 x XLA, left none to JAX's own"
+
+
+def test_with_kernel_a_look_for_cudnns_call_is_one_for_ours():
+    plain = jax.numpy.ones(3)
+    assert not run_jax_tests.lowers_to_a_kernel(jax.numpy.sin, plain)
 
 
 def test_kernel_needs_a_kernel(tmp_path, capsys):

@@ -82,7 +82,7 @@ def _kernel(
     compute = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
     core.specialize(
         block.copying,
-        lambda: accumulators.scope(functools.partial(compute, block, *barriers["between"])),
+        lambda: compute(block, *barriers["between"], accumulators),
         compute_warpgroups=WARPGROUPS,
         copy_registers=c.memory_registers,
         compute_registers=compute_registers(WARPGROUPS, c.memory_registers, gpu),
@@ -156,7 +156,7 @@ def _keys(
         dbias = jax.new_ref(jnp.zeros((p.batch, p.q_heads, tiles * c.tile_kv, rows), p.dtype))
         extra.append(dbias)
     if wide:
-        smem["weights_smem"] = core.SMEM((ROWS, ROWS), p.dtype, transforms=operand)
+        smem["weights_smem"] = core.SMEM((1, ROWS, ROWS), p.dtype, transforms=operand)
     if fused or p.bias_grad or wide:
         shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
         smem["ds_smem"] = core.SMEM(shape, p.dtype, transforms=operand)

@@ -226,8 +226,9 @@ class Block:
     def store(self, t: Tile, ref: Any, staging: Any, values: Any, own: Any) -> None:
         """Starts the copies of dk or dv of 64 keys, `own` of the tile, through `staging` [panels, 64, PANEL]."""
         start = t.b * self.p.kv_tokens
+        zero = lax.optimization_barrier(jnp.int32(0))  # the compiler would keep the places' addresses, and spill them
         for panel in self.panels:
-            place = staging.at[panel]
+            place = staging.at[zero + panel]
             place[...] = values[:, panel * PANEL : (panel + 1) * PANEL].astype(self.p.dtype)
             core.commit_smem()
             column = t.kv_head * self.p.head_dim + panel * PANEL

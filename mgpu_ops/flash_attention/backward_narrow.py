@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,12 @@ def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:
     return (SQUARE, SQUARE, (ROWS, head_dim), (ROWS, head_dim), *([SQUARE] * fused))
 
 
-def compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, dv_acc: Any, *dq_acc: Any) -> None:
+def compute(block: Block, together: Any, accumulators: Any) -> None:
+    """What the compute warpgroups do. `together`: a barrier for them to meet at."""
+    accumulators.scope(functools.partial(_compute, block, together))
+
+
+def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, dv_acc: Any, *dq_acc: Any) -> None:
     """What a compute warpgroup does: weights and their gradients of its keys, in registers as the operands of dv and dk; dq,
     for which the warpgroups meet, shared between them by columns or, where head_dim is one panel, by rows.
     """

@@ -7,6 +7,7 @@ and adds to dk; dq they share by columns. Each is at most one step ahead of the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,24 +25,39 @@ def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:
     return (SQUARE, (ROWS, head_dim), *([SQUARE] * (head_dim // PANEL // 2) * fused))
 
 
-def compute(block: Block, weighed: Any, differentiated: Any, s_acc: Any, sum_acc: Any, *dq_accs: Any) -> None:
+def compute(block: Block, weighed: Any, differentiated: Any, accumulators: Any) -> None:
     """What the compute warpgroups do. `weighed` and `differentiated`: barriers for what they hand to each other."""
+    for wg in (0, 1):
+
+        @core.when(lax.axis_index("wg") == wg)
+        def _(wg: int = wg) -> None:
+            # Scopes of their own: in one for both, accumulators would live across both branches, and spill.
+            accumulators.scope(functools.partial(_compute, wg, block, weighed, differentiated))
+
+
+def _compute(wg: int, block: Block, weighed: Any, differentiated: Any, s_acc: Any, sum_acc: Any, *dq_accs: Any) -> None:
+    """One of the two: 0 for dv, 1 for dk."""
     c, smem, panels = block.c, block.smem, block.panels
     block.number_rows()
+
+    def opaque(i: int) -> Any:
+        """i, unknown to the compiler: addresses kept in registers across steps would spill."""
+        return lax.optimization_barrier(jnp.int32(i))
 
     def transposed(name: str, rows: Any) -> Any:
         """Keys or values times rows^T."""
         s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
+        first = opaque(0)
         for panel in panels:
             columns = rows.at[:, core.ds(panel * PANEL, PANEL)]
-            core.wgmma(s_acc, smem[name].at[panel], core.transpose_ref(columns))
+            core.wgmma(s_acc, smem[name].at[first + panel], core.transpose_ref(columns))
         return core.accumulated(s_acc, 0)
 
     def for_dv(t: Tile, slots: tuple[Any, Any], row: Any, masked: bool) -> None:
         q_slot, do_slot = slots
         core.barrier_wait(block.q_ring.filled.at[q_slot])
         weights, slope = block.weights(t, transposed("k_smem", smem["q_smem"].at[q_slot]), q_slot, 0, row, 0, masked)
-        smem["weights_smem"][...] = (weights if slope is None else weights * slope).astype(block.p.dtype)
+        smem["weights_smem"][opaque(0)] = (weights if slope is None else weights * slope).astype(block.p.dtype)
         core.commit_smem()
         core.barrier_arrive(weighed)
         core.barrier_wait(block.do_ring.filled.at[do_slot])
@@ -54,17 +70,17 @@ def compute(block: Block, weighed: Any, differentiated: Any, s_acc: Any, sum_acc
         core.barrier_wait(block.do_ring.filled.at[do_slot])
         dp = transposed("v_smem", smem["do_smem"].at[do_slot]) - block.delta(do_slot, 0)
         core.barrier_wait(weighed)
-        weights = core.load(smem["weights_smem"], layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        weights = core.load(smem["weights_smem"].at[opaque(0)], layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32)
         ds = (weights * dp).astype(block.p.dtype)
         if block.dbias is not None:
             core.wait_smem_to_gmem(0, wait_read_only=True)  # the last ones on their way to the bias's gradient
-        smem["ds_smem"][0, 0] = ds
+        smem["ds_smem"][opaque(0), 0] = ds
         core.commit_smem()
         core.barrier_arrive(differentiated)
         core.barrier_wait(block.q_ring.filled.at[q_slot])
         core.wgmma(sum_acc, ds, smem["q_smem"].at[q_slot])
 
-    def tile(wg: int, t: Tile, done: Any) -> Any:
+    def tile(t: Tile, done: Any) -> Any:
         def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
             n, row = t.kv_head * block.group + member, row_tile * c.tile_q
             slots = lax.rem(step, jnp.int32(block.q_ring.slots)), lax.rem(step, jnp.int32(block.do_ring.slots))
@@ -72,18 +88,20 @@ def compute(block: Block, weighed: Any, differentiated: Any, s_acc: Any, sum_acc
             if block.dbias is not None and wg:
                 place = block.dbias.at[t.b, n, core.ds(t.key, ROWS), core.ds(row, ROWS)]
                 core.copy_smem_to_gmem(smem["ds_smem"].at[0, 0], place)
+            mine = opaque(wg)
             for i, acc in enumerate(dq_accs):
                 acc[...] = jnp.zeros(SQUARE, jnp.float32)
-                core.wgmma(acc, core.transpose_ref(smem["ds_smem"].at[0, 0]), smem["k_smem"].at[wg * len(dq_accs) + i])
+                keys = smem["k_smem"].at[mine * len(dq_accs) + i]
+                core.wgmma(acc, core.transpose_ref(smem["ds_smem"].at[opaque(0), 0]), keys)
             for i, acc in enumerate(dq_accs):
                 dq = core.accumulated(acc, len(dq_accs) - 1 - i)
                 for half in range(PANEL // DQ_COLUMNS):
                     piece = (PANEL // DQ_COLUMNS * i + half) % smem["dq_smem"].shape[1]
                     core.wait_smem_to_gmem(smem["dq_smem"].shape[1] - 1, wait_read_only=True)
-                    smem["dq_smem"][wg, piece] = dq[:, half * DQ_COLUMNS : (half + 1) * DQ_COLUMNS]
+                    smem["dq_smem"][mine, piece] = dq[:, half * DQ_COLUMNS : (half + 1) * DQ_COLUMNS]
                     core.commit_smem()
-                    column = (wg * len(dq_accs) + i) * PANEL + half * DQ_COLUMNS
-                    block.add_dq(t, smem["dq_smem"].at[wg, piece], row, n, column, DQ_COLUMNS)
+                    column = mine * (len(dq_accs) * PANEL) + (i * PANEL + half * DQ_COLUMNS)
+                    block.add_dq(t, smem["dq_smem"].at[mine, piece], row, n, column, DQ_COLUMNS)
             core.wgmma_wait(0)
             core.barrier_arrive(block.q_ring.released.at[slots[0]])
             core.barrier_arrive(block.do_ring.released.at[slots[1]])
@@ -103,8 +121,4 @@ def compute(block: Block, weighed: Any, differentiated: Any, s_acc: Any, sum_acc
         core.barrier_arrive(block.kv_ring.released.at[0])
         return done
 
-    for wg in (0, 1):
-
-        @core.when(lax.axis_index("wg") == wg)
-        def _(wg: int = wg) -> None:
-            block.for_each_tile(lambda t, done: tile(wg, t, done))
+    block.for_each_tile(tile)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.flash_attention import cudnn, reference
 from mgpu_ops.tuning import bench, peers
 
 SPEC = SPECS["matmul"]
@@ -144,7 +145,7 @@ def test_a_peer_that_cannot_run_has_no_row_and_its_reason_is_told() -> None:
 def test_a_peer_without_a_gradient_is_told() -> None:
     rows, said = run({"p": MatmulProblem(128, 128, 64)}, against=["jax-pallas"], grad=True)
     assert [r.impl for r in rows] == ["mgpu_ops", "roofline"]
-    assert any("jax-pallas has no gradient" in line for line in said)
+    assert any("jax-pallas is measured forward only" in line for line in said)
 
 
 def test_a_peer_that_fails_does_not_take_the_others_along() -> None:
@@ -276,7 +277,7 @@ def test_a_yardstick_of_another_shape_has_gradients_too() -> None:
     rows, said = run(problems, spec=CONTRACTION, against=["dense", "lax"], grad=True)
     assert [r.impl for r in rows] == ["mgpu_ops", "dense", "roofline"]
     assert bench.failures(rows, CONTRACTION, problems, grad=True) == []
-    assert any("lax has no gradient" in line for line in said)
+    assert any("lax is measured forward only" in line for line in said)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -326,6 +327,93 @@ def test_a_peers_settings_are_taken_from_an_earlier_result(monkeypatch: pytest.M
     run(against=["tuned"], earlier=first)
     run(against=["tuned"], earlier=first, grad=True)  # of another op's name
     assert [(task.seconds, "tile=8 steps=2" in task.known) for task in tasks] == [(5.0, False), (60.0, True), (60.0, False)]
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+ATTENTION, BACKWARD = SPECS["flash_attention"], SPECS["flash_attention_backward"]
+HEADS = ATTENTION.Problem(1, 16, 16, 4, 2, 8)
+
+
+@pytest.fixture
+def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax.nn's own attention through XLA stands in for cuDNN's, with the same arguments."""
+    monkeypatch.setattr(cudnn, "_IMPLEMENTATION", "xla")
+
+
+def attention(problem: Any, **changes: Any) -> tuple[list[bench.Row], list[str]]:
+    spec = BACKWARD if isinstance(problem, BACKWARD.Problem) else ATTENTION
+    rows, said = run({"p": problem}, spec=spec, **{"against": ["cudnn"]} | changes)
+    assert [r.impl for r in rows] == ["mgpu_ops", "cudnn", "roofline"]
+    assert bench.failures(rows, spec, {"p": problem}, grad=changes.get("grad", False)) == []
+    return rows, said
+
+
+@pytest.mark.usefixtures("no_cudnn")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": True, "window_left": 5},
+        {"causal": True, "kv_tokens": 24, "align": "top_left"},
+        {"lengths": True, "bias": "float16"},
+    ],
+)
+def test_attention_is_right_beside_cudnn_and_its_rate_is_of_what_is_visible(changes: dict[str, Any]) -> None:
+    problem = dataclasses.replace(HEADS, **changes)
+    rows, said = attention(problem)
+    assert not [line for line in said if "WRONG" in line or "failed" in line]
+    assert rows[0].tflops == pytest.approx(4 * 4 * 8 * reference.pairs(problem) / 10e-6 / 1e12, rel=1e-5)
+
+
+@pytest.mark.usefixtures("no_cudnn")
+@pytest.mark.parametrize("bias", ["none", "bfloat16"])
+def test_the_gradient_of_attention_does_its_own_work(bias: str) -> None:
+    """Five products beside the forward pass's two; the gradient of a bias is one of what is compared."""
+    problem = dataclasses.replace(HEADS, causal=True, bias=bias)
+    rows, said = attention(problem, grad=True)
+    assert rows[0].op == "flash_attention+grad"
+    assert rows[0].tflops == pytest.approx(7 / 2 * ATTENTION.flops(problem) / 10e-6 / 1e12, rel=1e-5)
+    assert not [line for line in said if "WRONG" in line or "failed" in line]
+
+
+@pytest.mark.usefixtures("no_cudnn")
+def test_the_backward_op_is_right_beside_the_backward_pass_of_cudnn_alone() -> None:
+    rows, said = attention(BACKWARD.Problem(**dataclasses.asdict(HEADS)))
+    assert rows[1].error is not None
+    assert rows[1].error <= 0.03
+    assert not [line for line in said if "WRONG" in line or "failed" in line]
+
+
+@pytest.mark.usefixtures("no_cudnn")
+def test_a_peer_that_masks_otherwise_is_found_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "refuses", lambda problem: None)
+    problem = dataclasses.replace(HEADS, causal=True, kv_tokens=24)  # the last rows are aligned by us, the first by it
+    rows, said = attention(problem)
+    assert [bench.wrong(row) for row in rows] == [False, True, False]
+    assert any("WRONG RESULT of cudnn" in line for line in said)
+
+
+def test_our_row_tells_the_configs_of_both_passes() -> None:
+    case = bench._Case(ATTENTION, HEADS, H200, True, 1.0, 0, None, timer)
+    forward, backward = bench._our_config(case).split(" | ")
+    assert forward.startswith("forward compute_warpgroups=")
+    assert backward.startswith("backward mode=")
+    assert "; source=" in forward
+    assert "; source=" in backward
+
+
+def test_a_gradient_has_no_gradient() -> None:
+    with pytest.raises(ValueError, match="flash_attention_backward is a gradient itself: measure it without --grad"):
+        run({"p": BACKWARD.shapes["mha64-4096"]}, spec=BACKWARD, against=[], grad=True)
+
+
+def test_attention_is_named_by_its_sizes_and_masks() -> None:
+    assert bench.describe(HEADS) == "16x16x4x2x8 bfloat16"
+    rich = dataclasses.replace(HEADS, batch=3, causal=True, window_left=0, bias="float32", align="top_left", soft_cap=True)
+    assert bench.describe(rich) == "16x16x4x2x8 bfloat16 window_left=0 align=top_left bias=float32 causal soft_cap batch=3"
+    shape = "mistral-7b-16384-window"
+    text = f"{shape} 16384x16384x32x8x128 bfloat16 window_left=4095 causal"
+    assert bench.label(ATTENTION, "x", ATTENTION.shapes[shape]) == text
 
 
 # --- Names and files ------------------------------------------------------------------------------

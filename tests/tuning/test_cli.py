@@ -25,6 +25,8 @@ SIDES = ("--m", 512, "--n", 512, "--k", 512)
 TRIALS = 10
 RUN = ("run", "matmul", *SIDES, "--gpu", "h200", "--trials", TRIALS)
 GROUPED = ("run", "grouped_matmul", *SIDES, "--groups", 8, "--gpu", "h200", "--trials", TRIALS)
+HEADS = ("--batch", 2, "--q-tokens", 512, "--kv-tokens", 512, "--q-heads", 8, "--kv-heads", 2, "--head-dim", 64)
+ATTENTION = ("flash_attention", "flash_attention_backward")
 COMMANDS = ("run", "show", "which", "validate", "bench", "demo")
 Command = Callable[..., Any]
 
@@ -115,6 +117,23 @@ def test_help_loads_none_of_the_tuners_libraries() -> None:
             "--groups missing: a grouped_matmul problem has --m, --n, --k and",
         ),
         ((*GROUPED, "--batch", "2"), "grouped_matmul problems have no batch: the fields are "),
+        ((*GROUPED, "--bias", "bf16"), "--bias of grouped_matmul takes no dtype: leave bfloat16 out"),
+        ((*GROUPED, "--bias", "int8"), "'int8' is not one of bf16, f16"),
+        ((*GROUPED, "--causal"), "grouped_matmul problems have no causal: the fields are "),
+        (
+            ("run", "flash_attention", *HEADS, "--window-left", "-2", "--gpu", "h200"),
+            "'-2' must be a whole number of at least 0",
+        ),
+        (("run", "flash_attention", *HEADS, "--align", "left", "--gpu", "h200"), "--align: invalid choice: 'left'"),
+        (
+            ("run", "flash_attention", *HEADS[2:], "--gpu", "h200"),
+            "--batch missing: a flash_attention problem has --batch, --q-tokens",
+        ),
+        (("run", "flash_attention", *HEADS, "--kv-heads", 3, "--gpu", "h200"), "q_heads=8 is no multiple of kv_heads=3"),
+        (
+            ("run", "flash_attention", *HEADS, "--deterministic", "--gpu", "h200"),
+            "flash_attention problems have no deterministic",
+        ),
         ((*GROUPED, "--spread", "odd"), "--spread: invalid choice: 'odd'"),
         ((*GROUPED, "--activation", "tanh"), "--activation: invalid choice: 'tanh'"),
         ((*GROUPED, "--groups", "0"), "'0' must be a whole number of at least 1"),
@@ -231,6 +250,41 @@ def test_run_tunes_a_ragged_contraction(mgpu_tune: Command) -> None:
     assert (done.code, done.err) == (0, "")
     (entry,) = database.read(database.user_path("h200", "ragged_contraction")).entries
     assert entry.problem == dataclasses.asdict(RaggedContractionProblem(512, 512, 512, 8))
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+def test_run_takes_an_attention_problem_as_it_is_described(op: str, mgpu_tune: Command) -> None:
+    """With flags for what is masked, and for a bias its dtype."""
+    words = (*HEADS, "--causal", "--window-left", 0, "--bias", "f32", "--dtype", "fp16", "--lengths")
+    done = mgpu_tune("run", op, *words, "--gpu", "h200", "--trials", 4)
+    assert (done.code, done.err) == (0, "")
+    assert f"{op} 512x512x8x2x64 float16 window_left=0 bias=float32 causal lengths batch=2" in done.out
+    path = database.user_path("h200", op)
+    (entry,) = database.read(path, gpu_key="h200", op=op).entries
+    masks = {"causal": True, "window_left": 0, "lengths": True, "bias": "float32"}
+    problem = spec_of(op).Problem(2, 512, 512, 8, 2, 64, "float16", **masks)
+    assert entry.problem == dataclasses.asdict(problem)
+    assert mgpu_tune("validate", path).out == f"{path}: ok\n"
+    assert "from      user: modelled" in mgpu_tune("which", op, *words, "--gpu", "h200").out
+    shown = mgpu_tune("show", op, "--gpu", "h200").out.split()
+    assert {"window_left=0", "causal=True", "bias=float32"} <= set(shown)
+    assert not [word for word in shown if word.startswith(("window_right", "segments"))]
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+def test_a_bias_of_attention_has_the_inputs_dtype_unless_named(op: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune("which", op, *HEADS, "--bias", "--dtype", "f16", "--gpu", "h200")
+    assert (done.code, done.err) == (0, "")
+    assert "bias='float16'" in done.out
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+def test_run_of_a_suite_of_attention_tunes_each_problem_of_it(op: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune("run", op, "--suite", "d256", "--trials", 1, "--gpu", "h200")
+    assert (done.code, done.err) == (0, "")
+    wanted = {spec_of(op).shapes[name] for name in spec_of(op).suites["d256"]}
+    stored = {spec_of(op).Problem(**e.problem) for e in database.read(database.user_path("h200", op)).entries}
+    assert stored == wanted
 
 
 @pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
@@ -564,6 +618,16 @@ def test_bench_tells_the_best_peer_and_what_part_of_dense_is_reached(
     assert "WRONG" not in done.out
     assert benched[0]["against"] == ["dense", "jax-pallas", "tokamax"]
     assert (benched[0]["peer_seconds"], list(benched[0]["earlier"])) == (5.0, [])
+
+
+def test_bench_of_attention_compares_with_cudnn_unless_told_and_runs_ours_where_it_is_told(
+    benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
+) -> None:
+    for op in ATTENTION:
+        mgpu_tune("bench", op, *HEADS, "--backend", "xla", "--output", tmp_path)
+        mgpu_tune("bench", op, *HEADS, "--output", tmp_path)
+    assert [options["against"] for options in benched] == [["cudnn"]] * 4
+    assert [options["backend"] for options in benched] == ["xla", None] * 2
 
 
 @pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ ANSWERS = {
     name: pickle.dumps(answer)
     for name, answer in {
         "ready": worker.Ready(GPU, {"driver": "1.2", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}),
-        "opened": worker.Opened(),
+        "opened": worker.Opened("cudnn"),
         "failed": worker.Failed("ValueError: no such thing"),
         "ok": OK,
         "wrong": WRONG,
@@ -79,14 +80,30 @@ def test_the_worker_tells_the_gpu_and_the_versions(start: Start) -> None:
     device = start()
     assert device.gpu == GPU
     assert device.versions["driver"] == "1.2"
-    assert (device.kind, device.baseline) == ("measured", "xla")
+    assert device.kind == "measured"
 
 
-@pytest.mark.parametrize(("op", "name"), [("matmul", "xla"), ("grouped_matmul", "dense"), ("ragged_contraction", "dense")])
-def test_the_baseline_is_the_ops_own(start: Start, op: str, name: str) -> None:
-    device, spec = start(), spec_of(op)
-    device.open(spec, next(iter(spec.shapes.values())), 0)
-    assert device.baseline == name
+def test_the_worker_tells_what_it_times_beside_candidates(start: Start) -> None:
+    """It alone knows whether an op's baseline runs there."""
+    assert start().baseline == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "name"),
+    [
+        ("matmul", {}, "xla"),
+        ("grouped_matmul", {}, "dense"),
+        ("ragged_contraction", {}, "dense"),
+        ("flash_attention", {}, "cudnn"),
+        ("flash_attention", {"soft_cap": True}, "xla"),
+        ("flash_attention_backward", {"causal": True, "window_left": 99}, "cudnn"),
+        ("flash_attention_backward", {"window_left": 99}, "xla"),
+    ],
+)
+def test_the_baseline_is_the_ops_own_where_that_takes_the_problem(op: str, changes: dict[str, Any], name: str) -> None:
+    spec = spec_of(op)
+    problem = dataclasses.replace(next(iter(spec.shapes.values())), **changes)
+    assert worker.baseline_of(spec, problem).name == name
 
 
 def test_outcomes_come_back_whole_and_in_order(start: Start, log: Path) -> None:

@@ -82,6 +82,30 @@ def test_a_reference_that_is_not_finite_lets_nothing_pass(bad: float) -> None:
     assert not measure.error(jnp.zeros((4, 4)), ref) <= 1e30
 
 
+def test_infinities_that_both_have_are_no_error_and_leave_the_rest_as_it_is() -> None:
+    """The logarithm of no sum at all is infinite, and right."""
+    ref = jnp.array([3.0, -4.0, math.inf, -math.inf])
+    assert measure.error(ref, ref) == 0.0
+    rms = math.sqrt((9 + 16) / 2)
+    assert measure.error(ref.at[0].add(0.5), ref) == pytest.approx(0.5 / (3 + rms))
+    for out in (ref.at[2].set(-math.inf), ref.at[2].set(1e30), ref.at[0].set(math.inf)):
+        assert math.isnan(measure.error(out, ref))
+
+
+def test_zeros_where_zeros_are_wanted_are_no_error() -> None:
+    assert measure.error(jnp.zeros((2, 2)), jnp.zeros((2, 2))) == 0.0
+    assert not measure.error(jnp.full((2, 2), 1e-30), jnp.zeros((2, 2))) <= 1e30
+
+
+def test_the_error_of_several_arrays_is_that_of_the_worst() -> None:
+    out, lse = jnp.full((4, 4), 2.0), jnp.full((4,), 8.0)
+    assert measure.error((out, lse), (out, lse)) == 0.0
+    assert measure.error((out, lse + 1), (out, lse)) == pytest.approx(1 / 16)
+    assert measure.error([out + 1, lse + 1], (out, lse)) == pytest.approx(1 / 4)
+    for wrong in ((out, lse * math.nan), (out,), out, (out, lse, lse), (out, lse[:3])):
+        assert math.isnan(measure.error(wrong, (out, lse)))
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (5, 4), (1, 4), (4,), (1, 4, 4), ()])
 def test_a_result_of_another_shape_passes_no_limit(shape: tuple[int, ...]) -> None:
     assert math.isnan(measure.error(jnp.ones(shape), jnp.ones((4, 4))))

@@ -1,4 +1,4 @@
-"""The peers of grouped products: which problems they take, how they are tuned, and their gradients. No GPU, no kernel."""
+"""The peers of grouped products and attention: what they take, how they are tuned, their gradients. No GPU, no kernel."""
 
 from __future__ import annotations
 
@@ -303,3 +303,159 @@ def test_a_peer_says_what_it_cannot_do(peer: str, changes: dict[str, Any], gpu: 
 def test_only_the_dense_yardstick_computes_something_else(op: str) -> None:
     assert [name for name, peer in peers.PEERS[op].items() if peer.yardstick] == ["dense"]
     assert not any(peer.yardstick for peer in peers.PEERS["matmul"].values())
+
+
+# --- attention
+
+ATTENTION = SPECS["flash_attention"]
+CAUSAL = ATTENTION.Problem(4, 4096, 4096, 16, 4, 128, causal=True)
+TINY = ATTENTION.Problem(1, 16, 16, 4, 2, 8, causal=True, window_left=3)
+
+
+def attention_task(problem: Any, **changes: Any) -> peers.Task:
+    arrays = bench._public_arrays(ATTENTION, ATTENTION.inputs(problem, jax.random.key(0)))
+    return peers.Task(problem, H200, arrays, equal, **changes)
+
+
+@pytest.mark.parametrize(
+    ("peer", "changes", "reason"),
+    [
+        ("cudnn", {}, None),
+        ("cudnn", {"window_left": 100}, None),
+        ("cudnn", {"causal": False, "window_right": 0, "window_left": 100}, None),
+        ("cudnn", {"causal": False, "kv_tokens": 512, "lengths": True}, None),
+        ("cudnn", {"kv_tokens": 512, "align": "top_left"}, None),
+        ("cudnn", {"bias": "float32"}, None),
+        ("cudnn", {"kv_tokens": 512}, "aligns the first query with the first key"),
+        ("cudnn", {"lengths": True}, "aligns the first query with the first key"),
+        ("cudnn", {"causal": False, "window_left": 100}, "no window without a causal mask"),
+        ("cudnn", {"causal": False, "window_right": 5}, "window_right=5"),
+        ("cudnn", {"segments": True}, "no segment ids"),
+        ("cudnn", {"soft_cap": True}, "no soft cap"),
+        ("cudnn", {"dtype": "float32"}, "not float32"),
+        ("cudnn", {"head_dim": 100}, "not 100"),
+        ("jax-pallas", {}, None),
+        ("jax-pallas", {"causal": False, "kv_tokens": 512}, None),
+        ("jax-pallas", {"kv_tokens": 512, "align": "top_left"}, "as many queries as keys"),
+        ("jax-pallas", {"window_left": 100}, "no window"),
+        ("jax-pallas", {"bias": "bfloat16"}, "adds no bias"),
+        ("jax-pallas", {"soft_cap": True}, "caps no scores"),
+        ("jax-pallas", {"head_dim": 80}, "multiples of 64, not 80"),
+        ("jax-pallas", {"causal": False, "kv_tokens": 4000}, "has no tile that divides q_tokens=4096 and kv_tokens=4000"),
+        ("jax-pallas", {"segments": True}, "only as a mask"),
+        ("tokamax", {"lengths": True}, "only as a mask"),
+        ("tokamax", {"kv_tokens": 512}, "aligns the first query with the first key"),
+        ("tokamax", {"soft_cap": True, "bias": "bfloat16"}, "caps scores after the bias"),
+        ("tokamax", {"dtype": "float32"}, "not float32"),
+    ],
+)
+def test_a_peer_of_attention_says_what_it_cannot_do(peer: str, changes: dict[str, Any], reason: str | None) -> None:
+    found = peers.PEERS["flash_attention"][peer].unavailable(dataclasses.replace(CAUSAL, **changes), H200)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_settings_of_jaxs_attention_divide_the_problem_and_fit(head_dim: int) -> None:
+    problem = dataclasses.replace(CAUSAL, head_dim=head_dim, q_tokens=1152, kv_tokens=1152)
+    settings = list(peers.jax_attention_settings(problem))
+    assert {s["block_kv"] for s in settings} <= {64, 128}
+    assert {s["block_q"] for s in settings} <= {64}
+    assert (head_dim == 256) == (max(s["max_concurrent_steps"] for s in settings) == 2)
+
+
+def test_jaxs_attention_gets_scaled_queries_in_the_only_dtype_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    configs: list[Any] = []
+
+    def theirs(q: jax.Array, k: jax.Array, v: jax.Array, config: Any) -> jax.Array:
+        configs.append(config)
+        assert {x.dtype.name for x in (q, k, v)} == {"float16"}
+        return jax.nn.dot_product_attention(*(x.astype("float32") for x in (q, k, v)), scale=1.0, is_causal=config.causal)
+
+    monkeypatch.setattr(attention_mgpu, "attention", theirs)
+    problem = ATTENTION.Problem(1, 128, 128, 2, 1, 64, causal=True)
+    peer, given = peers.PEERS["flash_attention"]["jax-pallas"], attention_task(problem)
+    assert peer.arrays is not None
+    arrays = peer.arrays(problem, *given.arrays)
+    function, text = peer.prepare(dataclasses.replace(given, arrays=arrays))
+    assert text.startswith("float16 block_q=64 block_kv=")
+    assert {config.causal for config in configs} == {True}
+    right, _ = ATTENTION.reference(problem, *ATTENTION.inputs(problem, jax.random.key(0)))
+    assert measure.error(function(*arrays), right) <= 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    block_q: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardBlocks:
+    block_q_dq: int
+
+
+class Forward:
+    def __init__(self, config: Blocks | None = None, vjp: Any = None):
+        self.config, self.vjp = config, vjp
+
+    def replace(self, **changes: Any) -> Forward:
+        return Forward(**{"config": self.config, "vjp": self.vjp} | changes)
+
+
+class Backward:
+    def __init__(self, config: BackwardBlocks | None = None):
+        self.config = config
+
+    def replace(self, config: BackwardBlocks) -> Backward:
+        return Backward(config)
+
+
+@pytest.fixture
+def tokamax_attention(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for tokamax, through XLA; returns the (forward, backward) configs it was called with."""
+    asked: list[Any] = []
+
+    def dot_product_attention(
+        q: Any, k: Any, v: Any, bias: Any, *, implementation: Any, logits_soft_cap: Any, **rest: Any
+    ) -> Any:
+        assert logits_soft_cap is None
+        if implementation != "mosaic":
+            (op,) = implementation
+            asked.append((op.config, op.vjp and op.vjp.config))
+        return jax.nn.dot_product_attention(q, k, v, bias, **rest)
+
+    def get_bound_args(function: Callable[..., Any], *arrays: Any) -> list[Any]:
+        outs = jax.tree.leaves(jax.eval_shape(function, *arrays))
+        forward = types.SimpleNamespace(op=Forward(), autotuning_configs={Blocks(64), Blocks(128)})
+        backward = types.SimpleNamespace(op=Backward(), autotuning_configs={BackwardBlocks(64), BackwardBlocks(128)})
+        return [forward] if len(outs) == 1 else [forward, backward]
+
+    module = types.ModuleType("tokamax")
+    module.dot_product_attention = dot_product_attention  # type: ignore[attr-defined]
+    module.autotuning = types.SimpleNamespace(get_bound_args=get_bound_args)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    return asked
+
+
+def test_tokamaxs_attention_is_tuned_and_sees_what_ours_sees(tokamax_attention: list[Any]) -> None:
+    given = attention_task(TINY)
+    function, text = peers.PEERS["flash_attention"]["tokamax"].prepare(given)
+    assert {config for config, _ in tokamax_attention} == {Blocks(64), Blocks(128)}
+    assert text.startswith("block_q=")
+    right, _ = ATTENTION.reference(TINY, *ATTENTION.inputs(TINY, jax.random.key(0)))
+    assert measure.error(function(*given.arrays), right) <= 0.03
+
+
+def test_the_gradient_of_tokamaxs_attention_is_tuned_after_with_the_forward_pass_as_found(tokamax_attention: list[Any]) -> None:
+    _, text = peers.PEERS["flash_attention"]["tokamax"].prepare(attention_task(TINY, grad=True))
+    forward, backward = text.split(" | ")
+    assert (forward.split("=")[0], backward.split("=")[0]) == ("block_q", "block_q_dq")
+    best = Blocks(int(forward.partition(";")[0].removeprefix("block_q=")))
+    assert {pair for pair in tokamax_attention if pair[1]} == {(best, BackwardBlocks(64)), (best, BackwardBlocks(128))}
+
+
+@pytest.mark.parametrize(("left", "right", "window"), [(3, -1, (3, 16)), (-1, 2, (16, 2)), (3, 2, (3, 2)), (3, 0, (3, 0))])
+def test_tokamax_is_told_of_a_side_without_bound_by_all_tokens(left: int, right: int, window: tuple[int, int]) -> None:
+    problem = dataclasses.replace(TINY, causal=False, window_left=left, window_right=right)
+    assert peers._tokamax_window(problem) == window

@@ -12,6 +12,7 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops.core import gpu
+from mgpu_ops.core.op import Baseline
 from mgpu_ops.tuning import measure, worker
 
 TIMES = {"fast": 1.0, "slow": 3.0}
@@ -33,6 +34,19 @@ def reference(problem: Problem, x: Any) -> Any:
 def yardstick(problem: Problem, x: Any) -> Any:
     ran.append("yardstick")
     return x + 1
+
+
+def halves(problem: Problem, x: Any) -> tuple[Any, Any]:
+    ran.append("halves")
+    return x[::2], x[1::2]
+
+
+def longer(problem: Problem, even: Any, odd: Any) -> Any:
+    return even + odd
+
+
+def refused(problem: Problem, *arrays: Any) -> Any:
+    raise RuntimeError("a library that does not take the problem")
 
 
 def run(problem: Problem, config: str, device: Any, x: Any, interpret: bool = False) -> Any:
@@ -67,7 +81,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, spec: types.SimpleNamespace) -> Call
             times = []
             for f in functions:
                 f()
-                config = names().get(id(f.__defaults__[0]), "baseline")  # type: ignore[attr-defined]
+                config = names().get(id(f.func), "baseline")  # type: ignore[attr-defined]
                 if config == "breaks":
                     raise RuntimeError("illegal address")
                 times.append([TIMES.get(config, 2.0)] * rounds)
@@ -111,8 +125,8 @@ def test_without_a_baseline_of_its_own_an_op_is_measured_beside_its_reference(
     judged: Callable[[], worker._Session], spec: types.SimpleNamespace
 ) -> None:
     made = judged()
-    assert worker.baseline_of(spec) == ("xla", reference)
-    assert made.baseline(*made.arrays).tolist() == made.expected.tolist()
+    assert made.baseline == "xla"
+    assert made.baseline_call().tolist() == made.expected.tolist()
     assert ran == ["reference"]  # compiled once, for both
 
 
@@ -120,9 +134,36 @@ def test_a_baseline_is_timed_and_the_reference_is_what_results_are_compared_with
     judged: Callable[[], worker._Session], spec: types.SimpleNamespace
 ) -> None:
     """The baseline computes something else: candidates that agree with the reference are right all the same."""
-    spec.baseline = ("dense", yardstick)
+    spec.baseline = lambda problem: Baseline("dense", yardstick)
     made = judged()
-    assert worker.baseline_of(spec) == ("dense", yardstick)
-    assert made.baseline(*made.arrays).tolist() == (made.arrays[0] + 1).tolist()
+    assert made.baseline == "dense"
+    assert made.baseline_call().tolist() == (made.arrays[0] + 1).tolist()
     right, wrong = made.judge(["fast", "wrong"])
     assert (right.kind, right.error, right.baseline_us, wrong.kind) == ("ok", 0.0, 2.0, "wrong")
+
+
+def test_a_baseline_may_start_from_arrays_that_are_made_once_and_not_timed(
+    judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+) -> None:
+    spec.baseline = lambda problem: Baseline("pairs", longer, halves)
+    made = judged()
+    assert (made.baseline, made.baseline_call().tolist()) == ("pairs", [3.0, 7.0, 11.0, 15.0])
+    list(made.judge(["fast"]))
+    assert ran.count("halves") == 1
+
+
+@pytest.mark.parametrize("wanted", [None, Baseline("library", refused), Baseline("library", longer, refused)])
+def test_the_reference_stands_in_for_a_baseline_that_is_none_of_a_problem_or_cannot_run(
+    wanted: Baseline | None, judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+) -> None:
+    spec.baseline = lambda problem: wanted
+    made = judged()
+    assert made.baseline == "xla"
+    assert made.baseline_call().tolist() == made.expected.tolist()
+
+
+def test_an_op_may_have_several_results(judged: Callable[[], worker._Session], spec: types.SimpleNamespace) -> None:
+    """One is infinite where it should be."""
+    spec.reference = lambda problem, x: (2 * x, x / 0)
+    spec.run = lambda problem, config, device, x: (2 * x, x / 0 if config == "fast" else x)
+    assert [o.kind for o in judged().judge(["fast", "wrong"])] == ["ok", "wrong"]
