@@ -35,13 +35,11 @@ from mgpu_ops.flash_attention.operands import (
     segment_tiles,
 )
 from mgpu_ops.flash_attention.problem import (
-    DQ_PIECES,
     PANEL,
     ROWS,
     BackwardConfig,
     BackwardProblem,
     compute_registers,
-    do_steps,
     padded,
 )
 
@@ -75,8 +73,7 @@ def _kernel(
         dk=dk_ref,
         dv=dv_ref,
         smem=smem,
-        q_ring=Ring(c.max_concurrent_steps, **barriers["q"]),
-        do_ring=Ring(do_steps(p, c), **barriers["do"]),
+        rows_ring=Ring(c.max_concurrent_steps, **barriers["rows"]),
         kv_ring=Ring(1, **barriers["kv"]),
     )
     compute = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
@@ -128,11 +125,11 @@ def _keys(
     bias_shape, bias_dtype = (1, 1), None
     smem = {
         "q_smem": core.SMEM((steps, c.tile_q, p.head_dim), p.dtype, transforms=operand),
-        "do_smem": core.SMEM((do_steps(p, c), c.tile_q, p.head_dim), p.dtype, transforms=operand),
+        "do_smem": core.SMEM((steps, c.tile_q, p.head_dim), p.dtype, transforms=operand),
         "k_smem": core.SMEM((panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
         "v_smem": core.SMEM((panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
         "lse_smem": core.SMEM((steps, c.tile_q), jnp.float32),
-        "delta_smem": core.SMEM((do_steps(p, c), c.tile_q), jnp.float32),
+        "delta_smem": core.SMEM((steps, c.tile_q), jnp.float32),
         "numbers_smem": core.SMEM((WARPGROUPS, ROWS), jnp.int32),
     }
     if inputs.segments is not None:
@@ -150,27 +147,26 @@ def _keys(
         # The interpreter cannot add in global memory: each tile of keys has an array of its own there.
         dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, p.batch, rows, p.q_heads, p.head_dim), jnp.float32))
         extra.append(dq)
-        shape = (WARPGROUPS, DQ_PIECES, ROWS, 32) if wide else (WARPGROUPS, ROWS, PANEL)
-        smem["dq_smem"] = core.SMEM(shape, jnp.float32, transforms=core.operand_transforms(32, jnp.float32, 128))
+        transforms = core.operand_transforms(32, jnp.float32, 128)
+        smem["dq_smem"] = core.SMEM((WARPGROUPS, ROWS, PANEL), jnp.float32, transforms=transforms)
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch, p.q_heads, tiles * c.tile_kv, rows), p.dtype))
         extra.append(dbias)
     if wide:
         smem["weights_smem"] = core.SMEM((1, ROWS, ROWS), p.dtype, transforms=operand)
-    if fused or p.bias_grad or wide:
+    if fused or p.bias_grad:
         shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
         smem["ds_smem"] = core.SMEM(shape, p.dtype, transforms=operand)
     out = jax.ShapeDtypeStruct((1, 1, p.batch * p.kv_tokens, p.kv_heads * p.head_dim), p.dtype)
-    shapes = backward_wide.accumulators if wide else backward_narrow.accumulators
+    shapes = backward_wide.accumulators(p.head_dim) if wide else backward_narrow.accumulators(p.head_dim, fused)
     dk, dv = core.kernel(
         functools.partial(_kernel, p, c, gpu, bias_shape),
         out_type=(out, out),
         scratch_types={
-            "accumulators": core.Accumulators(shapes(p.head_dim, fused), WARPGROUPS),
+            "accumulators": core.Accumulators(shapes, WARPGROUPS),
             "smem": smem,
             "barriers": {
-                "q": Ring.barriers(steps, copies=2 + ("segments_smem" in smem) + ("bias_smem" in smem), readers=WARPGROUPS),
-                "do": Ring.barriers(do_steps(p, c), copies=2, readers=WARPGROUPS),
+                "rows": Ring.barriers(steps, copies=4 + ("segments_smem" in smem) + ("bias_smem" in smem), readers=WARPGROUPS),
                 "kv": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
                 "between": [core.Barrier(num_arrivals=1)] * 2 if wide else [core.Barrier(num_arrivals=WARPGROUPS)],
             },

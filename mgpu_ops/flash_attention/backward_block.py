@@ -85,8 +85,7 @@ class Block:
     dk: Any
     dv: Any
     smem: dict[str, Any]
-    q_ring: Ring
-    do_ring: Ring
+    rows_ring: Ring
     kv_ring: Ring
 
     @property
@@ -125,25 +124,19 @@ class Block:
             def step(member: Any, row_tile: Any, done: Any) -> Any:
                 row, n = row_tile * c.tile_q, t.kv_head * self.group + member
 
-                def copy_stat(name: str, slot: Any, filled: Any) -> None:
-                    values = self.stats[name].at[t.b, n, core.ds(row, c.tile_q)]
-                    core.copy_gmem_to_smem(values, smem[f"{name}_smem"].at[slot], filled)
-
-                def queries(slot: Any, filled: Any) -> None:
+                def copy(slot: Any, filled: Any) -> None:
                     x.load_block(x.q, t.b, n, row, p.q_tokens, smem["q_smem"].at[slot], filled)
-                    copy_stat("lse", slot, filled)
+                    x.load_block(self.out_grad, t.b, n, row, p.q_tokens, smem["do_smem"].at[slot], filled)
+                    for name in ("lse", "delta"):
+                        values = self.stats[name].at[t.b, n, core.ds(row, c.tile_q)]
+                        core.copy_gmem_to_smem(values, smem[f"{name}_smem"].at[slot], filled)
                     if p.segments:
                         ids = x.inputs.segments[0].at[t.b, core.ds(row, c.tile_q)]
                         core.copy_gmem_to_smem(ids, smem["segments_smem"].at[slot], filled)
                     if p.bias != "none":
                         x.load_bias(t.b, n, t.key, row, smem["bias_smem"].at[slot], filled)
 
-                def gradients(slot: Any, filled: Any) -> None:
-                    x.load_block(self.out_grad, t.b, n, row, p.q_tokens, smem["do_smem"].at[slot], filled)
-                    copy_stat("delta", slot, filled)
-
-                self.q_ring.fill(done, queries)
-                self.do_ring.fill(done, gradients)
+                self.rows_ring.fill(done, copy)
                 return done + 1
 
             done = lax.fori_loop(0, t.rows.masked, lambda j, done: step(*t.rows.masked_tile(j), done), done)
@@ -152,8 +145,7 @@ class Block:
 
         count = self.turns.count
         _, steps = lax.fori_loop(0, count, tile, (self.turns.number(0), jnp.int32(0)))
-        self.q_ring.drain(steps)
-        self.do_ring.drain(steps)
+        self.rows_ring.drain(steps)
         self.kv_ring.drain(count)
 
     def number_rows(self) -> None:
@@ -161,14 +153,13 @@ class Block:
         numbers = core.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_column())
         self.smem["numbers_smem"][lax.axis_index("wg")] = numbers
 
-    def weights(self, t: Tile, s: Any, slot: Any, part: int, row: Any, own: Any, masked: bool) -> tuple[Any, Any]:
-        """2^(scores - lse) of 64 keys, `own` of the tile, and 64 rows from `row` on; 0 where not visible.
+    def weights(self, t: Tile, s: Any, slot: Any, part: int, row: Any, wg: Any, own: Any, masked: bool) -> tuple[Any, Any]:
+        """2^(scores - lse) of 64 keys, from key `own` of the tile on, and 64 rows from `row` on; 0 where not visible.
 
-        Second, what to multiply the scores' gradient by for a soft cap, or None.
+        wg: this warpgroup. Second, what to multiply the scores' gradient by for a soft cap, or None.
         """
         p, x, smem = self.p, self.x, self.smem
         columns, slope = core.ds(part * ROWS, ROWS), None
-        wg = lax.optimization_barrier(lax.axis_index("wg"))
         first_key = t.key + own
         lse = core.load(smem["lse_smem"].at[slot, columns], layout=by_column(), optimized=False)
         if p.soft_cap:

@@ -30,9 +30,9 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
     c, smem, panels, parts = block.c, block.smem, block.panels, range(block.c.tile_q // ROWS)
     block.number_rows()
 
-    def own() -> Any:
-        """This warpgroup's first key in the tile, opaque to the compiler: addresses kept in registers across steps spill."""
-        return lax.optimization_barrier(lax.axis_index("wg")) * ROWS
+    def warpgroup() -> Any:
+        """This warpgroup, opaque to the compiler: addresses that it kept in registers across steps would spill."""
+        return lax.optimization_barrier(lax.axis_index("wg"))
 
     def meet() -> None:
         """The warpgroups wait for each other, and see what the other wrote to shared memory before."""
@@ -44,7 +44,7 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
 
     def transposed(acc: Any, name: str, rows: Any) -> None:
         """acc = own keys or values times rows^T: starts as many products as there are panels."""
-        mine = core.ds(own(), ROWS)
+        mine = core.ds(warpgroup() * ROWS, ROWS)
         acc[...] = jnp.zeros(SQUARE, jnp.float32)
         for panel in panels:
             columns = rows.at[:, core.ds(panel * PANEL, PANEL)]
@@ -53,27 +53,25 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
     def tile(t: Tile, done: Any) -> Any:
         def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
             n, row = t.kv_head * block.group + member, row_tile * c.tile_q
-            q_slot, do_slot = (lax.rem(step, jnp.int32(ring.slots)) for ring in (block.q_ring, block.do_ring))
-            buffer, mine = lax.rem(step, jnp.int32(2)), core.ds(own(), ROWS)
-            core.barrier_wait(block.q_ring.filled.at[q_slot])
-            core.barrier_wait(block.do_ring.filled.at[do_slot])
+            slot, buffer, wg = lax.rem(step, jnp.int32(block.rows_ring.slots)), lax.rem(step, jnp.int32(2)), warpgroup()
+            mine = core.ds(wg * ROWS, ROWS)
+            core.barrier_wait(block.rows_ring.filled.at[slot])
             for part in parts:
-                transposed(s_acc, "k_smem", rows_of("q_smem", q_slot, part))
-                transposed(dp_acc, "v_smem", rows_of("do_smem", do_slot, part))
+                transposed(s_acc, "k_smem", rows_of("q_smem", slot, part))
+                transposed(dp_acc, "v_smem", rows_of("do_smem", slot, part))
                 s = core.accumulated(s_acc, len(panels))
-                weights, slope = block.weights(t, s, q_slot, part, row + part * ROWS, own(), masked)
-                core.wgmma(dv_acc, weights.astype(block.p.dtype), rows_of("do_smem", do_slot, part))
-                ds = weights * (core.accumulated(dp_acc, 1) - block.delta(do_slot, part))
+                weights, slope = block.weights(t, s, slot, part, row + part * ROWS, wg, wg * ROWS, masked)
+                core.wgmma(dv_acc, weights.astype(block.p.dtype), rows_of("do_smem", slot, part))
+                ds = weights * (core.accumulated(dp_acc, 1) - block.delta(slot, part))
                 ds = (ds if slope is None else ds * slope).astype(block.p.dtype)
                 if "ds_smem" in smem:
                     smem["ds_smem"][buffer, part, mine, :] = ds
                     core.commit_smem()
-                core.wgmma(dk_acc, ds, rows_of("q_smem", q_slot, part))
+                core.wgmma(dk_acc, ds, rows_of("q_smem", slot, part))
             if block.dbias is not None:
                 for part in parts:
-                    place = block.dbias.at[t.b, n, core.ds(t.key + own(), ROWS), core.ds(row + part * ROWS, ROWS)]
+                    place = block.dbias.at[t.b, n, core.ds(t.key + wg * ROWS, ROWS), core.ds(row + part * ROWS, ROWS)]
                     core.copy_smem_to_gmem(smem["ds_smem"].at[buffer, part, mine, :], place)
-            wg = lax.optimization_barrier(lax.axis_index("wg"))
             if dq_acc:
                 meet()
                 part, panel = (0, wg) if len(parts) == 1 else (wg, 0)
@@ -82,8 +80,7 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
                 dq = core.accumulated(dq_acc[0], 0)
             else:
                 core.wgmma_wait(0)
-            core.barrier_arrive(block.q_ring.released.at[q_slot])
-            core.barrier_arrive(block.do_ring.released.at[do_slot])
+            core.barrier_arrive(block.rows_ring.released.at[slot])
             core.wait_smem_to_gmem(0, wait_read_only=True)
             if dq_acc:
                 smem["dq_smem"][wg] = dq
@@ -94,9 +91,9 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
         done = block.for_each_row_tile(t, step, done)
         dk, dv = dk_acc[...] * block.x.inputs.options[0], dv_acc[...]
         meet()  # the keys are done with: their place, and the values', takes the gradients on their way out
-        mine = core.ds(own(), ROWS)
-        block.store(t, block.dk, smem["k_smem"].at[:, mine, :], dk, own())
-        block.store(t, block.dv, smem["v_smem"].at[:, mine, :], dv, own())
+        own = warpgroup() * ROWS
+        for name, ref, values in (("k_smem", block.dk, dk), ("v_smem", block.dv, dv)):
+            block.store(t, ref, smem[name].at[:, core.ds(own, ROWS), :], values, own)
         for acc in (dk_acc, dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         core.wait_smem_to_gmem(0, wait_read_only=True)

@@ -137,7 +137,6 @@ ROWS = 64  # of a compute warpgroup: one wgmma writes 64 rows
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
 HEAD_DIMS = (64, 128, 256)
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
-DQ_PIECES = 2  # of dq, on their way to global memory, of each warpgroup, for head dim 256
 MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
 BIASES = ("none", "bfloat16", "float16", "float32")
 
@@ -199,11 +198,6 @@ def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
 def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> str | None:
     """Why the backward kernels cannot run `problem` with `config` on `gpu`, or None."""
     return None
-
-
-def do_steps(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Tiles of the output's gradient in shared memory at a time: head dim 256 leaves room for one less than of queries."""
-    return config.max_concurrent_steps - (padded(problem.head_dim) > 128)
 
 
 def dq_steps(problem: BackwardProblem) -> int:
