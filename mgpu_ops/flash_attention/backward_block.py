@@ -53,11 +53,15 @@ class _Rows:
 
     def masked_tile(self, i: Any) -> tuple[Any, Any]:
         """Which head of the group, and which tile of rows, the i-th to be masked is."""
-        return lax.div(i, self.order.masked), self.order.masked_tile(lax.rem(i, self.order.masked))
+        member, i = self._member(i, self.order.masked)
+        return member, self.order.masked_tile(i)
 
     def unmasked_tile(self, i: Any) -> tuple[Any, Any]:
-        count = jnp.maximum(self.order.unmasked, 1)
-        return lax.div(i, count), self.order.unmasked_tile(lax.rem(i, count))
+        member, i = self._member(i, self.order.unmasked)
+        return member, self.order.unmasked_tile(i)
+
+    def _member(self, i: Any, tiles: Any) -> tuple[Any, Any]:
+        return (jnp.int32(0), i) if self.group == 1 else (lax.div(i, tiles), lax.rem(i, tiles))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,8 @@ class Block:
 
     @property
     def turns(self) -> schedule.Turns:
-        return schedule.Turns(self.table, lax.axis_index("block"))
+        # Opaque: what the copying and the computing side have in common the compiler would compute once, and spill for both.
+        return schedule.Turns(self.table, lax.optimization_barrier(lax.axis_index("block")))
 
     def tile(self, number: Any) -> Tile:
         b, kv_head, key = _tile(self.p, self.c, number)
@@ -107,11 +112,11 @@ class Block:
 
     def copying(self) -> None:
         """What the copying warpgroup does: for each tile of keys it and its values, then all rows that see some of them."""
-        p, c, x, smem = self.p, self.c, self.x, self.smem
+        p, c, x, smem, turns = self.p, self.c, self.x, self.smem, self.turns
 
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
-            following = self.turns.number(i + 1)  # read a tile ahead: global memory is far
+            following = turns.number(i + 1)  # read a tile ahead: global memory is far
             t = self.tile(number)
 
             def keys(slot: Any, filled: Any) -> None:
@@ -143,10 +148,9 @@ class Block:
             done = lax.fori_loop(0, t.rows.unmasked, lambda j, done: step(*t.rows.unmasked_tile(j), done), done)
             return following, done
 
-        count = self.turns.count
-        _, steps = lax.fori_loop(0, count, tile, (self.turns.number(0), jnp.int32(0)))
+        _, steps = lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))
         self.rows_ring.drain(steps)
-        self.kv_ring.drain(count)
+        self.kv_ring.drain(turns.count)
 
     def number_rows(self) -> None:
         """Writes 0 to 63 to shared memory: from there they take registers only while a tile is masked."""
@@ -191,13 +195,15 @@ class Block:
     def for_each_tile(self, body: Any) -> None:
         """body(tile, steps done so far) -> steps done, for each tile of keys; it releases the tile's keys."""
 
+        turns = self.turns
+
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
-            following = self.turns.number(i + 1)
-            core.barrier_wait(self.kv_ring.filled.at[0])
+            following = turns.number(i + 1)
+            core.barrier_wait(self.kv_ring.filled.at[opaque_zero()])
             return following, body(self.tile(number), done)
 
-        lax.fori_loop(0, self.turns.count, tile, (self.turns.number(0), jnp.int32(0)))
+        lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))
         core.wait_smem_to_gmem(0)
 
     def for_each_row_tile(self, t: Tile, step: Any, done: Any) -> Any:
@@ -208,6 +214,11 @@ class Block:
         done = lax.fori_loop(0, rows.masked, lambda j, done: step(*rows.masked_tile(j), done, masks), done)
         return lax.fori_loop(0, rows.unmasked, lambda j, done: step(*rows.unmasked_tile(j), done, False), done)
 
+    def release_keys(self) -> None:
+        """Once dk and dv have left the place of the keys and values, they are the copying warpgroup's again."""
+        core.wait_smem_to_gmem(0, wait_read_only=True)
+        core.barrier_arrive(self.kv_ring.released.at[opaque_zero()])
+
     def add_dq(self, t: Tile, src: Any, row: Any, n: Any, column: Any, columns: int) -> None:
         """Starts adding `src` [64, columns] to the gradient of 64 query rows."""
         # The interpreter cannot add: each tile of keys has an array of its own there.
@@ -217,7 +228,7 @@ class Block:
     def store(self, t: Tile, ref: Any, staging: Any, values: Any, own: Any) -> None:
         """Starts the copies of dk or dv of 64 keys, `own` of the tile, through `staging` [panels, 64, PANEL]."""
         start = t.b * self.p.kv_tokens
-        zero = lax.optimization_barrier(jnp.int32(0))  # the compiler would keep the places' addresses, and spill them
+        zero = opaque_zero()
         for panel in self.panels:
             place = staging.at[zero + panel]
             place[...] = values[:, panel * PANEL : (panel + 1) * PANEL].astype(self.p.dtype)
@@ -227,6 +238,11 @@ class Block:
 
 
 SQUARE = (ROWS, ROWS)
+
+
+def opaque_zero() -> Any:
+    """0, unknown to the compiler: addresses that it kept in registers across steps would spill."""
+    return lax.optimization_barrier(jnp.int32(0))
 
 
 def by_column() -> Any:

@@ -55,7 +55,6 @@ def _kernel(
     table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest, dq_ref = refs
     sharing = rest.pop() if p.segments else None
     x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(rest)), bias_shape, sharing)
-    turns = schedule.Turns(table_ref, lax.axis_index("block"))
     k_ring, v_ring = Ring(dq_steps(p), **barriers["k"]), Ring(dq_steps(p) - (p.head_dim > 128), **barriers["v"])
     q_ring = Ring(1, **barriers["q"])
     panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
@@ -73,11 +72,15 @@ def _kernel(
         return lax.fori_loop(0, order.unmasked, lambda j, s: step(order.unmasked_tile(j) * TILE_KV, s, False), carry)
 
     def for_each_tile(body: Any) -> Any:
+        # Opaque: what the copying and the computing side have in common the compiler would compute once, and spill for both.
+        turns = schedule.Turns(table_ref, lax.optimization_barrier(lax.axis_index("block")))
+
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
             return turns.number(i + 1), body(i, *place(number), done)
 
-        return lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))[1]
+        _, steps = lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))
+        return turns.count, steps
 
     def copying() -> None:
         def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
@@ -106,10 +109,10 @@ def _kernel(
 
             return for_each_key_tile(b, row, step, done)
 
-        steps = for_each_tile(tile)
+        count, steps = for_each_tile(tile)
         k_ring.drain(steps)
         v_ring.drain(steps)
-        q_ring.drain(turns.count)
+        q_ring.drain(count)
 
     def computing(s_acc: Any, dp_acc: Any, dq_acc: Any) -> None:
         wg = lax.axis_index("wg")

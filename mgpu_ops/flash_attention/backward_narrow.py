@@ -96,8 +96,7 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
             block.store(t, ref, smem[name].at[:, core.ds(own, ROWS), :], values, own)
         for acc in (dk_acc, dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        core.wait_smem_to_gmem(0, wait_read_only=True)
-        core.barrier_arrive(block.kv_ring.released.at[0])
+        block.release_keys()
         return done
 
     block.for_each_tile(tile)

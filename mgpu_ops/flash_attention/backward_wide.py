@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops import core
-from mgpu_ops.flash_attention.backward_block import SQUARE, Block, Tile
+from mgpu_ops.flash_attention.backward_block import SQUARE, Block, Tile, opaque_zero
 from mgpu_ops.flash_attention.problem import PANEL, ROWS
 
 
@@ -38,14 +38,10 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
     c, smem, panels, dtype = block.c, block.smem, block.panels, block.p.dtype
     block.number_rows()
 
-    def zero() -> Any:
-        """0, unknown to the compiler: addresses that it kept in registers across steps would spill."""
-        return lax.optimization_barrier(jnp.int32(0))
-
     def transposed(name: str, rows: Any) -> Any:
         """Keys or values times rows^T."""
         s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        first = zero()
+        first = opaque_zero()
         for panel in panels:
             columns = rows.at[:, core.ds(panel * PANEL, PANEL)]
             core.wgmma(s_acc, smem[name].at[first + panel], core.transpose_ref(columns))
@@ -55,7 +51,7 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
         s = transposed("k_smem", smem["q_smem"].at[slot])
         weights, slope = block.weights(t, s, slot, 0, row, wg, 0, masked)
         core.when(step > 0)(lambda: core.barrier_wait(read))
-        smem["weights_smem"][zero()] = (weights if slope is None else weights * slope).astype(dtype)
+        smem["weights_smem"][opaque_zero()] = (weights if slope is None else weights * slope).astype(dtype)
         core.commit_smem()
         core.barrier_arrive(weighed)
         core.wgmma(sum_acc, weights.astype(dtype), smem["do_smem"].at[slot])
@@ -64,13 +60,13 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
         del step
         dp = transposed("v_smem", smem["do_smem"].at[slot]) - block.delta(slot, 0)
         core.barrier_wait(weighed)
-        weights = core.load(smem["weights_smem"].at[zero()], layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        weights = core.load(smem["weights_smem"].at[opaque_zero()], layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32)
         core.barrier_arrive(read)
         ds = (weights * dp).astype(dtype)
         core.wgmma(sum_acc, ds, smem["q_smem"].at[slot])
         if block.dbias is not None:
             core.wait_smem_to_gmem(0, wait_read_only=True)
-            smem["ds_smem"][zero(), 0] = ds
+            smem["ds_smem"][opaque_zero(), 0] = ds
             core.commit_smem()
             place = block.dbias.at[t.b, n, core.ds(t.key, ROWS), core.ds(row, ROWS)]
             core.copy_smem_to_gmem(smem["ds_smem"].at[0, 0], place)
@@ -96,8 +92,7 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
             total = total * block.x.inputs.options[0]
         block.store(t, ref, staging, total, 0)
         sum_acc[...] = jnp.zeros(sum_acc.shape, jnp.float32)
-        core.wait_smem_to_gmem(0, wait_read_only=True)
-        core.barrier_arrive(block.kv_ring.released.at[0])
+        block.release_keys()
         return done
 
     block.for_each_tile(tile)
