@@ -62,6 +62,7 @@ class _Call:
     segments: bool
     soft_cap: bool
     deterministic: bool
+    bias_grad: bool  # the bias is more than a mask
     config: Config | None
     backward_config: BackwardConfig | None
     backend: str | None
@@ -141,6 +142,7 @@ def flash_attention(
         segments=q_segment_ids is not None or kv_segment_ids is not None,
         soft_cap=soft_cap is not None,
         deterministic=bool(deterministic),
+        bias_grad=bias is not None,
         config=_checked_config("config", config, Config),
         backward_config=_checked_config("backward_config", backward_config, BackwardConfig),
         backend=op.backend(backend),
@@ -251,6 +253,8 @@ def _attention_backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax
     delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
     dq, dk, dv, *dbias = _backward_product(call)(q, k, v, bias, options, extra, out_grad.astype(q.dtype), lse, delta)
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), extra)
+    if bias is not None and not dbias:
+        dbias = [jnp.zeros_like(bias)]  # a mask
     return dq, dk, dv, dbias[0] if dbias else None, jnp.zeros_like(options), none
 
 
@@ -284,7 +288,7 @@ def _backward_product(call: _Call) -> Any:
     def product(q: Any, k: Any, v: Any, bias: Any, options: Any, extra: Any, out_grad: Any, lse: Any, delta: Any) -> Any:
         has_bias = bias is not None
         fields = dataclasses.asdict(_problem(call, q, k, bias))
-        problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=has_bias)
+        problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
         arrays = q, k, v, out_grad, lse, delta, options, *extra, *((bias,) if has_bias else ())
         return op.dispatch(BACKWARD, problem, arrays, config=call.backward_config, backend=call.backend)
 

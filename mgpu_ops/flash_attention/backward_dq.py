@@ -26,7 +26,15 @@ from mgpu_ops.flash_attention.operands import (
     pad_tokens,
     segment_tiles,
 )
-from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, compute_registers, dq_steps
+from mgpu_ops.flash_attention.problem import (
+    PANEL,
+    ROWS,
+    BackwardConfig,
+    BackwardProblem,
+    compute_registers,
+    dq_steps,
+    dq_value_steps,
+)
 from mgpu_ops.flash_attention.visible import Order, key_range
 
 WARPGROUPS = 2  # that compute
@@ -55,7 +63,7 @@ def _kernel(
     table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest, dq_ref = refs
     sharing = rest.pop() if p.segments else None
     x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(rest)), bias_shape, sharing)
-    k_ring, v_ring = Ring(dq_steps(p), **barriers["k"]), Ring(dq_steps(p) - (p.head_dim > 128), **barriers["v"])
+    k_ring, v_ring = Ring(dq_steps(p), **barriers["k"]), Ring(dq_value_steps(p), **barriers["v"])
     q_ring = Ring(1, **barriers["q"])
     panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
     by_row, by_column = core.Layout.WGMMA.reduce(1), core.Layout.WGMMA.reduce(0)
@@ -212,7 +220,7 @@ def launch(
     operand = core.operand_transforms(PANEL, p.dtype, 128)
     extra: list[Any] = []
     bias_shape = (1, 1)
-    v_steps = steps - (p.head_dim > 128)
+    v_steps = dq_value_steps(p)
     smem = {
         "q_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
         "do_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),

@@ -236,10 +236,10 @@ def _kernel(
             o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
             if p.lengths:  # rows that are padding see nothing
                 l = jnp.where(core.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row) + row < tokens.q_end, l, 0.0)
-            out = (out * along_row(jnp.where(l > 0, 1.0 / l, 0.0), p.head_dim)).astype(out_ref.dtype)
+            out = (out * along_row(jnp.where(l == 0, 0.0, 1.0 / l), p.head_dim)).astype(out_ref.dtype)
             for panel in panels:  # the queries are done with: their place takes the output on its way out
                 q[panel][...] = out[:, panel * PANEL : (panel + 1) * PANEL]
-            lse = jnp.where(l > 0, m + jnp.log2(l), jnp.inf)
+            lse = jnp.where(l == 0, jnp.inf, m + jnp.log2(l))
             smem["lse_smem"][wg] = lse
             core.commit_smem()
             start = b * p.q_tokens

@@ -191,18 +191,44 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
     """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
     if problem.bias_grad and problem.soft_cap:
-        return "the gradient of a bias beside soft_cap is not in the kernel: pass a mask, stop_gradient(bias) or backend='xla'"
+        return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"
     return supports(problem, gpu)
 
 
 def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> str | None:
     """Why the backward kernels cannot run `problem` with `config` on `gpu`, or None."""
-    return None
+    p, c = problem, config
+    wide = padded(p.head_dim) > 128
+    if c.mode not in ("fused", "split"):
+        return f"mode={c.mode!r} is neither 'fused' nor 'split'"
+    if c.mode == "fused" and (p.deterministic or wide):
+        why = "adds to dq in any order" if p.deterministic else f"has no registers for dq of head_dim={p.head_dim}"
+        return f"mode='fused' {why}: use 'split'"
+    tile_kv = ROWS if wide else 2 * ROWS
+    if c.tile_kv != tile_kv:
+        return f"tile_kv={c.tile_kv} must be {tile_kv} for head_dim={p.head_dim}: {ROWS} keys of each warpgroup's gradients"
+    if c.tile_q not in (ROWS, 2 * ROWS) or (c.tile_q == 2 * ROWS and padded(p.head_dim) > 64):
+        return f"tile_q={c.tile_q} must be {ROWS}, or {2 * ROWS} where head_dim is at most 64"
+    if c.mode == "fused" and padded(p.head_dim) == 64 and c.tile_q == ROWS:
+        return f"tile_q={c.tile_q} must be {2 * ROWS} with mode='fused' and head_dim={p.head_dim}: dq's rows are shared out"
+    if not 1 <= c.max_concurrent_steps <= 16:
+        return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
+    if not 1 <= c.section_waves <= 1024:
+        return f"section_waves={c.section_waves} must be from 1 to 1024"
+    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
+        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])
+    return _check_smem(max(sizes), gpu)
 
 
 def dq_steps(problem: BackwardProblem) -> int:
-    """Tiles of keys in shared memory at a time, in the kernel for dq alone; of values, head dim 256 leaves room for one less."""
-    return 2
+    """Tiles of keys in shared memory at a time, in the kernel for dq alone."""
+    return 1 if padded(problem.head_dim) > 128 and problem.bias != "none" else 2
+
+
+def dq_value_steps(problem: BackwardProblem) -> int:
+    """Tiles of values there: head dim 256 leaves room for one."""
+    return 1 if padded(problem.head_dim) > 128 else 2
 
 
 def padded(head_dim: int) -> int:
@@ -228,6 +254,32 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     if p.segments:
         buffers.append(((steps, c.tile_kv), 4))
     return smem.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps))
+
+
+def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
+    """Bytes of shared memory that a block of the kernel for dk and dv takes. Mosaic lays out buffers by name."""
+    p, c, d, steps = problem, config, padded(problem.head_dim), config.max_concurrent_steps
+    wide, fused = d > 128, config.mode == "fused"
+    rows, stats = ((steps, c.tile_q, d), 2), ((steps, c.tile_q), 4)
+    buffers = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers += [stats, rows]  # delta, the output's gradient
+    buffers += [((2, ROWS, PANEL), 4)] if fused else []  # dq
+    buffers += [((ROWS, ROWS) if wide else (2, c.tile_q, c.tile_kv), 2)] if fused or p.bias_grad else []  # ds
+    buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), rows]  # keys, lse, numbers, queries
+    buffers += [((steps, c.tile_q), 4)] if p.segments else []
+    buffers += [((c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
+    return smem.block_bytes(buffers, barriers=2 * steps + 2 + (2 if wide else 1))
+
+
+def dq_smem_bytes(problem: BackwardProblem) -> int:
+    """Bytes of shared memory that a block of the kernel for dq alone takes."""
+    p, d = problem, padded(problem.head_dim)
+    k_steps, v_steps = dq_steps(p), dq_value_steps(p)
+    rows = ((2 * ROWS, d), 2)
+    buffers = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers += [rows, ((k_steps, ROWS, d), 2), ((2, ROWS), 4), rows]
+    buffers += [((k_steps, ROWS), 4)] if p.segments else []
+    return smem.block_bytes([*buffers, ((v_steps, ROWS, d), 2)], barriers=2 * (1 + k_steps + v_steps))
 
 
 def _check_smem(size: int, gpu: Gpu) -> str | None:

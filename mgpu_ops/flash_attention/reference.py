@@ -45,7 +45,8 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
                 of_batch = lax.dynamic_slice_in_dim(bias[b if bias.shape[0] > 1 else 0], first, rows, 1)
                 heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
                 s = s + heads.astype(accurate)
-            s = jnp.where(lax.dynamic_slice_in_dim(seen[b if seen.shape[0] > 1 else 0], first, rows), s, -jnp.inf)
+            some_seen = lax.dynamic_slice_in_dim(seen[b if seen.shape[0] > 1 else 0], first, rows)
+            s = jnp.where(some_seen & (s > -1e30), s, -jnp.inf)
             m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
             e = jnp.exp(s - jnp.where(m > -jnp.inf, m, 0.0))
             total = e.sum(-1, keepdims=True)

@@ -37,6 +37,8 @@ class Tokens:
         last = jnp.minimum(row + rows, self.q_end) - 1
         end = self.kv_end if high is None else jnp.minimum(self.kv_end, last + high + 1)
         whole_end = self.kv_end if high is None else jnp.minimum(self.kv_end, row + high + 1)
+        if self.problem.lengths:
+            end = jnp.where(row < self.q_end, end, 0)  # rows that are all padding see nothing
         first = 0 if low is None else row + low
         whole = 0 if low is None else last + low
         return _tiles(first, whole, whole_end, end, tile, self.problem.kv_tokens)
@@ -49,6 +51,8 @@ class Tokens:
         whole = 0 if high is None else last - high
         end = self.q_end if low is None else jnp.minimum(self.q_end, last - low + 1)
         whole_end = self.q_end if low is None else jnp.minimum(self.q_end, key - low + 1)
+        if self.problem.lengths:
+            end = jnp.where(key < self.kv_end, end, 0)
         none = key + keys > self.kv_end  # such keys need a mask in every row
         whole_end = jnp.where(none, 0, whole_end)
         # Rows past the end have no say in any sum, so that the last tile is whole too.
@@ -116,7 +120,9 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     """
     p = problem
     rows, keys = jnp.arange(p.q_tokens)[None, :, None], jnp.arange(p.kv_tokens)[None, None, :]
-    q_end, kv_end = (p.q_tokens, p.kv_tokens) if lengths is None else (x[:, None, None] for x in lengths)
+    q_end, kv_end = p.q_tokens, p.kv_tokens
+    if lengths is not None:
+        q_end, kv_end = (jnp.clip(x, 0, n)[:, None, None] for x, n in zip(lengths, (q_end, kv_end), strict=True))
     offset = kv_end - q_end if p.align == "bottom_right" else 0
     out = Tokens(p, q_end, kv_end, offset).sees(rows, keys) & (rows < q_end)
     if segments is not None:

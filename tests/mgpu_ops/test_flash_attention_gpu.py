@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 FORWARD, BACKWARD = spec_of("flash_attention"), spec_of("flash_attention_backward")
 BF16, F32 = jnp.bfloat16, jnp.float32
-TOLERANCE = {"bfloat16": (6e-3, 0.1), "float16": (1e-3, 1.5e-2)}  # of the root mean square of errors, and of any one
+TOLERANCE = {"bfloat16": (1e-2, 0.1), "float16": (1.5e-3, 1.5e-2)}  # of the root mean square of errors, and of any one
 NAMES = ["out", "lse", "q", "k", "v", "bias"]
 
 
@@ -229,6 +229,9 @@ def draw(spec: Any, seed: int) -> tuple[Any, Any]:
         bias=rng.choice(["none", "none", "bfloat16", "float32"]),
         soft_cap=rng.random() < 0.2,
     )
+    if spec is BACKWARD:
+        with_bias = problem.bias != "none" and not problem.soft_cap
+        problem = replace(problem, deterministic=rng.random() < 0.5, bias_grad=with_bias and rng.random() < 0.5)
     space = spec.space(problem, device)
     drawn = (spec.Config(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
     return problem, next(c for c in drawn if spec.check(problem, c, device) is None)

@@ -88,9 +88,6 @@ def assert_backward(problem: Any, config: Any, assert_near: Any, arrays: Any = N
     given = q, k, v, out_grad, *(jnp.asarray(x, jnp.float32) for x in (lse, delta)), *rest
     found = interpreted(BACKWARD, problem, config, given)
     assert not core.races_found()
-    if problem.bias_grad:
-        shape = problem.batch, problem.q_heads, problem.q_tokens, problem.kv_tokens
-        wanted |= attention.truth(q, k, v, out_grad=out_grad, **arguments | {"bias": np.broadcast_to(arguments["bias"], shape)})
     names = ["q", "k", "v", "bias"] if problem.bias_grad else ["q", "k", "v"]
     gradients = dict(zip(names, map(float64, found), strict=True))
     nothing = np.isneginf(wanted["lse"]).swapaxes(1, 2)
@@ -234,6 +231,8 @@ FUSED_64 = FlashAttentionBackwardConfig(
     memory_registers=40,
 )
 FUSED_128 = replace(FUSED_64, tile_q=64)
+SPLIT_64, SPLIT_128 = (replace(config, mode="split") for config in (FUSED_64, FUSED_128))
+SPLIT_256 = replace(SPLIT_128, tile_kv=64)
 B = BACKWARD.Problem
 
 BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
@@ -254,6 +253,24 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
     "segments, causal": (B(1, 150, 210, 1, 1, 128, segments=True, causal=True), FUSED_128),
     "soft cap": (B(1, 70, 130, 1, 1, 128, soft_cap=True), FUSED_128),
     "bias without gradient, float32, causal": (B(1, 70, 130, 2, 1, 128, bias="float32", causal=True), FUSED_128),
+    "bias with gradient": (B(1, 70, 200, 2, 1, 64, bias="bfloat16", bias_grad=True), FUSED_64),
+    "bias with gradient of all batch entries, causal, window": (
+        B(2, 70, 130, 1, 1, 128, causal=True, window_left=50, bias="float32", bias_grad=True),
+        FUSED_128,
+    ),
+    # two kernels, and sums in one order
+    "split, odd lengths, grouped heads": (B(1, 130, 150, 2, 1, 64, deterministic=True), SPLIT_64),
+    "split, causal, more keys": (B(1, 200, 260, 1, 1, 64, deterministic=True, causal=True), SPLIT_64),
+    "split, causal, fewer keys": (B(1, 200, 100, 1, 1, 128, deterministic=True, causal=True), SPLIT_128),
+    "split, window to both sides": (B(1, 200, 260, 1, 1, 64, deterministic=True, window_left=70, window_right=20), SPLIT_64),
+    "split, lengths, soft cap": (B(2, 70, 150, 1, 1, 128, deterministic=True, lengths=True, soft_cap=True), SPLIT_128),
+    "split, segments, causal": (B(1, 150, 210, 1, 1, 64, deterministic=True, segments=True, causal=True), SPLIT_64),
+    "split, bias with gradient": (B(1, 70, 130, 2, 1, 64, bias="bfloat16", bias_grad=True, deterministic=True), SPLIT_64),
+    "head_dim of 256": (B(1, 70, 130, 2, 1, 256), SPLIT_256),
+    "head_dim of 256, causal, lengths": (B(2, 70, 70, 1, 1, 256, causal=True, lengths=True), SPLIT_256),
+    "head_dim of 256, padded, window, soft cap": (B(1, 70, 130, 1, 1, 136, window_left=20, soft_cap=True), SPLIT_256),
+    "head_dim of 256, segments, float16": (B(1, 70, 70, 1, 1, 256, "float16", segments=True), SPLIT_256),
+    "head_dim of 256, bias with gradient": (B(1, 70, 70, 1, 1, 256, bias="bfloat16", bias_grad=True), SPLIT_256),
 }
 
 
