@@ -524,6 +524,6 @@ BACKWARD = op.OpSpec(
     inputs=backward_inputs,
     run=_run_backward,
     reference=reference.backward,
-    tolerance=reference.tolerance,
+    tolerance=reference.backward_tolerance,
     baseline=cudnn.backward_baseline,
 )
