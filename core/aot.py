@@ -71,7 +71,7 @@ class Report:
 
     @property
     def serialized(self) -> str:
-        """Why ptxas waits for each wgmma before the next, which costs a fifth of a kernel's speed or more; "" where it does not."""
+        """Why ptxas waits for each wgmma before the next, which costs a fifth of its speed or more; "" where it does not."""
         return "; ".join(dict.fromkeys(kernel.serialized for kernel in self.kernels if kernel.serialized))
 
     @property

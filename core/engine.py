@@ -1,12 +1,13 @@
 """The one door to Mosaic GPU: everything an op's kernel uses, under one name, for jax 0.11.2 to 0.12.
 
-What is here is JAX's own (`jax.experimental.pallas.mosaic_gpu`; its documentation applies), except for five things that
-this module adds because every op needs them:
+What is here is JAX's own (`jax.experimental.pallas.mosaic_gpu`; its documentation applies), except for what this module
+adds because every op needs it:
 
 - `kernel` runs a body compiled or interpreted (`interpret=True`), and gives each call a function object of its own: a body
   that is shared by two configs kept the grid of the first in jax 0.11.0 to 0.11.2 (jax#40847).
-- `Accumulators` and `wgmma` stand for the tensor core's float32 accumulators in registers. Compiled, they are JAX's; interpreted,
-  the accumulator lies in simulated shared memory, because JAX's interpreter cannot reset one inside a pipeline.
+- `Accumulators`, `accumulated` and `wgmma` stand for the tensor core's float32 accumulators in registers. Compiled, they
+  are JAX's; interpreted, the accumulator lies in simulated shared memory, because JAX's interpreter cannot reset one inside
+  a pipeline.
 - `operand_transforms` is the shared-memory layout (tiling and swizzle) that wgmma and TMA agree on.
 - TMA copies may touch arrays whose sides are no multiple of the swizzle tile, as long as the copied block is one tile wide,
   and `load_rows` and `store_rows` copy windows of rows that begin and end anywhere (`core/tma.py`).
@@ -31,7 +32,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import tma
+from mgpu_ops.core import ptxas, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
 tma.install()
@@ -159,6 +160,8 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     n % 8 == 0, n <= 256. Source: PTX ISA, "wgmma.mma_async".
     """
     if not _interpreting.get():
+        if isinstance(a, jax.Array):
+            ptxas.warn_of_register_operands()
         plgpu.wgmma(acc, a, b)
     else:  # these loads stand for the tensor core's, which need no fence before the next TMA write
         acc[...] += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
@@ -249,7 +252,7 @@ def add_tile(src: Any, dst: Any) -> None:
 
     The interpreter, which has no such copies, overwrites: there each block needs a dst of its own.
     """
-    plgpu.copy_smem_to_gmem(src, dst, **({} if _interpreting.get() else {"reduction_op": "add"}))
+    plgpu.copy_smem_to_gmem(src, dst, reduction_op=None if _interpreting.get() else "add")
 
 
 def transpose_ref(ref: Any) -> Any:

@@ -24,8 +24,8 @@ def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
 def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
     """Deals tiles, in their order, each to the block that is done first: what a dynamic scheduler does, done beforehand.
 
-    costs: what each tile takes, in any unit. Returns int32 [blocks, 1 + most tiles of a block]: how many tiles a block has, then
-    their numbers, for `Turns`.
+    costs: what each tile takes, in any unit. Returns int32 [blocks, 1 + most tiles of a block]: how many tiles a block has,
+    then their numbers, for `Turns`.
     """
     busy = [(0.0, block) for block in range(blocks)]
     turns: list[list[int]] = [[] for _ in range(blocks)]

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 ALIGNMENT = 1024  # Mosaic starts every buffer at a multiple: a 128-byte swizzle repeats every 8 rows of 128 bytes
 BARRIER_BYTES = 8  # an mbarrier is one 64-bit word
 
+Buffer = tuple[tuple[int, ...], int]  # its shape and bytes per element
 
-def block_bytes(buffers: Iterable[tuple[tuple[int, ...], int]], barriers: int) -> int:
-    """Bytes of shared memory a block needs for `buffers`, each (shape, bytes per element), and `barriers` mbarriers."""
+
+def block_bytes(buffers: Iterable[Buffer], barriers: int) -> int:
+    """Bytes of shared memory a block needs for `buffers` and `barriers` mbarriers."""
     size = 0
     for shape, itemsize in buffers:
         size = -(-size // ALIGNMENT) * ALIGNMENT + math.prod(shape) * itemsize

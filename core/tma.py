@@ -173,8 +173,8 @@ def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> No
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, utils.c(rows.length, index)), end)
     copy(smem, (0, 0, utils.DynamicSlice(row, rows.length), columns), (_RowsAnywhere(tile, panel),), whole)
     partly = arith.xori(whole, utils.c(1, whole.type))
-    with ir.InsertionPoint(scf.IfOp(partly).then_block):
-        loop = scf.ForOp(utils.c(0, index), utils.c(tiles, index), utils.c(1, index))
+    with ir.InsertionPoint(scf.IfOp(partly).then_block):  # type: ignore[call-arg]
+        loop = scf.ForOp(utils.c(0, index), utils.c(tiles, index), utils.c(1, index))  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, utils.c(tile, index)))
             window = (0, 0, utils.DynamicSlice(first, tile), columns)

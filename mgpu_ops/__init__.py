@@ -8,10 +8,10 @@ from mgpu_ops.core.database import DatabaseError, use_configs
 from mgpu_ops.dot_product_attention import dot_product_attention
 from mgpu_ops.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
 from mgpu_ops.flash_attention import FORWARD as _FLASH_ATTENTION
-from mgpu_ops.flash_attention import BackwardConfig as FlashAttentionBackwardConfig
-from mgpu_ops.flash_attention import Config as FlashAttentionConfig
-from mgpu_ops.flash_attention import Problem as FlashAttentionProblem
 from mgpu_ops.flash_attention import flash_attention
+from mgpu_ops.flash_attention.problem import BackwardConfig as FlashAttentionBackwardConfig
+from mgpu_ops.flash_attention.problem import Config as FlashAttentionConfig
+from mgpu_ops.flash_attention.problem import Problem as FlashAttentionProblem
 from mgpu_ops.grouped_matmul import SPEC as _GROUPED_MATMUL
 from mgpu_ops.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped_matmul import grouped_matmul, ragged_dot
@@ -24,7 +24,8 @@ from mgpu_ops.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.ragged_contraction import ragged_contraction
 
-SPECS = {spec.name: spec for spec in (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD)}
+_OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD)
+SPECS = {spec.name: spec for spec in _OPS}
 
 
 def explain(op: str, problem: Any, gpu: Any = None) -> str:

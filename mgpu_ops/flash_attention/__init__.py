@@ -89,7 +89,7 @@ def flash_attention(
     backward_config: BackwardConfig | None = None,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """out[b, t, n] = sum_s w[s] v[b, s, n'] with w = softmax over the visible s of scale q[b, t, n] . k[b, s, n'] + bias[b, n, t, s].
+    """out[b, t, n] = sum_s w[s] v[b, s, n'], w = softmax over visible s of scale q[b, t, n] . k[b, s, n'] + bias[b, n, t, s].
 
     n' is n's head of keys: n // (q heads / kv heads). The layout is that of `jax.nn.dot_product_attention`. Row t is aligned
     with key t + kv_tokens - q_tokens: the last query with the last key.
@@ -105,8 +105,9 @@ def flash_attention(
       window: (left, right): a row sees that many keys before and after the one it is aligned with; None: all.
       q_lengths, kv_lengths: integers [batch] (or a scalar, without batch): tokens from there on are padding, which no row sees
         and whose own rows give zeros. Rows are then aligned by these lengths. A length out of range counts as the nearest.
-      q_segment_ids, kv_segment_ids: integers [batch, q_tokens] and [batch, kv_tokens] (or without batch): a row sees the keys of
-        its own id only. kv_segment_ids defaults to q_segment_ids. Packed sequences, whose ids grow, skip what is not visible.
+      q_segment_ids, kv_segment_ids: integers [batch, q_tokens] and [batch, kv_tokens] (or without batch): a row sees the keys
+        of its own id only. kv_segment_ids defaults to q_segment_ids. Packed sequences, whose ids grow, skip what they
+        cannot see.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: scores become soft_cap * tanh(scale q . k / soft_cap), before the bias.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, -inf
@@ -176,9 +177,9 @@ def attend(
     v_dim = v.shape[-1]
     q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])]) for x in (q, k, v))
     extra = tuple(x for x in (*lengths, *segments) if x is not None)
-    arrays = mesh.same_mesh_axes(q, k, v, options, *extra, *(() if bias is None else (bias,)))
-    q, k, v, options, *extra = arrays if bias is None else arrays[:-1]
-    out, lse = _attention(call, q, k, v, None if bias is None else arrays[-1], options, tuple(extra))
+    q, k, v, options, *rest = mesh.same_mesh_axes(q, k, v, options, *extra, *(() if bias is None else (bias,)))
+    bias = None if bias is None else rest.pop()
+    out, lse = _attention(call, q, k, v, bias, options, tuple(rest))
     return out[..., :v_dim], jnp.where(lse < jnp.inf, lse / LOG2E, -jnp.inf)
 
 
@@ -196,7 +197,7 @@ def top_left_attention(
     scale: float | None,
     backend: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`flash_attention` of batched arguments that fit each other, with lse; row t is aligned with key t, also beside lengths."""
+    """`flash_attention` of batched arguments that fit each other, with lse; row t is aligned with key t, beside lengths too."""
     call = _Call(
         causal=causal,
         window=_checked_window(window),
@@ -205,6 +206,7 @@ def top_left_attention(
         segments=False,
         soft_cap=False,
         deterministic=False,
+        bias_grad=bias is not None,
         config=None,
         backward_config=None,
         backend=backend,
@@ -435,7 +437,9 @@ def _checked_bias(q: jax.Array, k: jax.Array, bias: Any, mask: Any) -> jax.Array
     def four(name: str, x: jax.Array) -> jax.Array:
         full = (1,) * (4 - x.ndim) + x.shape
         if len(full) != 4 or any(have not in (1, want) for have, want in zip(full, shape, strict=True)):
-            raise ValueError(f"{name} has shape {x.shape}: it must broadcast to [batch, q_heads, q_tokens, kv_tokens] = {shape}")
+            raise ValueError(
+                f"{name} has shape {x.shape}: it must broadcast to [batch, q_heads, q_tokens, kv_tokens] = {shape}"
+            )
         return x.reshape(full)
 
     if bias is not None:

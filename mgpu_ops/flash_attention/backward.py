@@ -4,9 +4,9 @@ A block keeps a tile of keys and values in shared memory while the query rows th
 that keys are wgmma's rows: S = k q^T, P = 2^(S - lse), dP = v dO^T, dS = P (dP - delta); dv += P dO and dk += dS q stay in
 registers, with P and dS as operands from registers, and dq = dS^T k goes through shared memory and is added to dq in global
 memory by TMA. One warpgroup copies (`backward_block.py`), two compute (`backward_narrow.py`, `backward_wide.py`). That is mode
-"fused": five products; but the order of the sums in dq varies from run to run. In mode "split" a second kernel, whose blocks keep
-query rows, computes dq (`backward_dq.py`): seven products, always in one order. Sources: FlashAttention-2 (arXiv 2307.08691) and
--3 (arXiv 2407.08608); PTX ISA (wgmma, cp.reduce.async.bulk.tensor).
+"fused": five products; but the order of the sums in dq varies from run to run. In mode "split" a second kernel, whose blocks
+keep query rows, computes dq (`backward_dq.py`): seven products, always in one order. Sources: FlashAttention-2
+(arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.reduce.async.bulk.tensor).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _kernel(
         rows_ring=Ring(c.max_concurrent_steps, **barriers["rows"]),
         kv_ring=Ring(1, **barriers["kv"]),
     )
-    compute = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
+    compute: Any = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
     core.specialize(
         block.copying,
         lambda: compute(block, *barriers["between"], accumulators),
@@ -86,7 +86,9 @@ def _kernel(
     )
 
 
-def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, ...]:
+def launch(
+    p: BackwardProblem, c: BackwardConfig, gpu: Gpu, *arrays: jax.Array, interpret: bool = False
+) -> tuple[jax.Array, ...]:
     """Runs the kernels on q, k, v, the output's gradient, lse, delta and `Inputs.arrays()`: dq, dk, dv and any bias's gradient.
 
     lse as the forward kernel gives it; delta [batch, q_heads, q_tokens]: the rows' sums of output times its gradient.
@@ -94,8 +96,7 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, *arrays: jax.Array, 
     head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
     q, k, v, out_grad = (pad_head(x, p.head_dim) for x in arrays[:4])
     given = Inputs.of(p, arrays[6:])
-    keeping_keys = _keys(p, c, gpu, q, k, v, out_grad, arrays[4], arrays[5], given, interpret)
-    dq, dk, dv, dbias = keeping_keys
+    dq, dk, dv, dbias = _keys(p, c, gpu, q, k, v, out_grad, arrays[4], arrays[5], given, interpret)
     if dq is None:
         dq = backward_dq.launch(p, c, gpu, q, k, v, out_grad, arrays[4], arrays[5], given, interpret)
     gradients = tuple(x[..., :head_dim] for x in (dq, dk, dv))
@@ -142,7 +143,8 @@ def _keys(
         inputs = dataclasses.replace(inputs, bias=bias_rows(inputs.bias.swapaxes(2, 3)))
         panel = core.operand_transforms(128 // bias_dtype.itemsize, bias_dtype, 128)
         smem["bias_smem"] = core.SMEM((steps, c.tile_kv, c.tile_q), bias_dtype, transforms=panel)
-    dq = dbias = None
+    dq: Any = None
+    dbias: Any = None
     if fused:
         # The interpreter cannot add in global memory: each tile of keys has an array of its own there.
         dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, p.batch, rows, p.q_heads, p.head_dim), jnp.float32))

@@ -16,7 +16,7 @@ from mgpu_ops.core import schedule
 from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention.operands import LOG2E, Operands
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
-from mgpu_ops.flash_attention.visible import Order, row_range
+from mgpu_ops.flash_attention.visible import Order, row_steps
 
 TILE_COST = 4  # what a tile of keys takes beside its tiles of rows, in tiles of 64 rows
 
@@ -24,8 +24,7 @@ TILE_COST = 4  # what a tile of keys takes beside its tiles of rows, in tiles of
 @functools.cache
 def deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which block works on which tiles of keys."""
-    first, end = row_range(p, c.tile_kv)
-    steps = np.maximum(1, -(-end // c.tile_q) - first // c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
+    steps = row_steps(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
     return schedule.deal_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
 
 
@@ -38,7 +37,7 @@ def _tile(p: BackwardProblem, c: BackwardConfig, number: Any) -> tuple[Any, Any,
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The tiles of query rows that a tile of keys meets, of all heads that share it: those to mask, and those that need none."""
+    """The tiles of query rows that a tile of keys meets, of all heads that share it: those to mask, and those not to."""
 
     order: Order
     group: int

@@ -35,7 +35,7 @@ from mgpu_ops.flash_attention.problem import (
     dq_steps,
     dq_value_steps,
 )
-from mgpu_ops.flash_attention.visible import Order, key_range
+from mgpu_ops.flash_attention.visible import Order, key_steps
 
 WARPGROUPS = 2  # that compute
 TILE_Q, TILE_KV = WARPGROUPS * ROWS, 64
@@ -44,9 +44,7 @@ TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of
 
 @functools.cache
 def _deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
-    first, end = key_range(p, TILE_Q)
-    steps = np.maximum(1, -(-end // TILE_KV) - first // TILE_KV)
-    return schedule.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+    return schedule.deal_heads(key_steps(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
 def _kernel(
@@ -76,6 +74,9 @@ def _kernel(
     def for_each_key_tile(b: Any, row: Any, step: Any, carry: Any) -> Any:
         order = Order.of(*x.key_tiles(b, row, TILE_Q, TILE_KV))
         masks = p.right is not None or p.left is not None or p.lengths or p.kv_tokens % TILE_KV != 0
+        if not masks:  # one loop: a second one spills where head_dim is 256
+            count = order.end - order.first
+            return lax.fori_loop(0, count, lambda j, s: step((order.end - 1 - j) * TILE_KV, s, False), carry)
         carry = lax.fori_loop(0, order.masked, lambda j, s: step(order.masked_tile(j) * TILE_KV, s, masks), carry)
         return lax.fori_loop(0, order.unmasked, lambda j, s: step(order.unmasked_tile(j) * TILE_KV, s, False), carry)
 
@@ -138,8 +139,9 @@ def _kernel(
             )
 
             def step(key: Any, step: Any, masked: bool) -> Any:
-                k_slot, v_slot = (lax.rem(step, jnp.int32(ring.slots)) for ring in (k_ring, v_ring))
-                wg = lax.optimization_barrier(lax.axis_index("wg"))  # addresses kept in registers across steps would spill
+                # Opaque: addresses that the compiler kept in registers across steps would spill.
+                k_slot, v_slot = (lax.optimization_barrier(lax.rem(step, jnp.int32(ring.slots))) for ring in (k_ring, v_ring))
+                wg = lax.optimization_barrier(lax.axis_index("wg"))
                 mine = core.ds(wg * ROWS, ROWS)
                 core.barrier_wait(k_ring.filled.at[k_slot])
                 s_acc[...] = jnp.zeros(shape, jnp.float32)

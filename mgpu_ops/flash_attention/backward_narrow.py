@@ -72,9 +72,10 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
                 for part in parts:
                     place = block.dbias.at[t.b, n, core.ds(t.key + wg * ROWS, ROWS), core.ds(row + part * ROWS, ROWS)]
                     core.copy_smem_to_gmem(smem["ds_smem"].at[buffer, part, mine, :], place)
+            part, panel = (0, wg) if len(parts) == 1 else (wg, 0)  # of dq, this warpgroup's
+            dq: Any = None
             if dq_acc:
                 meet()
-                part, panel = (0, wg) if len(parts) == 1 else (wg, 0)
                 dq_acc[0][...] = jnp.zeros(SQUARE, jnp.float32)
                 core.wgmma(dq_acc[0], core.transpose_ref(smem["ds_smem"].at[buffer, part]), smem["k_smem"].at[panel])
                 dq = core.accumulated(dq_acc[0], 0)

@@ -1,8 +1,8 @@
 """The backward kernel of attention for head dim 256: two warpgroups with the same 64 keys, one for dv, one for dk.
 
-dk and dv of 64 keys fill half of an SM's registers, so that each warpgroup can hold one of them. The first computes the weights,
-hands them to the second through shared memory and adds to dv; the second multiplies them with their gradients and adds to dk.
-There is no room for dq: `backward_dq.py` computes that.
+dk and dv of 64 keys fill half of an SM's registers, so that each warpgroup can hold one of them. The first computes the
+weights, hands them to the second through shared memory and adds to dv; the second multiplies them with their gradients and
+adds to dk. There is no room for dq: `backward_dq.py` computes that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
         del step
         dp = transposed("v_smem", smem["do_smem"].at[slot]) - block.delta(slot, 0)
         core.barrier_wait(weighed)
-        weights = core.load(smem["weights_smem"].at[opaque_zero()], layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        handed = smem["weights_smem"].at[opaque_zero()]
+        weights = core.load(handed, layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32)
         core.barrier_arrive(read)
         ds = (weights * dp).astype(dtype)
         core.wgmma(sum_acc, ds, smem["q_smem"].at[slot])

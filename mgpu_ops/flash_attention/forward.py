@@ -36,7 +36,7 @@ from mgpu_ops.flash_attention.operands import (
     segment_tiles,
 )
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
-from mgpu_ops.flash_attention.visible import Order, key_range
+from mgpu_ops.flash_attention.visible import Order, key_steps
 
 TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
 LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
@@ -45,8 +45,7 @@ LOWEST = -1e30  # what the largest score starts from: scores below count as mask
 @functools.cache
 def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
     """Which block works on which output tiles."""
-    first, end = key_range(p, ROWS * c.compute_warpgroups)
-    steps = np.maximum(1, -(-end // c.tile_kv) - first // c.tile_kv)
+    steps = key_steps(p, ROWS * c.compute_warpgroups, c.tile_kv)
     return schedule.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
@@ -65,9 +64,10 @@ def _masks(p: Problem, tile_q: int, tile_kv: int) -> tuple[bool, bool]:
     return many or p.right is not None or p.kv_tokens % tile_kv != 0, many
 
 
-def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: dict[str, Any]) -> None:
+def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: Any) -> None:
     """What the copying warpgroup does: for each output tile its queries, and the keys and values from the last to the first."""
     p, tile_q = x.problem, ROWS * c.compute_warpgroups
+
     def tile(i: Any, carry: Any) -> Any:
         number, done = carry
         following = tiles.number(i + 1)  # read a tile ahead: global memory is far
@@ -80,7 +80,8 @@ def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: R
             def keys(slot: Any, filled: Any) -> None:
                 x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
                 if p.segments:
-                    core.copy_gmem_to_smem(x.inputs.segments[1].at[b, core.ds(key, c.tile_kv)], smem["segments_smem"].at[slot], filled)
+                    ids = x.inputs.segments[1].at[b, core.ds(key, c.tile_kv)]
+                    core.copy_gmem_to_smem(ids, smem["segments_smem"].at[slot], filled)
                 if p.bias != "none":
                     x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
 
@@ -135,8 +136,9 @@ def _kernel(
 
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
-            if c.q_slots > 1:
-                following = tiles.number(i + 1)  # with the registers of one slot's configs it has to wait
+            following = (
+                tiles.number(i + 1) if c.q_slots > 1 else None
+            )  # with the registers of one slot's configs it has to wait
             b, n, row = _tile(p, tile_q, number)
             order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS

@@ -29,6 +29,7 @@ from mgpu_ops.flash_attention.problem import (
     supports,
     supports_backward,
 )
+from mgpu_ops.flash_attention.visible import key_steps, row_steps
 
 # --- Random inputs --------------------------------------------------------------------------------------------------
 
@@ -280,30 +281,6 @@ def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
     return max(longest, total / gpu.sms)
 
 
-@functools.lru_cache(4096)
-def _key_steps(p: Problem, tile: int, step: int) -> np.ndarray:
-    """How many tiles of `step` keys each tile of query rows goes through. Do not write to it."""
-    low = None if p.left is None else _offset(p) - p.left
-    high = None if p.right is None else _offset(p) + p.right
-    return _steps(p.q_tokens, p.kv_tokens, tile, step, low, high)
-
-
-@functools.lru_cache(4096)
-def _row_steps(p: Problem, tile: int, step: int) -> np.ndarray:
-    """How many tiles of `step` query rows each tile of keys goes through. Do not write to it."""
-    low = None if p.right is None else -_offset(p) - p.right
-    high = None if p.left is None else -_offset(p) + p.left
-    return _steps(p.kv_tokens, p.q_tokens, tile, step, low, high)
-
-
-def _offset(p: Problem) -> int:
-    return p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
-
-
-def _steps(tokens: int, others: int, tile: int, step: int, low: int | None, high: int | None) -> np.ndarray:
-    """Steps of each tile, at least one, where token t meets the others from t + low to t + high, or from end to end."""
-    start = np.arange(0, tokens, tile)
-    last = np.minimum(start + tile, tokens) - 1
-    first = np.zeros_like(start) if low is None else np.clip(start + low, 0, others)
-    end = np.full_like(start, others) if high is None else np.clip(last + high + 1, 0, others)
-    return np.maximum(1, -(-end // step) - first // step)
+# The tuner asks for the cost of thousands of configs. Do not write to what these give.
+_key_steps = functools.lru_cache(4096)(key_steps)
+_row_steps = functools.lru_cache(4096)(row_steps)

@@ -27,8 +27,8 @@ class Inputs:
     """
 
     options: Any
-    lengths: tuple[Any, Any] | None = None
-    segments: tuple[Any, Any] | None = None
+    lengths: Any = None
+    segments: Any = None
     bias: Any = None
 
     @staticmethod
@@ -60,12 +60,11 @@ class Operands:
 
     def tokens(self, b: Any) -> Tokens:
         p = self.problem
-        if self.inputs.lengths is None:
-            q_end, kv_end = p.q_tokens, p.kv_tokens
-        else:  # whatever the lengths are, nothing lies outside the arrays
+        q_end: Any = p.q_tokens
+        kv_end: Any = p.kv_tokens
+        if self.inputs.lengths is not None:  # whatever the lengths are, nothing lies outside the arrays
             q_end, kv_end = (
-                jnp.clip(ref[b], 0, tokens)
-                for ref, tokens in zip(self.inputs.lengths, (p.q_tokens, p.kv_tokens), strict=True)
+                jnp.clip(ref[b], 0, tokens) for ref, tokens in zip(self.inputs.lengths, (p.q_tokens, p.kv_tokens), strict=True)
             )
         return Tokens(p, q_end, kv_end, kv_end - q_end if p.align == "bottom_right" else 0)
 
@@ -92,7 +91,7 @@ class Operands:
         self._load_panels(src, b * self.problem.q_tokens, self.problem.q_tokens, n, row, dst, filled)
 
     def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
-        """Starts the copies of keys or values of one head of them, with zeros from the last on: dst is [panels, keys, PANEL]."""
+        """Starts the copies of keys or values of one of their heads, zeros from the last on: dst is [panels, keys, PANEL]."""
         self._load_panels(src, b * self.problem.kv_tokens, self.problem.kv_tokens, n, key, dst, filled)
 
     def _load_panels(self, src: Any, start: Any, tokens: int, n: Any, token: Any, dst: Any, filled: Any) -> None:
@@ -172,4 +171,3 @@ def segment_tiles(mine: jax.Array, others: jax.Array, tile: int, other_tile: int
     first = jnp.where(shared.any(-1), jnp.argmax(shared, -1), 0)
     end = jnp.where(shared.any(-1), count - jnp.argmax(shared[..., ::-1], -1), 0)
     return jnp.stack([first, end], -1).astype(jnp.int32)
-

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from mgpu_ops.core import smem
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import DTYPES, itemsize_of, supports_dtypes
+from mgpu_ops.core.limits import itemsize_of, supports_dtypes
 
 # --- What is computed -------------------------------------------------------------------------------
 
@@ -247,7 +242,12 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block of the forward kernel takes."""
     p, c = problem, config
     rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
-    buffers = [((c.q_slots, rows, d), 2), ((steps, c.tile_kv, d), 2), ((steps, c.tile_kv, d), 2), ((rows,), 4)]
+    buffers: list[smem.Buffer] = [
+        ((c.q_slots, rows, d), 2),
+        ((steps, c.tile_kv, d), 2),
+        ((steps, c.tile_kv, d), 2),
+        ((rows,), 4),
+    ]
     buffers += [((c.compute_warpgroups, c.tile_kv), 4), ((MOSAIC_SCRATCH,), 1)]
     if p.bias != "none":
         buffers.append(((steps, rows, c.tile_kv), itemsize_of(p.bias)))
@@ -261,7 +261,7 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     p, c, d, steps = problem, config, padded(problem.head_dim), config.max_concurrent_steps
     wide, fused = d > 128, config.mode == "fused"
     rows, stats = ((steps, c.tile_q, d), 2), ((steps, c.tile_q), 4)
-    buffers = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers: list[smem.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, rows]  # delta, the output's gradient
     buffers += [((2, ROWS, PANEL), 4)] if fused else []  # dq
     buffers += [((ROWS, ROWS) if wide else (2, c.tile_q, c.tile_kv), 2)] if fused or p.bias_grad else []  # ds
@@ -276,7 +276,7 @@ def dq_smem_bytes(problem: BackwardProblem) -> int:
     p, d = problem, padded(problem.head_dim)
     k_steps, v_steps = dq_steps(p), dq_value_steps(p)
     rows = ((2 * ROWS, d), 2)
-    buffers = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers: list[smem.Buffer] = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [rows, ((k_steps, ROWS, d), 2), ((2, ROWS), 4), rows]
     buffers += [((k_steps, ROWS), 4)] if p.segments else []
     return smem.block_bytes([*buffers, ((v_steps, ROWS, d), 2)], barriers=2 * (1 + k_steps + v_steps))

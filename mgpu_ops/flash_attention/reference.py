@@ -46,7 +46,7 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
                 heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
                 s = s + heads.astype(accurate)
             some_seen = lax.dynamic_slice_in_dim(seen[b if seen.shape[0] > 1 else 0], first, rows)
-            s = jnp.where(some_seen & (s > -1e30), s, -jnp.inf)
+            s = jnp.where(some_seen[None] & (s > -1e30), s, -jnp.inf)
             m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
             e = jnp.exp(s - jnp.where(m > -jnp.inf, m, 0.0))
             total = e.sum(-1, keepdims=True)
@@ -148,7 +148,6 @@ def backward_tolerance(problem: BackwardProblem) -> float:
     terms that were rounded.
     """
     return 3 * tolerance(problem)
-
 
 
 def bytes_moved(problem: Problem) -> int:

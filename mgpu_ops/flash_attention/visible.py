@@ -120,7 +120,8 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     """
     p = problem
     rows, keys = jnp.arange(p.q_tokens)[None, :, None], jnp.arange(p.kv_tokens)[None, None, :]
-    q_end, kv_end = p.q_tokens, p.kv_tokens
+    q_end: Any = p.q_tokens
+    kv_end: Any = p.kv_tokens
     if lengths is not None:
         q_end, kv_end = (jnp.clip(x, 0, n)[:, None, None] for x, n in zip(lengths, (q_end, kv_end), strict=True))
     offset = kv_end - q_end if p.align == "bottom_right" else 0
@@ -128,6 +129,20 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     if segments is not None:
         out &= segments[0][:, :, None] == segments[1][:, None, :]
     return jnp.broadcast_to(out, (out.shape[0], p.q_tokens, p.kv_tokens))
+
+
+def key_steps(problem: Problem, tile: int, step: int) -> np.ndarray:
+    """How many tiles of `step` keys each tile of query rows goes through, at least one; lengths and segments apart."""
+    return _steps(*key_range(problem, tile), step)
+
+
+def row_steps(problem: Problem, tile: int, step: int) -> np.ndarray:
+    """How many tiles of `step` query rows each tile of keys goes through, likewise."""
+    return _steps(*row_range(problem, tile), step)
+
+
+def _steps(first: np.ndarray, end: np.ndarray, step: int) -> np.ndarray:
+    return np.maximum(1, -(-end // step) - first // step)
 
 
 def key_range(problem: Problem, tile: int) -> tuple[np.ndarray, np.ndarray]:

@@ -79,6 +79,41 @@ def test_an_accumulator_beyond_the_register_file_spills():
     assert report.spills == kernel.spill_stores + kernel.spill_loads
 
 
+SERIALIZED = "wgmma.mma_async instructions are serialized due to {} in function 'attend'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([], ""),
+        (
+            ["non wgmma instructions defining accumulator registers of a wgmma between start and end of the pipeline stage"],
+            None,
+        ),
+        (["insufficient register resources for the wgmma pipeline", "the presence of Extern calls"], None),
+    ],
+)
+def test_a_report_says_why_ptxas_lets_no_two_wgmma_overlap(tmp_path, lines, reason):
+    log = ["ptxas info    : Compiling entry function 'attend' for 'sm_90a'"]
+    log += [f"ptxas info    : (C7510) Potential Performance Loss: {SERIALIZED.format(line)}" for line in lines]
+    log += [
+        "ptxas info    : 0 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads",
+        "ptxas info    : Used 168 registers",
+    ]
+    files = {
+        ".ptx": "",
+        ".ptxas": "\n".join(log),
+        ".sass_ctrl": "",
+        ".mlir-passes.log": "dynamic_shared_memory_size %c1024_i32",
+    }
+    for suffix, text in files.items():
+        (tmp_path / f"kernel{suffix}").write_text(text)
+    kernel = aot._kernel(tmp_path / "kernel.ptx")
+    assert kernel.serialized == ("; ".join(lines) if reason is None else reason)
+    assert aot.Report(gpu.find("h200"), (kernel, kernel)).serialized == kernel.serialized
+    assert (kernel.name, kernel.registers, kernel.spill_stores, kernel.spill_loads) == ("attend", 168, 16, 8)
+
+
 @needs_compiler
 def test_the_same_function_compiles_again_in_full_for_the_same_and_for_another_gpu():
     jitted = jax.jit(matmul)

@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 from mgpu_ops import core
+from mgpu_ops.core import aot
 
 INT32 = jax.ShapeDtypeStruct((128,), jnp.int32)
 
@@ -146,6 +147,62 @@ def test_wgmma_adds_into_an_accumulator_that_starts_at_zero(transposed):
     wanted = 2 * np.asarray(x, np.float64) @ np.asarray(y.mT if transposed else y, np.float64)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
     assert not core.races_found()
+
+
+def two_products(*, interpret: bool) -> Any:
+    """A function of x[64, 64]: x x^T's first 32 columns, added to ones; and twice x y plus x z of x's halves of columns, y and z."""
+
+    def body(x_ref: Any, sum_ref: Any, out_ref: Any, *, x: Any, staged: Any, accs: Any, full: Any) -> None:
+        core.copy_gmem_to_smem(x_ref, x, full)
+        core.barrier_wait(full)
+
+        def multiply(first: Any, second: Any) -> None:
+            core.wgmma(first, x, core.transpose_ref(x))
+            core.wgmma(second, core.load(x, layout=core.Layout.WGMMA, optimized=False), x.at[:, core.ds(0, 32)])
+            staged[0] = core.accumulated(first, 1)[:, :32]  # the second product may still go on
+            second[...] = core.accumulated(second, 0) * 2.0
+            core.wgmma(second, x, x.at[:, core.ds(32, 32)])
+            staged[1] = core.accumulated(second, 0)
+            core.commit_smem()
+            core.add_tile(staged.at[0], sum_ref)
+            core.copy_smem_to_gmem(staged.at[1], out_ref)
+            core.wait_smem_to_gmem(0)
+
+        accs.scope(multiply)
+
+    half = core.operand_transforms(32, jnp.bfloat16)  # panels of 32 columns, which is as wide as a product below
+    scratch = {
+        "x": core.SMEM((64, 64), jnp.bfloat16, transforms=half),
+        "staged": core.SMEM((2, 64, 32), jnp.float32, transforms=core.operand_transforms(32, jnp.float32)),
+        "accs": core.Accumulators(((64, 64), (64, 32)), 1),
+        "full": core.Barrier(),
+    }
+    out = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    run = interpreted(body, scratch_types=scratch, out_type=out, interpret=interpret)
+
+    def launch(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jax.new_ref(jnp.ones((64, 32), jnp.float32))
+        out = run(x, total)
+        return jax.freeze(total), out
+
+    return launch
+
+
+def test_an_accumulator_can_be_read_before_the_others_products_are_done_and_be_set():
+    x = jax.random.normal(jax.random.key(0), (64, 64), "bfloat16")
+    total, out = two_products(interpret=True)(x)
+    y = np.asarray(x, np.float64)
+    np.testing.assert_allclose(total, (y @ y.T)[:, :32], rtol=1e-5, atol=1e-4)  # not added to: see `add_tile`
+    np.testing.assert_allclose(out, 2 * y @ y[:, :32] + y @ y[:, 32:], rtol=1e-5, atol=1e-4)
+    assert not core.races_found()
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_tiles_are_added_in_global_memory_by_tma():
+    report = aot.compile_for("h200", two_products(interpret=False), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+    assert report.ptx.count("cp.reduce.async.bulk.tensor") == 1
+    assert ".add" in report.ptx
+    assert (report.spills, report.serialized) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,50 @@ def test_raster_finishes_a_strip_before_the_next_and_turns_round_at_its_end(shap
         assert all(abs(x - y) <= 1 for x, y in itertools.pairwise(along))
 
 
+# --- tiles dealt beforehand
+
+COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=80)
+
+
+def dealt(table: np.ndarray) -> list[list[int]]:
+    """The tiles of each block, as a kernel reads them."""
+    assert table.dtype == np.int32
+    turns = [schedule.Turns(jnp.asarray(table), block) for block in range(len(table))]
+    return [[int(t.number(jnp.int32(i))) for i in range(int(t.count))] for t in turns]
+
+
+@given(COSTS, st.integers(1, 20))
+def test_tiles_are_dealt_once_each_and_no_block_has_more_than_a_tile_above_the_mean(costs, blocks):
+    shares = dealt(schedule.deal(costs, blocks))
+    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)  # in the order of the tiles
+    loads = [sum(costs[tile] for tile in share) for share in shares]
+    assert max(loads) <= sum(costs) / blocks + max(costs)
+    assert all(shares) or len(costs) < blocks
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([1, 2, 1024]), st.integers(1, 20)
+)
+def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, heads, waves, blocks):
+    tiles = len(costs)
+    shares = dealt(schedule.deal_heads(np.array(costs), heads, waves, blocks))
+    assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
+    loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
+    assert max(loads) <= sum(costs) * heads / blocks + max(costs)
+    section = -(-waves * blocks // tiles)  # heads
+    for share in shares:
+        order = [(number // tiles // section, -costs[number % tiles]) for number in share]
+        assert order == sorted(order)
+
+
+def test_a_turn_beyond_the_last_reads_inside_the_table():
+    """The tile after the last is read ahead."""
+    table = schedule.deal([1] * 5, 2)
+    turns = schedule.Turns(jnp.asarray(table), 0)
+    assert int(turns.number(jnp.int32(table.shape[1]))) == int(turns.number(jnp.int32(2))) == 4
+
+
 # --- strips, and tiles of groups
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
 
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import aot, gpu, smem
+from mgpu_ops.flash_attention.problem import backward_smem_bytes, dq_smem_bytes, smem_bytes
 from tests.configs import BASE
+from tests.mgpu_ops import attention
 
 H200 = gpu.find("h200")
 MATMUL = spec_of("matmul")
@@ -55,7 +58,10 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_matmul_counts_the_bytes_that_mosaic_launches(name):
     problem, config = CASES[name]
@@ -63,3 +69,52 @@ def test_matmul_counts_the_bytes_that_mosaic_launches(name):
     arrays = jax.eval_shape(functools.partial(MATMUL.inputs, problem), jax.random.key(0))
     report = aot.compile_for(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays)
     assert report.smem_bytes == matmul.smem_bytes(problem, config)
+
+
+FORWARD, BACKWARD = spec_of("flash_attention"), spec_of("flash_attention_backward")
+P, B, ONE = FORWARD.Problem, BACKWARD.Problem, attention.BASE
+
+FORWARD_CASES: dict[str, tuple[Any, Any]] = {
+    "plain": (P(1, 256, 256, 1, 1, 64), ONE),
+    "two slots, three warpgroups, padded": (P(1, 256, 250, 1, 1, 72), replace(ONE, compute_warpgroups=3, q_slots=2)),
+    "bias and segments": (P(1, 256, 256, 1, 1, 128, segments=True, bias="float32"), ONE),
+}
+
+
+def launched(spec: Any, problem: Any, config: Any) -> dict[str, int]:
+    """Bytes of shared memory of each kernel."""
+    assert spec.check(problem, config, H200) is None
+    arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(spec.run, problem, config, H200), *arrays)
+    return {
+        kernel.name.removesuffix("_mosaic_gpu_kernel").removeprefix("mgpu_ops_"): kernel.smem_bytes for kernel in report.kernels
+    }
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FORWARD_CASES)
+def test_attention_counts_the_bytes_that_mosaic_launches(name):
+    problem, config = FORWARD_CASES[name]
+    assert launched(FORWARD, problem, config) == {"flash_attention": smem_bytes(problem, config)}
+
+
+FUSED = BACKWARD.Config(mode="fused", tile_q=128, tile_kv=128, max_concurrent_steps=1, section_waves=1, memory_registers=24)
+SPLIT = replace(FUSED, mode="split", tile_q=64)
+
+BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
+    "fused": (B(1, 256, 256, 1, 1, 64), replace(FUSED, max_concurrent_steps=2)),
+    "fused, bias": (B(1, 256, 256, 1, 1, 128, bias="float32"), replace(FUSED, tile_q=64)),
+    "split, segments, bias gradient": (B(1, 256, 256, 1, 1, 64, segments=True, bias="bfloat16", bias_grad=True), SPLIT),
+    "head_dim of 256": (B(1, 128, 128, 1, 1, 256), replace(SPLIT, tile_kv=64, max_concurrent_steps=2)),
+    "head_dim of 256, bias gradient": (B(1, 128, 128, 1, 1, 256, bias="bfloat16", bias_grad=True), replace(SPLIT, tile_kv=64)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", BACKWARD_CASES)
+def test_gradients_of_attention_count_the_bytes_that_mosaic_launches(name):
+    problem, config = BACKWARD_CASES[name]
+    wanted = {"flash_attention_backward": backward_smem_bytes(problem, config)}
+    if config.mode == "split":
+        wanted["flash_attention_dq"] = dq_smem_bytes(problem)
+    assert launched(BACKWARD, problem, config) == wanted

@@ -17,7 +17,7 @@ from mgpu_ops import SPECS
 from mgpu_ops.core import gpu
 from mgpu_ops.flash_attention import model
 from mgpu_ops.flash_attention.problem import BackwardProblem, Problem, padded
-from mgpu_ops.flash_attention.visible import Tokens
+from mgpu_ops.flash_attention.visible import Tokens, key_steps, row_steps
 
 FORWARD, BACKWARD = SPECS["flash_attention"], SPECS["flash_attention_backward"]
 GPUS = [gpu.find(key) for key in ("h200", "h100-pcie", "h20")]
@@ -139,8 +139,8 @@ def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile:
         return np.broadcast_to(end - first, (-(-count // tile),)).tolist()
 
     with jax.disable_jit():
-        assert model._key_steps(p, tile, step).tolist() == steps(each.key_tiles, p.q_tokens)
-        assert model._row_steps(p, tile, step).tolist() == steps(each.row_tiles, p.kv_tokens)
+        assert key_steps(p, tile, step).tolist() == steps(each.key_tiles, p.q_tokens)
+        assert row_steps(p, tile, step).tolist() == steps(each.row_tiles, p.kv_tokens)
 
 
 # --- how far problems are from each other
