@@ -19,9 +19,9 @@ def register_operand_bug(isa: int) -> str | None:
     if isa >= _FIXED:
         return None
     return (
-        f"Mosaic GPU compiles with a ptxas of PTX ISA {isa // 10}.{isa % 10}, older than CUDA 13.3: it may overwrite registers that "
-        "a wgmma still reads, so that attention may be wrong (triton-lang/triton#11781). Upgrade nvidia-cuda-nvcc or the CUDA "
-        "toolkit to 13.3 or newer, and see that no older ptxas comes first in PATH"
+        f"Mosaic GPU compiles with a ptxas of PTX ISA {isa // 10}.{isa % 10}, older than CUDA 13.3: it may overwrite registers "
+        "that a wgmma still reads, so that results of attention may be wrong (triton-lang/triton#11781). Upgrade "
+        "nvidia-cuda-nvcc or the CUDA toolkit to 13.3 or newer, and see that no older ptxas comes first in PATH"
     )
 
 

@@ -239,25 +239,19 @@ def compute_registers(compute_warpgroups: int, memory_registers: int, gpu: Gpu) 
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory that a block of the forward kernel takes."""
+    """Bytes of shared memory that a block of the forward kernel takes. Mosaic lays out buffers by name."""
     p, c = problem, config
     rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
-    buffers: list[smem.Buffer] = [
-        ((c.q_slots, rows, d), 2),
-        ((steps, c.tile_kv, d), 2),
-        ((steps, c.tile_kv, d), 2),
-        ((rows,), 4),
-    ]
-    buffers += [((c.compute_warpgroups, c.tile_kv), 4), ((MOSAIC_SCRATCH,), 1)]
-    if p.bias != "none":
-        buffers.append(((steps, rows, c.tile_kv), itemsize_of(p.bias)))
-    if p.segments:
-        buffers.append(((steps, c.tile_kv), 4))
+    keys = ((steps, c.tile_kv, d), 2)
+    buffers: list[smem.Buffer] = [((steps, rows, c.tile_kv), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers += [keys, ((rows,), 4), ((c.compute_warpgroups, c.tile_kv), 4), ((c.q_slots, rows, d), 2)]  # lse, numbers
+    buffers += [((steps, c.tile_kv), 4)] if p.segments else []
+    buffers += [keys, ((MOSAIC_SCRATCH,), 1)]  # values
     return smem.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps))
 
 
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Bytes of shared memory that a block of the kernel for dk and dv takes. Mosaic lays out buffers by name."""
+    """Bytes of shared memory that a block of the kernel for dk and dv takes, likewise."""
     p, c, d, steps = problem, config, padded(problem.head_dim), config.max_concurrent_steps
     wide, fused = d > 128, config.mode == "fused"
     rows, stats = ((steps, c.tile_q, d), 2), ((steps, c.tile_q), 4)

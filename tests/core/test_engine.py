@@ -150,7 +150,7 @@ def test_wgmma_adds_into_an_accumulator_that_starts_at_zero(transposed):
 
 
 def two_products(*, interpret: bool) -> Any:
-    """A function of x[64, 64]: x x^T's first 32 columns, added to ones; and twice x y plus x z of x's halves of columns, y and z."""
+    """A function of x[64, 64]: half of the columns of x x^T, added to ones; and x (2 y + z) of its halves y and z."""
 
     def body(x_ref: Any, sum_ref: Any, out_ref: Any, *, x: Any, staged: Any, accs: Any, full: Any) -> None:
         core.copy_gmem_to_smem(x_ref, x, full)
