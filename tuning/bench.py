@@ -426,8 +426,11 @@ def _expected(case: _Case, operands: tuple) -> tuple[jax.Array, ...]:
 
 
 def _tolerance(spec: OpSpec, problem: Any, grad: bool) -> float:
-    """The op's own; a gradient has the inputs' dtype, which may be coarser than the output's."""
+    """The op's own; a gradient has the inputs' dtype, which may be coarser than the output's, or an op of its own."""
     limits = [spec.tolerance(problem)]
+    backward = mgpu_ops.SPECS.get(f"{spec.name}_backward")
+    if grad and backward is not None:
+        limits.append(backward.tolerance(problem))
     if grad and hasattr(problem, "out_dtype"):
         limits.append(spec.tolerance(dataclasses.replace(problem, out_dtype=problem.dtype)))
     return max(limits)
