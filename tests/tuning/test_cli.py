@@ -15,7 +15,8 @@ import pytest
 
 from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import database, gpu
-from mgpu_ops.tuning import bench, cli, device, worker
+from mgpu_ops.tuning import bench, cli, commands, device, worker
+from mgpu_ops.tuning.commands import arguments, demo
 from mgpu_ops.tuning.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,7 @@ def test_the_help_lists_the_commands_and_the_exit_codes(mgpu_tune: Command) -> N
 def test_help_loads_none_of_the_tuners_libraries() -> None:
     code = (
         "import sys\n"
-        "from mgpu_ops.tuning import cli\n"
+        "from mgpu_ops.tuning import cli, commands\n"
         "try:\n"
         "    cli.main(['--help'])\n"
         "except SystemExit as e:\n"
@@ -189,7 +190,7 @@ def test_a_budget_must_be_a_finite_time_above_zero(budget: str, mgpu_tune: Comma
     ("text", "seconds"), [("90", 90), ("60s", 60), ("2m", 120), ("1h", 3600), ("1.5m", 90), (".5", 0.5), (" 2 s ", 2)]
 )
 def test_times_have_units(text: str, seconds: float) -> None:
-    assert cli._seconds(text) == seconds
+    assert arguments.seconds(text) == seconds
 
 
 # --- run
@@ -422,16 +423,16 @@ class Here:
 
 @pytest.mark.parametrize("name", [None, "h200", "NVIDIA H200"])
 def test_the_gpu_here_is_measured(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", Here)
-    assert isinstance(cli._device(name), Here)
+    assert isinstance(commands.device_for(name), Here)
 
 
 def test_another_gpu_than_the_one_here_is_modelled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     here = Here()
-    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", lambda: here)
-    found = cli._device("h20")
+    found = commands.device_for("h20")
     assert (found.kind, found.gpu.key, here.closed) == ("modelled", "h20", True)
     assert "no NVIDIA H20 here: times are MODELLED" in capsys.readouterr().out
 
@@ -443,7 +444,7 @@ def no_hopper() -> Any:
 def test_a_gpu_that_is_no_hopper_does_not_keep_another_from_being_modelled(
     mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
     assert mgpu_tune(*RUN).code == 0
     assert only_entry().evidence.kind == "modelled"
@@ -452,7 +453,7 @@ def test_a_gpu_that_is_no_hopper_does_not_keep_another_from_being_modelled(
 def test_a_worker_that_does_not_start_is_told_and_the_exit_code_is_2(
     mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
     done = mgpu_tune("run", "matmul", *SIDES)
     assert done.code == 2
@@ -659,9 +660,9 @@ def test_demo_tunes_stores_runs_and_prints_an_error_below_the_limit(own_database
     code = (
         "import sys\n"
         "from mgpu_ops.core import aot\n"
-        "from mgpu_ops.tuning import cli\n"
+        "from mgpu_ops.tuning import cli, commands\n"
         "aot.available = lambda: 'not in this test'\n"  # compiling takes seconds a candidate
-        "cli._has_gpu = lambda: False\n"
+        "commands.has_gpu = lambda: False\n"
         "sys.exit(cli.main(['demo']))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
@@ -684,9 +685,9 @@ def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.
         assert device.kind == "modelled"
         raise Reached
 
-    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
-    monkeypatch.setattr(cli, "_tune", tune)
+    monkeypatch.setattr(demo, "tune_one", tune)
     monkeypatch.setenv("NPROC", "64")
     with pytest.raises(Reached):
         cli.main(["demo"])

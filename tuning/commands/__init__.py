@@ -1,0 +1,98 @@
+"""The commands of `mgpu-tune`, one module each: `register` says what it takes, `run` carries it out.
+
+What they share is here and in `arguments`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(Exception):
+    """A request that cannot be carried out; the message says why and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows examples as they are written."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
+def command(commands: Any, name: str, run: Any, what: str, examples: str) -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=what[0].upper() + what[1:] + ".", epilog=f"examples:\n{lines}"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def count(number: int, what: str) -> str:
+    """ "1 fault", "2 faults" """
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists()
+
+
+def gpu_or_current(name: str | None) -> Any:
+    from mgpu_ops.core import gpu
+
+    found = gpu.find(name) if name else gpu.current()
+    if found is None:
+        raise UsageError(f"no NVIDIA GPU here: name one with --gpu ({', '.join(g.key for g in gpu.GPUS)})")
+    return found
+
+
+def device_for(name: str | None) -> Any:
+    """The GPU here if there is one and it is the one asked for; else the model of the one asked for."""
+    from mgpu_ops.core import gpu
+    from mgpu_ops.tuning.device import Measured, Modelled
+    from mgpu_ops.tuning.worker import WorkerError
+
+    wanted = gpu.find(name) if name else None
+    here = None
+    if has_gpu():
+        try:
+            here = Measured()
+        except WorkerError as e:  # another GPU than a Hopper does not keep one from being modelled
+            if wanted is None:
+                raise
+            say(str(e))
+    if here is not None:
+        if wanted is None or wanted.key == here.gpu.key:
+            say(f"measuring on {here.gpu.name}, driver {here.versions['driver']}")
+            return here
+        here.close()
+    if wanted is None:
+        raise UsageError(
+            f"no Hopper GPU here to measure on: name the GPU to model with --gpu ({', '.join(g.key for g in gpu.GPUS)})"
+        )
+    device = Modelled(wanted)
+    compiled = "each candidate is compiled for it" if device.compiles else "candidates are not compiled (extra 'aot')"
+    say(f"no {wanted.name} here: times are MODELLED, not measured; {compiled}. Tune again on the GPU itself.")
+    return device
+
+
+def stored_files(spec: Any, keys: Sequence[str]) -> Iterator[tuple[str, str, Path]]:
+    """(GPU, whose, path) of the database files there are."""
+    from mgpu_ops.core import database
+
+    for key in keys:
+        for whose, path in (
+            ("user", database.user_path(key, spec.name)),
+            ("shipped", database.shipped_path(key, spec.name)),
+        ):
+            if path.exists():
+                yield key, whose, path

@@ -1,0 +1,167 @@
+"""What the commands are asked: problems, times and numbers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_ops import SPECS
+from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
+from mgpu_ops.groups import SPREADS
+from mgpu_ops.tuning.commands import UsageError
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
+
+
+def problem_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
+    parser.add_argument("op", help=", ".join(SPECS))
+    group = parser.add_argument_group("problem", "a named one, or its sides")
+    shapes = ", ".join(next(iter(spec.shapes)) for spec in SPECS.values())
+    group.add_argument("--shape", metavar="NAME", help=f"of a real model, e.g. {shapes}")
+    if many:
+        suites = "; ".join(f"{name}: {', '.join(spec.suites)}" for name, spec in SPECS.items())
+        group.add_argument("--suite", metavar="NAME", help=f"named shapes together ({suites})")
+    for name, field in problem_fields().items():
+        group.add_argument(f"--{name.replace('_', '-')}", **_argument_of(field) | _FIELDS.get(name, {}))
+
+
+def problem_fields() -> dict[str, dataclasses.Field[Any]]:
+    """The fields of all ops' problems, by name."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for spec in SPECS.values():
+        for field in dataclasses.fields(spec.Problem):
+            found.setdefault(field.name, field)
+    return found
+
+
+def _argument_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """How a field is given: a flag, a number that may be -1 if that is its default, a size, or what `_FIELDS` says."""
+    if isinstance(field.default, bool):
+        return {"action": "store_true", "default": None}
+    return {} if isinstance(field.default, str) else {"type": _bound if field.default == -1 else positive_int}
+
+
+def positive_int(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return value
+
+
+def _bound(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -2
+    if value < -1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0, or -1 for no bound")
+    return value
+
+
+def seed(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to 2**32 - 1")
+    return int(text)
+
+
+def dtype(text: str) -> str:
+    name = _DTYPES.get(text, text)
+    if name not in _DTYPES.values():
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}")
+    return name
+
+
+def seconds(text: str) -> float:
+    """Seconds of "90", "60s", "2m" or "1h"; finite and above 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|m|h)?", text.strip())
+    value = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"] if match else math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite time above 0 such as 60s, 2m or 1h")
+    return value
+
+
+# What the fields of problems are, and how those are given of which `_argument_of` knows too little.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "batch": {"help": "products in one launch (default 1); of attention, sequences"},
+    "groups": {"help": "how many the rows of m belong to"},
+    "dtype": {"type": dtype, "help": "bf16 (default), f16"},
+    "out_dtype": {"type": dtype, "help": "default: dtype; or f32"},
+    "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
+    "bias": {
+        "action": "store",
+        "nargs": "?",
+        "const": True,
+        "type": dtype,
+        "metavar": "DTYPE",
+        "help": "with a bias of each group; of attention, of the scores, in this dtype (default: dtype)",
+    },
+    "activation": {"choices": ACTIVATIONS, "help": "of the result (default none)"},
+    "spread": {"choices": SPREADS, "help": "of the rows over the groups (default random)"},
+    "head_dim": {"help": "columns of a head of q, k and v"},
+    "causal": {"help": "no row sees a later key"},
+    "window_left": {"help": "keys before its own that a row sees (default -1: all)"},
+    "window_right": {"help": "keys after its own that a row sees (default -1: all)"},
+    "align": {
+        "choices": ("bottom_right", "top_left"),
+        "help": "which query has the same place as which key: the last ones (default), the first",
+    },
+    "lengths": {"help": "each sequence has token counts of its own"},
+    "segments": {"help": "a row sees its own segment only"},
+    "soft_cap": {"help": "scores are capped"},
+    "deterministic": {"help": "gradients bitwise equal from run to run"},
+    "bias_grad": {"help": "with the gradient of the bias"},
+}
+
+
+def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Name -> Problem of what the arguments ask for."""
+    from mgpu_ops.core.op import problem_of
+    from mgpu_ops.tuning.bench import describe
+
+    fields = {name: getattr(arguments, name, None) for name in problem_fields()}
+    given = {k: v for k, v in fields.items() if v is not None}
+    if "bias" in given:
+        given["bias"] = _bias(spec, given["bias"], given.get("dtype", "bfloat16"))
+    needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
+    suite = getattr(arguments, "suite", None)
+    if sum(map(bool, (given, arguments.shape, suite))) != 1:
+        raise UsageError(f"name the problem in one way: {flags(needed)}, or --shape NAME, or --suite NAME")
+    if suite:
+        if suite not in spec.suites:
+            raise UsageError(f"suite {suite!r} is not one of {', '.join(spec.suites)}")
+        names: dict[Any, str] = {}  # a problem once, by its first name
+        for name in spec.suites[suite]:
+            names.setdefault(spec.shapes[name], name)
+        return {name: problem for problem, name in names.items()}
+    if arguments.shape:
+        if arguments.shape not in spec.shapes:
+            raise UsageError(f"shape {arguments.shape!r} is not one of {', '.join(spec.shapes)}")
+        return {arguments.shape: spec.shapes[arguments.shape]}
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise UsageError(f"{flags(missing)} missing: a {spec.name} problem has {flags(needed)}")
+    problem = problem_of(spec, given)  # refuses what the op's problems do not have
+    return {describe(problem): problem}
+
+
+def _bias(spec: Any, given: bool | str, dtype: str) -> bool | str:
+    """The bias of a problem of an op that says whether there is one, or of one that names its dtype."""
+    default = {f.name: f.default for f in dataclasses.fields(spec.Problem)}.get("bias")
+    if isinstance(default, str):
+        return dtype if given is True else given
+    if given is not True:
+        raise UsageError(f"--bias of {spec.name} takes no dtype: leave {given} out")
+    return True
+
+
+def flags(names: Sequence[str]) -> str:
+    """ "--m, --n and --k" """
+    *most, last = (f"--{name.replace('_', '-')}" for name in names)
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,98 @@
+"""`mgpu-tune bench`: measures beside other implementations."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.core.op import BACKENDS
+from mgpu_ops.tuning.commands import OK, WRONG, UsageError, command, count, say
+from mgpu_ops.tuning.commands.arguments import problem_arguments, problems_of, seconds
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "bench",
+        run,
+        "measure beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
+        """
+        mgpu-tune bench matmul --suite llm --against xla,jax-pallas
+        mgpu-tune bench matmul --shape square-4096 --grad
+        mgpu-tune bench grouped_matmul --suite moe --against dense,jax-pallas,tokamax
+        mgpu-tune bench grouped_matmul --suite training --against dense,tokamax --grad --peer-seconds 30s
+        mgpu-tune bench flash_attention --suite llm --against cudnn,tokamax,jax-pallas
+        mgpu-tune bench flash_attention --suite d128 --against cudnn,tokamax --grad
+        mgpu-tune bench flash_attention_backward --suite llm
+        """,
+    )
+    problem_arguments(parser, many=True)
+    parser.add_argument("--against", metavar="A,B", help=f"{peers_text()} (default: the first)")
+    parser.add_argument("--grad", action="store_true", help="forward plus backward")
+    parser.add_argument("--backend", choices=BACKENDS, help="that ours runs on (default: mosaic, or xla where it cannot)")
+    parser.add_argument("--seconds", type=seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)")
+    parser.add_argument(
+        "--peer-seconds", type=seconds, default=60.0, metavar="TIME", help="a tuned peer may compile a problem (default 60s)"
+    )
+    parser.add_argument("--peers-from", type=Path, metavar="CSV", help="take the peers' settings from an earlier result")
+    parser.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="default: results")
+    parser.add_argument("--what", help="a word for the file's name: results/<date>-<gpu>-<op>-<what>.csv")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    import mgpu_ops
+    from mgpu_ops.core import gpu
+    from mgpu_ops.tuning import bench, report
+    from mgpu_ops.tuning.peers import PEERS
+
+    spec = mgpu_ops.spec_of(arguments.op)
+    problems = problems_of(spec, arguments)
+    here = gpu.current()
+    if here is None or here.architecture != "hopper":
+        raise UsageError("bench times kernels: it needs a Hopper GPU here")
+    against = [name.strip() for name in (arguments.against or next(iter(PEERS[spec.name]))).split(",") if name.strip()]
+    op = spec.name + ("+grad" if arguments.grad else "")
+    today = datetime.date.today().isoformat()
+    path = bench.output_path(arguments.output, today, here.key, op, arguments.what)
+    try:
+        earlier = bench.read_csv(arguments.peers_from) if arguments.peers_from else []
+    except OSError as e:
+        raise UsageError(f"{arguments.peers_from}: cannot be read ({e.strerror}): name a CSV file of `bench`") from None
+    rows = bench.run(
+        spec,
+        problems,
+        gpu=here,
+        against=against,
+        grad=arguments.grad,
+        seconds=arguments.seconds,
+        progress=say,
+        save=lambda rows: bench.write_csv(rows, path),
+        peer_seconds=arguments.peer_seconds,
+        earlier=earlier,
+        backend=arguments.backend,
+    )
+    if not rows:
+        return WRONG
+    console = Console()
+    console.print(report.table(rows))
+    of = bench.yardsticks(bench.lines(rows))
+    for line in bench.summary(rows):
+        x = f" of {line.peer}" if line.peer in of else "x"
+        versus = "" if line.peer in of else f" against {line.peer}"
+        say(f"{line.op}{versus}: geometric mean {line.geomean:.3f}{x} over {count(line.problems, 'problem')}, "
+             f"worst {line.worst:.3f}{x} ({line.worst_problem}), {line.wins} at 1.0x or more")  # fmt: skip
+    say(f"wrote {path} and {', '.join(str(p) for p in report.picture(rows, path.with_suffix('.png')))}")
+    faults = bench.failures(rows, spec, problems, grad=arguments.grad)
+    for fault in faults:
+        say(f"WRONG: {fault}")
+    return WRONG if faults else OK
+
+
+def peers_text() -> str:
+    from mgpu_ops.tuning.peers import PEERS
+
+    return "; ".join(f"{op}: {', '.join(peers)}" for op, peers in PEERS.items())
