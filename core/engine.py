@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
+from jax._src.state import AbstractRef
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -179,7 +180,10 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
 
 
 def rows_view(x: jax.Array) -> jax.Array:
-    """[rows, columns] as `load_rows` and `store_rows` take it."""
+    """[rows, columns] as `load_rows` and `store_rows` take it: [1, 1, rows, columns].
+
+    That shape is how a copy knows a window of rows: no other array of four dimensions that a kernel copies may begin so.
+    """
     return x.reshape(1, 1, *x.shape)
 
 
@@ -255,6 +259,14 @@ def add_tile(src: Any, dst: Any) -> None:
     plgpu.copy_smem_to_gmem(src, dst, reduction_op=None if _interpreting.get() else "add")
 
 
+def frozen(ref: Any, *operands: jax.Array) -> jax.Array:
+    """What a kernel of `operands` left in a `jax.new_ref`, which is read no more.
+
+    Inside `jax.shard_map` it differs from device to device as the operands do, which JAX cannot say of the ref itself.
+    """
+    return same_mesh_axes(jax.freeze(ref), *operands)[0]
+
+
 def transpose_ref(ref: Any) -> Any:
     """A view of a rank-2 shared-memory ref with its dimensions swapped; wgmma reads 16-bit operands either way."""
     return ref.transpose((1, 0))
@@ -319,7 +331,8 @@ def kernel(
 
     def launch(*arrays: Any) -> Any:
         # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
-        return jax.tree.map(lambda out: same_mesh_axes(out, *arrays)[0], run(*arrays))
+        values = [x for x in arrays if not isinstance(jax.typeof(x), AbstractRef)]
+        return jax.tree.map(lambda out: same_mesh_axes(out, *values)[0], run(*arrays))
 
     return launch
 

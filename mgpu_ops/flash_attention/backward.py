@@ -152,7 +152,7 @@ def _keys(
         transforms = core.operand_transforms(32, jnp.float32, 128)
         smem["dq_smem"] = core.SMEM((WARPGROUPS, ROWS, PANEL), jnp.float32, transforms=transforms)
     if p.bias_grad:
-        dbias = jax.new_ref(jnp.zeros((p.batch, p.q_heads, tiles * c.tile_kv, rows), p.dtype))
+        dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
         extra.append(dbias)
     if wide:
         smem["weights_smem"] = core.SMEM((1, ROWS, ROWS), p.dtype, transforms=operand)
@@ -191,9 +191,10 @@ def _keys(
         *extra,
     )
     if dq is not None:
-        dq = (jax.freeze(dq).sum(0)[:, : p.q_tokens] * inputs.options[0]).astype(p.dtype)
+        dq = (core.frozen(dq, q, k).sum(0)[:, : p.q_tokens] * inputs.options[0]).astype(p.dtype)
     if dbias is not None:
-        dbias = jax.freeze(dbias)[:, :, : p.kv_tokens, : p.q_tokens].swapaxes(2, 3).astype(jnp.float32)
+        dbias = core.frozen(dbias, q, k)[:, : p.kv_tokens, : p.q_tokens].swapaxes(1, 2).astype(jnp.float32)
+        dbias = dbias.reshape(p.batch, p.q_heads, p.q_tokens, p.kv_tokens)
         for axis, size in enumerate(bias_shape):
             dbias = dbias.sum(axis, keepdims=True) if size == 1 else dbias
         dbias = dbias.astype(bias_dtype)

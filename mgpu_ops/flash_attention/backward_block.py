@@ -84,7 +84,7 @@ class Block:
     out_grad: Any
     stats: dict[str, Any]  # lse and delta, [batch, q_heads, rows]
     dq: Any  # float32 [1, batch, rows, q_heads, head_dim], or None: another kernel computes it
-    dbias: Any  # [batch, q_heads, keys, rows] or None
+    dbias: Any  # [batch * q_heads, keys, rows] or None
     dk: Any
     dv: Any
     smem: dict[str, Any]

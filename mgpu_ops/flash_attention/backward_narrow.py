@@ -70,7 +70,9 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
                 core.wgmma(dk_acc, ds, rows_of("q_smem", slot, part))
             if block.dbias is not None:
                 for part in parts:
-                    place = block.dbias.at[t.b, n, core.ds(t.key + wg * ROWS, ROWS), core.ds(row + part * ROWS, ROWS)]
+                    place = block.dbias.at[
+                        t.b * block.p.q_heads + n, core.ds(t.key + wg * ROWS, ROWS), core.ds(row + part * ROWS, ROWS)
+                    ]
                     core.copy_smem_to_gmem(smem["ds_smem"].at[buffer, part, mine, :], place)
             part, panel = (0, wg) if len(parts) == 1 else (wg, 0)  # of dq, this warpgroup's
             dq: Any = None

@@ -69,7 +69,7 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
             core.wait_smem_to_gmem(0, wait_read_only=True)
             smem["ds_smem"][opaque_zero(), 0] = ds
             core.commit_smem()
-            place = block.dbias.at[t.b, n, core.ds(t.key, ROWS), core.ds(row, ROWS)]
+            place = block.dbias.at[t.b * block.p.q_heads + n, core.ds(t.key, ROWS), core.ds(row, ROWS)]
             core.copy_smem_to_gmem(smem["ds_smem"].at[0, 0], place)
 
     def tile(t: Tile, done: Any) -> Any:

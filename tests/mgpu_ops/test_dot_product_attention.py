@@ -23,7 +23,7 @@ from mgpu_ops import dot_product_attention
 from tests.mgpu_ops.ragged import float64
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-TOLERANCE = {BF16: 2e-2, F16: 2e-3, F32: 1e-5}  # of outputs; JAX rounds its weights to the inputs' dtype
+TOLERANCE = {BF16: 2e-2, F16: 3e-3, F32: 1e-5}  # of outputs; JAX rounds its weights to the inputs' dtype
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 
 QKV = ("query", "key", "value")
