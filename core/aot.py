@@ -3,6 +3,9 @@
     report = compile_for("h200", f, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
     report.registers, report.spills, report.smem_bytes, "HGMMA" in report.sass
 
+    executable = build("h200", f, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))  # in a process without a GPU
+    load(executable)(x)  # in one that has it
+
 XLA compiles for a GPU that is described to it (`jax.experimental.topologies`); Mosaic GPU writes
 what it and ptxas produced to the folder that `MOSAIC_GPU_DUMP_TO` names. Mosaic reads that variable
 anew for each kernel, so it is set for the one compilation and restored after it. Mosaic leaves a
@@ -17,6 +20,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +29,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
+from jax.experimental import serialize_executable, topologies
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -115,11 +119,57 @@ def compile_for(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: i
     topology = _topology(gpu, devices)
     with tempfile.TemporaryDirectory(prefix="mgpu-ops-") as folder:
         with _environment(MOSAIC_GPU_DUMP_TO=folder), _persistent_cache_unwritten(), target(gpu):
-            launches = _compile(fn, shapes, np.array(topology.devices))
+            launches, _ = _compile(fn, shapes, np.array(topology.devices))
         kernels = _kernels(pathlib.Path(folder))
     if launches and not kernels:
         raise RuntimeError(f"Mosaic GPU compiled {launches} kernels for {gpu.name} and dumped none")
     return Report(gpu, kernels)
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A function compiled for one GPU, and what ptxas said of its Mosaic kernels. It can be pickled, for `load` elsewhere.
+
+    Loading runs code: take none from a stranger.
+    """
+
+    data: bytes
+    trees: tuple[Any, Any]  # of the arguments and of the results
+    registers: int  # per thread, the most of all kernels
+    spills: int  # bytes per thread, stores and loads, of all kernels together
+
+
+def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, topology: bytes | None = None) -> Executable:
+    """Compiles `fn(*shapes)` for one `gpu` as `compile_for` does, in a quarter of the time: nothing is dumped or disassembled.
+
+    `topology` is the very GPU that will run it, described by `attached` in a process that has it; None stands for the
+    model of GPU. What ptxas says it says on standard output, which is diverted while `build` runs. Raises what
+    `compile_for` raises.
+    """
+    gpu = find(gpu) if isinstance(gpu, str) else gpu
+    if _plugin() is None:
+        raise AotUnavailable("compiling for a GPU needs JAX's CUDA plugin: pip install 'mgpu_ops[aot]'")
+    _claim(gpu)
+    devices: np.ndarray = np.array((_described(topology) if topology else _topology(gpu, 1)).devices)
+    with _environment(MOSAIC_GPU_DUMP_PTXAS="1"), _persistent_cache_unwritten(), target(gpu), _diverted() as said:
+        launches, compiled = _compile(fn, shapes, devices)
+        log = said()
+    registers = _numbers(r"Used (\d+) registers", log)
+    if launches and not registers:
+        raise RuntimeError(f"Mosaic GPU compiled {launches} kernels for {gpu.name} and ptxas said nothing of them")
+    data, *trees = serialize_executable.serialize(compiled)
+    return Executable(data, (trees[0], trees[1]), max(registers, default=0), sum(_numbers(r"(\d+) bytes spill", log)))
+
+
+def load(executable: Executable) -> Callable[..., Any]:
+    """The compiled function, on this process's first device; nothing is compiled again."""
+    devices = jax.local_devices()[:1]
+    return serialize_executable.deserialize_and_load(executable.data, *executable.trees, execution_devices=devices)
+
+
+def attached() -> bytes:
+    """This process's first device, described for `build`, with the versions of its driver and libraries."""
+    return topologies.TopologyDescription(jax.local_devices()[:1]).serialize()
 
 
 def available() -> str | None:
@@ -192,25 +242,33 @@ def _topology(gpu: Gpu, devices: int) -> topologies.TopologyDescription:
         topology=f"1x1x{devices}",
         target_config=_TARGET_CONFIG.format(gpu=gpu, clock_ghz=gpu.clock_hz / 1e9, major=major, minor=minor),
     )
+    return _with_plugin(describe)
+
+
+@functools.cache
+def _described(topology: bytes) -> topologies.TopologyDescription:
+    return _with_plugin(lambda: topologies.TopologyDescription.deserialize(topology))
+
+
+def _with_plugin(describe: Callable[[], topologies.TopologyDescription]) -> topologies.TopologyDescription:
     # The plugin does not register without cuDNN and other libraries, none of which compiling
     # needs. Where there is a GPU its check is left on, since programs will run there too.
     skip = {} if driver_version() else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     with _environment(**skip):
         try:
             return describe()
-        except NotImplementedError:  # JAX has looked for plugins before, with the check on
+        except (NotImplementedError, jax.errors.JaxRuntimeError):  # JAX has not looked for plugins, or with the check on
             importlib.import_module(str(_plugin())).initialize()
             return describe()
 
 
-def _compile(fn: Callable[..., Any], shapes: tuple[Any, ...], devices: np.ndarray) -> int:
+def _compile(fn: Callable[..., Any], shapes: tuple[Any, ...], devices: np.ndarray) -> tuple[int, Any]:
     placed = jax.tree.map(functools.partial(_place, devices=devices), shapes)
     # Mosaic lowers for the default device's architecture. The new function misses JAX's caches.
     with jax.default_device(devices[0]):
         lowered = jax.jit(lambda *args: fn(*args)).lower(*placed)
     launches = _rename_kernels(lowered.compiler_ir("stablehlo"))
-    lowered.compile()
-    return launches
+    return launches, lowered.compile()
 
 
 def _place(leaf: Any, devices: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -293,6 +351,25 @@ def _environment(**values: str) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _diverted() -> Iterator[Callable[[], str]]:
+    """Standard output, that of C++ included, goes to a file meanwhile; yields what reads it."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+
+        def said() -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+        try:
+            yield said
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,9 @@ Where a config comes from; the first that answers wins (`resolve`):
    puts its config behind the default for this problem.
 4. `default`: the op's analytic choice.
 
+In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
+a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
+
 In 2 and 3 an entry that fails the op's `check` or is for another kernel version is passed over, and
 a file that cannot be read is passed over with one warning.
 
@@ -25,17 +28,19 @@ import dataclasses
 import datetime
 import fcntl
 import functools
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax
 import msgspec
 
+from mgpu_ops.core import job
 from mgpu_ops.core.gpu import Gpu, family, find
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ NEAR_SLACK = 1.05  # a near entry's config may be modelled this much slower than
 
 AnyPath = str | os.PathLike[str]
 Fields = dict[str, int | str | bool]
+Join = Callable[[Sequence["Entry"], Sequence["Entry"]], Sequence["Entry"]]
 Positive = Annotated[float, msgspec.Meta(gt=0)]  # and finite: JSON has no infinity and no NaN
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -128,6 +134,7 @@ def decode(data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | 
     """The file in `data`, for `gpu_key` and `op` where given; else DatabaseError naming `path`."""
     try:
         file = msgspec.json.decode(data, type=File)
+        json.loads(data, object_pairs_hook=_once, parse_int=_in_64_bits)  # what msgspec lets pass
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         way_out = "restore it from a backup, or move it away and tune again"
         reason = _newer(data) or f"is corrupt: {error}: {way_out}"
@@ -138,6 +145,19 @@ def decode(data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | 
     if len({_identity(entry) for entry in file.entries}) != len(file.entries):
         raise DatabaseError(path, "has two entries of one kind for one problem: delete one")
     return file
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    """Refuses an object with a key twice: readers differ in which one counts."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+
+
+def _in_64_bits(text: str) -> None:
+    """Refuses a whole number that could not be written back."""
+    if not -(2**63) <= int(text) < 2**64:
+        raise ValueError(f"{text} has more than 64 bits")
 
 
 def read(path: AnyPath, *, gpu_key: str | None = None, op: str | None = None) -> File:
@@ -218,9 +238,10 @@ def _identity(entry: Entry) -> tuple[Any, ...]:
     return tuple(fields), entry.evidence.kind
 
 
-def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str) -> File:
+def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str, join: Join = merge) -> File:
     """Merges entries into the file at `path`, under a lock between processes; the file then.
 
+    `join(old, new)` says which entries stay: by default all, a new one in place of the old one of its problem and kind.
     A reader, and the disk after a crash or kill -9, sees the old file or the new one, never a mix.
     DatabaseError, with the old file in place, where an entry breaks the schema, the existing file
     is not one that `decode` takes, or the disk refuses.
@@ -231,7 +252,7 @@ def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(f".{path.name}.lock")):
             old = read(path, gpu_key=gpu_key, op=op).entries if path.exists() else ()
-            file = msgspec.structs.replace(new, entries=merge(old, new.entries))
+            file = msgspec.structs.replace(new, entries=tuple(join(old, new.entries)))
             _replace(path, encode(file))
     except OSError as error:
         way_out = "make room or permit it, or set MGPU_OPS_CONFIG_DIR to another directory"
@@ -394,7 +415,7 @@ class Resolution:
     """Which config a call uses, and why."""
 
     config: Any
-    source: str  # argument, override, environment, user, shipped, family, near or default
+    source: str  # argument, override, environment, user, shipped, family, near, default or job
     path: Path | None = None  # the file it came from
     entry: Entry | None = None
     distance: float | None = None  # of a `near` entry's problem
@@ -443,12 +464,29 @@ def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolut
 
 def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
     query = _Query(spec, problem, gpu, [])
-    found = _argument(query, config) or _override(query) or _environment(query)
+    said = _argument(query, config) or _override(query)  # by the program, which is the same in every process
+    found = said or _environment(query)
     if found is not None:
         _require(query, found)
     else:
         found = _stored(query) or Resolution(spec.default(problem, gpu), "default")
+    found = said or _agreed(query, found)
     return dataclasses.replace(found, tried=tuple(query.tried))
+
+
+def _agreed(query: _Query, found: Resolution) -> Resolution:
+    """What the first process of the job to ask found; files may differ between machines."""
+    spec, problem, gpu, _ = query
+    if job.size() == 1:
+        return found
+    fields, mine = (msgspec.json.encode(dataclasses.asdict(x)).decode() for x in (problem, found.config))
+    first = job.first(f"config/{gpu.key}/{spec.name}/{spec.version}/{fields}", mine)
+    if first == mine:
+        return found
+    query.note("job", f"another process of this job chose first; here it would be {found.config} from {_place(found)}")
+    agreed = Resolution(to_config(spec, msgspec.json.decode(first)), "job")
+    _require(query, agreed)
+    return agreed
 
 
 def _argument(query: _Query, config: Any) -> Resolution | None:
@@ -562,6 +600,14 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
+def stale(entry: Entry, spec: OpSpec) -> str | None:
+    """Why an entry is of another time: it was found with another kernel, or another jax, than there are now."""
+    reason = _stale(entry, spec)
+    if reason is None and entry.evidence.jax != jax.__version__:
+        reason = f"tuned with jax {entry.evidence.jax}, not {jax.__version__}"
+    return reason
+
+
 def _stale(entry: Entry, spec: OpSpec) -> str | None:
     version = entry.evidence.kernel_version
     return None if version == spec.version else f"for kernel version {version}, not {spec.version}"
@@ -639,11 +685,12 @@ def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
         return [str(error)]
     except ValueError as error:
         return [f"{path}: {error}"]
-    faults = ((entry, _fault(entry, gpu, spec)) for entry in file.entries)
+    faults = ((entry, fault_of(entry, gpu, spec)) for entry in file.entries)
     return [f"{path}: {_title(entry)}: {fault}" for entry, fault in faults if fault]
 
 
-def _fault(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
+def fault_of(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
+    """Why `resolve` would not use an entry of a file of `gpu`, or None."""
     if entry.evidence.gpu not in gpu.kinds:
         return f"evidence of {entry.evidence.gpu!r} in a file of {gpu.name}: tune on that GPU"
     if spec is None:

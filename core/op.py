@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgpu_ops.core import database, gpu
+from mgpu_ops.core import capture, database, gpu
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -89,18 +89,23 @@ def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend:
     """Runs `problem` on a backend: the kernel with the database's config, compiled or interpreted, or XLA.
 
     A named backend runs or raises ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is
-    logged once per reason.
+    logged once per reason. While `capture` traces, nothing runs: the call is marked.
     """
     if backend == "xla":
+        if capture.capturing():
+            return capture.mark(spec, problem, "runs through XLA: backend='xla'", arrays)
         return spec.reference(problem, *arrays)
     device = gpu.current()
     if backend == "interpret":  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
         hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
         device = dataclasses.replace(hopper, sms=4)
     reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device)
+    if backend is not None and (reason is not None or device is None):
+        raise ValueError(f"backend={backend!r} cannot run {spec.name} {problem}: {reason}")
+    if capture.capturing():
+        given = None if config is None else f"runs with the config that the call gives it: {config}"
+        return capture.mark(spec, problem, f"runs through XLA: {reason}" if reason else given, arrays)
     if reason is not None or device is None:
-        if backend is not None:
-            raise ValueError(f"backend={backend!r} cannot run {spec.name} {problem}: {reason}")
         if (spec.name, str(reason)) not in _said:
             _said.add((spec.name, str(reason)))
             _log.warning("%s runs through XLA: %s", spec.name, reason)

@@ -129,6 +129,13 @@ def train(layer: Layer, steps: int, tokens: int, backend: str | None = None) -> 
     return losses
 
 
+def step() -> tuple[jax.Array, Params]:
+    """The loss and the gradients of a step of training: `mgpu-tune capture examples.moe:step` lists what to tune for it."""
+    layer = Layer()
+    params, (x, target) = init(layer, jax.random.key(0)), batch(layer, 1024, jax.random.key(3))
+    return jax.jit(jax.value_and_grad(functools.partial(loss, layer)))(params, x, target)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a mixture-of-experts layer for some steps and print the losses.")
     parser.add_argument("--steps", type=int, default=20)

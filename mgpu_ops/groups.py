@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mgpu_ops import models
 from mgpu_ops.core import rates, smem
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, warpgroup_tile
@@ -172,22 +173,23 @@ class Config:
     memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
 
 
-# (rows of lhs per token, n, k, groups) of the products of one mixture-of-experts layer, gate and up fused.
+# The products of one mixture-of-experts layer, gate and up fused, under the names of the models' shapes.
 LAYERS = {
-    "mixtral-8x7b-gate_up": (2, 28672, 4096, 8),
-    "mixtral-8x7b-down": (2, 4096, 14336, 8),
-    "deepseek-v3-ep8-gate_up": (8, 4096, 7168, 32),  # 32 of its 256 experts: one GPU of eight, which gets all their tokens
-    "deepseek-v3-ep8-down": (8, 7168, 2048, 32),
-    "qwen3-30b-gate_up": (8, 1536, 2048, 128),
-    "qwen3-30b-down": (8, 2048, 768, 128),
-    "qwen3-235b-gate_up": (8, 3072, 4096, 128),
+    f"{name}-{product}": experts
+    for name, model in {
+        "mixtral-8x7b": "mixtral-8x7b",
+        "deepseek-v3-ep8": "deepseek-v3",
+        "qwen3-30b": "qwen3-30b-a3b",
+        "qwen3-235b": "qwen3-235b-a22b",
+    }.items()
+    for product, experts in models.MODELS[model].experts.items()
 }
 
 
 def layer_problem(problem: Callable[..., Any], layer: str, tokens: int, spread: str) -> Any:
     """The Problem of one product of a layer that so many tokens reach."""
-    per_token, n, k, groups = LAYERS[layer]
-    return problem(per_token * tokens, n, k, groups, spread=spread)
+    e = LAYERS[layer]
+    return problem(e.rows * tokens, e.n, e.k, e.groups, spread=spread)
 
 
 # (layer, tokens, spread) of training steps and prefills: hundreds of rows per expert, bound by arithmetic.
@@ -314,7 +316,7 @@ def flops(problem: Any) -> int:
 
 
 def tolerance(problem: Any) -> float:
-    """Largest allowed error, max |out - ref| / (|ref| + rms(ref)): about two roundings of the output's dtype."""
+    """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings of the output's dtype."""
     return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
 
 

@@ -31,6 +31,7 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder as the user's config database: no test reads or writes the real one."""
     folder = tmp_path / "mgpu_ops_configs"
     monkeypatch.setenv("MGPU_OPS_CONFIG_DIR", str(folder))
+    monkeypatch.setenv("MGPU_OPS_STATE_DIR", str(tmp_path / "mgpu_ops_state"))
     return folder
 
 

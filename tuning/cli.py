@@ -7,26 +7,52 @@ asked wrongly or cannot run here, 130 stopped by Ctrl-C (what was found is store
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from mgpu_ops.tuning import commands
-from mgpu_ops.tuning.commands import INTERRUPTED, OK, USAGE, Parser, UsageError, bench, demo, run, show, validate, which
+from mgpu_ops.tuning.commands import INTERRUPTED, OK, USAGE, Parser, UsageError
 
-COMMANDS = (run, show, which, validate, bench, demo)
+# Module of `commands` -> what it does. Only the module that is asked for loads: `mgpu-tune --help` answers at once.
+COMMANDS = {
+    "run": "tune one problem, or a suite of them, and store the best configs",
+    "worker": "take part in tuning what `mgpu-tune run --queue` put into a storage, from any host",
+    "proxy": "serve a database to workers over gRPC, to this machine alone unless told otherwise",
+    "dashboard": "look at the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
+    "capture": "list the problems that a function of yours runs, with counts, without running it",
+    "show": "list the tuned problems of a GPU",
+    "which": "say which config a problem runs with, and why",
+    "validate": "check database files: schema, fields, and that every config can run",
+    "merge": "join databases of several machines: of each problem the fastest measured entry",
+    "diff": "say what differs between two databases: added, removed, changed, and the times",
+    "export": "write what is tuned: a directory for MGPU_OPS_CONFIG_PATH, or one table",
+    "retune": "tune again what another jax or kernel version left in your database",
+    "plot": "draw pictures of trials, tuned problems and benchmarks, as PNG and SVG",
+    "report": "write one HTML page of what is tuned, what failed, and the pictures",
+    "bench": "measure beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
+    "sweep": "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
+    "replay": "search recorded sweeps again, without a GPU, and say how far from the optimum each sampler ends",
+    "demo": "a tour on any machine: tune one matmul, store it, call it, print its error",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = _parser(words).parse_args(words)
     _prepare_jax()
     from mgpu_ops.core.database import DatabaseError
     from mgpu_ops.tuning.measure import MeasurementError
     from mgpu_ops.tuning.worker import WorkerError
 
+    arguments.stdout = sys.stdout
+    people = contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext()
     try:
-        return int(arguments.run(arguments))
+        with people:
+            return int(arguments.run(arguments))
     except (UsageError, DatabaseError, MeasurementError, WorkerError, ValueError) as e:
         print(f"mgpu-tune: {e}", file=sys.stderr)
         return USAGE
@@ -47,15 +73,18 @@ def _prepare_jax() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-tune",
         description="Tunes mgpu_ops for a GPU, and shows, checks and benchmarks what is tuned.",
         epilog="exit codes: 0 done; 1 something is wrong; 2 asked wrongly, or not possible here; 130 Ctrl-C",
     )
     known = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in COMMANDS:
-        module.register(known)
+    for name, what in COMMANDS.items():
+        if [name] == list(words[:1]):
+            importlib.import_module(f"mgpu_ops.tuning.commands.{name}").register(known)
+        else:
+            known.add_parser(name, help=what)
     return parser
 
 

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import multiprocessing
-import time
-from collections.abc import Iterator, Sequence
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jaxlib
 
 from mgpu_ops.core import aot
+from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
-from mgpu_ops.tuning import worker
+from mgpu_ops.tuning import compiling, neighbours, worker
+from mgpu_ops.tuning.child import Child, Gone
 from mgpu_ops.tuning.outcome import Final, Outcome
+
+_log = logging.getLogger("mgpu_ops")
+_START = 180.0  # seconds for a worker to start
+_OPEN = 300.0  # for the inputs, the reference and the baseline of a problem
+_CALLS = 100  # of the baseline: the time a candidate has, beyond `timeout`, to be run and timed beside it
 
 
 class Device(Protocol):
-    """Judges configs of one problem at a time."""
+    """Judges configs of one problem at a time. More may be submitted while some are under way."""
 
-    kind: str  # "measured" or "modelled"
+    kind: str  # "measured", "modelled" or "recorded"
     gpu: Gpu
     baseline: str | None  # the name of what is timed beside candidates; of the problem that is open
     versions: dict[str, str | None]  # driver, jax, jaxlib, cuda
+    slots: int  # how many candidates may be under way
+    notes: list[str]  # what a user should know of the measurements, each once
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None: ...
-    def judge(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]: ...
+    def submit(self, config: Any) -> None: ...
+    def next(self) -> tuple[Any, Outcome]: ...  # in any order; LookupError where none is under way
     def finals(self, configs: Sequence[Any], seconds: float) -> Final: ...
     def close(self) -> None: ...
 
@@ -37,149 +47,216 @@ class Modelled:
     """Judges by `spec.cost`, and where the `aot` extra is installed refuses what does not compile or spills."""
 
     kind = "modelled"
-    baseline = None
+    baseline: str | None = None
 
-    def __init__(self, gpu: Gpu, compile: bool | None = None):
+    def __init__(self, gpu: Gpu, compile: bool | None = None, pool: compiling.Pool | None = None):
         self.gpu = gpu
         self.compiles = aot.available() is None if compile is None else compile
         self.versions = {
             "driver": None, "jax": jax.__version__, "jaxlib": jaxlib.__version__, "cuda": None
         }  # fmt: skip
+        self.notes: list[str] = []
+        self._pool = pool or (compiling.Pool() if self.compiles else None)
+        self._own = pool is None
+        self.slots = 2 * self._pool.processes if self._pool else 1
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._spec, self._problem = spec, problem
+        self._line = compiling.Line(self._pool, spec, problem, self.gpu) if self._pool else None
+        self._waiting: collections.deque[Any] = collections.deque()
 
-    def judge(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
-        for config in configs:
-            us = self._us(config)
-            reason = self._compile(config) if self.compiles else None
-            yield config, Outcome("compile", detail=reason) if reason else Outcome("ok", us)
+    def submit(self, config: Any) -> None:
+        (self._line.submit if self._line else self._waiting.append)(config)
+
+    def next(self) -> tuple[Any, Outcome]:
+        if self._line:
+            config, made = self._line.next()
+            return config, made if isinstance(made, Outcome) else Outcome("ok", self._us(config))
+        if not self._waiting:
+            raise LookupError("no candidate is under way")
+        config = self._waiting.popleft()
+        return config, Outcome("ok", self._us(config))
 
     def finals(self, configs: Sequence[Any], seconds: float) -> Final:
         return Final({config: [self._us(config)] for config in configs}, [])
 
     def close(self) -> None:
-        pass
+        if self._pool and self._own:
+            self._pool.close()
 
     def _us(self, config: Any) -> float:
         return self._spec.cost(self._problem, config, self.gpu) * 1e6
 
-    def _compile(self, config: Any) -> str | None:
-        spec, problem = self._spec, self._problem
-        shapes = jax.eval_shape(lambda: spec.inputs(problem, jax.random.key(0)))
-        try:
-            report = aot.compile_for(self.gpu, lambda *arrays: spec.run(problem, config, self.gpu, *arrays), *shapes)
-        except Exception as e:
-            return worker.first_line(e)
-        return f"{report.spills} bytes of registers spill" if report.spills else None
-
 
 class Measured:
-    """Judges on the GPU of this machine, in a worker process: one that hangs is killed, one that dies is replaced."""
+    """Judges on a GPU of this machine: candidates compile in a pool of processes and run, one at a time, in a worker process.
+
+    A worker that hangs is killed, and one that dies or that a candidate has spoilt is replaced.
+    """
 
     kind = "measured"
     baseline: str | None = None
 
-    def __init__(self, timeout: float = 60.0, serve: Any = worker.serve):
-        """`timeout`: seconds a candidate may take to compile, run and be timed. Raises WorkerError without a Hopper GPU."""
-        self._timeout = timeout
-        self._serve = serve
-        self._opened: tuple[Any, ...] | None = None
-        self._start()
+    def __init__(
+        self,
+        gpu: str | None = None,
+        *,
+        timeout: float = 15.0,
+        slots: int = 8,
+        pool: compiling.Pool | None = None,
+        serve: Callable[..., None] = worker.serve,
+    ):
+        """Raises WorkerError without a Hopper GPU.
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=self._serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        ready = self._receive(120.0)
-        if isinstance(ready, worker.Ready):
-            self.gpu, self.versions = ready.gpu, ready.versions
-        else:
+        Args:
+          gpu: as CUDA_VISIBLE_DEVICES names it; by default the first that is visible.
+          timeout: seconds a compiled candidate has to run and be timed, beyond a hundred times the baseline's time.
+          slots: candidates that may be under way.
+          pool: compiles them; by default one of this device's own.
+          serve: what the worker process does.
+        """
+        visible = neighbours.visible()
+        self._name = gpu or (visible[0] if visible else None)
+        self._timeout, self.slots = timeout, slots
+        self._serve = functools.partial(serve, visible=self._name)
+        self.notes: list[str] = []
+        self._stopped = threading.Event()
+        self._closed = False
+        self._opened: tuple[Any, ...] | None = None
+        self._pool, self._own = pool or compiling.Pool(), pool is None
+        self._watch = neighbours.Watch(self._name, lambda: {self._child.pid}, self._note) if self._name else None
+        self._child, self._fresh = Child(self._serve), True
+        try:
+            ready = self._started()
+        except worker.WorkerError:
             self.close()
-            raise worker.WorkerError(f"the GPU worker did not start: {_text(ready)}")
+            raise
+        self.gpu, self.versions, self._topology = ready.gpu, ready.versions, ready.topology
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
-        self._opened = (spec.name, dataclasses.asdict(problem), seed)
-        self._send("open", *self._opened)
-        reply = self._receive(300.0)
+        self._opened = None
+        self._line = compiling.Line(self._pool, spec, problem, self.gpu, self._topology)
+        self._passed: dict[Any, Executable] = {}
+        reply = self._ask(_OPEN, "open", spec.name, problem, seed, None)
         if not isinstance(reply, worker.Opened):
-            self._restart(reopen=False)
+            self._restart()
             raise worker.WorkerError(f"the worker could not prepare {problem}: {_text(reply)}")
         self.baseline = reply.baseline
+        self._opened = (spec.name, problem, seed, reply.baseline_us)
+        self._limit = self._timeout + _CALLS * reply.baseline_us * 1e-6
 
-    def judge(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
-        """An outcome for each config, in order.
+    def submit(self, config: Any) -> None:
+        self._line.submit(config)
 
-        All compile before the first is answered: where that takes too long or takes the worker down, nobody knows who it was,
-        and they are judged again one by one.
-        """
-        left = list(configs)
-        together = len(left)
-        while left:
-            batch = left[:together]
-            if not self._send("judge", batch):  # it died after its last answer, which no candidate of these is to blame for
-                self._restart()
-                self._send("judge", batch)
-            for number in range(len(batch)):
-                reply = self._receive(self._timeout)
-                if isinstance(reply, Outcome):
-                    yield left.pop(0), reply
-                    continue
-                self._restart()
-                if number == 0 and len(batch) > 1:
-                    together = 1
-                    break
-                limit = f"no answer for {self._timeout:g} s"
-                yield (
-                    left.pop(0),
-                    (Outcome("timeout", detail=limit) if reply is None else Outcome("crash", detail=_text(reply))),
-                )
-                break
+    def next(self) -> tuple[Any, Outcome]:
+        config, made = self._line.next()
+        if isinstance(made, Outcome):
+            return config, made
+        outcome = self._judge(config, made)
+        if outcome.kind == "ok":
+            self._passed[config] = made
+        return config, outcome
 
     def finals(self, configs: Sequence[Any], seconds: float) -> Final:
-        self._send("finals", list(configs), seconds)
-        reply = self._receive(self._timeout * len(configs) + seconds)
-        if isinstance(reply, Final):
-            return reply
-        self._restart()
+        """Where the finalists take the worker down, each is judged alone, and those that are right are measured again."""
+        candidates = self._compiled(configs)
+        limit = self._limit * (1 + len(configs)) + seconds
+        reply: Any = None
+        for again in (False, True):
+            if again:
+                candidates = [(config, made) for config, made in candidates if self._judge(config, made).kind == "ok"]
+            reply = self._ask(limit, "finals", candidates, seconds)
+            if isinstance(reply, Final):
+                return reply
+            self._restart()
         raise worker.WorkerError(f"the finalists could not be measured: {_text(reply)}")
 
+    def stop(self) -> None:
+        """Makes what another thread waits for here raise KeyboardInterrupt."""
+        self._stopped.set()
+        if hasattr(self, "_line"):
+            self._line.stop()
+
     def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        self._closed = True
+        if self._watch:
+            self._watch.close()
+        self._child.kill()
+        if self._own:
+            self._pool.close()
 
-    def _restart(self, reopen: bool = True) -> None:
-        self.close()
-        self._start()
-        if reopen and self._opened is not None:
-            self._send("open", *self._opened)
-            reply = self._receive(300.0)
-            if not isinstance(reply, worker.Opened):
-                raise worker.WorkerError(f"the GPU worker could not be replaced: {_text(reply)}")
+    def _judge(self, config: Any, executable: Executable) -> Outcome:
+        """A candidate with which the worker died is tried once more: what kills a worker may come from outside."""
+        reply: Any = None
+        for _ in range(2):
+            reply = self._ask(self._limit, "judge", config, executable)
+            if isinstance(reply, worker.Judged):
+                if reply.leaving:
+                    self._restart()
+                return reply.outcome
+            self._restart()
+            if isinstance(reply, Gone) and reply.late:
+                return Outcome("timeout", detail=reply.reason)
+        return Outcome("crash", detail=_text(reply))
 
-    def _send(self, *message: Any) -> bool:
-        """Whether the worker was there to take it; where it was not, `_receive` tells what ended it."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(message)
-            return True
-        return False
+    def _compiled(self, configs: Sequence[Any]) -> list[tuple[Any, Executable]]:
+        """With their executables. Those of another process's trials compile now, and are left out where they do not."""
+        missing = compiling.Line(self._pool, self._line.spec, self._line.problem, self.gpu, self._topology)
+        for config in configs:
+            if config not in self._passed:
+                missing.submit(config)
+        for config, made in missing:
+            if isinstance(made, Executable):
+                self._passed[config] = made
+        return [(config, self._passed[config]) for config in configs if config in self._passed]
+
+    def _ask(self, seconds: float, *message: Any) -> Any:
+        """The worker's answer, or `Gone`. One that died or was interrupted after its last answer is replaced first."""
+        if self._child.busy and not self._fresh:
+            self._restart()
+        if self._fresh:
+            self._started()
+        if not self._child.send(*message):
+            self._restart()
+            self._started()
+            self._child.send(*message)
+        return self._receive(seconds)
 
     def _receive(self, seconds: float) -> Any:
-        """The worker's next message; None after `seconds`; what ended it where it died."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(EOFError, OSError):
-                if self._pipe.poll(min(left, 1.0)):
-                    return self._pipe.recv()
-                if self._process.is_alive():
-                    continue
-            self._process.join(5.0)
-            return worker.Failed(f"the worker process died (exit code {self._process.exitcode})")
-        return None
+        while isinstance(reply := self._child.receive(seconds, self._check), worker.Note):
+            self._child.busy = True
+            self._note(reply.text)
+        return reply
+
+    def _restart(self) -> None:
+        """Replaces the worker; the new one starts in the background."""
+        if self._closed:
+            raise worker.Lost("the device is closed")
+        self._child.kill()
+        self._child, self._fresh = Child(self._serve), True
+
+    def _started(self) -> worker.Ready:
+        """Waits for a new worker, and lets it prepare the problem that is open."""
+        ready = self._receive(_START)
+        if not isinstance(ready, worker.Ready):
+            raise worker.Lost(f"the GPU worker did not start: {_text(ready)}")
+        self._fresh = False
+        if self._opened is not None:
+            self._child.send("open", *self._opened)
+            reply = self._receive(_OPEN)
+            if not isinstance(reply, worker.Opened):
+                raise worker.Lost(f"the GPU worker could not be replaced: {_text(reply)}")
+        return ready
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            _log.warning("%s", text)
 
 
 def _text(reply: Any) -> str:
-    return "no answer in time" if reply is None else getattr(reply, "reason", repr(reply))
+    return getattr(reply, "reason", repr(reply))

@@ -7,6 +7,7 @@ warms up, and does so for whatever runs then.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import statistics
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
+
+DRIFT = 0.15  # of the baseline's time: at the power cap it varies by 12 %, as what ran before was hot or cool
 
 
 class MeasurementError(RuntimeError):
@@ -38,10 +41,12 @@ def spread_us(samples: Sequence[float]) -> float:
 
 
 def error(out: Any, ref: Any) -> float:
-    """max |out - ref| / (|ref| + rms(ref)) in float32, the largest of all arrays where out and ref are several.
+    """max |out - ref| / (|ref| + rms) in float32, the largest of all arrays where out and ref are several.
 
-    Equal elements have no error, infinities among them, and the rms is that of ref's finite ones. NaN where one is not finite
-    and the other differs, and where numbers of arrays or shapes differ.
+    rms: the root mean square of ref or of the element's row (its last dimension), whichever is larger. So the large first rows of
+    causal attention, say, are not held against the small ones that follow. Equal elements have no error, infinities among them,
+    and only finite ones count in an rms. NaN where one is not finite and the other differs, and where numbers of arrays or shapes
+    differ.
     """
     outs, refs = jax.tree.leaves(out), jax.tree.leaves(ref)
     if [x.shape for x in outs] != [x.shape for x in refs]:
@@ -52,9 +57,56 @@ def error(out: Any, ref: Any) -> float:
 @jax.jit
 def _error(out: jax.Array, ref: jax.Array) -> jax.Array:
     out, ref = out.astype(jnp.float32), ref.astype(jnp.float32)
-    rms = jnp.sqrt(jnp.mean(ref * ref, where=jnp.isfinite(ref)))
+    square, finite = ref * ref, jnp.isfinite(ref)
+    rms = jnp.sqrt(jnp.mean(square, where=finite))
+    if ref.ndim:
+        counted = jnp.sum(square, axis=-1, keepdims=True, where=finite) / jnp.maximum(finite.sum(-1, keepdims=True), 1)
+        rms = jnp.maximum(rms, jnp.sqrt(counted))
     relative = jnp.where(jnp.isfinite(out), jnp.abs(out - ref) / (jnp.abs(ref) + rms), jnp.nan)
     return jnp.max(jnp.where(out == ref, 0.0, relative), initial=0.0)
+
+
+def same(out: Any, again: Any) -> bool:
+    """Whether two results are the same, bit for bit."""
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(again), strict=True)
+    return all(bool(_same(x, y)) for x, y in pairs)
+
+
+def fingerprint(arrays: Any) -> tuple[int, ...]:
+    """A number for each array, the sum of its bits read as integers."""
+    return tuple(int(_sum(x)) for x in jax.tree.leaves(arrays))
+
+
+@jax.jit
+def _same(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.array_equal(_bits(x), _bits(y))
+
+
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(_bits(x), dtype=jnp.uint32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize, jnp.uint8))
+
+
+@dataclasses.dataclass
+class Clock:
+    """Whether the GPU is as fast as it was, by the baseline's median in microseconds: at first, and now."""
+
+    first: float
+    now: float
+
+    def holds(self, us: float) -> bool:
+        return abs(us / self.now - 1) <= DRIFT
+
+    @property
+    def scale(self) -> float:
+        """What makes times of now comparable to the first ones; 1 unless the clock has drifted."""
+        return 1.0 if abs(self.first / self.now - 1) <= DRIFT else self.first / self.now
 
 
 def rounds_for(seconds: float, us: float, low: int = 5, high: int = 100) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-Kind = Literal["ok", "constraint", "compile", "timeout", "crash", "wrong"]
+Kind = Literal["ok", "constraint", "compile", "timeout", "crash", "memory", "wrong"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """`ok` with times, or the kind of failure with its reason.
 
-    constraint: `check` refuses it. compile: it does not lower or compile, or spills registers. timeout: it ran past the
-    limit and was killed. crash: it raised or took its process down. wrong: its result is not the reference's.
+    constraint: `check` refuses it. compile: it does not lower or compile, or spills registers. timeout: it compiled or ran past
+    the limit and was killed. crash: it raised or took its process down. memory: it does not fit on the GPU. wrong: its result
+    is not the reference's or not the same twice, or it writes elsewhere.
+
+    Where the GPU's clock has drifted since the problem was opened, its times are scaled as the baseline's and `detail` says so.
     """
 
     kind: Kind
@@ -21,11 +24,15 @@ class Outcome:
     baseline_us: float | None = None  # the baseline's median in the same rounds
     error: float | None = None  # max |out - ref| / (|ref| + rms(ref))
     detail: str = ""
+    samples: tuple[float, ...] = ()  # microseconds, in the order measured; `us` is their median
 
 
 @dataclasses.dataclass(frozen=True)
 class Final:
-    """Raw samples of the finalists and the baseline, in microseconds, measured in turn in one run."""
+    """Raw samples of the finalists and the baseline, in microseconds, measured in turn in one run.
+
+    A finalist that is not in it failed when it was run again: it must not be stored.
+    """
 
     samples: dict[Any, list[float]]  # config -> samples
     baseline: list[float]

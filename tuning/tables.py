@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -35,14 +35,14 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
 
 
 def entries_table(title: str, entries: Sequence[Any]) -> Table:
-    """Problems of a database file with their times and configs; of a problem, not the masks and such that it does without."""
+    """Problems of a database file with their times and configs."""
     table = Table(title=title, title_justify="left")
     for heading in ("problem", "evidence", "us", "x baseline", "x default", "config", "date"):
         table.add_column(heading, justify="right" if heading[0] in "ux" else "left")
     for entry in entries:
         e = entry.evidence
         table.add_row(
-            " ".join(f"{k}={v}" for k, v in entry.problem.items() if v is not False and v not in (-1, "none")),
+            problem_text(entry.problem),
             e.kind,
             f"{e.median_us:.1f}",
             f"{e.baseline_us / e.median_us:.3f}" if e.baseline_us else "-",
@@ -51,6 +51,11 @@ def entries_table(title: str, entries: Sequence[Any]) -> Table:
             e.date,
         )
     return table
+
+
+def problem_text(fields: Mapping[str, Any]) -> str:
+    """A problem's fields, but for the masks and such that it does without."""
+    return " ".join(f"{k}={v}" for k, v in fields.items() if v is not False and v not in (-1, "none"))
 
 
 def digits(x: float) -> str:

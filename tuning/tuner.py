@@ -1,6 +1,13 @@
-"""The search: seeds, then optuna (TPE), then one knob at a time around the best, then a re-measured final.
+"""Tuning one problem: a search's candidates go to a device, within a budget, and a re-ranking of the best decides.
 
-Candidates that `check` refuses, or that the op's model puts far behind the best it knows, never reach the device.
+A device compiles some candidates while it measures others. Every result goes into an optuna study, from which a tuner that was
+killed goes on, and which a fleet shares.
+
+The re-ranking: the finalists, the default, and what the database holds for the problem are measured in turn, in rounds. Which
+of two is faster is judged by the ratio of their times in each round, with a bootstrap over the rounds: A is faster than B by
+more than a margin with confidence p if the median ratio is beyond the margin in a share p of `RESAMPLES` resamplings. What
+nobody is sure of is measured again, up to `RUNS` times. The fastest is stored, unless it is less than `NEAR_TIE` faster, or
+not so with `CONFIDENCE`, than what the database holds: then that stays, and reruns agree.
 """
 
 from __future__ import annotations
@@ -8,14 +15,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import itertools
 import math
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import optuna
 
 from mgpu_ops.core import database
@@ -24,16 +29,18 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
+from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.search import Search, held
 from mgpu_ops.tuning.worker import WorkerError
 
-BATCH = 8  # candidates asked for at a time: they compile side by side
-SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
-FINALISTS = 5
-FINAL_SECONDS = 1.0  # of measuring, shared by the finalists
+FINALISTS = 8
+FINAL_SECONDS = 1.0  # of measuring, a run of the re-ranking
+RUNS = 3  # of the re-ranking, the later ones for those that are not yet told apart
+NEAR_TIE = 0.003  # of the time: less is no difference
+CONFIDENCE = 0.95
+RESAMPLES = 1000
 _RESERVE = 0.1  # of the budget, kept for the final
-_PATIENCE = 32  # times in a row that TPE may name what was seen before or cannot run
-_WALKED = 500_000  # a space of no more configs can be walked from end to end, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +58,9 @@ class Result:
     problem: Any
     trials: tuple[Trial, ...]
     entry: Entry | None
-    ended: str  # "trials", "budget", "exhausted", "interrupted"
+    ended: str  # "trials", "budget", "target", "exhausted", "interrupted", "elsewhere"
     seconds: float
+    confidence: float | None = None  # that no other finalist is faster by more than NEAR_TIE; None: they were not re-ranked
 
     @property
     def failures(self) -> dict[tuple[str, str], int]:
@@ -68,51 +76,55 @@ def tune(
     *,
     trials: int = 32,
     budget: float = math.inf,
+    target: float | None = None,
     seed: int = 0,
+    sampler: str = "tpe",
+    study: optuna.Study | None = None,
+    search: Search | None = None,
+    final: Callable[[], bool] = lambda: True,
     progress: Callable[[Trial], None] = lambda trial: None,
 ) -> Result:
-    """Searches for the fastest Config of `problem` on `device`; stores nothing.
+    """Searches for the fastest Config of `problem` on `device`; stores nothing but the trials, in `study`.
 
     Args:
-      trials: candidates given to the device, failed ones included.
+      trials: candidates given to devices, failed ones and those that `study` holds already included.
       budget: seconds in all, from the call to the entry. The default config is tried whatever it is.
+      target: ends the search once a candidate has this share of the baseline's speed: 0.98 is 2 % slower than XLA, say, 1.1 is
+        10 % faster.
       seed: of the inputs and of the search; with the same seed and times, the same trials.
+      sampler: one of `search.SAMPLERS`.
+      study: keeps the trials; other processes may work on it too. None: one in memory.
+      search: names the candidates; None: one of `sampler`.
+      final: asked once when the search is over; False leaves the re-ranking to another process of a fleet.
       progress: called with each trial as it ends.
 
-    Ctrl-C ends the search and keeps what was measured. Raises ValueError where the kernel cannot run `problem`, and
-    WorkerError where the device fails altogether.
+    Ctrl-C ends the search and keeps what was measured. Raises ValueError where the kernel cannot run `problem`, and where there
+    is a target and no baseline; WorkerError where the device fails altogether.
     """
     start = time.monotonic()
     check_supported(spec, problem, device.gpu)
-    search = _Search(spec, problem, device, seed)
-    done: list[Trial] = []
-    ended = "trials"
+    search = search or Search(spec, problem, device.gpu, trials=trials, seed=seed, sampler=sampler)
+    ledger = Ledger(
+        study or _in_memory(), spec.Config, search.encode, lambda config: spec.check(problem, config, device.gpu) is None
+    )
+    run = _Run(search, ledger, device, progress)
+    entry, confidence = None, None
     try:
         device.open(spec, problem, seed)
-        while len(done) < trials:
-            elapsed = time.monotonic() - start
-            if done and elapsed > budget * (1 - _RESERVE):
-                ended = "budget"
-                break
-            left = budget * (1 - _RESERVE) - elapsed
-            fits = left * len(done) / elapsed if done and elapsed > 0 else BATCH  # at the pace so far
-            batch = search.ask(max(1, int(min(BATCH, trials - len(done), fits))), done, trials)
-            if not batch:
-                ended = "exhausted"
-                break
-            origins = dict(batch)
-            for config, outcome in device.judge(list(origins)):
-                trial = Trial(len(done), origins[config], config, outcome)
-                done.append(trial)
-                search.tell(trial)
-                progress(trial)
-                if time.monotonic() - start > budget * (1 - _RESERVE) and device.kind == "modelled":
-                    break
-        entry = _entry(spec, problem, device, done, seed, final=True)
+        if target is not None and device.baseline is None:
+            raise ValueError(f"target={target:g} is a share of a baseline's speed, and times that are {device.kind} have none")
+        ended = run.search(trials, start + budget * (1 - _RESERVE), target)
+        if final():
+            run.hear()  # what others of the fleet ended last
+            entry, confidence = _entry(spec, problem, device, run.done, seed, until=start + budget)
+        else:
+            ended = "elsewhere"
     except KeyboardInterrupt:
         ended = "interrupted"
-        entry = _entry(spec, problem, device, done, seed, final=False)
-    return Result(problem, tuple(done), entry, ended, time.monotonic() - start)
+        entry, confidence = _entry(spec, problem, device, run.done, seed, until=-math.inf)
+    finally:
+        ledger.close()
+    return Result(problem, tuple(run.done), entry, ended, time.monotonic() - start, confidence)
 
 
 def check_supported(spec: OpSpec, problem: Any, gpu: Gpu) -> None:
@@ -122,174 +134,104 @@ def check_supported(spec: OpSpec, problem: Any, gpu: Gpu) -> None:
         raise ValueError(f"{spec.name} {problem} cannot be tuned: {reason}")
 
 
-class _Search:
-    def __init__(self, spec: OpSpec, problem: Any, device: Device, seed: int):
-        self.spec, self.problem, self.gpu = spec, problem, device.gpu
-        self.space = {k: list(v) for k, v in spec.space(problem, device.gpu).items()}
-        self.random = random.Random(seed)
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
-        self.study = optuna.create_study(sampler=sampler)
-        self.open: dict[Any, optuna.Trial] = {}
-        self.seen: set[Any] = set()
-        self.walked: list[Any] | None = None
-        pool = self._pool(4000)
-        self.limit = SLACK * min((self._cost(c) for c in pool), default=math.inf)
-        self.seeds = self._seeds(pool)
-
-    def ask(self, count: int, done: Sequence[Trial], trials: int) -> list[tuple[Any, str]]:
-        """Up to `count` new legal configs with their origins; fewer or none once the space is exhausted."""
-        batch: list[tuple[Any, str]] = []
-        while self.seeds and len(batch) < count:
-            config, origin = self.seeds.pop(0)
-            if self._new(config, modelled=False):
-                batch.append((config, origin))
-        if batch:
-            return batch
-        if len(done) >= trials // 2:  # TPE first finds the region, then one knob at a time is quicker
-            batch = [(c, "local") for c in self._neighbours(done, count)]
-        misses = 0
-        while len(batch) < count and misses < _PATIENCE:
-            trial = self.study.ask()
-            config = self._config(trial)
-            if self._new(config):
-                self.open[config] = trial
-                batch.append((config, "search"))
-                misses = 0
-            else:
-                self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-                misses += 1
-        rest = (c for c in self._rest() if self._new(c)) if len(batch) < count else ()
-        return batch + [(c, "search") for c in itertools.islice(rest, count - len(batch))]
-
-    def tell(self, trial: Trial) -> None:
-        """Lets optuna learn from a trial, whoever thought of it."""
-        value = trial.outcome.us if trial.outcome.kind == "ok" else None
-        asked = self.open.pop(trial.config, None)
-        if asked is not None:
-            failed = optuna.trial.TrialState.PRUNED  # TPE learns from pruned trials, not from failed ones
-            self.study.tell(asked, value) if value else self.study.tell(asked, state=failed)
-        elif value:
-            self.study.add_trial(
-                optuna.trial.create_trial(
-                    params=self._indices(trial.config),
-                    distributions=self._distributions(),
-                    value=value,
-                )
-            )
-
-    def _new(self, config: Any, modelled: bool = True) -> bool:
-        """Whether a config was not seen before, can run and may be fast; it counts as seen from now on."""
-        if config in self.seen:
-            return False
-        self.seen.add(config)
-        if self.spec.check(self.problem, config, self.gpu) is not None:
-            return False
-        return not modelled or self._cost(config) <= self.limit
-
-    def _cost(self, config: Any) -> float:
-        return self.spec.cost(self.problem, config, self.gpu)
-
-    def _pool(self, draws: int) -> list[Any]:
-        """Random legal configs."""
-        drawn = (self.spec.Config(**{k: self.random.choice(v) for k, v in self.space.items()}) for _ in range(draws))
-        return [c for c in drawn if self.spec.check(self.problem, c, self.gpu) is None]
-
-    def _rest(self) -> Sequence[Any]:
-        """Legal configs in random order: all there are in a space that can be walked, else some."""
-        if math.prod(map(len, self.space.values())) > _WALKED:
-            return self._pool(4000)
-        if self.walked is None:
-            every = (self.spec.Config(**dict(zip(self.space, v))) for v in itertools.product(*self.space.values()))
-            self.walked = [c for c in every if self.spec.check(self.problem, c, self.gpu) is None]
-            self.random.shuffle(self.walked)
-        return self.walked
-
-    def _seeds(self, pool: Sequence[Any]) -> list[tuple[Any, str]]:
-        """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
-        default = [(self.spec.default(self.problem, self.gpu), "default")]
-        near = [(c, "near") for c in _nearest(self.spec, self.problem, self.gpu, 3)]
-        analytic = [(c, "model") for c in self.spec.candidates(self.problem, self.gpu)[:6]]
-        return default + near + analytic + [(c, "model") for c in sorted(pool, key=self._cost)[:2]]
-
-    def _neighbours(self, done: Sequence[Trial], count: int) -> Iterator[Any]:
-        """New configs that differ from one of the best in one field, by one or two steps along its choices."""
-        ok = sorted((t for t in done if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)
-        for best in ok[:3]:
-            moves = [(k, step) for k in self.space for step in (-1, 1, -2, 2)]
-            self.random.shuffle(moves)
-            for field, step in moves:
-                choices = self.space[field]
-                value = getattr(best.config, field)
-                if value not in choices or not 0 <= choices.index(value) + step < len(choices):
-                    continue
-                moved = dataclasses.replace(best.config, **{field: choices[choices.index(value) + step]})
-                if count and self._new(moved):
-                    count -= 1
-                    yield moved
-
-    def _config(self, trial: optuna.Trial) -> Any:
-        chosen = {k: v[trial.suggest_int(k, 0, len(v) - 1)] for k, v in self.space.items()}
-        return self.spec.Config(**chosen)
-
-    def _distributions(self) -> dict[str, Any]:
-        return {k: optuna.distributions.IntDistribution(0, len(v) - 1) for k, v in self.space.items()}
-
-    def _indices(self, config: Any) -> dict[str, int]:
-        """A config as indices into the choices; a value that is none of them stands at its nearest."""
-        indices = {}
-        for field, choices in self.space.items():
-            value = getattr(config, field)
-            if value in choices:
-                indices[field] = choices.index(value)
-            elif isinstance(value, str):
-                indices[field] = 0
-            else:
-                indices[field] = min(range(len(choices)), key=lambda i: abs(choices[i] - value))
-        return indices
+def _in_memory() -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study()
 
 
-def _nearest(spec: OpSpec, problem: Any, gpu: Any, count: int) -> list[Any]:
-    """Configs of the stored entries nearest to a problem, its own first."""
-    found = []
-    for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):
-        for entry in _entries(path, gpu.key, spec.name):
-            try:
-                other = database.to_problem(spec, entry.problem)
-                config = database.to_config(spec, entry.config)
-            except ValueError:
-                continue  # of another version of the kernel
-            distance = spec.distance(other, problem)
-            if distance is not None:
-                found.append((distance, config))
-    found.sort(key=lambda pair: pair[0])
-    return list(dict.fromkeys(config for _, config in found))[:count]
+class _Run:
+    """Candidates on their way from a search to a device and back."""
+
+    def __init__(self, search: Search, ledger: Ledger, device: Device, progress: Callable[[Trial], None]):
+        self._search, self._ledger, self._device, self._progress = search, ledger, device, progress
+        self._flying = 0
+        self.done: list[Trial] = []
+
+    def search(self, trials: int, until: float, target: float | None) -> str:
+        """Until one of them is reached or the space exhausted; why it ended. What is under way is waited for."""
+        began = time.monotonic()
+        self.hear()
+        heard = len(self.done)
+        ended: str | None = None
+        while True:
+            while ended is None and self._flying < self._device.slots:
+                ended = self._reached(target)
+                if ended is None and not self._in_time(began, len(self.done) - heard, until):
+                    if self._flying:
+                        break  # when those are done, the pace is known better
+                    ended = "budget"
+                ended = ended or self._submit(trials)
+            if not self._flying:
+                return ended or "exhausted"
+            config, outcome = self._device.next()
+            self._flying -= 1
+            self._ledger.record(config, outcome)
+            self.hear()
+            if ended == "exhausted":
+                ended = None
+
+    def hear(self) -> None:
+        """What was measured since the last time, here or elsewhere."""
+        for found in self._ledger.news():
+            trial = Trial(len(self.done), found.origin, found.config, found.outcome)
+            self.done.append(trial)
+            self._search.tell(found.config, found.outcome)
+            self._progress(trial)
+
+    def _submit(self, trials: int) -> str | None:
+        """Gives the device a candidate; why there is none to give."""
+        asked = self._ledger.adopt()
+        while asked is None:
+            if self._ledger.count() >= trials:
+                return "trials"
+            asked = self._search.ask()
+            if asked is None:
+                return "exhausted"
+            if not self._ledger.claim(*asked):
+                self._search.drop(asked[0])
+                asked = None
+        self._device.submit(asked[0])
+        self._flying += 1
+        return None
+
+    def _in_time(self, began: float, measured: int, until: float) -> bool:
+        """Whether one more candidate, after those under way, would be done in time at the pace so far."""
+        now = time.monotonic()
+        if not measured:
+            return (now < until or not self.done) if self._flying else not self.done or now < until
+        return now + (self._flying + 1) * (now - began) / measured <= until
+
+    def _reached(self, target: float | None) -> str | None:
+        for trial in self.done if target is not None else ():
+            o = trial.outcome
+            if o.kind == "ok" and o.us and o.baseline_us and o.baseline_us / o.us >= (target or 0.0):
+                return "target"
+        return None
 
 
-def _entries(path: Path, gpu_key: str, op: str) -> Sequence[Entry]:
-    try:
-        return database.read(path, gpu_key=gpu_key, op=op).entries if path.exists() else ()
-    except database.DatabaseError:
-        return ()  # a broken file gives no seeds; `resolve` warns of it
+# --- the final
 
 
-def _entry(spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], seed: int, *, final: bool) -> Entry | None:
-    """The entry of the fastest candidate: re-measured beside the next best, the default and the baseline if `final`."""
+def _entry(
+    spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], seed: int, *, until: float
+) -> tuple[Entry | None, float | None]:
+    """The entry of the fastest candidate, re-ranked until `until`, and how sure that is."""
     ok = sorted((t for t in done if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)
     if not ok:
-        return None
-    default = spec.default(problem, device.gpu)
+        return None, None
+    default, holder = spec.default(problem, device.gpu), held(spec, problem, device.gpu, device.kind)
     working = {t.config: t for t in ok}
     baseline_us = ok[0].outcome.baseline_us
-    once = Final({c: [t.outcome.us or 0.0] for c, t in working.items()}, [baseline_us] if baseline_us else [])
-    measured = once
-    if final:
-        finalists = [t.config for t in ok[:FINALISTS]]
-        if default in working and default not in finalists:
-            finalists.append(default)
-        measured = _finals(device, finalists) or once
+    measured = Final({c: [t.outcome.us or 0.0] for c, t in working.items()}, [baseline_us] if baseline_us else [])
+    best, confidence = ok[0].config, None
+    if time.monotonic() < until:
+        finalists = list(dict.fromkeys([t.config for t in ok[:FINALISTS]] + [c for c in (default, holder) if c in working]))
+        ranked = _rerank(device, finalists, {default, holder}, until, seed)
+        if ranked is not None:
+            measured = ranked
+            best = winner(measured.samples, holder, seed)
+            confidence = sureness(measured.samples, best, seed)
     samples, baseline = measured.samples, measured.baseline
-    best = min(samples, key=lambda c: measure.median_us(samples[c]))
     evidence = Evidence(
         kind=device.kind,  # type: ignore[arg-type]
         gpu=device.gpu.name,
@@ -308,15 +250,74 @@ def _entry(spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], se
         seed=seed,
         date=datetime.date.today().isoformat(),
     )
-    return database.to_entry(problem, best, evidence)
+    return database.to_entry(problem, best, evidence), confidence
 
 
-def _finals(device: Device, configs: Sequence[Any]) -> Final | None:
-    """None where they could not be measured again: the trials' own times then decide."""
-    try:
-        return device.finals(configs, FINAL_SECONDS)
-    except WorkerError:
-        return None
+def _rerank(device: Device, finalists: Sequence[Any], kept: set[Any], until: float, seed: int) -> Final | None:
+    """Samples of the finalists in common rounds; those that lag for sure have those of the first runs only, unless `kept`.
+
+    None where they could not be measured again: the trials' own times then decide.
+    """
+    samples: dict[Any, list[float]] = {}
+    baseline: list[float] = []
+    contenders = list(finalists)
+    for run in range(RUNS if device.kind != "modelled" else 1):
+        if run and time.monotonic() + FINAL_SECONDS > until:
+            break
+        try:
+            found = device.finals(contenders, FINAL_SECONDS)
+        except WorkerError:
+            break
+        if not run:
+            samples = {config: [] for config in found.samples}
+        for config in contenders:
+            if config in found.samples and config in samples:
+                samples[config] += found.samples[config]
+            else:
+                samples.pop(config, None)  # it failed when it ran again
+        baseline += found.baseline
+        longest = max(map(len, samples.values()), default=0)
+        alive = {c: s for c, s in samples.items() if len(s) == longest}
+        if len(alive) < 2:
+            break
+        leader = min(alive, key=lambda c: measure.median_us(alive[c]))
+        open_ = [c for c in alive if c != leader and confidence_faster(alive[leader], alive[c], 0.0, seed) < CONFIDENCE]
+        if not open_:
+            break
+        contenders = [c for c in alive if c == leader or c in open_ or c in kept]
+    return Final(samples, baseline) if samples else None
+
+
+def winner(samples: Mapping[Any, Sequence[float]], holder: Any, seed: int) -> Any:
+    """The config of the smallest median of those with all rounds; the holder's, unless that is faster for sure."""
+    longest = max(map(len, samples.values()))
+    best = min((c for c in samples if len(samples[c]) == longest), key=lambda c: measure.median_us(samples[c]))
+    if holder in samples and confidence_faster(samples[best], samples[holder], NEAR_TIE, seed) < CONFIDENCE:
+        return holder
+    return best
+
+
+def confidence_faster(a: Sequence[float], b: Sequence[float], margin: float, seed: int) -> float:
+    """How sure it is that `a` takes less time than `b` by more than `margin`, from samples of common rounds."""
+    rounds = min(len(a), len(b))
+    ratios = np.asarray(b[:rounds]) / np.asarray(a[:rounds])
+    return float(np.mean(np.median(ratios[_resampled(rounds, seed)], axis=1) > 1 + margin))
+
+
+def sureness(samples: Mapping[Any, Sequence[float]], best: Any, seed: int) -> float:
+    """How sure it is that no other is faster than `best` by more than `NEAR_TIE`."""
+    ours = np.asarray(samples[best])
+    beaten = np.zeros(RESAMPLES, bool)
+    for config, theirs in samples.items():
+        rounds = min(len(theirs), len(ours))
+        ratios = ours[:rounds] / np.asarray(theirs[:rounds])
+        if config != best:
+            beaten |= np.median(ratios[_resampled(rounds, seed)], axis=1) > 1 + NEAR_TIE
+    return float(1 - np.mean(beaten))
+
+
+def _resampled(rounds: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(rounds, size=(RESAMPLES, rounds))
 
 
 def _round(us: float) -> float:

@@ -1,38 +1,59 @@
 """The process that runs candidates on the GPU. What a bad kernel breaks, it breaks here.
 
-It answers messages over a pipe: ("open", op, problem, seed), ("judge", configs) with one Outcome each, in order,
-("finals", configs, seconds).
+It answers messages over a pipe: ("open", op, problem, seed, baseline_us), ("judge", config, executable),
+("finals", [(config, executable)], seconds). Before an answer may come a `Note` of what the tuner should say.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import os
-import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import Baseline, OpSpec
+from mgpu_ops.tuning.child import first_line, settle
 from mgpu_ops.tuning.outcome import Final, Outcome
+
+_RETAKES = 3  # of samples, while the clock is not what it was
+_PAUSE = 0.3  # seconds between two of them
 
 
 class WorkerError(RuntimeError):
     """The worker process cannot do its work at all; the message says why."""
 
 
+class Lost(WorkerError):
+    """No worker starts any more: the GPU is gone, or no longer to be had."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ready:
     gpu: Gpu
     versions: dict[str, str | None]
+    topology: bytes | None = None  # this very GPU, for those that compile for it
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
     baseline: str  # the name of what is timed beside candidates
+    baseline_us: float = 0.0  # its time
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    outcome: Outcome
+    leaving: bool = False  # the process is not fit for another candidate, and ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,34 +66,39 @@ def baseline_of(spec: OpSpec, problem: Any) -> Baseline:
     return (spec.baseline and spec.baseline(problem)) or Baseline("xla", spec.reference)
 
 
-def first_line(error: BaseException) -> str:
-    """An exception on one line of at most 200 characters."""
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"[:200]
+def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] | None = None) -> None:
+    """Answers messages until the pipe closes, or until a candidate has spoilt the process.
 
-
-def serve(pipe: Any) -> None:
-    """Answers messages until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    `visible`: the GPU, as CUDA_VISIBLE_DEVICES names it; None: the first. `specs` finds an op by its name,
+    `mgpu_ops.spec_of` by default.
+    """
+    settle()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if visible is not None:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     try:
         pipe.send(_ready())
     except Exception as e:
         pipe.send(Failed(first_line(e)))
         return
-    session = None
-    while True:
+    import mgpu_ops
+
+    session: _Session | None = None
+    while session is None or not session.spoilt:
         try:
             message, *arguments = pipe.recv()
         except EOFError:
             return
         try:
             if message == "open":
-                session = _Session(*arguments)
-                pipe.send(Opened(session.baseline))
+                session = None  # its arrays make room
+                op, problem, seed, baseline_us = arguments
+                say = lambda text: pipe.send(Note(text))  # noqa: E731
+                session = _Session((specs or mgpu_ops.spec_of)(op), problem, seed, baseline_us, say)
+                pipe.send(Opened(session.baseline, session.clock.first))
             elif message == "judge":
-                for outcome in session.judge(*arguments):  # type: ignore[union-attr]
-                    pipe.send(outcome)
+                outcome = session.judge(*arguments)  # type: ignore[union-attr]
+                pipe.send(Judged(outcome, session.spoilt))  # type: ignore[union-attr]
             elif message == "finals":
                 pipe.send(session.finals(*arguments))  # type: ignore[union-attr]
         except Exception as e:
@@ -83,7 +109,7 @@ def _ready() -> Ready:
     import jax
     import jaxlib
 
-    from mgpu_ops.core import gpu
+    from mgpu_ops.core import aot, gpu
 
     device = jax.devices()[0]
     found = gpu.from_device(device)
@@ -95,7 +121,10 @@ def _ready() -> Ready:
         "jaxlib": jaxlib.__version__,
         "cuda": _cuda_version(device),
     }
-    return Ready(found, versions)
+    topology = None
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a plugin that cannot describe a device
+        topology = aot.attached()
+    return Ready(found, versions, topology)
 
 
 def _cuda_version(device: Any) -> str | None:
@@ -108,16 +137,16 @@ class _Session:
     """One problem: its inputs, the reference's result, and the baseline to time beside candidates.
 
     The reference runs once, for its result; it may be far slower than any candidate. It replaces a baseline that cannot run.
+    `baseline_us` is the baseline's time in the worker that this one replaces.
     """
 
-    def __init__(self, op: str, problem: dict[str, Any], seed: int):
+    def __init__(self, spec: OpSpec, problem: Any, seed: int, baseline_us: float | None, say: Callable[[str], None]):
         import jax
 
-        import mgpu_ops
         from mgpu_ops.core import gpu
+        from mgpu_ops.tuning import measure
 
-        self.spec = mgpu_ops.spec_of(op)
-        self.problem = self.spec.Problem(**problem)
+        self.spec, self.problem, self.say = spec, problem, say
         device = gpu.from_device(jax.devices()[0])
         assert device is not None
         self.gpu = device
@@ -130,7 +159,12 @@ class _Session:
         if baseline.run is not self.spec.reference:
             with contextlib.suppress(Exception):  # whatever a library makes of a problem that it does not take
                 self.baseline, self.baseline_call = baseline.name, self._call_of(baseline)
-        self.compiled: dict[Any, Any] = {}
+        self.calls: dict[Any, Callable[..., Any]] = {}
+        self.loads = 2  # how often loading what another process compiled may fail before this one gives it up
+        self.spoilt = False
+        self.intact = measure.fingerprint((self.arrays, self.expected))
+        now = measure.median_us(self._times([], rounds=9)[0])
+        self.clock = measure.Clock(baseline_us or now, now)
 
     def _ahead(self, function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
         import jax
@@ -147,52 +181,148 @@ class _Session:
         jax.block_until_ready(call())
         return call
 
-    def judge(self, configs: list[Any]) -> Any:
-        """One Outcome a config, in order.
+    def judge(self, config: Any, executable: Executable) -> Outcome:
+        """Whether a candidate is right and how long it takes. `spoilt` where it has broken more than itself."""
+        try:
+            self._load(config, executable)
+        except Exception as e:
+            return Outcome("compile", detail=first_line(e))
+        try:
+            outcome = self._right(config, self._timed)
+            return self._untouched() or outcome
+        except Exception as e:
+            self.spoilt = not self._works()
+            return Outcome("memory" if "RESOURCE_EXHAUSTED" in str(e) else "crash", detail=first_line(e))
 
-        All compile first, side by side in threads, and only then is anything timed: XLA runs kernels of its own while it
-        compiles, which would disturb the times and be counted with them.
-        """
-        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            jobs = [pool.submit(self._compile, config) for config in configs]
-        for config, job in zip(configs, jobs, strict=True):
-            try:
-                self.compiled[config] = job.result()
-            except Exception as e:
-                yield Outcome("compile", detail=first_line(e))
-                continue
-            try:
-                yield self._measure(config)
-            except Exception as e:
-                yield Outcome("crash", detail=first_line(e))
-
-    def _compile(self, config: Any) -> Any:
-        return self._ahead(lambda problem, *arrays: self.spec.run(problem, config, self.gpu, *arrays))
-
-    def _measure(self, config: Any) -> Outcome:
+    def finals(self, candidates: Sequence[tuple[Any, Executable]], seconds: float) -> Final:
+        """Samples of the candidates that are right, once more, in turn with the baseline's."""
         from mgpu_ops.tuning import measure
 
-        error = measure.error(self.compiled[config](*self.arrays), self.expected)
-        limit = self.spec.tolerance(self.problem)
-        if not error <= limit:
-            return Outcome("wrong", error=error, detail=f"error {error:.3g} exceeds {limit:.3g}")
-        ours, theirs = self._times([config], rounds=3)
-        rounds = measure.rounds_for(0.05, measure.median_us(ours), low=5, high=15)
-        ours, theirs = self._times([config], rounds)
-        return Outcome("ok", measure.median_us(ours), measure.median_us(theirs), error)
-
-    def finals(self, configs: list[Any], seconds: float) -> Final:
-        from mgpu_ops.tuning import measure
-
-        for config in configs:
-            self.compiled.setdefault(config, None)
-            self.compiled[config] = self.compiled[config] or self._compile(config)
+        for config, executable in candidates:
+            self._load(config, executable)
+        right = {config: self._right(config) for config, _ in candidates}
+        for config, outcome in right.items():
+            if outcome.kind != "ok":
+                self.say(f"a finalist is out: {config}: {outcome.detail}")
+        configs = [config for config, outcome in right.items() if outcome.kind == "ok"]
         once = sum(min(samples) for samples in self._times(configs, rounds=3))
         *ours, theirs = self._times(configs, measure.rounds_for(seconds, once, low=11, high=101))
+        if spoilt := self._untouched():
+            raise RuntimeError(spoilt.detail)
         return Final(dict(zip(configs, ours, strict=True)), theirs)
 
-    def _times(self, configs: list[Any], rounds: int) -> list[list[float]]:
+    def _load(self, config: Any, executable: Executable) -> None:
+        """Loads what was compiled elsewhere; on a machine that refuses to, compiles here, and says so.
+
+        The first may be refused for want of Mosaic's run-time library, which a process opens when it compiles a kernel itself.
+        """
+        from mgpu_ops.core import aot
+
+        if config in self.calls:
+            return
+        refused = ""
+        if self.loads:
+            try:
+                self.calls[config] = aot.load(executable)
+                return
+            except Exception as e:
+                refused = first_line(e)
+        self.calls[config] = self._compile(config)
+        if refused:
+            self.loads -= 1
+        if refused and not self.loads:
+            self.say(f"candidates compile a second time, beside the measurements: what was compiled is not loaded ({refused})")
+
+    def _compile(self, config: Any) -> Callable[..., Any]:
+        import jax
+
+        call = jax.jit(lambda *arrays: self.spec.run(self.problem, config, self.gpu, *arrays))
+        return call.lower(*self.arrays).compile(compiler_options={"xla_gpu_autotune_level": "0"})
+
+    def _right(self, config: Any, time: Callable[[Any], Outcome] | None = None) -> Outcome:
+        """Whether two runs on the same inputs, and one after `time` has run it many times, give the right result."""
+        once = self.calls[config](*self.arrays)
+        outcome = self._compared(once, once)
+        if outcome.kind == "ok":
+            outcome = self._compared(once, self.calls[config](*self.arrays))
+        if outcome.kind == "ok" and time is not None:
+            timed = time(config)
+            outcome = self._compared(once, self.calls[config](*self.arrays))
+            if outcome.kind == "ok":
+                return dataclasses.replace(timed, error=outcome.error)
+        return outcome
+
+    def _compared(self, once: Any, again: Any) -> Outcome:
+        """Whether a result is the reference's, within tolerance, and bit for bit what it was once.
+
+        The bits may differ where the problem says `deterministic=False`.
+        """
         from mgpu_ops.tuning import measure
 
-        calls = [functools.partial(self.compiled[config], *self.arrays) for config in configs]
+        error, limit = measure.error(again, self.expected), self.spec.tolerance(self.problem)
+        if not error <= limit:
+            return Outcome("wrong", error=error, detail=f"error {error:.3g} exceeds {limit:.3g}")
+        if getattr(self.problem, "deterministic", True) and not measure.same(once, again):
+            return Outcome("wrong", error=error, detail="two runs on the same inputs differ")
+        return Outcome("ok", error=error)
+
+    def _timed(self, config: Any) -> Outcome:
+        from mgpu_ops.tuning import measure
+
+        ours, _ = self._times([config], rounds=3)
+        rounds = measure.rounds_for(0.05, measure.median_us(ours), low=5, high=15)
+        ours, theirs = self._steady(config, rounds)
+        scale = self.clock.scale
+        return Outcome(
+            "ok",
+            us=measure.median_us(ours) * scale,
+            baseline_us=measure.median_us(theirs) * scale,
+            samples=tuple(us * scale for us in ours),
+            detail="" if scale == 1.0 else f"times scaled by {scale:.3f}: the GPU's clock has drifted",
+        )
+
+    def _steady(self, config: Any, rounds: int) -> list[list[float]]:
+        """Samples of a candidate and the baseline, taken again while the baseline is not as fast as it was.
+
+        Where it stays so, that is the GPU's speed from now on, and times are scaled to what they were.
+        """
+        from mgpu_ops.tuning import measure
+
+        ours, theirs = self._times([config], rounds)
+        for _ in range(_RETAKES):
+            if self.clock.holds(measure.median_us(theirs)):
+                return [ours, theirs]
+            time.sleep(_PAUSE)
+            ours, theirs = self._times([config], rounds)
+        if self.clock.holds(measure.median_us(theirs)):
+            return [ours, theirs]
+        self.clock.now = measure.median_us(theirs)
+        self.say(
+            f"the GPU's clock has drifted: {self.baseline} took {self.clock.first:.1f} us and takes {self.clock.now:.1f} us;"
+            " samples were taken again, and from here on times are scaled to the first"
+        )
+        return [ours, theirs]
+
+    def _times(self, configs: Sequence[Any], rounds: int) -> list[list[float]]:
+        from mgpu_ops.tuning import measure
+
+        calls = [functools.partial(self.calls[config], *self.arrays) for config in configs]
         return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds)
+
+    def _untouched(self) -> Outcome | None:
+        """What becomes of a candidate that has written to arrays that are not its own: nothing here can be trusted then."""
+        from mgpu_ops.tuning import measure
+
+        if measure.fingerprint((self.arrays, self.expected)) == self.intact:
+            return None
+        self.spoilt = True
+        return Outcome("wrong", detail="it writes outside its result: inputs have changed")
+
+    def _works(self) -> bool:
+        """Whether the GPU still answers this process: an illegal address makes every later call fail."""
+        import jax
+
+        with contextlib.suppress(Exception):
+            jax.block_until_ready(self.baseline_call())
+            return True
+        return False

@@ -9,6 +9,7 @@ from typing import Any
 from mgpu_ops.core import smem
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, supports_dtypes
+from mgpu_ops.models import MODELS
 
 # --- What is computed -------------------------------------------------------------------------------
 
@@ -97,9 +98,14 @@ def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | Non
     return Problem(batch, tokens, tokens, heads, kv_heads or heads, head_dim, **mask)
 
 
+def _of(model: str, batch: int, tokens: int, **mask: Any) -> Problem:
+    heads = MODELS[model].attention["attention"]
+    return _mha(heads.head_dim, batch, tokens, heads.q_heads, heads.kv_heads, causal=True, **mask)
+
+
 SHAPES: dict[str, Problem] = {
     "bert-large-512": _mha(64, 32, 512, 16),
-    "gpt2-1024-causal": _mha(64, 16, 1024, 12, causal=True),
+    "gpt2-1024-causal": _of("gpt2", 16, 1024),
     "whisper-cross-448x1500": Problem(16, 448, 1500, 20, 20, 64),
     "mha64-4096": _mha(64, 4, 4096, 32),
     "mha64-4096-causal": _mha(64, 4, 4096, 32, causal=True),
@@ -108,16 +114,16 @@ SHAPES: dict[str, Problem] = {
     "mha128-4096-causal": _mha(128, 4, 4096, 16, causal=True),
     "mha128-16384": _mha(128, 1, 16384, 16),
     "mha128-16384-causal": _mha(128, 1, 16384, 16, causal=True),
-    "llama3-8b-512-causal": _mha(128, 16, 512, 32, 8, causal=True),
-    "llama3-8b-2048-causal": _mha(128, 4, 2048, 32, 8, causal=True),
-    "llama3-8b-8192-causal": _mha(128, 1, 8192, 32, 8, causal=True),
-    "llama3-8b-32768-causal": _mha(128, 1, 32768, 32, 8, causal=True),
-    "llama3-70b-8192-causal": _mha(128, 1, 8192, 64, 8, causal=True),
-    "mistral-7b-16384-window": _mha(128, 1, 16384, 32, 8, causal=True, window_left=4095),
+    "llama3-8b-512-causal": _of("llama3-8b", 16, 512),
+    "llama3-8b-2048-causal": _of("llama3-8b", 4, 2048),
+    "llama3-8b-8192-causal": _of("llama3-8b", 1, 8192),
+    "llama3-8b-32768-causal": _of("llama3-8b", 1, 32768),
+    "llama3-70b-8192-causal": _of("llama3-70b", 1, 8192),
+    "mistral-7b-16384-window": _of("mistral-7b", 1, 16384, window_left=4095),
     "mha256-4096": _mha(256, 4, 4096, 8),
     "mha256-4096-causal": _mha(256, 4, 4096, 8, causal=True),
-    "gemma2-9b-8192-causal": _mha(256, 1, 8192, 16, 8, causal=True),
-    "gemma2-9b-8192-window": _mha(256, 1, 8192, 16, 8, causal=True, window_left=4095),
+    "gemma2-9b-8192-causal": _of("gemma2-9b", 1, 8192),
+    "gemma2-9b-8192-window": _of("gemma2-9b", 1, 8192, window_left=4095),
 }
 SUITES: dict[str, Sequence[str]] = {
     "llm": list(SHAPES),

@@ -147,9 +147,8 @@ def test_distance_is_zero_to_itself_and_the_same_both_ways(spec):
                 assert there > 0 or x == y
 
 
-# Gradients and rows of attention that see unequal numbers of keys: large entries, as rounded as they are large, beside an rms
-# of mostly small ones.
-LARGEST_TOLERANCE = {"flash_attention": 0.15, "flash_attention_backward": 0.45}
+# Attention rounds its weights too, and its gradients are differences of rounded terms.
+LARGEST_TOLERANCE = {"flash_attention": 0.03, "flash_attention_backward": 0.15}
 
 
 @every_spec

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ RUN = ("run", "matmul", *SIDES, "--gpu", "h200", "--trials", TRIALS)
 GROUPED = ("run", "grouped_matmul", *SIDES, "--groups", 8, "--gpu", "h200", "--trials", TRIALS)
 HEADS = ("--batch", 2, "--q-tokens", 512, "--kv-tokens", 512, "--q-heads", 8, "--kv-heads", 2, "--head-dim", 64)
 ATTENTION = ("flash_attention", "flash_attention_backward")
-COMMANDS = ("run", "show", "which", "validate", "bench", "demo")
+COMMANDS = tuple(cli.COMMANDS)
 Command = Callable[..., Any]
 
 
@@ -66,29 +68,105 @@ def holds(text: str, config: dict[str, Any]) -> bool:
 def test_every_command_has_a_help_with_examples(command: str, mgpu_tune: Command) -> None:
     done = mgpu_tune(command, "--help")
     assert (done.code, done.err) == (0, "")
-    assert f"examples:\n  mgpu-tune {command}" in done.out
+    assert "examples:\n  " in done.out
+    assert f"\n  mgpu-tune {command}" in done.out
+    assert "--json" in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_described_alike_in_its_own_help_and_in_the_list(command: str, mgpu_tune: Command) -> None:
+    what = cli.COMMANDS[command]
+    described = " ".join(mgpu_tune(command, "--help").out.split())
+    assert f"{what[0].upper()}{what[1:]}." in described
+    assert what in " ".join(mgpu_tune("--help").out.split())
 
 
 def test_the_help_lists_the_commands_and_the_exit_codes(mgpu_tune: Command) -> None:
     done = mgpu_tune("--help")
     assert done.code == 0
-    assert all(f"\n    {command} " in done.out for command in COMMANDS)
+    assert all(re.search(rf"\n    {command}\s", done.out) for command in COMMANDS)
     assert "130 Ctrl-C" in done.out
 
 
-def test_help_loads_none_of_the_tuners_libraries() -> None:
+def test_help_answers_at_once() -> None:
+    """Without JAX and the tuner's libraries: in half a second of work, whatever else the machine does."""
     code = (
-        "import sys\n"
-        "from mgpu_ops.tuning import cli, commands\n"
+        "import resource, sys\n"
+        "sys.argv = ['/some/where/mgpu-tune', '--help']\n"
+        "from mgpu_ops.tuning import cli\n"
         "try:\n"
-        "    cli.main(['--help'])\n"
+        "    cli.main()\n"
         "except SystemExit as e:\n"
         "    assert not e.code\n"
-        "found = {'optuna', 'matplotlib', 'pandas', 'rich'} & sys.modules.keys()\n"
+        "found = {'jax', 'numpy', 'optuna', 'matplotlib', 'pandas', 'rich'} & sys.modules.keys()\n"
         "assert not found, found\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "assert used.ru_utime + used.ru_stime < 0.5, used\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("argv", [["prog"], ["mgpu-tune", "show"], ["other", "--help"], []])
+def test_every_other_program_that_imports_mgpu_ops_has_all_of_it(argv: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = {argv}; import mgpu_ops; mgpu_ops.matmul; assert set(mgpu_ops.__all__) <= set(dir(mgpu_ops))"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+
+# --- for machines: --json
+
+
+JSON: dict[str, tuple[tuple[Any, ...], str]] = {  # words -> what the document has
+    "run": ((*RUN, "--json"), "problems"),
+    "show": (("show", "matmul", "--gpu", "h200", "--json"), "files"),
+    "which": (("which", "matmul", *SIDES, "--gpu", "h200", "--json"), "config"),
+    "which through XLA": (("which", "matmul", "--m", 8, "--n", 8, "--k", 100, "--gpu", "h200", "--json"), "reason"),
+    "validate": (("validate", "--json"), "files"),
+    "merge": (("merge", database.shipped_path("h200", "matmul"), "--into", "new.json", "--json"), "conflicts"),
+    "diff": (("diff", *[database.shipped_path("h200", "matmul")] * 2, "--json"), "differences"),
+    "export": (("export", "matmul", "--gpu", "h200", "--output", "out", "--json"), "files"),
+    "retune": (("retune", "matmul", "--stale", "--gpu", "h20", "--json"), "tuned"),
+    "report": (("report", "matmul", "--gpu", "h200", "--no-pictures", "--output", "r.html", "--json"), "file"),
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_is_one_line_on_stdout_and_the_rest_goes_to_stderr(
+    name: str, tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words, key = JSON[name]
+    done = mgpu_tune(*words)
+    assert done.code == 0, done.err
+    assert done.out.count("\n") == 1
+    assert key in json.loads(done.out)
+    assert done.err
+
+
+def test_json_of_a_run_tells_every_trial_and_the_stored_entry(mgpu_tune: Command) -> None:
+    (told,) = json.loads(mgpu_tune(*RUN, "--json").out)["problems"]
+    assert (told["op"], told["gpu"], told["kind"], told["database"]) == ("matmul", "h200", "modelled", str(user_file()))
+    assert len(told["trials"]) == TRIALS
+    assert told["entry"]["config"] == only_entry().config
+    times = [trial["us"] for trial in told["trials"] if trial["kind"] == "ok"]
+    assert told["entry"]["evidence"]["median_us"] == pytest.approx(min(times), abs=1e-3)
+
+
+def test_json_of_validate_has_the_faults_and_the_exit_code_stays(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = store(tmp_path / "bad.json", tile_m=100)
+    done = mgpu_tune("validate", path, "--json")
+    assert done.code == 1
+    (file,) = json.loads(done.out)["files"]
+    assert file["path"] == str(path)
+    assert "must be a multiple of 64" in file["faults"][0]
+
+
+def test_a_wrong_request_prints_no_json(mgpu_tune: Command) -> None:
+    done = mgpu_tune("which", "matmul", *SIDES, "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "no NVIDIA GPU here" in done.err
 
 
 # --- what was asked wrongly: exit code 2, and the rule
@@ -99,7 +177,7 @@ def test_help_loads_none_of_the_tuners_libraries() -> None:
     [
         ((), "the following arguments are required: COMMAND"),
         (("tune",), "invalid choice: 'tune'"),
-        (("run",), "the following arguments are required: op"),
+        (("run",), "name an op (matmul, "),
         (("run", "softmax", *SIDES, "--gpu", "h200"), "op 'softmax' is not one of matmul"),
         (("run", "matmul", *SIDES, "--gpu", "v100"), "gpu='v100' is not a GPU in the table: name one of h100-sxm"),
         (("run", "matmul", *SIDES), "no Hopper GPU here to measure on: name the GPU to model with --gpu (h100-sxm"),
@@ -352,15 +430,14 @@ def test_where_no_candidate_works_nothing_is_stored_and_the_exit_code_is_1(
 
 def judge_by(monkeypatch: pytest.MonkeyPatch, judgement: Callable[[int, Outcome], Outcome]) -> None:
     """Replaces the outcomes of the modelled device by a function of their number, from 0, and the true one."""
-    judge = device.Modelled.judge
-    numbers: list[int] = []
+    following = device.Modelled.next
+    numbers = itertools.count()
 
-    def judged(self: Any, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
-        for config, outcome in judge(self, configs):
-            numbers.append(len(numbers))
-            yield config, judgement(numbers[-1], outcome)
+    def judged(self: Any) -> tuple[Any, Outcome]:
+        config, outcome = following(self)
+        return config, judgement(next(numbers), outcome)
 
-    monkeypatch.setattr(device.Modelled, "judge", judged)
+    monkeypatch.setattr(device.Modelled, "next", judged)
 
 
 def interrupt(number: int, at: int, outcome: Outcome) -> Outcome:
@@ -386,7 +463,7 @@ def test_ctrl_c_in_a_suite_ends_the_suite(mgpu_tune: Command, monkeypatch: pytes
     judge_by(monkeypatch, lambda number, outcome: interrupt(number, 3, outcome))
     done = mgpu_tune("run", "matmul", "--suite", "square", "--trials", 2, "--gpu", "h200")
     assert done.code == 130
-    assert [e.problem["m"] for e in database.read(user_file()).entries] == [2048, 4096]
+    assert [e.problem["m"] for e in database.read(user_file()).entries] == [8192, 16384]  # most time first
 
 
 def test_ctrl_c_before_the_first_result_stores_nothing(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,6 +696,18 @@ def test_bench_tells_the_best_peer_and_what_part_of_dense_is_reached(
     assert "WRONG" not in done.out
     assert benched[0]["against"] == ["dense", "jax-pallas", "tokamax"]
     assert (benched[0]["peer_seconds"], list(benched[0]["earlier"])) == (5.0, [])
+
+
+def test_json_of_bench_has_the_rows_the_summary_and_the_files(
+    benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
+) -> None:
+    words = ("bench", "grouped_matmul", "--shape", "mixtral-8x7b-down-128-random", "--output", tmp_path)
+    done = mgpu_tune(*words, "--json")
+    document = json.loads(done.out)
+    assert (done.code, document["faults"]) == (0, [])
+    assert [row["impl"] for row in document["rows"]] == ["mgpu_ops", "jax-pallas", "tokamax", "dense"]
+    assert "best peer" in [line["peer"] for line in document["summary"]]
+    assert all(Path(path).exists() for path in document["files"])
 
 
 def test_bench_of_attention_compares_with_cudnn_unless_told_and_runs_ours_where_it_is_told(

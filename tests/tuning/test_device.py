@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import logging
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +19,10 @@ import pytest
 
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import aot
+from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import find
-from mgpu_ops.tuning import worker
+from mgpu_ops.tuning import neighbours, worker
+from mgpu_ops.tuning.compiling import Task
 from mgpu_ops.tuning.device import Measured, Modelled
 from mgpu_ops.tuning.outcome import Final, Outcome
 from tests.tuning import serving
@@ -27,21 +32,51 @@ MATMUL = spec_of("matmul")
 PROBLEM = MatmulProblem(512, 512, 512)
 OK = Outcome("ok", 10.0, 12.0, 0.001)
 WRONG = Outcome("wrong", error=0.5, detail="error 0.5 exceeds 0.008")
-SPILLS = Outcome("compile", detail="XlaRuntimeError: too many registers")
+POISON = Outcome("crash", detail="XlaRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS")
 FINAL = Final({"ok": [1.0, 2.0]}, [3.0, 4.0])
 ANSWERS = {
     name: pickle.dumps(answer)
     for name, answer in {
-        "ready": worker.Ready(GPU, {"driver": "1.2", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}),
-        "opened": worker.Opened("cudnn"),
+        "ready": worker.Ready(GPU, {"driver": "1.2", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}, b"topology"),
+        "opened": worker.Opened("cudnn", 20.0),
         "failed": worker.Failed("ValueError: no such thing"),
-        "ok": OK,
-        "wrong": WRONG,
-        "compile": SPILLS,
+        "ok": worker.Judged(OK),
+        "wrong": worker.Judged(WRONG),
+        "poison": worker.Judged(POISON, leaving=True),
+        "note": worker.Note("the clock has drifted"),
         "final": FINAL,
     }.items()
 }
 Start = Callable[..., Measured]
+
+
+class Compiler:
+    """In place of a pool: "spills" and "compile" fail, "late" takes until it is let go; the rest compiles at once."""
+
+    processes = 2
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.late: concurrent.futures.Future[Executable | Outcome] = concurrent.futures.Future()
+        self.closed = False
+
+    def submit(self, task: Task) -> concurrent.futures.Future[Executable | Outcome]:
+        self.tasks.append(task)
+        if task.config == "late":
+            return self.late
+        future: concurrent.futures.Future[Executable | Outcome] = concurrent.futures.Future()
+        if task.config == "compile":
+            future.set_result(Outcome("compile", detail="ptxas fatal"))
+        else:
+            future.set_result(executable(spills=48 * (task.config in ("spills", MATMUL.default(PROBLEM, GPU)))))
+        return future
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def executable(spills: int = 0) -> Executable:
+    return Executable(b"machine code", (None, None), registers=168, spills=spills)
 
 
 @pytest.fixture
@@ -51,11 +86,11 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(log: Path) -> Iterator[Start]:
-    """Starts a device with a stand-in for the worker, opened for a problem; closes it at the end."""
+    """Starts a device with stand-ins for the worker and the compilers, opened for a problem; closes it at the end."""
     devices: list[Measured] = []
 
     def started(serve: Any = serving.serve, timeout: float = 1.0) -> Measured:
-        device = Measured(timeout, functools.partial(serve, ANSWERS, str(log)))
+        device = Measured(timeout=timeout, pool=Compiler(), serve=functools.partial(serve, ANSWERS, str(log)))  # type: ignore[arg-type]
         devices.append(device)
         device.open(MATMUL, PROBLEM, 0)
         return device
@@ -65,8 +100,14 @@ def start(log: Path) -> Iterator[Start]:
         device.close()
 
 
-def judge(device: Measured, *configs: str) -> list[tuple[str, str]]:
-    return [(config, outcome.kind) for config, outcome in device.judge(configs)]
+def judged(device: Any, *configs: Any) -> list[tuple[Any, Outcome]]:
+    for config in configs:
+        device.submit(config)
+    return [device.next() for _ in configs]
+
+
+def judge(device: Any, *configs: Any) -> list[tuple[Any, str]]:
+    return [(config, outcome.kind) for config, outcome in judged(device, *configs)]
 
 
 def starts(log: Path) -> int:
@@ -106,90 +147,202 @@ def test_the_baseline_is_the_ops_own_where_that_takes_the_problem(op: str, chang
     assert worker.baseline_of(spec, problem).name == name
 
 
-def test_outcomes_come_back_whole_and_in_order(start: Start, log: Path) -> None:
-    configs = ["ok", "wrong", "ok", "compile", "ok"]
+def test_outcomes_come_back_whole(start: Start, log: Path) -> None:
+    configs = ["ok", "wrong", "ok2", "ok3"]
     device = start()
-    assert list(device.judge(configs)) == list(zip(configs, [OK, WRONG, OK, SPILLS, OK]))
-    assert list(device.judge([])) == []
+    assert judged(device, *configs) == list(zip(configs, [OK, WRONG, OK, OK]))
     assert device.finals(["ok"], 0.1) == FINAL
-    assert log.read_text().split() == ["start", "open", "judge", "finals"]
+    assert log.read_text().split() == ["start", "open", *["judge"] * 4, "finals"]
+
+
+def test_nothing_under_way_is_a_lookup_error(start: Start) -> None:
+    with pytest.raises(LookupError, match="no candidate is under way"):
+        start().next()
+
+
+def test_what_does_not_compile_or_spills_never_reaches_the_gpu(start: Start, log: Path) -> None:
+    device = start()
+    assert judged(device, "compile", "spills") == [
+        ("compile", Outcome("compile", detail="ptxas fatal")),
+        ("spills", Outcome("compile", detail="48 bytes of registers spill")),
+    ]
+    assert "judge" not in log.read_text()
+
+
+def test_the_default_is_measured_even_if_it_spills(start: Start) -> None:
+    """It is what runs where nothing is stored: whatever is stored must be known to be faster."""
+    default = MATMUL.default(PROBLEM, GPU)
+    assert judge(start(), default) == [(default, "ok")]
+
+
+def test_candidates_are_measured_as_they_are_compiled_not_as_they_were_submitted(start: Start) -> None:
+    device = start()
+    device.submit("late")
+    device.submit("ok")
+    assert device.next() == ("ok", OK)
+    device._pool.late.set_result(executable())  # type: ignore[attr-defined]
+    assert device.next() == ("late", OK)
+
+
+def test_candidates_compile_for_the_very_gpu_that_runs_them(start: Start) -> None:
+    device = start()
+    judge(device, "ok")
+    assert device._pool.tasks == [Task("matmul", PROBLEM, "ok", GPU, b"topology")]  # type: ignore[attr-defined]
+
+
+def test_a_problem_opened_anew_forgets_candidates_of_the_one_before(start: Start) -> None:
+    device = start()
+    device.submit("late")
+    device.open(MATMUL, PROBLEM, 0)
+    device._pool.late.set_result(executable())  # type: ignore[attr-defined]
+    assert judge(device, "ok") == [("ok", "ok")]
+    with pytest.raises(LookupError):
+        device.next()
 
 
 def test_a_candidate_that_hangs_is_a_timeout_and_the_rest_are_judged(start: Start, log: Path) -> None:
     device = start()
     begin = time.monotonic()
     configs = ["ok1", "hang", "ok2", "ok3"]
-    outcomes = dict(device.judge(configs))
+    outcomes = dict(judged(device, *configs))
     assert time.monotonic() - begin < 10
-    assert list(outcomes) == configs
     assert outcomes["hang"] == Outcome("timeout", detail="no answer for 1 s")
     assert [outcomes[c] for c in ("ok1", "ok2", "ok3")] == [OK, OK, OK]
-    assert log.read_text().split() == ["start", "open", "judge"] * 2
+    assert starts(log) == 2
 
 
-def test_the_timeout_is_of_one_candidate_not_of_all(start: Start) -> None:
-    device = start(timeout=0.5)
-    assert judge(device, "hang", "ok", "hang") == [("hang", "timeout"), ("ok", "ok"), ("hang", "timeout")]
+def test_a_candidate_has_a_hundred_times_the_baselines_time_beyond_the_timeout(start: Start) -> None:
+    """20 us here: what takes long because the problem is large is not a hang."""
+    assert start(timeout=0.5)._limit == pytest.approx(0.5 + 100 * 20e-6)
 
 
-def test_a_timeout_below_a_second_is_told_as_it_is(start: Start) -> None:
-    ((_, outcome),) = start(timeout=0.5).judge(["hang"])
-    assert outcome.detail == "no answer for 0.5 s"
-
-
-def test_a_candidate_that_takes_the_process_down_is_a_crash_and_the_rest_are_judged(start: Start, log: Path) -> None:
-    device = start()
-    outcomes = dict(device.judge(["die", "ok1", "ok2"]))
-    assert outcomes["die"] == Outcome("crash", detail="the worker process died (exit code -9)")
+def test_a_candidate_that_takes_the_process_down_twice_is_a_crash_and_the_rest_are_judged(start: Start, log: Path) -> None:
+    outcomes = dict(judged(start(), "die", "ok1", "ok2"))
+    assert outcomes["die"] == Outcome("crash", detail="the process died (exit code -9)")
     assert [outcomes["ok1"], outcomes["ok2"]] == [OK, OK]
-    assert starts(log) == 3  # all together, then one by one to learn who it was, then the rest
+    assert starts(log) == 3
+
+
+def test_a_candidate_at_which_the_worker_was_killed_from_outside_is_measured_after_all(start: Start, log: Path) -> None:
+    assert judged(start(), "die once", "ok") == [("die once", OK), ("ok", OK)]
+    assert starts(log) == 2
+
+
+def test_a_candidate_that_has_spoilt_the_worker_keeps_its_outcome_and_the_next_gets_a_new_one(start: Start, log: Path) -> None:
+    """An illegal address poisons the CUDA context: every later call of the process fails."""
+    assert judged(start(), "poison", "ok") == [("poison", POISON), ("ok", OK)]
+    assert starts(log) == 2
 
 
 def test_every_candidate_may_fail_in_its_own_way(start: Start) -> None:
     device = start(timeout=0.5)
-    wanted = [("die", "crash"), ("hang", "timeout"), ("wrong", "wrong"), ("raise", "crash"), ("compile", "compile")]
+    wanted = [("compile", "compile"), ("die", "crash"), ("hang", "timeout"), ("wrong", "wrong"), ("raise", "crash")]
     assert judge(device, *(config for config, _ in wanted)) == wanted
     assert judge(device, "ok") == [("ok", "ok")]
 
 
-def test_an_exception_in_the_worker_is_a_crash_with_its_text(start: Start) -> None:
-    outcomes = dict(start().judge(["raise", "ok"]))
-    assert outcomes == {"raise": Outcome("crash", detail="ValueError: no such thing"), "ok": OK}
-
-
-def test_a_worker_that_dies_between_two_batches_is_replaced(start: Start) -> None:
-    """A kernel's illegal access may show after its result was read; the out-of-memory killer comes at any time."""
+def test_a_worker_that_dies_between_two_candidates_is_replaced_and_nobody_is_blamed(start: Start) -> None:
+    """The out-of-memory killer comes at any time."""
     device = start()
-    assert judge(device, "answer, then die") == [("answer, then die", "ok")]
-    device._process.join(10)
-    kinds = dict(judge(device, "ok1", "ok2"))
-    assert list(kinds) == ["ok1", "ok2"]
-    assert kinds["ok2"] == "ok"
+    assert judge(device, "ok, then die") == [("ok, then die", "ok")]
+    device._child._process.join(10)
+    assert judge(device, "ok1", "ok2") == [("ok1", "ok"), ("ok2", "ok")]
 
 
-def test_a_worker_that_died_before_the_final_is_a_worker_error(start: Start) -> None:
+def test_the_new_worker_learns_how_fast_the_gpu_was(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of both are compared with each other."""
     device = start()
-    judge(device, "answer, then die")
-    device._process.join(10)
-    with pytest.raises(worker.WorkerError):
-        device.finals(["ok"], 0.1)
+    sent: list[Any] = []
+    send = type(device._child).send
+    monkeypatch.setattr(type(device._child), "send", lambda self, *message: sent.append(message) or send(self, *message))
+    judge(device, "die")
+    assert [message for message in sent if message[0] == "open"] == [("open", "matmul", PROBLEM, 0, 20.0)] * 1
 
 
-def test_finals_that_hang_are_a_worker_error_and_the_worker_is_replaced(start: Start) -> None:
-    device = start(timeout=0.5)
-    with pytest.raises(worker.WorkerError, match="the finalists could not be measured: no answer in time"):
-        device.finals(["hang"], 0.1)
+def test_an_answer_that_ctrl_c_cut_off_is_not_taken_for_a_later_one(start: Start, log: Path) -> None:
+    device = start()
+
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    device._check = ctrl_c  # type: ignore[method-assign]
+    device.submit("wrong")
+    with pytest.raises(KeyboardInterrupt):
+        device.next()
+    del device._check
+    assert judge(device, "ok") == [("ok", "ok")]
+    assert starts(log) == 2
+
+
+def test_a_device_that_is_stopped_interrupts_the_thread_that_waits_for_it(start: Start) -> None:
+    device = start(timeout=60.0)
+    for config in ("hang", "late"):  # it waits for the worker, for a compiler
+        device._stopped.clear()
+        device.submit(config)
+        threading.Timer(0.2, device.stop).start()
+        with pytest.raises(KeyboardInterrupt):
+            device.next()
+
+
+def test_notes_are_kept_and_logged_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    device = start()
+    with caplog.at_level(logging.WARNING, "mgpu_ops"):
+        assert judge(device, "note") == [("note", "ok")]
+        device._note("the clock has drifted")
+    assert device.notes == ["the clock has drifted"]
+    assert caplog.messages == ["the clock has drifted"]
+
+
+# --- finals
+
+
+def test_finalists_without_an_executable_are_compiled_and_those_that_fail_left_out(start: Start, monkeypatch: Any) -> None:
+    """As where they were measured by another process, or before a tuner was killed."""
+    device = start()
+    judge(device, "ok")
+    sent: list[Any] = []
+    ask = device._ask
+    monkeypatch.setattr(device, "_ask", lambda seconds, *message: sent.append(message) or ask(seconds, *message))
+    assert device.finals(["ok", "other", "compile"], 0.1) == FINAL
+    assert [config for config, _ in sent[0][1]] == ["ok", "other"]
+    assert len(device._pool.tasks) == 3  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_died_before_the_final_is_replaced(start: Start) -> None:
+    device = start()
+    judge(device, "ok, then die")
+    device._child._process.join(10)
+    assert device.finals(["ok"], 0.1) == FINAL
+
+
+def test_a_finalist_that_hangs_is_found_and_the_others_are_measured(start: Start, monkeypatch: Any) -> None:
+    device = start(timeout=0.3)
+    sent: list[Any] = []
+    ask = device._ask
+    monkeypatch.setattr(device, "_ask", lambda seconds, *message: sent.append(message) or ask(seconds, *message))
+    assert device.finals(["ok", "hang"], 0.1) == FINAL
+    assert [[c for c, _ in m[1]] for m in sent if m[0] == "finals"] == [["ok", "hang"], ["ok"]]
+
+
+def test_finals_that_always_take_the_worker_down_are_a_worker_error(start: Start, monkeypatch: Any) -> None:
+    device = start()
+    monkeypatch.setattr(device, "_judge", lambda config, made: OK)
+    with pytest.raises(worker.WorkerError, match=r"the finalists could not be measured: the process died"):
+        device.finals(["die"], 0.1)
     assert judge(device, "ok") == [("ok", "ok")]
 
 
-def test_a_worker_that_cannot_be_replaced_is_a_worker_error(start: Start) -> None:
+# --- workers that do not start, and that end
+
+
+def test_a_worker_that_cannot_be_replaced_is_lost(start: Start) -> None:
     device = start(serving.start_once)
-    with pytest.raises(worker.WorkerError, match=r"did not start: the worker process died \(exit code 4\)"):
+    with pytest.raises(worker.Lost, match=r"did not start: the process died \(exit code 4\)"):
         judge(device, "die", "ok")
 
 
 def test_a_problem_that_cannot_be_prepared_is_a_worker_error_that_names_it() -> None:
-    device = Measured(1.0, functools.partial(serving.refuse_to_open, ANSWERS))
+    device = Measured(timeout=1.0, pool=Compiler(), serve=functools.partial(serving.refuse_to_open, ANSWERS))  # type: ignore[arg-type]
     with pytest.raises(worker.WorkerError, match=r"could not prepare Problem\(m=512.*: ValueError: no such"):
         device.open(MATMUL, PROBLEM, 0)
     device.close()
@@ -200,54 +353,53 @@ def test_a_problem_that_cannot_be_prepared_is_a_worker_error_that_names_it() -> 
     [
         (serving.exit_at_once, r"died \(exit code 3\)"),
         (functools.partial(serving.refuse, ANSWERS), "ValueError: no such thing"),
-        (serving.say_nothing, "no answer in time"),
+        (serving.say_nothing, "no answer for 2 s"),
     ],
     ids=["exits", "refuses", "says nothing"],
 )
 def test_a_worker_that_never_starts_is_a_worker_error_and_leaves_no_process(
     serve: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = Measured._receive
-    monkeypatch.setattr(Measured, "_receive", lambda self, seconds: receive(self, min(seconds, 2.0)))
+    monkeypatch.setattr("mgpu_ops.tuning.device._START", 2.0)
+    pool = Compiler()
     with pytest.raises(worker.WorkerError, match=f"the GPU worker did not start: .*{reason}"):
-        Measured(1.0, serve)
+        Measured(pool=pool, serve=serve)  # type: ignore[arg-type]
     assert multiprocessing.active_children() == []
+    assert not pool.closed  # it is somebody else's
 
 
 def test_closing_ends_the_process(start: Start) -> None:
     device = start()
-    process = device._process
-    assert process.is_alive()
+    assert device._child._process.is_alive()
     device.close()
     assert multiprocessing.active_children() == []
+
+
+def test_the_worker_gets_the_gpu_that_was_named_or_the_first_visible(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+    monkeypatch.setattr(neighbours, "visible", lambda: ["2", "3"])
+    monkeypatch.setattr(neighbours, "others", lambda gpu, mine: [f"python (pid 17) on {gpu}"] if gpu == "3" else [])
+    for gpu, wanted in ((None, "2"), ("3", "3")):
+        device = Measured(gpu, pool=Compiler(), serve=functools.partial(serving.serve, ANSWERS, str(log)))  # type: ignore[arg-type]
+        device.close()
+        assert device._serve.keywords["visible"] == wanted
+    deadline = time.monotonic() + 5
+    while not device.notes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert device.notes == ["another process uses GPU 3: python (pid 17) on 3; times may be off"]
 
 
 def test_the_real_worker_refuses_a_machine_without_a_hopper_gpu() -> None:
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         pytest.skip("this machine's own devices are in use")
     with pytest.raises(worker.WorkerError, match="did not start: WorkerError: cpu is not a Hopper GPU"):
-        Measured()
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("one"), "ValueError: one"),
-        (RuntimeError("\n first \nsecond\n"), "RuntimeError: first "),
-        (KeyError(), "KeyError: "),
-        (ValueError("x" * 1000), "ValueError: " + "x" * 188),
-    ],
-    ids=["one line", "many", "empty", "long"],
-)
-def test_an_exception_is_told_in_one_line_of_at_most_200_characters(error: Exception, line: str) -> None:
-    assert worker.first_line(error) == line
+        Measured(pool=Compiler())  # type: ignore[arg-type]
 
 
 # --- the model
 
 
-def modelled(compile: bool | None) -> Modelled:
-    device = Modelled(GPU, compile)
+def modelled(compile: bool | None, pool: Any = None) -> Modelled:
+    device = Modelled(GPU, compile, pool)
     device.open(MATMUL, PROBLEM, 0)
     return device
 
@@ -256,36 +408,34 @@ def test_the_model_judges_by_cost_in_microseconds() -> None:
     device = modelled(compile=False)
     config = MATMUL.default(PROBLEM, GPU)
     us = MATMUL.cost(PROBLEM, config, GPU) * 1e6
-    assert list(device.judge([config])) == [(config, Outcome("ok", us))]
+    assert judged(device, config) == [(config, Outcome("ok", us))]
     assert device.finals([config], 1.0) == Final({config: [us]}, [])
     assert (device.kind, device.baseline, device.versions["driver"]) == ("modelled", None, None)
+    with pytest.raises(LookupError):
+        device.next()
 
 
 def test_candidates_are_compiled_where_the_compilers_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "available", lambda: None)
-    assert Modelled(GPU).compiles
+    assert Modelled(GPU, pool=Compiler()).compiles  # type: ignore[arg-type]
     monkeypatch.setattr(aot, "available", lambda: "ptxas is missing")
     assert not Modelled(GPU).compiles
 
 
-def test_what_does_not_compile_or_spills_is_a_compile_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Report:
-        spills = 0
-
-    device, config = modelled(compile=True), MATMUL.default(PROBLEM, GPU)
-    monkeypatch.setattr(aot, "compile_for", lambda *args: Report)
-    assert [outcome.kind for _, outcome in device.judge([config])] == ["ok"]
-    monkeypatch.setattr(Report, "spills", 48)
-    assert list(device.judge([config])) == [(config, Outcome("compile", detail="48 bytes of registers spill"))]
-
-    def fails(*args: Any) -> Any:
-        raise RuntimeError("ptxas fatal: too much\nmore lines")
-
-    monkeypatch.setattr(aot, "compile_for", fails)
-    assert list(device.judge([config])) == [(config, Outcome("compile", detail="RuntimeError: ptxas fatal: too much"))]
+def test_the_model_refuses_what_does_not_compile_or_spills() -> None:
+    first, *_, last = MATMUL.candidates(PROBLEM, GPU)
+    pool = Compiler()
+    device = modelled(compile=True, pool=pool)
+    pool.submit = lambda task: _through(executable(spills=48 * (task.config == last)))  # type: ignore[method-assign]
+    assert first != last != MATMUL.default(PROBLEM, GPU)
+    outcomes = dict(judged(device, first, last))
+    assert outcomes[first].kind == "ok"
+    assert outcomes[last] == Outcome("compile", detail="48 bytes of registers spill")
+    with pytest.raises(LookupError):
+        device.next()
 
 
-@pytest.mark.skipif(aot.available() is not None, reason=f"needs the extra aot: {aot.available()}")
-def test_the_default_of_a_small_problem_compiles_for_real() -> None:
-    ((_, outcome),) = modelled(compile=True).judge([MATMUL.default(PROBLEM, GPU)])
-    assert (outcome.kind, outcome.detail) == ("ok", "")
+def _through(made: Executable | Outcome) -> concurrent.futures.Future[Executable | Outcome]:
+    future: concurrent.futures.Future[Executable | Outcome] = concurrent.futures.Future()
+    future.set_result(made)
+    return future

@@ -6,6 +6,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,43 @@ def test_the_error_of_several_arrays_is_that_of_the_worst() -> None:
 @pytest.mark.parametrize("shape", [(4, 5), (5, 4), (1, 4), (4,), (1, 4, 4), ()])
 def test_a_result_of_another_shape_passes_no_limit(shape: tuple[int, ...]) -> None:
     assert math.isnan(measure.error(jnp.ones(shape), jnp.ones((4, 4))))
+
+
+# --- the same bits
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int32, jnp.float8_e4m3fn, jnp.bool_])
+def test_one_bit_is_a_difference_in_any_dtype(dtype: Any) -> None:
+    x = jnp.arange(16).astype(dtype)
+    y = x.at[3].set(x[4] if dtype != jnp.bool_ else False)
+    assert measure.same((x, x), (x, x))
+    assert not measure.same((x, x), (x, y))
+    assert measure.fingerprint((x, y)) == measure.fingerprint([x, y]) != measure.fingerprint((x, x))
+
+
+def test_signs_of_zero_differ_and_equal_nans_do_not() -> None:
+    zero, nan = jnp.zeros(3), jnp.full(3, jnp.nan)
+    assert not measure.same(zero, -zero)
+    assert measure.same(nan, nan)
+
+
+def test_results_of_other_shapes_differ() -> None:
+    assert not measure.same(jnp.zeros(3), jnp.zeros((3, 1)))
+
+
+# --- a clock that drifts
+
+
+def test_a_clock_holds_within_its_drift_and_scales_to_the_first_time() -> None:
+    clock = measure.Clock(100.0, 100.0)
+    assert clock.holds(112.0)
+    assert clock.holds(88.0)
+    assert not clock.holds(120.0)
+    assert not clock.holds(80.0)
+    assert clock.scale == 1.0
+    clock.now = 125.0
+    assert clock.holds(125.0)
+    assert clock.scale == 0.8
 
 
 # --- times of functions that take turns

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-import mgpu_ops
-from mgpu_ops.core import gpu
+from mgpu_ops.core import aot, gpu
 from mgpu_ops.core.op import Baseline
 from mgpu_ops.tuning import measure, worker
+from mgpu_ops.tuning.outcome import Outcome
 
 TIMES = {"fast": 1.0, "slow": 3.0}
 
@@ -22,6 +26,8 @@ TIMES = {"fast": 1.0, "slow": 3.0}
 class Problem:
     m: int
 
+
+PROBLEM = Problem(8)
 
 ran: list[str] = []  # which of the functions below were traced
 
@@ -49,15 +55,28 @@ def refused(problem: Problem, *arrays: Any) -> Any:
     raise RuntimeError("a library that does not take the problem")
 
 
+runs: collections.Counter[str] = collections.Counter()
+
+
 def run(problem: Problem, config: str, device: Any, x: Any, interpret: bool = False) -> Any:
     if config == "does not compile":
         raise ValueError("tile too large\nand more")
+    if config in ("varies", "varies later", "varies much"):
+        return jax.pure_callback(functools.partial(_varying, config), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     return {"wrong": x, "nan": x * jnp.nan}.get(config, 2 * x)
+
+
+def _varying(config: str, x: Any) -> Any:
+    """Not the same in every run: at once, or from the third one on; by less than is tolerated, or more."""
+    runs[config] += 1
+    size = 1e-2 if config == "varies much" else 1e-5
+    return np.asarray(2 * x) * np.float32(1 + size * (runs[config] > (2 if config == "varies later" else 1)))
 
 
 @pytest.fixture
 def spec() -> types.SimpleNamespace:
     ran.clear()
+    runs.clear()
     return types.SimpleNamespace(
         Problem=Problem,
         inputs=lambda problem, key: (jnp.arange(1.0, 1.0 + problem.m),),
@@ -68,102 +87,282 @@ def spec() -> types.SimpleNamespace:
     )
 
 
+class Judge:
+    """A session whose executables are the configs' own names, and whose GPU takes TIMES; `speed` slows it by the call."""
+
+    def __init__(self, spec: Any, monkeypatch: pytest.MonkeyPatch, problem: Any = PROBLEM, baseline_us: float | None = None):
+        self.speed: Callable[[int], float] = lambda call: 1.0
+        self.calls = 0
+        self.timed: list[list[str]] = []
+        self.said: list[str] = []
+        self.during: Callable[[str], None] = lambda config: None  # what a candidate does while it is timed
+        monkeypatch.setattr(measure, "interleaved", self._interleaved)
+        monkeypatch.setattr(worker, "_PAUSE", 0.0)
+        monkeypatch.setattr(aot, "load", self._load)
+        self.session: Any = None
+        self.session = worker._Session(spec, problem, 0, baseline_us, self.said.append)
+        self.timed.clear()
+
+    def __call__(self, *configs: str) -> list[Outcome]:
+        return [self.session.judge(config, config) for config in configs]
+
+    def _load(self, executable: Any) -> Any:
+        x = self.session.arrays[0]
+        return jax.jit(lambda x: self.session.spec.run(self.session.problem, executable, None, x)).lower(x).compile()
+
+    def _interleaved(self, functions: Sequence[Any], device: Any, rounds: int) -> list[list[float]]:
+        names = {id(call): config for config, call in (self.session.calls if self.session else {}).items()}
+        configs = [names.get(id(f.func), "baseline") for f in functions]
+        self.timed.append(configs)
+        for f, config in zip(functions, configs):
+            f()
+            self.during(config)
+        speed = self.speed(self.calls)
+        self.calls += 1
+        return [[TIMES.get(config, 2.0) * speed] * rounds for config in configs]
+
+
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch, spec: types.SimpleNamespace) -> Callable[[], worker._Session]:
-    monkeypatch.setattr(mgpu_ops, "spec_of", lambda op: spec)
+def start(monkeypatch: pytest.MonkeyPatch, spec: types.SimpleNamespace) -> Callable[..., Judge]:
     monkeypatch.setattr(gpu, "from_device", lambda device: gpu.find("h200"))
-
-    def session() -> worker._Session:
-        made = worker._Session("toy", {"m": 8}, seed=0)
-        names = lambda: {id(compiled): config for config, compiled in made.compiled.items()}  # noqa: E731
-
-        def interleaved(functions: Sequence[Callable[[], Any]], device: Any, rounds: int) -> list[list[float]]:
-            times = []
-            for f in functions:
-                f()
-                config = names().get(id(f.func), "baseline")  # type: ignore[attr-defined]
-                if config == "breaks":
-                    raise RuntimeError("illegal address")
-                times.append([TIMES.get(config, 2.0)] * rounds)
-            return times
-
-        monkeypatch.setattr(measure, "interleaved", interleaved)
-        return made
-
-    return session
+    return functools.partial(Judge, spec, monkeypatch)
 
 
-def test_each_candidate_gets_its_kind_in_order_and_none_ends_the_batch(judged: Callable[[], worker._Session]) -> None:
-    configs = ["fast", "does not compile", "wrong", "nan", "breaks", "slow"]
-    outcomes = list(judged().judge(configs))
-    assert [o.kind for o in outcomes] == ["ok", "compile", "wrong", "wrong", "crash", "ok"]
+# --- what becomes of a candidate
+
+
+def test_each_candidate_gets_its_kind(start: Callable[..., Judge]) -> None:
+    judge = start()
+    judge.during = breaks
+    outcomes = judge("fast", "does not compile", "wrong", "nan", "breaks", "slow", "does not fit")
+    assert [o.kind for o in outcomes] == ["ok", "compile", "wrong", "wrong", "crash", "ok", "memory"]
     assert outcomes[1].detail == "ValueError: tile too large"
     assert "exceeds 0.001" in outcomes[2].detail
     assert outcomes[4].detail == "RuntimeError: illegal address"
+    assert outcomes[6].detail == "RuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+    assert not judge.session.spoilt
 
 
-def test_a_good_candidate_comes_with_its_time_the_baselines_and_its_error(judged: Callable[[], worker._Session]) -> None:
-    (outcome,) = judged().judge(["slow"])
-    assert (outcome.us, outcome.baseline_us, outcome.error) == (3.0, 2.0, 0.0)
+def breaks(config: str) -> None:
+    if config == "breaks":
+        raise RuntimeError("illegal address")
+    if config == "does not fit":
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
 
 
-def test_a_wrong_candidate_is_never_timed(judged: Callable[[], worker._Session]) -> None:
-    (outcome,) = judged().judge(["wrong"])
+def test_a_good_candidate_comes_with_its_times_the_baselines_and_its_error(start: Callable[..., Judge]) -> None:
+    (outcome,) = start()("slow")
+    assert (outcome.us, outcome.baseline_us, outcome.error, outcome.detail) == (3.0, 2.0, 0.0, "")
+    assert len(outcome.samples) >= 5
+    assert set(outcome.samples) == {3.0}
+
+
+def test_a_wrong_candidate_is_never_timed(start: Callable[..., Judge]) -> None:
+    judge = start()
+    (outcome,) = judge("wrong")
     assert outcome.us is None
+    assert judge.timed == []
 
 
-def test_the_final_measures_candidates_that_were_judged_by_an_earlier_worker_too(
-    judged: Callable[[], worker._Session],
+def test_a_result_that_is_not_the_same_twice_is_wrong(start: Callable[..., Judge]) -> None:
+    """Each is within tolerance: what races today by little, may tomorrow by much."""
+    judge = start()
+    for config in ("varies", "varies later"):  # in the second run, and after it was timed
+        (outcome,) = judge(config)
+        assert (outcome.kind, outcome.detail, outcome.us) == ("wrong", "two runs on the same inputs differ", None)
+    assert judge.timed.count(["varies later", "baseline"]) >= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Loose:
+    m: int = 8
+    deterministic: bool = False
+
+
+def test_a_problem_may_say_that_its_results_need_not_be_the_same_but_each_must_be_right(start: Callable[..., Judge]) -> None:
+    assert [o.kind for o in start(Loose())("varies")] == ["ok"]
+    (outcome,) = start(Loose(deterministic=True))("varies later")
+    assert outcome.kind == "wrong"
+
+
+def test_the_second_run_must_be_right_too(start: Callable[..., Judge]) -> None:
+    (outcome,) = start(Loose())("varies much")
+    assert (outcome.kind, outcome.us) == ("wrong", None)
+    assert "exceeds 0.001" in outcome.detail
+
+
+def test_a_candidate_that_leaves_the_gpu_broken_spoils_the_worker(start: Callable[..., Judge]) -> None:
+    judge = start()
+    judge.during = breaks
+
+    def broken() -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    judge.session.baseline_call = broken
+    (outcome,) = judge("breaks")
+    assert outcome.kind == "crash"
+    assert judge.session.spoilt
+
+
+def test_a_candidate_that_writes_to_the_inputs_is_wrong_and_spoils_the_worker(start: Callable[..., Judge]) -> None:
+    judge = start()
+
+    def overwrites(config: str) -> None:
+        if config == "overwrites":
+            judge.session.expected = judge.session.expected.at[3].add(1e-4)  # less than is tolerated
+
+    judge.during = overwrites
+    assert [o.kind for o in judge("fast", "overwrites")] == ["ok", "wrong"]
+    assert judge.session.spoilt
+
+
+def test_where_executables_are_not_loaded_candidates_compile_here_and_that_is_said_once(
+    start: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final = judged().finals(["slow", "fast"], 0.001)
+    judge = start()
+    tried: list[Any] = []
+
+    def refused(executable: Any) -> Any:
+        tried.append(executable)
+        raise RuntimeError("UNIMPLEMENTED: deserialize")
+
+    monkeypatch.setattr(aot, "load", refused)
+    assert [o.kind for o in judge("fast", "slow", "does not compile")] == ["ok", "ok", "compile"]
+    assert tried == ["fast", "slow"]  # twice: the first may only want for a library that compiling opens
+    assert judge.said == [
+        "candidates compile a second time, beside the measurements: what was compiled is not loaded"
+        " (RuntimeError: UNIMPLEMENTED: deserialize)"
+    ]
+
+
+# --- a clock that drifts
+
+
+def test_samples_are_taken_again_while_the_gpu_is_slower_than_it_was(start: Callable[..., Judge]) -> None:
+    judge = start()
+    first = judge.calls
+    judge.speed = lambda call: 1.5 if call in (first + 1, first + 2) else 1.0  # not the rough times, but the first two takes
+    (outcome,) = judge("slow")
+    assert (outcome.us, outcome.baseline_us, outcome.detail) == (3.0, 2.0, "")
+    assert len(judge.timed) == 4
+    assert judge.said == []
+
+
+def test_where_the_gpu_stays_slower_times_are_scaled_to_the_first_and_that_is_said_once(start: Callable[..., Judge]) -> None:
+    judge = start()
+    judge.speed = lambda call: 1.25
+    for outcome in judge("slow", "fast", "slow"):
+        assert outcome.us == {True: 3.0, False: 1.0}[outcome.us > 2]
+        assert outcome.baseline_us == 2.0
+        assert set(outcome.samples) == {outcome.us}
+        assert outcome.detail == "times scaled by 0.800: the GPU's clock has drifted"
+    assert len(judge.timed) == (1 + 4) + 2 + 2  # once it is known, samples are taken once
+    (said,) = judge.said
+    assert said.startswith("the GPU's clock has drifted: xla took 2.0 us and takes 2.5 us;")
+
+
+def test_a_clock_that_comes_back_is_followed(start: Callable[..., Judge]) -> None:
+    judge = start()
+    judge.speed = lambda call: 1.25
+    judge("slow")
+    judge.speed = lambda call: 1.0
+    (outcome,) = judge("fast")
+    assert (outcome.us, outcome.detail) == (1.0, "")
+
+
+def test_a_few_percent_are_not_a_drift(start: Callable[..., Judge]) -> None:
+    judge = start()
+    judge.speed = lambda call: 1.03
+    (outcome,) = judge("slow")
+    assert outcome.us == pytest.approx(3.09)
+    assert len(judge.timed) == 2
+
+
+def test_a_worker_that_replaces_another_scales_to_that_ones_times(start: Callable[..., Judge]) -> None:
+    (outcome,) = start(PROBLEM, 1.0)("slow")  # the baseline took 1 us then, and 2 us now
+    assert (outcome.us, outcome.baseline_us) == (1.5, 1.0)
+
+
+# --- finals
+
+
+def test_the_final_measures_candidates_that_were_judged_by_an_earlier_worker_too(start: Callable[..., Judge]) -> None:
+    judge = start()
+    final = judge.session.finals([("slow", "slow"), ("fast", "fast")], 0.001)
     assert set(final.samples["slow"]) == {3.0}
     assert set(final.samples["fast"]) == {1.0}
     assert set(final.baseline) == {2.0}
+    assert judge.timed[-1] == ["slow", "fast", "baseline"]
+
+
+def test_a_finalist_that_is_wrong_now_is_out_and_that_is_said(start: Callable[..., Judge]) -> None:
+    judge = start()
+    final = judge.session.finals([("slow", "slow"), ("varies", "varies"), ("wrong", "wrong")], 0.001)
+    assert list(final.samples) == ["slow"]
+    assert [text.partition(":")[0] for text in judge.said] == ["a finalist is out"] * 2
+
+
+def test_a_final_in_which_inputs_were_overwritten_is_none(start: Callable[..., Judge]) -> None:
+    judge = start()
+
+    def overwrites(config: str) -> None:
+        judge.session.arrays = (judge.session.arrays[0] + 1,)
+
+    judge.during = overwrites
+    with pytest.raises(RuntimeError, match="writes outside its result"):
+        judge.session.finals([("slow", "slow")], 0.001)
+
+
+# --- what is timed beside candidates
 
 
 def test_without_a_baseline_of_its_own_an_op_is_measured_beside_its_reference(
-    judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+    start: Callable[..., Judge], spec: types.SimpleNamespace
 ) -> None:
-    made = judged()
+    judge = start()
+    made = judge.session
     assert made.baseline == "xla"
     assert made.baseline_call().tolist() == made.expected.tolist()
     assert ran == ["reference"]  # compiled once, for both
 
 
 def test_a_baseline_is_timed_and_the_reference_is_what_results_are_compared_with(
-    judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+    start: Callable[..., Judge], spec: types.SimpleNamespace
 ) -> None:
     """The baseline computes something else: candidates that agree with the reference are right all the same."""
     spec.baseline = lambda problem: Baseline("dense", yardstick)
-    made = judged()
+    judge = start()
+    made = judge.session
     assert made.baseline == "dense"
     assert made.baseline_call().tolist() == (made.arrays[0] + 1).tolist()
-    right, wrong = made.judge(["fast", "wrong"])
+    right, wrong = judge("fast", "wrong")
     assert (right.kind, right.error, right.baseline_us, wrong.kind) == ("ok", 0.0, 2.0, "wrong")
 
 
 def test_a_baseline_may_start_from_arrays_that_are_made_once_and_not_timed(
-    judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+    start: Callable[..., Judge], spec: types.SimpleNamespace
 ) -> None:
     spec.baseline = lambda problem: Baseline("pairs", longer, halves)
-    made = judged()
+    judge = start()
+    made = judge.session
     assert (made.baseline, made.baseline_call().tolist()) == ("pairs", [3.0, 7.0, 11.0, 15.0])
-    list(made.judge(["fast"]))
+    judge("fast")
     assert ran.count("halves") == 1
 
 
 @pytest.mark.parametrize("wanted", [None, Baseline("library", refused), Baseline("library", longer, refused)])
 def test_the_reference_stands_in_for_a_baseline_that_is_none_of_a_problem_or_cannot_run(
-    wanted: Baseline | None, judged: Callable[[], worker._Session], spec: types.SimpleNamespace
+    wanted: Baseline | None, start: Callable[..., Judge], spec: types.SimpleNamespace
 ) -> None:
     spec.baseline = lambda problem: wanted
-    made = judged()
+    judge = start()
+    made = judge.session
     assert made.baseline == "xla"
     assert made.baseline_call().tolist() == made.expected.tolist()
 
 
-def test_an_op_may_have_several_results(judged: Callable[[], worker._Session], spec: types.SimpleNamespace) -> None:
+def test_an_op_may_have_several_results(start: Callable[..., Judge], spec: types.SimpleNamespace) -> None:
     """One is infinite where it should be."""
     spec.reference = lambda problem, x: (2 * x, x / 0)
     spec.run = lambda problem, config, device, x: (2 * x, x / 0 if config == "fast" else x)
-    assert [o.kind for o in judged().judge(["fast", "wrong"])] == ["ok", "wrong"]
+    assert [o.kind for o in start()("fast", "wrong")] == ["ok", "wrong"]

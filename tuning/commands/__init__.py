@@ -29,12 +29,21 @@ def command(commands: Any, name: str, run: Any, what: str, examples: str) -> arg
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=what, description=what[0].upper() + what[1:] + ".", epilog=f"examples:\n{lines}"
     )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON; what is for people goes to stderr")
     parser.set_defaults(run=run)
     return parser
 
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def answer(arguments: argparse.Namespace, document: Any) -> None:
+    """Prints what `--json` asks for, if it does: one line, the only one on stdout."""
+    if arguments.json:
+        import msgspec
+
+        print(msgspec.json.encode(document, enc_hook=str).decode(), file=arguments.stdout, flush=True)
 
 
 def count(number: int, what: str) -> str:

@@ -7,24 +7,42 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from mgpu_ops import SPECS
+from mgpu_ops import SPECS, spec_of
 from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.groups import SPREADS
-from mgpu_ops.tuning.commands import UsageError
+from mgpu_ops.models import MODELS
+from mgpu_ops.tuning.commands import UsageError, say
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
 
 
-def problem_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    parser.add_argument("op", help=", ".join(SPECS))
+def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
+    """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`."""
+    if every_op:
+        parser.add_argument("op", nargs="?", help=f"{', '.join(SPECS)}; of a suite or a file, all by default")
+    else:
+        parser.add_argument("op", help=", ".join(SPECS))
     group = parser.add_argument_group("problem", "a named one, or its sides")
     shapes = ", ".join(next(iter(spec.shapes)) for spec in SPECS.values())
     group.add_argument("--shape", metavar="NAME", help=f"of a real model, e.g. {shapes}")
     if many:
         suites = "; ".join(f"{name}: {', '.join(spec.suites)}" for name, spec in SPECS.items())
-        group.add_argument("--suite", metavar="NAME", help=f"named shapes together ({suites})")
+        group.add_argument(
+            "--suite", metavar="NAME", help=f"a model ({', '.join(MODELS)}), or named shapes together ({suites})"
+        )
+        group.add_argument(
+            "--tokens",
+            type=positive_ints,
+            metavar="N,N",
+            help="of a model: rows of its products, e.g. 1,16,4096 (default: "
+            "what the op has by that name, else 128,256,4096); the attention is that of a causal sequence, from 128 on",
+        )
+    if every_op:
+        group.add_argument("--grad", action="store_true", help="of a model: also the problems of the backward pass")
+        group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="what `mgpu-tune capture --output` wrote")
     for name, field in problem_fields().items():
         group.add_argument(f"--{name.replace('_', '-')}", **_argument_of(field) | _FIELDS.get(name, {}))
 
@@ -53,6 +71,11 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return value
+
+
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Numbers of "1,16,4096", each once, in order."""
+    return tuple(dict.fromkeys(positive_int(part.strip()) for part in text.split(",")))
 
 
 def _bound(text: str) -> int:
@@ -130,12 +153,19 @@ def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if "bias" in given:
         given["bias"] = _bias(spec, given["bias"], given.get("dtype", "bfloat16"))
     needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
-    suite = getattr(arguments, "suite", None)
+    suite, tokens = getattr(arguments, "suite", None), getattr(arguments, "tokens", None)
     if sum(map(bool, (given, arguments.shape, suite))) != 1:
         raise UsageError(f"name the problem in one way: {flags(needed)}, or --shape NAME, or --suite NAME")
+    if tokens and suite not in MODELS:
+        raise UsageError(f"--tokens is for --suite with a model ({', '.join(MODELS)}), not for {suite or 'one problem'}")
     if suite:
+        if suite in MODELS and (tokens or suite not in spec.suites):
+            from mgpu_ops.tuning.problems import TOKENS, of_model
+
+            return {work.name: work.problem for work in of_model(suite, tokens or TOKENS, op=spec.name)}
         if suite not in spec.suites:
-            raise UsageError(f"suite {suite!r} is not one of {', '.join(spec.suites)}")
+            models = [model for model in MODELS if model not in spec.suites]
+            raise UsageError(f"suite {suite!r} is not one of {', '.join([*spec.suites, *models])}")
         names: dict[Any, str] = {}  # a problem once, by its first name
         for name in spec.suites[suite]:
             names.setdefault(spec.shapes[name], name)
@@ -149,6 +179,60 @@ def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"{flags(missing)} missing: a {spec.name} problem has {flags(needed)}")
     problem = problem_of(spec, given)  # refuses what the op's problems do not have
     return {describe(problem): problem}
+
+
+def work_of(arguments: argparse.Namespace) -> list[Any]:
+    """The `problems.Work` that the arguments ask for: of a captured program, a model, one op, or every op that has a suite."""
+    from mgpu_ops.tuning import problems
+
+    op, suite = arguments.op, arguments.suite
+    if op is not None:
+        spec_of(op)  # refuses what is none
+    if arguments.file:
+        if suite or arguments.shape or any(getattr(arguments, name, None) is not None for name in problem_fields()):
+            raise UsageError(f"--from {arguments.file} names the problems: leave out --suite, --shape and sides")
+        found = [work for work in problems.read(arguments.file) if op in (None, work.op)]
+        if not found:
+            raise UsageError(f"{arguments.file} has no problem of {op or 'any op'}: nothing to tune")
+        return found
+    if suite in MODELS and (op is None or arguments.grad):
+        return problems.of_model(suite, arguments.tokens or problems.TOKENS, op=op, grad=arguments.grad)
+    if arguments.grad:
+        raise UsageError(f"--grad is for --suite with a model ({', '.join(MODELS)})")
+    return [
+        problems.Work(spec.name, problem, 1, name)
+        for spec in _specs_of(op, suite)
+        for name, problem in problems_of(spec, arguments).items()
+    ]
+
+
+def runnable(work: Sequence[Any], gpu: Any) -> list[Any]:
+    """The same, what takes most time first. Of several problems, those that no kernel runs on `gpu` are said and left out."""
+    from mgpu_ops.tuning import problems
+
+    if len(work) == 1:
+        return list(work)
+    reasons = {w: w.spec.supports(w.problem, gpu) for w in work}
+    for w, reason in reasons.items():
+        if reason is not None:
+            say(f"left out, it runs through XLA: {w.op} {w.name}: {reason}")
+    left = problems.by_time((w for w in work if reasons[w] is None), gpu)
+    if not left:
+        raise UsageError(f"no kernel runs any of these problems on {gpu.name}: nothing to tune")
+    return left
+
+
+def _specs_of(op: str | None, suite: str | None) -> list[Any]:
+    """The op, or every op that has the suite."""
+    if op is not None:
+        return [spec_of(op)]
+    if suite is None:
+        raise UsageError(f"name an op ({', '.join(SPECS)}), or --suite NAME of all that have it, or --from FILE")
+    found = [spec for spec in SPECS.values() if suite in spec.suites]
+    if not found:
+        known = dict.fromkeys([*MODELS, *(name for spec in SPECS.values() for name in spec.suites)])
+        raise UsageError(f"suite {suite!r} is not one of {', '.join(known)}")
+    return found
 
 
 def _bias(spec: Any, given: bool | str, dtype: str) -> bool | str:

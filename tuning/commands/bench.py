@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.core.op import BACKENDS
-from mgpu_ops.tuning.commands import OK, WRONG, UsageError, command, count, say
+from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say
 from mgpu_ops.tuning.commands.arguments import problem_arguments, problems_of, seconds
 
 
@@ -75,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
         earlier=earlier,
         backend=arguments.backend,
     )
+    faults = bench.failures(rows, spec, problems, grad=arguments.grad)
+    document = {"rows": rows, "summary": bench.summary(rows), "faults": faults, "files": []}
     if not rows:
+        answer(arguments, document)
         return WRONG
     console = Console()
     console.print(report.table(rows))
@@ -85,10 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
         versus = "" if line.peer in of else f" against {line.peer}"
         say(f"{line.op}{versus}: geometric mean {line.geomean:.3f}{x} over {count(line.problems, 'problem')}, "
              f"worst {line.worst:.3f}{x} ({line.worst_problem}), {line.wins} at 1.0x or more")  # fmt: skip
-    say(f"wrote {path} and {', '.join(str(p) for p in report.picture(rows, path.with_suffix('.png')))}")
-    faults = bench.failures(rows, spec, problems, grad=arguments.grad)
+    pictures = report.picture(rows, path.with_suffix(".png"))
+    say(f"wrote {path} and {', '.join(map(str, pictures))}")
     for fault in faults:
         say(f"WRONG: {fault}")
+    answer(arguments, document | {"files": [path, *pictures]})
     return WRONG if faults else OK
 
 

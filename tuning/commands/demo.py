@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, UsageError, command, device_for, say
+from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, device_for, say
 from mgpu_ops.tuning.commands.run import tune_one
 
 
@@ -37,10 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     problem = spec.Problem(side, side, side)
     path = database.user_path(device.gpu.key, spec.name)
     try:
-        code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0)
+        told: list[Any] = []
+        code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0, told)
     finally:
         device.close()
     if code != OK:
+        answer(arguments, {"problems": told})
         return code
     a, b = spec.inputs(problem, jax.random.key(1))
     out = mgpu_ops.matmul(a, b, backend=backend)
@@ -50,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"mgpu_ops.matmul(a, b, backend={backend!r}) with that entry: max error {error:.2e} against float32 (limit {limit:.0e})"
     )
     say("\n".join(mgpu_ops.explain("matmul", problem, device.gpu.key).splitlines()[:3]))
+    answer(arguments, {"problems": told, "backend": backend, "error": error, "limit": limit})
     return OK if error <= limit else WRONG
 
 

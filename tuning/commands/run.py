@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, command, device_for, say
-from mgpu_ops.tuning.commands.arguments import positive_int, problem_arguments, problems_of, seconds, seed
+from mgpu_ops.tuning.commands import (
+    INTERRUPTED,
+    OK,
+    WRONG,
+    UsageError,
+    answer,
+    command,
+    count,
+    device_for,
+    gpu_or_current,
+    has_gpu,
+    say,
+)
+from mgpu_ops.tuning.commands.arguments import positive_int, problem_arguments, runnable, seconds, seed, work_of
+from mgpu_ops.tuning.commands.storages import required_storage, storage_argument, storage_of
+
+TRIALS = 32  # candidates a problem
+ALL = 2**31  # of the sampler "brute"
 
 
 def register(commands: Any) -> None:
@@ -26,72 +46,241 @@ def register(commands: Any) -> None:
         mgpu-tune run ragged_contraction --suite mixtral-8x7b
         mgpu-tune run flash_attention --suite llm --budget 60s
         mgpu-tune run flash_attention_backward --shape llama3-8b-8192-causal
+        mgpu-tune run --suite llama3-8b --tokens 1,16,4096              # all ops of a model, what takes most time first
+        mgpu-tune run --suite mixtral-8x7b --tokens 4096 --grad         # and its gradients
+        mgpu-tune run --from problems.json                              # what `mgpu-tune capture` found in your program
+        mgpu-tune run matmul --suite llm --workers all                  # on every GPU of this machine
+        mgpu-tune run matmul --suite llm --target 1.05 --sampler gp     # until 5 % faster than XLA
+        mgpu-tune run --suite llama3-8b --storage postgresql://tuner@db.example/studies --queue   # for `mgpu-tune worker`
         mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no GPU here: modelled, and said so
         """,
     )
-    problem_arguments(parser, many=True)
-    parser.add_argument("--trials", type=positive_int, default=32, metavar="N", help="candidates a problem (default 32)")
+    problem_arguments(parser, many=True, every_op=True)
+    parser.add_argument(
+        "--trials",
+        type=positive_int,
+        metavar="N",
+        help="candidates a problem (default 32; of the sampler brute: all there are)",
+    )
     parser.add_argument(
         "--budget", type=seconds, default=math.inf, metavar="TIME", help="a problem, e.g. 60s, 2m (default: no limit)"
     )
+    parser.add_argument(
+        "--target",
+        type=_share,
+        metavar="SHARE",
+        help="stop once a candidate has this share of the baseline's speed (XLA's, cuDNN's), e.g. 0.98 or 1.1",
+    )
+    parser.add_argument(
+        "--sampler", choices=("tpe", "gp", "random", "brute"), default="tpe", help="default tpe; brute tries every legal config"
+    )
+    parser.add_argument(
+        "--workers", type=_workers, default=1, metavar="N", help="GPUs of this machine to tune on, or all (default 1)"
+    )
+    storage_argument(parser, otherwise="a journal file of your own, from which a tuner that was killed goes on")
+    parser.add_argument("--fresh", action="store_true", help="measure again what an unfinished run of the problem measured")
+    parser.add_argument("--queue", action="store_true", help="leave the problems to the workers of --storage")
     parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the search (default 0)")
     parser.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
     parser.add_argument("--database", type=Path, metavar="FILE", help="where to store (default: your own, see `show`)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import mgpu_ops
     from mgpu_ops.core import database
 
-    spec = mgpu_ops.spec_of(arguments.op)
-    problems = problems_of(spec, arguments)
-    device = device_for(arguments.gpu)
-    path = arguments.database or database.user_path(device.gpu.key, spec.name)
-    try:
-        if path.exists():
-            database.read(path, gpu_key=device.gpu.key, op=spec.name)  # refused now, not after an hour of tuning
-        worst = OK
-        for name, problem in problems.items():
-            code = tune_one(spec, name, problem, device, path, arguments.trials, arguments.budget, arguments.seed)
-            if code == INTERRUPTED:
-                return code
-            worst = max(worst, code)
-        return worst
-    finally:
-        device.close()
+    work = work_of(arguments)
+    ops = {w.op for w in work}
+    if arguments.database and len(ops) > 1:
+        raise UsageError(f"--database is a file of one op, these problems are of {', '.join(sorted(ops))}: name one op")
+    if arguments.queue:
+        return _queue(work, arguments)
+    with _devices(arguments) as devices:
+        gpu = devices[0].gpu
+        paths = {op: arguments.database or database.user_path(gpu.key, op) for op in ops}
+        for op, path in paths.items():
+            if path.exists():
+                database.read(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
+        told: list[dict[str, Any]] = []
+        code = _tune_all(list(runnable(work, gpu)), devices, paths, arguments, told)
+        answer(arguments, {"problems": told})
+        return code
 
 
-def tune_one(spec: Any, name: str, problem: Any, device: Any, path: Path, trials: int, budget: float, seed: int) -> int:
-    """Tunes one problem with a progress bar, prints its trials, stores its entry; the exit code."""
+def _tune_all(
+    work: list[Any], devices: list[Any], paths: dict[str, Path], arguments: argparse.Namespace, told: list[Any]
+) -> int:
+    """Tunes the problems, on each device one at a time; the worst exit code."""
+    from mgpu_ops.tuning import many
+
+    with progress_bar() as bar:
+
+        def tune(w: Any, device: Any) -> int:
+            return tune_one(
+                w.spec,
+                w.name,
+                w.problem,
+                device,
+                paths[w.op],
+                arguments.trials or (ALL if arguments.sampler == "brute" else TRIALS),
+                arguments.budget,
+                arguments.seed,
+                told,
+                bar=bar,
+                target=arguments.target,
+                sampler=arguments.sampler,
+                studies=_studies(arguments, device),
+            )
+
+        if len(devices) == 1:
+            worst = OK
+            for w in work:
+                worst = max(worst, tune(w, devices[0]))
+                if worst == INTERRUPTED:
+                    break
+            return worst
+        codes = [OK]
+        try:
+            for done in many.each(work, devices, tune):
+                if done.error is not None:
+                    raise done.error
+                codes.append(done.result)
+        except KeyboardInterrupt:
+            codes.append(INTERRUPTED)
+        return max(codes)
+
+
+@contextlib.contextmanager
+def _devices(arguments: argparse.Namespace) -> Iterator[list[Any]]:
+    """The device that `--gpu` names, or the GPUs that `--workers` asks for."""
+    if arguments.workers == 1:
+        device = device_for(arguments.gpu)
+        try:
+            yield [device]
+        finally:
+            device.close()
+        return
+    from mgpu_ops.tuning import many
+
+    if not has_gpu():
+        raise UsageError("--workers tunes on the GPUs of this machine, and no NVIDIA GPU is here: leave it out, or go to one")
+    with many.devices(arguments.workers) as devices:
+        say(f"measuring on {count(len(devices), 'GPU')}: {devices[0].gpu.name}, driver {devices[0].versions['driver']}")
+        yield devices
+
+
+def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
+    """Puts the problems into the storage's queue."""
+    from mgpu_ops.tuning import fleet, storage
+
+    where = required_storage(arguments)
+    with storage.opened(where) as backend:
+        jobs = fleet.enqueue(
+            backend,
+            [
+                fleet.Job(
+                    op=w.op,
+                    problem=dataclasses.asdict(w.problem),
+                    name=w.name,
+                    trials=arguments.trials or TRIALS,
+                    budget=None if math.isinf(arguments.budget) else arguments.budget,
+                    target=arguments.target,
+                    sampler=arguments.sampler,
+                    seed=arguments.seed,
+                    gpu=arguments.gpu and gpu_or_current(arguments.gpu).key,
+                )
+                for w in work
+            ],
+        )
+    say(f"queued {count(len(jobs), 'problem')}: start `mgpu-tune worker` with this storage on the hosts that are to tune them")
+    answer(arguments, {"queued": jobs})
+    return OK
+
+
+def _studies(arguments: argparse.Namespace, device: Any) -> Any:
+    """Gives the study of a problem: of --storage, else of a journal file; None, in memory, for modelled times."""
+    from mgpu_ops.tuning import storage
+
+    where = storage_of(arguments)
+    if where is None and device.kind != "measured":
+        return lambda spec, problem: None
+
+    def study(spec: Any, problem: Any) -> Any:
+        identity = storage.Identity.of(spec, problem, device.gpu, device.kind, device.versions)
+        with storage.told(str(where)):
+            backend = storage.open_storage(where or storage.journal_path(device.gpu.key, spec.name))
+            return storage.open_study(backend, identity, fresh=arguments.fresh)
+
+    return study
+
+
+def progress_bar() -> Any:
+    """A bar a problem: trials, time, time left, the best so far and failures by kind."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from mgpu_ops.core import database
-    from mgpu_ops.tuning import tables, tuner
-
-    tuner.check_supported(spec, problem, device.gpu)  # before a progress bar is on the screen
-    console = Console()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[best]}"),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(f"{spec.name} {name}", total=trials, best="")
-        best = math.inf
+    return Progress(*columns, console=Console())
 
-        def progress(trial: Any) -> None:
-            nonlocal best
-            best = min(best, trial.outcome.us or math.inf)
-            bar.update(task, advance=1, best=f"best {best:.1f} us" if best < math.inf else "")
 
-        result = tuner.tune(spec, problem, device, trials=trials, budget=budget, seed=seed, progress=progress)
+def tune_one(
+    spec: Any,
+    name: str,
+    problem: Any,
+    device: Any,
+    path: Path,
+    trials: int,
+    budget: float,
+    seed: int,
+    told: list[dict[str, Any]] | None = None,
+    *,
+    bar: Any = None,
+    target: float | None = None,
+    sampler: str = "tpe",
+    studies: Any = lambda spec, problem: None,
+) -> int:
+    """Tunes one problem with a progress bar, prints its trials, stores its entry; the exit code. `told` gets the result."""
+    if bar is None:
+        with progress_bar() as bar:
+            return tune_one(
+                spec, name, problem, device, path, trials, budget, seed, told,
+                bar=bar, target=target, sampler=sampler, studies=studies,
+            )  # fmt: skip
+    from mgpu_ops.core import database
+    from mgpu_ops.tuning import storage, tables, tuner
+
+    tuner.check_supported(spec, problem, device.gpu)  # before a progress bar is on the screen
+    task = bar.add_task(f"{spec.name} {name}", total=None if trials == ALL else trials, best="")
+    best, failures = math.inf, collections.Counter[str]()
+
+    def progress(trial: Any) -> None:
+        nonlocal best
+        best = min(best, trial.outcome.us or math.inf)
+        failures.update([] if trial.outcome.kind == "ok" else [trial.outcome.kind])
+        words = [f"best {best:.1f} us"] if best < math.inf else []
+        bar.update(task, advance=1, best=", ".join(words + [f"{n} {kind}" for kind, n in failures.items()]))
+
+    study = studies(spec, problem)
+    result = tuner.tune(
+        spec, problem, device,
+        trials=trials, budget=budget, target=target, seed=seed, sampler=sampler, study=study, progress=progress,
+    )  # fmt: skip
+    bar.stop_task(task)
     code = INTERRUPTED if result.ended == "interrupted" else OK
-    console.print(tables.trials_table(result.trials, device.baseline))
-    for (kind, detail), count in result.failures.items():
-        say(f"failed: {count} {kind}: {detail}")
+    if told is not None:
+        told.append({"op": spec.name, "name": name, "gpu": device.gpu.key, "kind": device.kind, "database": path}
+                    | _document(result))  # fmt: skip
+    bar.console.print(tables.trials_table(result.trials, device.baseline))
+    for (kind, detail), number in result.failures.items():
+        say(f"failed: {number} {kind}: {detail}")
+    if study is not None and code == OK:
+        storage.finish(study, result.entry)
     if result.entry is None:
         say(f"no candidate worked: nothing is stored for {name}")
         return code or WRONG
@@ -99,6 +288,35 @@ def tune_one(spec: Any, name: str, problem: Any, device: Any, path: Path, trials
     against = f", {e.baseline} {e.baseline_us:.1f} us ({e.baseline_us / e.median_us:.3f}x)" if e.baseline_us else ""
     default = f", default {e.default_us:.1f} us" if e.default_us else ""
     say(f"best of {len(result.trials)} in {result.seconds:.1f} s: {e.median_us:.1f} us {e.kind}{default}{against}")
+    if result.confidence is not None and device.kind == "measured":
+        margin = f"{tuner.NEAR_TIE:.1%}"
+        say(f"no other finalist is faster by more than {margin}, with a confidence of {result.confidence:.0%}")
     database.update(path, [result.entry], gpu_key=device.gpu.key, op=spec.name)
     say(f"stored as {e.kind} in {path}")
     return code
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 0.98")
+    return value
+
+
+def _workers(text: str) -> int | None:
+    return None if text == "all" else positive_int(text)
+
+
+def _document(result: Any) -> dict[str, Any]:
+    """A tuner's Result as JSON tells it: all of it, but for the raw samples of the trials."""
+    trials = [
+        {"number": t.number, "origin": t.origin, "config": t.config, "kind": t.outcome.kind, "us": t.outcome.us}
+        | ({"detail": t.outcome.detail} if t.outcome.detail else {})
+        for t in result.trials
+    ]
+    fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    failures = [{"kind": kind, "detail": detail, "trials": n} for (kind, detail), n in result.failures.items()]
+    return fields | {"trials": trials, "failures": failures}

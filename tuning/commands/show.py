@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, command, say, stored_files
+from mgpu_ops.tuning.commands import OK, WRONG, answer, command, say, stored_files
 
 
 def register(commands: Any) -> None:
@@ -17,6 +17,7 @@ def register(commands: Any) -> None:
         """
         mgpu-tune show
         mgpu-tune show matmul --gpu h200
+        mgpu-tune show --json | jq '.files[].entries[].problem'
         """,
     )
     parser.add_argument("op", nargs="?", help="an op; all by default")
@@ -33,17 +34,19 @@ def run(arguments: argparse.Namespace) -> int:
     specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     here = gpu.find(arguments.gpu) if arguments.gpu else gpu.current()
     keys = [here.key] if here else [g.key for g in gpu.GPUS]
-    console, found, code = Console(), False, OK
+    console, found = Console(), []
     for spec in specs:
         for key, whose, path in stored_files(spec, keys):
-            found = True
+            file = {"op": spec.name, "gpu": key, "whose": whose, "path": path}
             try:
                 entries = database.read(path, gpu_key=key, op=spec.name).entries
             except database.DatabaseError as e:
                 say(f"mgpu-tune: {e}")
-                code = WRONG
+                found.append(file | {"fault": e.reason})
                 continue
+            found.append(file | {"entries": entries})
             console.print(tables.entries_table(f"{spec.name} on {key}, {whose}: {path}", entries))
     if not found:
         say(f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}")
-    return code
+    answer(arguments, {"files": found})
+    return WRONG if any("fault" in file for file in found) else OK

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, command, gpu_or_current, say
+from mgpu_ops.tuning.commands import OK, answer, command, gpu_or_current, say
 from mgpu_ops.tuning.commands.arguments import problem_arguments, problems_of
 
 
@@ -29,13 +30,17 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
+    from mgpu_ops.core import database
 
     spec = mgpu_ops.spec_of(arguments.op)
     (problem,) = problems_of(spec, arguments).values()
     gpu = gpu_or_current(arguments.gpu)
+    asked = {"op": spec.name, "problem": problem, "gpu": gpu.key}
     reason = spec.supports(problem, gpu)
     if reason is not None:
         say(f"{spec.name} {problem} runs through XLA: {reason}")
+        answer(arguments, asked | {"backend": "xla", "reason": reason})
         return OK
     say(mgpu_ops.explain(spec.name, problem, gpu.key))
+    answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(database.resolve(spec, problem, gpu)))
     return OK

@@ -1,0 +1,118 @@
+"""What `mgpu_ops` offers: its ops, their problems and configs, and what tells and changes which config runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mgpu_ops.core.capture import capture
+from mgpu_ops.core.database import DatabaseError, use_configs
+from mgpu_ops.dot_product_attention import dot_product_attention
+from mgpu_ops.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
+from mgpu_ops.flash_attention import FORWARD as _FLASH_ATTENTION
+from mgpu_ops.flash_attention import flash_attention
+from mgpu_ops.flash_attention.problem import BackwardConfig as FlashAttentionBackwardConfig
+from mgpu_ops.flash_attention.problem import Config as FlashAttentionConfig
+from mgpu_ops.flash_attention.problem import Problem as FlashAttentionProblem
+from mgpu_ops.grouped_matmul import SPEC as _GROUPED_MATMUL
+from mgpu_ops.grouped_matmul import Problem as GroupedMatmulProblem
+from mgpu_ops.grouped_matmul import grouped_matmul, ragged_dot
+from mgpu_ops.groups import Config as GroupedMatmulConfig
+from mgpu_ops.matmul import SPEC as _MATMUL
+from mgpu_ops.matmul import Config as MatmulConfig
+from mgpu_ops.matmul import Problem as MatmulProblem
+from mgpu_ops.matmul import matmul
+from mgpu_ops.ragged_contraction import SPEC as _RAGGED_CONTRACTION
+from mgpu_ops.ragged_contraction import Problem as RaggedContractionProblem
+from mgpu_ops.ragged_contraction import ragged_contraction
+
+_OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD)
+SPECS = {spec.name: spec for spec in _OPS}
+
+
+def explain(op: str, problem: Any, gpu: Any = None) -> str:
+    """Which stored config `op` runs `problem` with, and why, as text.
+
+    Args:
+      op: "matmul", "grouped_matmul" or "ragged_contraction".
+      problem: the op's Problem, or its fields as a mapping, e.g. `{"m": 4096, "n": 4096, "k": 4096}`.
+      gpu: a name such as "h200" or "NVIDIA H200"; the running GPU by default.
+
+    Raises ValueError for an unknown op or GPU, or a mapping that is no problem of the op.
+    """
+    from mgpu_ops.core import database
+    from mgpu_ops.core import gpu as gpus
+    from mgpu_ops.core.op import problem_of
+
+    spec = spec_of(op)
+    if not isinstance(problem, spec.Problem):
+        problem = problem_of(spec, problem)
+    device = gpus.current() if gpu is None else gpus.find(gpu)
+    if device is None:
+        raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")
+    return database.explain(spec, problem, device)
+
+
+def autotune(
+    function: Callable[..., Any],
+    *args: Any,
+    gpu: str | None = None,
+    trials: int = 32,
+    budget: float = 60.0,
+    store: bool = True,
+) -> AbstractContextManager[None]:
+    """Tunes what `function(*args)` would run, and returns the context to run it under: `with autotune(step, x): step(x)`.
+
+    The problems are those of `capture`. One that has a measured entry of its own already, be it stored or shipped, is not tuned
+    again: the second start of a program costs a trace. Tuning happens here and now, in worker processes on the GPU.
+
+    Args:
+      function, args: as `capture` takes them; nothing of them is run. Arrays may be `jax.ShapeDtypeStruct`.
+      gpu: a GPU to model, e.g. "h200", where there is none to measure on.
+      trials, budget: candidates and seconds for each problem, at most.
+      store: keep what was found in the user's database.
+
+    In a job of several processes all must call it, in the same order: process 0 tunes, the others wait for what it found.
+
+    A program that calls it at its top level must do so under `if __name__ == "__main__":`, as every program whose processes
+    start others, and before its own arrays fill the GPU, or with XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment.
+
+    Raises ValueError without a Hopper GPU and without `gpu`; what tracing the function raises; ImportError without the extra
+    "tune".
+    """
+    from mgpu_ops.tuning.autotune import autotuned  # only here: nothing else in the package loads the tuner
+
+    return autotuned(function, args, gpu=gpu, trials=trials, budget=budget, store=store)
+
+
+def spec_of(op: str) -> Any:
+    """The OpSpec of an op by name; ValueError names what there is."""
+    if op not in SPECS:
+        raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}")
+    return SPECS[op]
+
+
+__all__ = [
+    "SPECS",
+    "DatabaseError",
+    "FlashAttentionBackwardConfig",
+    "FlashAttentionConfig",
+    "FlashAttentionProblem",
+    "GroupedMatmulConfig",
+    "GroupedMatmulProblem",
+    "MatmulConfig",
+    "MatmulProblem",
+    "RaggedContractionProblem",
+    "autotune",
+    "capture",
+    "dot_product_attention",
+    "explain",
+    "flash_attention",
+    "grouped_matmul",
+    "matmul",
+    "ragged_contraction",
+    "ragged_dot",
+    "spec_of",
+    "use_configs",
+]

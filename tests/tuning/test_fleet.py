@@ -1,0 +1,367 @@
+"""A fleet on a real PostgreSQL: several workers, one of them killed with -9; and the commands around it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from mgpu_ops.tuning import fleet, storage
+from mgpu_ops.tuning.fleet import Job
+from mgpu_ops.tuning.ledger import Ledger
+from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.storage import StorageError, open_storage
+from tests.tuning import fleet_worker, postgres, toy
+
+ROOT = Path(__file__).parents[2]
+TRIALS = 16
+SIZES = (256, 512)
+FINISHED = (optuna.trial.TrialState.COMPLETE,)
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[str]:
+    programs = postgres.programs()
+    if programs is None:
+        pytest.skip("no PostgreSQL server: neither the wheel of the dev dependencies nor the system has one that runs here")
+    with postgres.server(programs) as url:
+        yield url
+
+
+def job(size: int, **changes: Any) -> Job:
+    return Job(**({"op": "toy", "problem": {"size": size}, "name": f"toy-{size}", "trials": TRIALS} | changes))
+
+
+@pytest.fixture
+def start(database: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts workers of the fleet on that database; none outlives the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(*words: str) -> subprocess.Popen[str]:
+            process = stack.enter_context(_start(database, *words))
+            stack.callback(process.kill)
+            return process
+
+        yield started
+
+
+def _start(url: str, *words: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", storage.VARIABLE: url}
+    command = [sys.executable, "-m", "tests.tuning.fleet_worker", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_workers_share_a_queue_and_one_killed_with_9_loses_nothing(
+    database: str, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    with storage.opened(database) as backend:
+        fleet.enqueue(backend, [job(size) for size in SIZES])
+        share(backend, start)
+
+
+def share(backend: optuna.storages.BaseStorage, start: Callable[..., subprocess.Popen[str]]) -> None:
+    victim = start("stuck")
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "stuck\n"
+    workers = [start() for _ in range(2)]
+    shown = b"".join(Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in [victim, *workers])
+    assert postgres.PASSWORD.encode() not in shown
+    time.sleep(fleet_worker.GRACE + 1)  # it lives, its heart beats: nobody takes what it holds
+    (shared,) = [study for study in studies(backend) if any(map(victims, study.trials))]
+    held = {t.number for t in shared.trials if victims(t) and t.state.name == "RUNNING"}
+    kept = [t for t in shared.trials if victims(t) and t.state.name == "COMPLETE"]
+    assert (len(held), len(kept)) == (fleet_worker.SLOTS, 2)
+    victim.kill()
+    told = [worker.communicate(timeout=60) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], told
+    ended = [json.loads(line) for out, _ in told for line in out.splitlines()]
+    assert sorted(problem["size"] for problem, _ in ended) == list(SIZES)  # each ended by one worker
+    for study in studies(backend):
+        done = collections.Counter(json.dumps(t.user_attrs["config"]) for t in study.trials if t.state.name == "COMPLETE")
+        assert set(done.values()) == {1}  # nothing is measured twice
+        assert abs(len(done) - TRIALS) <= len(workers)  # which count and claim at the same time
+        assert all(t.state.is_finished() for t in study.trials)
+        assert all(t.value == toy.slope(toy.Config(**t.user_attrs["config"])) for t in study.trials if t.value)
+    trials = shared.get_trials()
+    assert {trials[number].state.name for number in held} == {"FAIL"}
+    again = [t for t in trials if t.system_attrs.get("failed_trial") in held]  # optuna's retry
+    assert [t.state.name for t in again] == ["COMPLETE"] * fleet_worker.SLOTS
+    assert [trials[t.number].value for t in kept] == [t.value for t in kept]
+    stored = {entry.problem["size"]: entry for gpu, op, entry in fleet.entries(backend) if (gpu, op) == (toy.GPU.name, "toy")}
+    assert {size: entry.config for size, entry in stored.items()} == {problem["size"]: config for problem, config in ended}
+    counts = {s.user_attrs["identity"]["problem"]["size"]: len(s.get_trials(states=FINISHED)) for s in studies(backend)}
+    assert {size: entry.evidence.trials for size, entry in stored.items()} == counts
+    assert all(entry.evidence.median_us == toy.slope(toy.Config(**entry.config)) for entry in stored.values())
+    assert not any(postgres.PASSWORD in text for out_and_err in told for text in out_and_err)
+
+
+def studies(backend: optuna.storages.BaseStorage) -> list[optuna.Study]:
+    names = [study.study_name for study in backend.get_all_studies() if study.study_name.startswith("toy")]
+    return [optuna.load_study(study_name=name, storage=backend) for name in names]
+
+
+def victims(trial: optuna.trial.FrozenTrial) -> bool:
+    return str(trial.user_attrs["holder"]["process"]).startswith("another machine")
+
+
+def test_a_wrong_password_is_told_without_telling_any(database: str) -> None:
+    wrong = database.replace("s3cret", "wr0ng")
+    with pytest.raises(
+        StorageError, match=r"storage postgresql://tuner:\*\*\*@127.0.0.1:\d+/postgres: .*authentication failed"
+    ):
+        open_storage(wrong)
+
+
+def test_the_password_may_stay_in_the_environment(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)
+    url = database.replace(f":{postgres.PASSWORD.replace('+', '%2B')}", "")
+    assert not storage.has_password(url)
+    with storage.opened(url) as backend:
+        backend.get_all_studies()
+
+
+def test_a_proxy_serves_the_database_to_this_machine(database: str) -> None:
+    port = postgres.free_port()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", storage.VARIABLE: database}
+    command = [sys.executable, "-m", "mgpu_ops.tuning.cli", "proxy", "--port", str(port)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as proxy:
+        try:
+            assert proxy.stdout is not None
+            said = proxy.stdout.readline()
+            assert "serving postgresql://tuner:***@127.0.0.1:" in said
+            assert f"grpc://127.0.0.1:{port}; Ctrl-C ends it" in said
+            identity = storage.Identity.of(toy.SPEC, toy.Problem(4096), toy.GPU, "measured", {})
+            with storage.opened(f"grpc://127.0.0.1:{port}") as through, storage.opened(database) as direct:
+                ours, theirs = (Ledger(storage.open_study(b, identity), toy.Config) for b in (through, direct))
+                assert ours.claim(toy.OPTIMUM, "search")
+                assert not theirs.claim(toy.OPTIMUM, "search")
+                ours.record(toy.OPTIMUM, Outcome("ok", 100.0, samples=(99.0, 100.0, 101.0)))
+                assert [done.outcome.samples for done in theirs.news()] == [(99.0, 100.0, 101.0)]
+        finally:
+            proxy.send_signal(signal.SIGINT)
+        _, err = proxy.communicate(timeout=20)
+    assert proxy.returncode == 130
+    assert "WARNING" not in err
+    assert "Traceback" not in err
+
+
+# --- the queue, on a journal file
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> optuna.storages.BaseStorage:
+    monkeypatch.setattr(fleet, "POLL", 0.01)
+    return open_storage(tmp_path / "fleet.journal")
+
+
+def worker(backend: optuna.storages.BaseStorage, **device: Any) -> fleet.Worker:
+    def spec_of(op: str) -> Any:
+        if op != "toy":
+            raise ValueError(f"op {op!r} is not one of toy")
+        return toy.SPEC
+
+    return fleet.Worker(backend, toy.FakeDevice(final=fleet_worker.toy_final, **device), spec_of)
+
+
+def test_a_job_queued_twice_is_one_and_when_done_is_tuned_anew(backend: optuna.storages.BaseStorage) -> None:
+    fleet.enqueue(backend, [job(512)])
+    fleet.enqueue(backend, [job(512, trials=6), job(1024, trials=6)])
+    assert [(j.problem["size"], j.trials, j.number) for j in fleet.queued(backend)] == [(512, 6, 1), (1024, 6, 1)]
+    assert [ended.trials for ended in worker(backend).work()] == [6, 6]
+    assert list(worker(backend).work()) == []
+    fleet.enqueue(backend, [job(512, trials=8)])
+    assert [(ended.job.number, ended.trials) for ended in worker(backend).work()] == [(2, 8)]
+    assert [entry.evidence.trials for _, _, entry in fleet.entries(backend)] == [6, 6, 8]
+
+
+def test_every_kind_of_gpu_and_toolchain_tunes_a_job_for_itself(backend: optuna.storages.BaseStorage) -> None:
+    fleet.enqueue(backend, [job(512, trials=4), job(1024, trials=4, gpu="h100-sxm")])
+    first, other = worker(backend), worker(backend)
+    other._device.versions = {**first._device.versions, "driver": "another"}
+    for here in (first, other):
+        assert [ended.job.problem["size"] for ended in here.work()] == [512]
+    assert len(studies(backend)) == 2
+
+
+def test_what_a_worker_cannot_do_is_said_once_and_left_to_others(backend: optuna.storages.BaseStorage) -> None:
+    said: list[str] = []
+    fleet.enqueue(backend, [job(511), job(512, op="newer"), job(512, trials=4)])
+    here = worker(backend)
+    here._say = said.append
+    assert len(list(here.work())) == 1
+    assert [text.split(": ")[0] for text in said] == [
+        "toy toy-511 is left to other workers",
+        "newer toy-512 is left to other workers",
+    ]
+    assert "size is odd: pad it" in said[0]
+
+
+def test_a_job_of_which_no_candidate_works_is_done_too(backend: optuna.storages.BaseStorage) -> None:
+    fleet.enqueue(backend, [job(512, trials=4)])
+    here = worker(backend, judgement=lambda config: Outcome("crash", detail="always"))
+    (ended,) = here.work()
+    assert (ended.entry, ended.reason) == (None, "no candidate worked")
+    assert list(fleet.entries(backend)) == []
+    assert list(worker(backend).work()) == []
+
+
+def test_the_end_that_a_dead_worker_owed_is_brought_by_another(backend: optuna.storages.BaseStorage) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(config: Any) -> Any:
+        raise Killed
+
+    fleet.enqueue(backend, [job(512, trials=4)])
+    dying = worker(backend)
+    dying._device.final = die
+    generator = dying.work()
+    with pytest.raises(Killed):
+        next(generator)
+    assert [ended.trials for ended in worker(backend).work()] == [4]
+
+
+def test_ctrl_c_gives_back_what_is_under_way(backend: optuna.storages.BaseStorage) -> None:
+    judged: list[Any] = []
+
+    def judge(config: Any) -> Any:
+        judged.append(config)
+        return KeyboardInterrupt() if len(judged) == 5 else toy.slope(config)
+
+    fleet.enqueue(backend, [job(512, trials=12)])
+    with pytest.raises(KeyboardInterrupt):
+        list(worker(backend, judgement=judge).work())
+    (study,) = studies(backend)
+    assert collections.Counter(t.state.name for t in study.trials) == {"COMPLETE": 4, "FAIL": 8}
+    (ended,) = worker(backend).work()
+    assert ended.trials == 12
+
+
+def test_what_lies_in_the_queue_and_is_no_job_is_passed_over(backend: optuna.storages.BaseStorage) -> None:
+    good = fleet.enqueue(backend, [job(512)])
+    queue = fleet._fleet(backend)
+    for key, value in {"job 1": {}, "job 2": 7, "other": "x", "job 3": {"op": "toy", "more": 1}}.items():
+        queue.set_user_attr(key, value)
+    assert fleet.queued(backend) == good
+    broken = optuna.create_study(storage=backend, study_name="toy broken")
+    broken.set_user_attr("done", {"entry": {"problem": {}}})
+    storage.finish(optuna.create_study(storage=backend, study_name="toy nameless"), None)
+    assert list(fleet.entries(backend)) == []
+
+
+# --- the commands
+
+Command = Callable[..., Any]
+
+
+@pytest.mark.parametrize("name", ["worker", "proxy", "dashboard"])
+def test_every_command_has_a_help_with_examples(name: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune(name, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert f"examples:\n  mgpu-tune {name}" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("worker",), "name the storage with --storage, or $MGPU_OPS_STORAGE"),
+        (("worker", "--storage", "postgresql://u:hunter2@h/d"), "put the URL into $MGPU_OPS_STORAGE"),
+        (("proxy", "--storage", "postgresql://u:hunter2@h/d"), "has a password, which the list of processes shows"),
+        (("dashboard", "--storage", "postgresql://u:hunter2@h/d"), "has a password"),
+        (("worker", "--storage", "sqlite:///x"), "sqlite:///x is no storage: name a journal file"),
+        (("worker", "--storage", "x.journal", "--op", "softmax"), "op 'softmax' is not one of"),
+        (("proxy", "--storage", "x.journal"), "a proxy serves a database, not x.journal"),
+        (("proxy", "--storage", "postgresql://h/d", "--port", "0"), "'0' must be a whole number from 1 to 65535"),
+        (("dashboard",), "name an op, whose journal of this machine is opened"),
+        (("dashboard", "matmul", "--gpu", "h200"), "nothing of matmul was tuned on this machine"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_with_the_way_out(
+    words: tuple[str, ...], message: str, mgpu_tune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MGPU_OPS_STATE_DIR", str(tmp_path))
+    done = mgpu_tune(*words)
+    assert done.code == 2
+    assert message in done.err
+    assert "hunter2" not in done.err + done.out
+
+
+@pytest.mark.parametrize("command", ["proxy", "dashboard"])
+def test_servers_stay_on_loopback_unless_told_otherwise_and_then_warn(
+    command: str, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optuna_dashboard
+
+    served: list[tuple[str, int]] = []
+
+    def serve(backend: Any, host: str, port: int) -> None:
+        served.append((host, port))
+
+    monkeypatch.setattr(optuna_dashboard, "run_server", serve)
+    monkeypatch.setattr(optuna.storages, "run_grpc_proxy_server", serve)
+    monkeypatch.setattr(storage, "open_storage", lambda where: optuna.storages.InMemoryStorage())
+    monkeypatch.setenv(storage.VARIABLE, "postgresql://u:hunter2@h/d")
+    quiet, loud = mgpu_tune(command), mgpu_tune(command, "--host", "0.0.0.0", "--port", 9000)
+    assert (quiet.code, loud.code) == (0, 0)
+    assert [host for host, _ in served] == ["127.0.0.1", "0.0.0.0"]
+    assert quiet.err == ""
+    assert "WARNING" in loud.err
+    assert "listens on 0.0.0.0:9000, beyond this machine. It has no password" in loud.err
+    assert "hunter2" not in quiet.out + loud.out + loud.err
+
+
+def test_the_dashboard_opens_on_a_journal(tmp_path: Path) -> None:
+    """Its own web server, in this process: the studies and the trials of a journal are what a browser asks it for."""
+    from optuna_dashboard import wsgi
+
+    backend = open_storage(tmp_path / "studies.journal")
+    fleet.enqueue(backend, [job(512, trials=4)])
+    list(worker(backend).work())
+    app = wsgi(open_storage(tmp_path / "studies.journal"))
+
+    def get(path: str) -> Any:
+        environment: dict[str, Any] = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "wsgi.errors": sys.stderr}
+        status: list[str] = []
+        body = b"".join(app(environment | {"SERVER_NAME": "x", "SERVER_PORT": "1"}, lambda s, h, e=None: status.append(s)))
+        assert status == ["200 OK"], body
+        return json.loads(body)
+
+    (shown,) = [study for study in get("/api/studies")["study_summaries"] if study["study_name"].startswith("toy")]
+    trials = get(f"/api/studies/{shown['study_id']}")["trials"]
+    assert [trial["state"] for trial in trials] == ["Complete"] * 4
+    assert any(param["name"] == "a" for param in trials[0]["params"])
+
+
+def test_the_worker_command_stores_what_it_tuned(tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mgpu_ops import spec_of
+    from mgpu_ops.core import database as databases
+
+    problem = spec_of("matmul").Problem(512, 512, 512)
+    where = tmp_path / "fleet.journal"
+    queued = Job("matmul", dataclasses.asdict(problem), "512x512x512", 6)
+    fleet.enqueue(open_storage(where), [queued])
+    assert mgpu_tune("worker", "--storage", where, "--op", "flash_attention", "--gpu", "h200").code == 0
+    done = mgpu_tune("worker", "--storage", where, "--gpu", "h200")
+    assert (done.code, done.err) == (0, "")
+    assert "matmul 512x512x512: best of 6, measured by 1 host: " in done.out
+    (entry,) = databases.read(databases.user_path("h200", "matmul"), gpu_key="h200", op="matmul").entries
+    assert (entry.evidence.kind, entry.evidence.trials) == ("modelled", 6)
+    fleet.enqueue(open_storage(where), [queued])
+    monkeypatch.setenv(storage.VARIABLE, str(where))
+    done = mgpu_tune("worker", "--gpu", "h200", "--json")
+    (told,) = json.loads(done.out)["ended"]
+    assert (told["op"], told["trials"], told["config"]) == ("matmul", 6, entry.config)

@@ -1,0 +1,248 @@
+"""Where studies are kept: journals that survive kill -9, addresses that are refused, passwords that nobody sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mgpu_ops.tuning import storage
+from mgpu_ops.tuning.ledger import Ledger
+from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.storage import Identity, StorageError, open_storage, open_study
+from tests.tuning import toy
+
+VERSIONS = {"driver": "570.1", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}
+IDENTITY = Identity.of(toy.SPEC, toy.PROBLEM, toy.GPU, "measured", VERSIONS)
+SECRET = "hunter2"
+
+
+# --- passwords
+
+PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=6)
+
+
+@given(password=PASSWORDS)
+@example("p@ss/w#or?d")
+@example("a:b@c")
+def test_redact_leaves_nothing_of_a_password_escaped_or_not(password: str) -> None:
+    url = f"postgresql://tuner:{password}@db.example/studies"
+    assert storage.redact(url) == "postgresql://tuner:***@db.example/studies"
+    assert storage.redact(f"cannot open {url}") == "cannot open postgresql://tuner:***@db.example/studies"
+    assert storage.has_password(url)
+
+
+@pytest.mark.parametrize(
+    "where", ["studies.journal", "/a/b:c@d.journal", "postgresql://tuner@db.example:5432/studies", "grpc://127.0.0.1:13000"]
+)
+def test_what_holds_no_password_stays_as_it_is(where: str) -> None:
+    assert storage.redact(where) == where
+    assert not storage.has_password(where)
+
+
+def test_a_password_among_the_options_of_a_url_is_one_too() -> None:
+    assert storage.redact("mysql://u@h/d?a=1&password=hunter2&b=2") == "mysql://u@h/d?a=1&password=***&b=2"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql://tuner:{SECRET}@127.0.0.1:1/studies",  # nobody listens
+        f"mysql://tuner:{SECRET}@127.0.0.1:1/studies",  # its driver is an extra that may be missing
+        f"postgresql://tuner:{SECRET}@127.0.0.1:port/studies",
+        f"postgresql://tuner:{SECRET}/x@y@127.0.0.1/studies",  # not escaped
+        f"postgresql://tuner:{SECRET}@[::1/studies",
+        f"oracle://tuner:{SECRET}@127.0.0.1/studies",
+        f"grpc://tuner:{SECRET}@127.0.0.1",
+        f"grpc://tuner:{SECRET}@[::",
+    ],
+)
+def test_no_error_of_a_storage_tells_its_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(StorageError) as caught:
+        open_storage(url)
+    told = "".join(traceback.format_exception(caught.value)) + caplog.text
+    assert SECRET not in told.replace(__file__, "")
+    assert "***" in str(caught.value) or "pip install" in str(caught.value) or "grpc://HOST:PORT" in str(caught.value)
+
+
+def test_an_error_later_on_tells_no_password_either() -> None:
+    import sqlalchemy.exc
+
+    url = f"postgresql://tuner:{SECRET}%21@db.example/studies"
+    with (
+        pytest.raises(StorageError, match=r"storage postgresql://tuner:\*\*\*@db.example/studies: ") as caught,
+        storage.told(url),
+    ):
+        raise sqlalchemy.exc.OperationalError("select", {}, ValueError(f"bad dsn {url} with {SECRET}! and {SECRET}%21"))
+    assert SECRET not in "".join(traceback.format_exception(caught.value)).replace(__file__, "")
+
+
+def test_a_bug_is_not_taken_for_an_error_of_the_storage() -> None:
+    with pytest.raises(ZeroDivisionError), storage.told("x"):
+        1 / 0  # noqa: B018
+
+
+# --- addresses
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("sqlite:///studies.db", "sqlite:///studies.db is no storage: name a journal file, postgresql://USER@HOST/NAME"),
+        ("grpc://somewhere", "is no address of a proxy: name it as grpc://HOST:PORT"),
+        ("postgresql://u:a/b@h/d", "write @ / # ? [ ] of the password as %40 %2F"),
+    ],
+)
+def test_what_is_no_storage_is_refused_with_the_way_out(where: str, reason: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        open_storage(where)
+    assert reason in str(caught.value)
+
+
+def test_a_journal_that_cannot_be_made_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file/studies.journal"):
+        open_storage(tmp_path / "file" / "studies.journal")
+
+
+# --- the journal
+
+
+def measured(path: Path, count: int) -> Ledger:
+    """A journal with so many results."""
+    ledger = Ledger(open_study(open_storage(path), IDENTITY), toy.Config)
+    for a in toy.CHOICES["a"][:count]:
+        config = dataclasses.replace(toy.DEFAULT, a=a)
+        assert ledger.claim(config, "search")
+        ledger.record(config, Outcome("ok", toy.slope(config)))
+    return ledger
+
+
+def test_a_journal_keeps_studies_from_process_to_process(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "studies.journal"
+    measured(path, 3)
+    again = Ledger(open_study(open_storage(path), IDENTITY), toy.Config)
+    assert [done.config.a for done in again.news()] == [1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("journal") / "studies.journal"
+    measured(path, 3)
+    return path.read_bytes()
+
+
+@settings(max_examples=25)
+@given(cut=st.integers(1, 700))
+@example(cut=1)
+def test_a_journal_cut_off_anywhere_loses_its_last_lines_only_and_takes_new_ones(
+    cut: int, journal: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "studies.journal"
+    path.write_bytes(journal[:-cut])
+    ledger = Ledger(open_study(open_storage(path), IDENTITY), toy.Config)
+    assert [d.config.a for d in ledger.news()] in ([1, 2, 4], [1, 2], [1])
+    config = dataclasses.replace(toy.DEFAULT, a=64)
+    assert ledger.claim(config, "search")
+    ledger.record(config, Outcome("ok", 1.0))
+    ledger.close()
+    for line in path.read_bytes().splitlines():
+        json.loads(line)
+    assert config in [d.config for d in Ledger(open_study(open_storage(path), IDENTITY), toy.Config).news()]
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x04K\x01.\n{}\n", b"[1]\n[2]\n", b'{"op_code":0}\n{}\n', b"\xff\xfe\n{}\n", b"1\n2\n"]
+)
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "studies.journal"
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match=r"is no journal of optuna, or is corrupt .*: move it away"):
+        open_storage(path)
+    assert path.read_bytes() == content
+
+
+def test_reading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "studies.journal"
+    measured(path, 2)
+    study = open_study(open_storage(path), IDENTITY)
+    trap = pickle.dumps(os.getcwd).hex()  # where optuna's CMA-ES sampler would look for one
+    study.add_trial(optuna.trial.create_trial(value=1.0, system_attrs={"cma:optimizer:0": trap}))
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, lambda *args, **kwargs: pytest.fail("something was unpickled"))
+    again = open_study(open_storage(path), IDENTITY, sampler=optuna.samplers.TPESampler(seed=0))
+    assert len(Ledger(again, toy.Config).news()) == 2
+
+
+def test_no_sampler_on_offer_unpickles() -> None:
+    from mgpu_ops.tuning import search
+
+    assert "cmaes" not in search.SAMPLERS
+    modules = {type(search.sampler_of(name, 0)).__module__ for name in ("tpe", "random")}
+    sources = [Path(sys.modules[module].__file__ or "").read_text() for module in modules]
+    assert not any("pickle" in source for source in sources)
+
+
+def test_a_users_journals_lie_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_OPS_STATE_DIR", str(tmp_path))
+    assert storage.journal_path("h200", "toy") == tmp_path / "studies" / "h200" / "toy.journal"
+    monkeypatch.delenv("MGPU_OPS_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
+    assert storage.journal_path("h200", "toy") == Path("/somewhere/mgpu_ops/studies/h200/toy.journal")
+
+
+# --- which measurements may meet
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "other"},
+        {"kernel_version": 4},
+        {"problem": {"size": 2048}},
+        {"problem": {"size": True}},
+        {"gpu": "NVIDIA H100 80GB HBM3"},
+        {"kind": "modelled"},
+        *({"versions": VERSIONS | {key: "another"}} for key in VERSIONS),
+    ],
+    ids=str,
+)
+def test_only_the_same_problem_on_the_same_gpu_and_toolchain_shares_a_study(change: dict[str, Any]) -> None:
+    backend = optuna.storages.InMemoryStorage()
+    study = open_study(backend, IDENTITY)
+    assert open_study(backend, IDENTITY)._study_id == study._study_id
+    assert open_study(backend, dataclasses.replace(IDENTITY, **change))._study_id != study._study_id
+
+
+def test_a_study_is_named_for_people_and_fits_a_database() -> None:
+    import mgpu_ops
+
+    name = IDENTITY.name("1")
+    for word in ("toy", "1024", "NVIDIA H200", "measured", "driver 570.1", "jax 0.11.2", "kernel 3", "run 1"):
+        assert word in name.split(" | ")
+    for spec in mgpu_ops.SPECS.values():
+        for problem in spec.shapes.values():
+            assert len(Identity.of(spec, problem, toy.GPU, "measured", VERSIONS).name("fleet 12")) < 512
+
+
+def test_a_run_goes_on_until_it_is_done_and_the_next_starts_anew() -> None:
+    backend = optuna.storages.InMemoryStorage()
+    first = open_study(backend, IDENTITY)
+    assert open_study(backend, IDENTITY).study_name == first.study_name
+    storage.finish(first, None)
+    second = open_study(backend, IDENTITY)
+    assert second.study_name != first.study_name
+    assert open_study(backend, IDENTITY).study_name == second.study_name
+    assert open_study(backend, IDENTITY, fresh=True).study_name not in (first.study_name, second.study_name)

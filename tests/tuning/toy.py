@@ -1,0 +1,145 @@
+"""A toy op, whose times a function gives, and a device that judges by it: no GPU, no kernel."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.core import database
+from mgpu_ops.core.gpu import find
+from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning.outcome import Final, Outcome
+
+GPU = find("h200")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    a: int
+    b: int
+    c: int
+    d: int
+    mode: str
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "a": (1, 2, 4, 8, 16, 32, 64, 128),
+    "b": (16, 32, 64, 96, 128, 160, 192),
+    "c": (1, 2, 3, 4, 6, 8, 12),
+    "d": (8, 16, 24, 32, 40),
+    "mode": ("m", "n", "none"),
+}
+OPTIMUM = Config(32, 96, 3, 40, "n")
+DEFAULT = Config(1, 16, 1, 8, "m")
+PROBLEM = Problem(1024)
+
+
+def slope(config: Config) -> float:
+    """Separable: 100 at OPTIMUM, 10 more for each step away from it in any field."""
+    steps = (abs(v.index(getattr(config, k)) - v.index(getattr(OPTIMUM, k))) for k, v in CHOICES.items())
+    return 100.0 + 10.0 * sum(steps)
+
+
+SPEC = OpSpec(
+    name="toy",
+    version=3,
+    Problem=Problem,
+    Config=Config,
+    shapes={"toy-1024": PROBLEM, "toy-2048": Problem(2048)},
+    suites={"toys": ("toy-1024", "toy-2048")},
+    space=lambda problem, gpu: CHOICES,
+    supports=lambda problem, gpu: "size is odd: pad it" if problem.size % 2 else None,
+    check=lambda problem, config, gpu: None,
+    candidates=lambda problem, gpu: [DEFAULT],
+    default=lambda problem, gpu: DEFAULT,
+    cost=lambda problem, config, gpu: 1.0,  # tells nothing: the search has to
+    distance=lambda x, y: abs(math.log2(x.size / y.size)),
+    flops=lambda problem: problem.size,
+    bytes=lambda problem: problem.size,
+    inputs=lambda problem, key: (),
+    run=lambda problem, config, gpu, *inputs, interpret=False: None,
+    reference=lambda problem, *inputs: None,
+    tolerance=lambda problem: 0.0,
+)
+
+
+class Clock:
+    """time.monotonic, which only the fake device moves: one second a candidate."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeDevice:
+    """Judges by a function: microseconds, an Outcome, or an exception to raise."""
+
+    gpu = GPU
+
+    def __init__(
+        self,
+        judgement: Callable[[Config], Any] = slope,
+        final: Callable[[Config], list[float]] | None = None,
+        kind: str = "measured",
+        clock: Clock | None = None,
+        slots: int = 8,
+    ):
+        self.kind, self.baseline = kind, "xla" if kind == "measured" else None
+        self.versions: dict[str, str | None] = {"driver": "1.2", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}
+        self.slots = slots
+        self.notes: list[str] = []
+        self.judgement = judgement
+        self.final = final or (lambda config: [judgement(config)])
+        self.clock = clock
+        self.flying: collections.deque[Config] = collections.deque()
+        self.judged: list[Config] = []
+        self.finalists: list[Config] | None = None
+        self.opened: tuple[Any, ...] | None = None
+
+    def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
+        self.opened = (spec, problem, seed)
+
+    def submit(self, config: Config) -> None:
+        assert len(self.flying) < self.slots
+        self.flying.append(config)
+
+    def next(self) -> tuple[Config, Outcome]:
+        if not self.flying:
+            raise LookupError("nothing is in flight")
+        config = self.flying.popleft()
+        self.judged.append(config)
+        if self.clock:
+            self.clock.now += 1.0
+        answer = self.judgement(config)
+        if isinstance(answer, BaseException):
+            raise answer
+        return config, answer if isinstance(answer, Outcome) else Outcome("ok", answer, 150.0, 0.002)
+
+    def finals(self, configs: Sequence[Config], seconds: float) -> Final:
+        self.finalists = self.finalists or list(configs)
+        return Final({c: self.final(c) for c in configs}, [150.0, 151.0, 149.0] if self.baseline else [])
+
+    def close(self) -> None:
+        pass
+
+
+def store(size: int, config: Config, path: Path | None = None, kind: str = "modelled") -> None:
+    """Puts an entry into the user's database, or the file at `path`."""
+    evidence = database.Evidence(
+        kind=kind,  # type: ignore[arg-type]
+        gpu=GPU.name, driver=None, jax="0", jaxlib="0", cuda=None, kernel_version=3, median_us=1.0, spread_us=0.0,
+        default_us=None, baseline=None, baseline_us=None, error=None, trials=1, seed=0, date="2025-11-20",
+    )  # fmt: skip
+    entry = database.to_entry(Problem(size), config, evidence)
+    database.update(path or database.user_path(GPU.key, "toy"), [entry], gpu_key=GPU.key, op="toy")

@@ -1,0 +1,103 @@
+"""`mgpu_ops.autotune`: tunes what a function would run, within the program that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+
+from mgpu_ops import SPECS, capture, use_configs
+from mgpu_ops.core import database, job
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning import commands, problems, tuner
+from mgpu_ops.tuning.device import Device, Measured, Modelled
+
+_log = logging.getLogger("mgpu_ops")
+_calls = itertools.count()
+_WAIT = 24 * 3600.0  # seconds for process 0 to tune: a process of the job that dies ends the job sooner
+
+
+class _Choice(msgspec.Struct):
+    op: str
+    problem: dict[str, Any]
+    config: dict[str, Any]
+
+
+def autotuned(
+    function: Callable[..., Any], args: tuple[Any, ...], *, gpu: str | None, trials: int, budget: float, store: bool
+) -> AbstractContextManager[None]:
+    """See `mgpu_ops.autotune`."""
+
+    def choose() -> str:
+        device = _device(gpu)
+        try:
+            work = problems.of(capture(function, device.gpu)(*args))
+            chosen = [(w, _config(w, device, trials, budget, store)) for w in work]
+        finally:
+            device.close()
+        found = [
+            _Choice(w.spec.name, dataclasses.asdict(w.problem), dataclasses.asdict(config)) for w, config in chosen if config
+        ]
+        return msgspec.json.encode(found).decode()
+
+    configs: dict[str, list[tuple[Any, Any]]] = {}
+    for choice in msgspec.json.decode(job.from_zero(f"autotune/{next(_calls)}", choose, _WAIT), type=list[_Choice]):
+        spec = SPECS[choice.op]
+        pair = database.to_problem(spec, choice.problem), database.to_config(spec, choice.config)
+        configs.setdefault(choice.op, []).append(pair)
+    return use_configs(configs)
+
+
+def _device(name: str | None) -> Device:
+    """The GPU here if there is one and it is the one asked for; else the model of the one asked for."""
+    wanted = gpus.find(name) if name else None
+    if commands.has_gpu():
+        here = Measured()
+        if wanted is None or wanted.key == here.gpu.key:
+            return here
+        here.close()
+    if wanted is None:
+        known = ", ".join(g.key for g in gpus.GPUS)
+        raise ValueError(f"no NVIDIA GPU here to measure on: run where there is one, or name one to model with gpu= ({known})")
+    return Modelled(wanted)
+
+
+def _config(work: problems.Work, device: Device, trials: int, budget: float, store: bool) -> Any:
+    """The config of the entry there is for exactly this problem, else of a new one; None: no candidate worked."""
+    spec, problem = work.spec, work.problem
+    there = _stored(spec, problem, device)
+    if there is not None:
+        return there
+    result = tuner.tune(spec, problem, device, trials=trials, budget=budget)
+    if result.entry is not None and store:
+        path = database.user_path(device.gpu.key, spec.name)
+        database.update(path, [result.entry], gpu_key=device.gpu.key, op=spec.name)
+    if result.ended == "interrupted":
+        raise KeyboardInterrupt
+    if result.entry is None:
+        _log.warning("autotune: no candidate of %s %s worked: %s", spec.name, problem, result.failures)
+        return None
+    e = result.entry.evidence
+    _log.info("autotune: %s %s: %.1f us %s after %d trials", spec.name, problem, e.median_us, e.kind, e.trials)
+    return database.to_config(spec, result.entry.config)
+
+
+def _stored(spec: OpSpec, problem: Any, device: Device) -> Any:
+    """The config of an entry of the user's or the shipped file that can run, and is as good as a new one would be."""
+    fields = dataclasses.asdict(problem)
+    for kind in dict.fromkeys(("measured", device.kind)):
+        for path in (database.user_path(device.gpu.key, spec.name), database.shipped_path(device.gpu.key, spec.name)):
+            entries = database.read(path, gpu_key=device.gpu.key, op=spec.name).entries if path.exists() else ()
+            for entry in entries:
+                e = entry.evidence
+                if (entry.problem, e.kind, e.kernel_version) == (fields, kind, spec.version):
+                    config = database.to_config(spec, entry.config)
+                    if spec.check(problem, config, device.gpu) is None:
+                        return config
+    return None

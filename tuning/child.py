@@ -1,0 +1,92 @@
+"""A process of the tuner's own that may hang or die: it is asked over a pipe, killed when late, and gone when its parent is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """What comes instead of an answer: the process died, or (`late`) gave none in time."""
+
+    reason: str
+    late: bool = False
+
+
+class Child:
+    """A spawned process that runs `serve(pipe)`. `busy` while it owes an answer, as after Ctrl-C in the middle of one."""
+
+    def __init__(self, serve: Callable[[Any], None]):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.busy = True  # until it says that it is ready
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    def send(self, *message: Any) -> bool:
+        """Whether the process was there to take it; where it was not, `receive` tells what ended it."""
+        self.busy = True
+        with contextlib.suppress(OSError):
+            self._pipe.send(message)
+            return True
+        return False
+
+    def receive(self, seconds: float, check: Callable[[], None] = lambda: None) -> Any:
+        """The next message, or `Gone`. `check` is called now and then meanwhile, and may raise."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            check()
+            with contextlib.suppress(EOFError, OSError):
+                if self._pipe.poll(min(left, 0.5)):
+                    message = self._pipe.recv()
+                    self.busy = False
+                    return message
+                if self._process.is_alive():
+                    continue
+            self._process.join(5.0)
+            return Gone(f"the process died (exit code {self._process.exitcode})")
+        return Gone(f"no answer for {round(seconds, 1):g} s", late=True)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # its compilers too
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def settle() -> None:
+    """What a real child does first: Ctrl-C is its parent's to handle, and it ends, with what it started, when that ends.
+
+    A kernel that hangs holds the GPU until its process is killed, so a child must not outlive a parent that is killed with -9.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        os.setsid()
+        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+
+
+def _follow(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception on one line of at most 200 characters."""
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"[:200]

@@ -1,0 +1,75 @@
+"""`mgpu-tune worker`: tunes what a fleet's queue holds, from any host."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.tuning.commands import OK, WRONG, answer, command, count, device_for, say
+from mgpu_ops.tuning.commands.arguments import seconds
+from mgpu_ops.tuning.commands.storages import required_storage, storage_argument
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "worker",
+        run,
+        "take part in tuning what `mgpu-tune run --queue` put into a storage, from any host",
+        """
+        mgpu-tune worker --storage postgresql://tuner@db.example/studies
+        MGPU_OPS_STORAGE=postgresql://tuner:...@db.example/studies mgpu-tune worker --wait 1h
+        mgpu-tune worker --storage grpc://127.0.0.1:13000 --op matmul --op flash_attention
+        CUDA_VISIBLE_DEVICES=3 mgpu-tune worker --storage studies.journal   # one worker a GPU
+        """,
+    )
+    storage_argument(parser, otherwise="an error")
+    parser.add_argument("--op", action="append", metavar="OP", help="only problems of this op; may be given several times")
+    parser.add_argument(
+        "--wait", type=seconds, default=0.0, metavar="TIME", help="for more, once the queue is done (default: end)"
+    )
+    parser.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
+    parser.add_argument("--database", type=Path, metavar="FILE", help="where to store as well (default: your own, see `show`)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import mgpu_ops
+    from mgpu_ops.core import database
+    from mgpu_ops.tuning import fleet, storage
+
+    where = required_storage(arguments)
+    ops = {mgpu_ops.spec_of(op).name for op in arguments.op or ()}
+    told = []
+    with storage.opened(where) as backend:
+        device = device_for(arguments.gpu)
+        try:
+            worker = fleet.Worker(backend, device, mgpu_ops.spec_of, say)
+            for ended in worker.work(lambda job: not ops or job.op in ops, arguments.wait):
+                path = arguments.database or database.user_path(device.gpu.key, ended.job.op)
+                if ended.entry is not None:
+                    database.update(path, [ended.entry], gpu_key=device.gpu.key, op=ended.job.op)
+                say(sentence(ended, path))
+                told.append(document(ended))
+        finally:
+            device.close()
+    answer(arguments, {"ended": told})
+    return WRONG if any(job["config"] is None for job in told) else OK
+
+
+def sentence(ended: Any, path: Path) -> str:
+    """What came of a job, for people."""
+    what = f"{ended.job.op} {ended.job.name}"
+    if ended.entry is None:
+        return f"{what}: {ended.reason}, nothing is stored"
+    e, hosts = ended.entry.evidence, count(len(ended.hosts), "host")
+    return f"{what}: best of {ended.trials}, measured by {hosts}: {e.median_us:.1f} us {e.kind}, stored in {path}"
+
+
+def document(ended: Any) -> dict[str, Any]:
+    """The same for machines."""
+    told = {"op": ended.job.op, "problem": ended.job.problem, "trials": ended.trials, "hosts": ended.hosts}
+    if ended.entry is None:
+        return told | {"config": None, "reason": ended.reason}
+    e = ended.entry.evidence
+    return told | {"config": ended.entry.config, "kind": e.kind, "median_us": e.median_us, "default_us": e.default_us}

@@ -1,0 +1,289 @@
+"""The search alone: which config of a problem to try next. It knows nothing of devices, times or budgets.
+
+Seeds (the default, the nearest stored configs, the op's analytic candidates), then a sampler (optuna's, or a walk over all
+configs), then what the measurements so far promise most of (`effects`): one knob off the best, or another config of the pool.
+Configs that `check` refuses, or that the op's model puts far behind the best it knows, are never named.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from mgpu_ops.core import database
+from mgpu_ops.core.database import Entry
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning.effects import Effects
+from mgpu_ops.tuning.outcome import Outcome
+
+SAMPLERS = ("tpe", "gp", "random", "brute")
+SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
+NEAREST = 3  # stored configs among the seeds
+ANALYTIC = 6  # of the op's candidates among the seeds
+LOCAL = 0.375  # of the trials have been told when the search becomes local
+AROUND = 3  # of the best configs, whose neighbours are tried
+_PATIENCE = 32  # times in a row that a sampler may name what was seen before or cannot run
+_WALKED = 500_000  # a space of no more configs can be walked from end to end, in seconds
+_POOLED = 20_000  # a space of no more configs is its own pool
+_WEIGHED = 1000  # configs of the pool whose promise is weighed at each step
+_DRAWS = 4000  # random configs that stand for a larger one
+
+
+class Search:
+    """Names configs (`ask`) and learns what became of them (`tell`), in any order and from anybody.
+
+    Args:
+      trials: how many results there will be; from `LOCAL` of them on, the search is local.
+      sampler: one of `SAMPLERS`. "brute" is no search: every legal config in order, the default first.
+      stored: configs that were fast for near problems, the nearest first; None: those in the database.
+      alone: the sampler by itself, without seeds, model and local search; what it is compared with.
+    """
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        problem: Any,
+        gpu: Gpu,
+        *,
+        trials: int = 32,
+        seed: int = 0,
+        sampler: str = "tpe",
+        stored: Sequence[Any] | None = None,
+        alone: bool = False,
+    ):
+        self._spec, self._problem, self._gpu = spec, problem, gpu
+        self._trials, self._alone, self._brute = trials, alone, sampler == "brute"
+        self._space = {k: list(v) for k, v in spec.space(problem, gpu).items()}
+        self._random = random.Random(seed)
+        self._study = optuna.create_study(sampler=sampler_of(sampler, seed))
+        self._open: dict[Any, optuna.Trial] = {}
+        self._seen: set[Any] = set()
+        self._times: dict[Any, float] = {}  # of what worked
+        self._pending: dict[Any, None] = {}  # named, and nothing told yet
+        self._told = 0
+        self._walk: Iterator[Any] | None = None
+        self._limit = math.inf
+        self._seeds: collections.deque[tuple[Any, str]] = collections.deque()
+        self._costs: dict[Any, float] = {}
+        self._fast: list[Any] | None = None  # all that may be named, where that is known
+        self._pool: list[Any] = []
+        if self._brute and not alone:
+            self._seeds.append((spec.default(problem, gpu), "default"))
+        elif not alone:
+            pool = self._pooled()
+            self._limit = SLACK * min((self._cost(c) for c in pool), default=math.inf)
+            self._seeds.extend(self._seeded(pool, stored))
+            fast = [c for c in pool if self._cost(c) <= self._limit]
+            self._fast = fast if self._size() <= _POOLED else None
+            self._pool = self._random.sample(fast, min(len(fast), _WEIGHED))
+            self._effects = Effects(self._space, self._indices, self._cost)
+
+    def ask(self) -> tuple[Any, str] | None:
+        """A new legal config and where it comes from: default, near, model, local or search. None once there is no more."""
+        while self._seeds:
+            config, origin = self._seeds.popleft()
+            if self._new(config, modelled=False):
+                return self._named(config, origin)
+        if self._fast is not None and all(config in self._seen for config in self._fast):
+            return None
+        if not self._brute:
+            if not self._alone and self._told >= LOCAL * self._trials and (promising := self._promising()) is not None:
+                return promising
+            if (config := self._sampled()) is not None:
+                return self._named(config, "search")
+        config = next(filter(self._new, self._rest()), None)
+        return None if config is None else self._named(config, "search")
+
+    def tell(self, config: Any, outcome: Outcome) -> None:
+        """What became of a config, whoever thought of it and whoever measured it."""
+        self._seen.add(config)
+        self._pending.pop(config, None)
+        self._told += 1
+        us = outcome.us if outcome.kind == "ok" else None
+        asked = self._open.pop(config, None)
+        pruned = optuna.trial.TrialState.PRUNED  # TPE learns from pruned trials, not from failed ones
+        if us is not None:
+            self._times[config] = us
+        if asked is not None:
+            self._study.tell(asked, us) if us is not None else self._study.tell(asked, state=pruned)
+            return
+        params, distributions = self.encode(config)
+        state = optuna.trial.TrialState.COMPLETE if us is not None else pruned
+        self._study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=us, state=state))
+
+    def drop(self, config: Any) -> None:
+        """Says of a config that `ask` named that somebody else measures it."""
+        asked = self._open.pop(config, None)
+        if asked is not None:
+            self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+
+    def encode(self, config: Any) -> tuple[dict[str, int], dict[str, Any]]:
+        """A config as optuna's params, indices into the choices, and their distributions.
+
+        A value that is none of the choices stands at its nearest.
+        """
+        return self._indices(config), {k: optuna.distributions.IntDistribution(0, len(v) - 1) for k, v in self._space.items()}
+
+    def _indices(self, config: Any) -> dict[str, int]:
+        return {k: _index(v, getattr(config, k)) for k, v in self._space.items()}
+
+    def _named(self, config: Any, origin: str) -> tuple[Any, str]:
+        self._pending[config] = None
+        return config, origin
+
+    # --- which configs may be named
+
+    def _new(self, config: Any, modelled: bool = True) -> bool:
+        """`_nameable`; the config counts as seen from now on."""
+        nameable = self._nameable(config, modelled)
+        self._seen.add(config)
+        return nameable
+
+    def _nameable(self, config: Any, modelled: bool = True) -> bool:
+        """Whether a config was not seen before, can run and may be fast."""
+        if config in self._seen or self._spec.check(self._problem, config, self._gpu) is not None:
+            return False
+        return not modelled or self._limit == math.inf or self._cost(config) <= self._limit
+
+    def _cost(self, config: Any) -> float:
+        if config not in self._costs:
+            self._costs[config] = self._spec.cost(self._problem, config, self._gpu)
+        return self._costs[config]
+
+    def _size(self) -> int:
+        return math.prod(map(len, self._space.values()))
+
+    def _every(self) -> Iterator[Any]:
+        return (self._spec.Config(**dict(zip(self._space, v))) for v in itertools.product(*self._space.values()))
+
+    def _drawn(self) -> Iterator[Any]:
+        return (self._spec.Config(**{k: self._random.choice(v) for k, v in self._space.items()}) for _ in range(_DRAWS))
+
+    def _pooled(self) -> list[Any]:
+        """Legal configs: all there are in a small space, else random ones."""
+        configs = self._every() if self._size() <= _POOLED else self._drawn()
+        return [c for c in dict.fromkeys(configs) if self._spec.check(self._problem, c, self._gpu) is None]
+
+    def _rest(self) -> Iterator[Any]:
+        """Legal configs that nobody named: all there are in a space that can be walked, else random ones.
+
+        In the order of the space for "brute", else in random order.
+        """
+        if self._walk is None:
+            if self._brute:
+                self._walk = self._every()
+            else:
+                configs = self._every() if self._size() <= _WALKED else self._drawn()
+                legal = [c for c in configs if self._spec.check(self._problem, c, self._gpu) is None]
+                self._random.shuffle(legal)
+                self._walk = iter(legal)
+        return self._walk
+
+    # --- where they come from
+
+    def _seeded(self, pool: Sequence[Any], stored: Sequence[Any] | None) -> Iterator[tuple[Any, str]]:
+        """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
+        yield self._spec.default(self._problem, self._gpu), "default"
+        near = nearest(self._spec, self._problem, self._gpu) if stored is None else stored
+        yield from ((c, "near") for c in near[:NEAREST])
+        yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
+        yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])
+
+    def _sampled(self) -> Any | None:
+        """A new config that optuna names; None where it names only what was seen before or cannot run."""
+        for _ in range(_PATIENCE):
+            trial = self._study.ask()
+            config = self._spec.Config(**{k: v[trial.suggest_int(k, 0, len(v) - 1)] for k, v in self._space.items()})
+            if self._new(config):
+                self._open[config] = trial
+                return config
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        return None
+
+    def _promising(self) -> tuple[Any, str] | None:
+        """The config, of the pool and of those one knob off the best ones, that may gain most."""
+        if not self._times:
+            return None
+        near = [c for c in dict.fromkeys(self._neighbours()) if self._nameable(c)]
+        configs = list(dict.fromkeys(near + [c for c in self._pool if c not in self._seen]))
+        if not configs:
+            return None
+        gains = self._effects.improvement(self._times, list(self._pending), configs)
+        config = configs[int(gains.argmax())]
+        self._seen.add(config)
+        return self._named(config, "local" if config in near else "model")
+
+    def _neighbours(self) -> Iterator[Any]:
+        """Configs that differ from one of the best in one field."""
+        for best in sorted(self._times, key=lambda c: self._times[c])[:AROUND]:
+            for field, choices in self._space.items():
+                yield from (dataclasses.replace(best, **{field: value}) for value in choices)
+
+
+def sampler_of(name: str, seed: int) -> optuna.samplers.BaseSampler:
+    """optuna's sampler of one of `SAMPLERS`. Raises ValueError for another name, and where "gp" lacks torch."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if name == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
+    if name in ("random", "brute"):
+        return optuna.samplers.RandomSampler(seed=seed)
+    if name == "gp":
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError(
+                "sampler 'gp' needs PyTorch: pip install 'mgpu-ops[gp]', or choose another of " + ", ".join(SAMPLERS)
+            )
+        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=8, deterministic_objective=False)
+    raise ValueError(f"sampler {name!r} is not one of {', '.join(SAMPLERS)}")
+
+
+def nearest(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
+    """Configs of the stored entries nearest to a problem, its own first."""
+    found = []
+    for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):
+        for entry in _entries(path, gpu.key, spec.name):
+            try:
+                other = database.to_problem(spec, entry.problem)
+                config = database.to_config(spec, entry.config)
+            except ValueError:
+                continue  # of another version of the kernel
+            distance = spec.distance(other, problem)
+            if distance is not None:
+                found.append((distance, config))
+    found.sort(key=lambda pair: pair[0])
+    return list(dict.fromkeys(config for _, config in found))[:NEAREST]
+
+
+def held(spec: OpSpec, problem: Any, gpu: Gpu, kind: str) -> Any | None:
+    """The config that the user's database, else the shipped one, holds for exactly this problem by evidence of this kind."""
+    fields = dataclasses.asdict(problem)
+    for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):
+        for entry in _entries(path, gpu.key, spec.name):
+            if (entry.problem, entry.evidence.kind, entry.evidence.kernel_version) == (fields, kind, spec.version):
+                try:
+                    return database.to_config(spec, entry.config)
+                except ValueError:
+                    continue  # a file that somebody edited
+    return None
+
+
+def _entries(path: Path, gpu_key: str, op: str) -> Sequence[Entry]:
+    try:
+        return database.read(path, gpu_key=gpu_key, op=op).entries if path.exists() else ()
+    except database.DatabaseError:
+        return ()  # a broken file gives no seeds; `resolve` warns of it
+
+
+def _index(choices: Sequence[Any], value: Any) -> int:
+    if value in choices:
+        return choices.index(value)
+    return 0 if isinstance(value, str) else min(range(len(choices)), key=lambda i: abs(choices[i] - value))

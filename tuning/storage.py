@@ -1,0 +1,295 @@
+"""Where studies are kept: a journal file, a database that a fleet shares, or a gRPC proxy in front of one.
+
+What is read is data. Of optuna's code only the Redis journal and the CMA-ES sampler unpickle what they read, and neither is
+used here. A password is never part of a message: `redact` takes it out, and errors come as StorageError with their cause cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+import urllib.parse
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.op import OpSpec
+
+VARIABLE = "MGPU_OPS_STORAGE"
+HEARTBEAT = 10  # seconds between the signs of life of a process that measures for a database
+GRACE = 60  # seconds without one after which it counts as dead
+RETRIES = 2  # times that a candidate whose process died is tried again; then it is left alone
+DRIVERS = {"postgresql": ("postgresql+psycopg", "postgresql"), "mysql": ("mysql+pymysql", "mysql")}  # URL's scheme, extra
+
+_NEEDED = "name a journal file, postgresql://USER@HOST/NAME, mysql://USER@HOST/NAME or grpc://HOST:PORT"
+_SECRET = re.compile(r"((?:password|passwd|pwd|secret|token)=)[^&\s]+", re.IGNORECASE)
+_PASSWORD = re.compile(r"(\w[\w+]*://[^\s:/@]*):(\S*)@")
+
+
+class StorageError(ValueError):
+    """A storage that cannot be used; the message holds no password and ends in the way out."""
+
+
+# --- passwords
+
+
+def redact(text: str) -> str:
+    """A URL, or a text with URLs in it, without passwords: also one that holds an @, / or # it should have escaped."""
+    return _SECRET.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))
+
+
+def has_password(where: str) -> bool:
+    return redact(where) != where
+
+
+def _clean(error: BaseException, where: str) -> str:
+    """The first line of an error, without the password that `where` may hold, as it stands there or decoded."""
+    text = redact(str(error).strip().partition("\n")[0] or type(error).__name__)
+    found = _PASSWORD.match(where)
+    for secret in {found[2], urllib.parse.unquote(found[2])} if found and found[2] else ():
+        text = text.replace(secret, "***")
+    return text
+
+
+# --- opening
+
+
+def open_storage(where: str | os.PathLike[str], heartbeat: int = HEARTBEAT, grace: int = GRACE) -> optuna.storages.BaseStorage:
+    """The storage that a path or URL names. Raises StorageError where it cannot be opened.
+
+    Args:
+      where: path of a journal file, for the processes of one machine; `postgresql://` or `mysql://` URL; `grpc://host:port` of
+        `mgpu-tune proxy`. A PostgreSQL password may stay in ~/.pgpass or $PGPASSWORD.
+      heartbeat, grace: seconds, of a database.
+    """
+    where = os.fspath(where)
+    scheme = where.partition("://")[0] if "://" in where else ""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with told(where):
+        if not scheme:
+            return _journal(Path(where).expanduser())
+        if scheme == "grpc":
+            return _grpc(where)
+        if scheme.partition("+")[0] in DRIVERS:
+            return _database(where, heartbeat, grace)
+        raise StorageError(f"{redact(where)} is no storage: {_NEEDED}")
+
+
+@contextlib.contextmanager
+def opened(where: str | os.PathLike[str], **options: int) -> Iterator[optuna.storages.BaseStorage]:
+    """`open_storage`, and closed in the end; errors of the storage inside are `told`."""
+    with told(os.fspath(where)):
+        backend = open_storage(where, **options)
+        try:
+            yield backend
+        finally:
+            inner = getattr(backend, "_backend", None)  # of optuna's cache
+            if isinstance(inner, optuna.storages.RDBStorage):
+                inner.scoped_session.remove()
+                inner.engine.dispose()
+            elif isinstance(backend, optuna.storages.GrpcStorageProxy):
+                backend.close()
+
+
+@contextlib.contextmanager
+def told(where: str) -> Iterator[None]:
+    """Errors of a storage as a StorageError without password and without the chain of causes that may hold one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats, retries, the proxy
+            yield
+    except StorageError:
+        raise
+    except Exception as error:
+        if not of_storage(error):
+            raise
+        raise StorageError(f"storage {redact(where)}: {_clean(error, where)}") from None
+
+
+def of_storage(error: Exception) -> bool:
+    """Whether an error is the storage's own, and no bug of ours."""
+    module = type(error).__module__
+    return isinstance(error, OSError | ImportError | optuna.exceptions.OptunaError) or module.startswith(
+        ("sqlalchemy", "psycopg", "pymysql", "grpc", "optuna")
+    )
+
+
+def _journal(path: Path) -> optuna.storages.BaseStorage:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    backend = optuna.storages.journal.JournalFileBackend(str(path), lock_obj=_JournalLock(path))
+    try:
+        return optuna.storages.JournalStorage(backend)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise StorageError(
+            f"{path} is no journal of optuna, or is corrupt ({error!r}): move it away, or name another with --storage"
+        ) from None
+
+
+class _JournalLock:
+    """Lets one process at a time append to a journal file, and cuts off a line that a killed process left unfinished.
+
+    flock is let go by the kernel when its holder dies; optuna's own lock would make the next process wait for 30 s.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._held: int | None = None
+
+    def acquire(self) -> bool:
+        held = os.open(self._path, os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _cut_unfinished_line(held)
+        self._held = held
+        return True
+
+    def release(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def _cut_unfinished_line(file: int) -> None:
+    end = size = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - 4096)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        end = start if newline < 0 else start + newline + 1
+        if newline >= 0:
+            break
+    if end < size:
+        os.ftruncate(file, end)
+
+
+def _database(url: str, heartbeat: int, grace: int) -> optuna.storages.BaseStorage:
+    import sqlalchemy
+
+    scheme, _, rest = url.partition("://")
+    driver, extra = DRIVERS[scheme.partition("+")[0]]
+    found = _PASSWORD.match(url)
+    if found and re.search(r"[@/#?\[\]]", found[2]):  # else its pieces pass for a host or a name, and turn up in messages
+        raise StorageError(f"{redact(url)}: write @ / # ? [ ] of the password as %40 %2F %23 %3F %5B %5D")
+    url = url if "+" in scheme else f"{driver}://{rest}"
+    try:
+        sqlalchemy.engine.make_url(url)
+    except (ValueError, sqlalchemy.exc.ArgumentError):
+        raise StorageError(f"{redact(url)} is no address of a database: {_NEEDED}") from None
+    try:
+        # with optuna's cache of what is finished
+        return optuna.storages.get_storage(_made(url, heartbeat, grace))
+    except ImportError:
+        raise StorageError(f"{scheme}:// needs its driver: pip install 'mgpu-ops[{extra}]'") from None
+
+
+def _made(url: str, heartbeat: int, grace: int) -> optuna.storages.RDBStorage:
+    import sqlalchemy.exc
+
+    for attempt in (1, 2, 3):
+        try:
+            return optuna.storages.RDBStorage(
+                url,
+                engine_kwargs={"pool_pre_ping": True},  # a database that was restarted is met with a new connection
+                heartbeat_interval=heartbeat,
+                grace_period=grace,
+                heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(RETRIES),
+            )
+        except (sqlalchemy.exc.IntegrityError, sqlalchemy.exc.ProgrammingError):
+            if attempt == 3:  # the first workers of a fleet make the tables at the same time
+                raise
+            time.sleep(0.5)
+    raise AssertionError("unreachable")
+
+
+def _grpc(url: str) -> optuna.storages.BaseStorage:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise StorageError(f"{redact(url)} is no address of a proxy: name it as grpc://HOST:PORT")
+    try:
+        storage = optuna.storages.GrpcStorageProxy(host=host, port=port)
+        storage.wait_server_ready(timeout=10)
+    except ImportError:
+        raise StorageError("grpc:// needs grpcio and protobuf: pip install 'mgpu-ops[grpc]'") from None
+    except ConnectionError:
+        raise StorageError(f"no proxy answers at {host}:{port}: start one there with `mgpu-tune proxy`") from None
+    return storage
+
+
+def journal_path(gpu_key: str, op: str) -> Path:
+    """The journal of `mgpu-tune run` on this machine: under $MGPU_OPS_STATE_DIR, or where the system keeps a user's state."""
+    root = os.environ.get("MGPU_OPS_STATE_DIR")
+    if not root:
+        import platformdirs
+
+        root = platformdirs.user_state_dir("mgpu_ops", appauthor=False)
+    return Path(root).expanduser() / "studies" / gpu_key / f"{op}.journal"
+
+
+# --- studies
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What two measurements must have in common to be compared: only those share a study."""
+
+    op: str
+    kernel_version: int
+    problem: Mapping[str, Any]
+    gpu: str  # the device's name: "NVIDIA H200"
+    kind: str  # "measured", "modelled", "recorded"
+    versions: Mapping[str, str | None]  # driver, jax, jaxlib, cuda
+
+    @classmethod
+    def of(cls, spec: OpSpec, problem: Any, gpu: Gpu, kind: str, versions: Mapping[str, str | None]) -> Identity:
+        return cls(spec.name, spec.version, dataclasses.asdict(problem), gpu.name, kind, dict(versions))
+
+    def name(self, run: str) -> str:
+        """A study's name: for people to read, and different wherever the identity or the run is."""
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        sizes = "x".join(str(v) for v in self.problem.values() if type(v) is int)
+        words = [self.op, sizes[:80], self.gpu, self.kind, f"driver {self.versions.get('driver')}"]
+        words += [f"jax {self.versions.get('jax')}", f"kernel {self.kernel_version}", digest, f"run {run}"]
+        return " | ".join(words)
+
+
+def open_study(
+    storage: optuna.storages.BaseStorage,
+    identity: Identity,
+    run: str | None = None,
+    *,
+    sampler: Any = None,
+    fresh: bool = False,
+) -> optuna.Study:
+    """The study of an identity, made where there is none.
+
+    `run` tells repetitions apart. None: the newest that is not done, where `fresh` one of its own.
+    """
+    if run is None:
+        studies = {study.study_name: study for study in storage.get_all_studies()}
+        number = 1
+        while (old := studies.get(identity.name(str(number)))) is not None and (fresh or "done" in old.user_attrs):
+            number += 1
+        run = str(number)
+    study = optuna.create_study(storage=storage, sampler=sampler, study_name=identity.name(run), load_if_exists=True)
+    if not study.user_attrs:
+        study.set_user_attr("identity", dataclasses.asdict(identity))
+    return study
+
+
+def finish(study: optuna.Study, entry: Any) -> None:
+    """Marks a study as done, with its Entry for the database, or None where no candidate worked."""
+    import msgspec
+
+    study.set_user_attr("done", {"entry": msgspec.to_builtins(entry)})
