@@ -1,9 +1,10 @@
 """A fleet: workers on any hosts that tune the problems of one storage's queue, each on its own GPU.
 
-The queue is a study named `FLEET`, whose user attributes are the jobs. A job is done once for each kind of GPU and toolchain, in a
-study of its own (`storage.Identity`), which the workers of that kind share: each claims candidates and measures its own. Who ends
-last measures the finalists. Who that is, is settled by a trial of `FLEET` that it claims just as it claims candidates; the trial
-stays there as the record that the job is done. A worker that dies, at whatever, is replaced by the next one that looks.
+The queue is a study named `FLEET`, whose user attributes are the jobs. A job is done once for each kind of GPU and
+toolchain, in a study of its own (`storage.Identity`), which the workers of that kind share: each claims candidates and
+measures its own. Who ends last measures the finalists. Who that is, is settled by a trial of `FLEET` that it claims
+just as it claims candidates; the trial stays there as the record that the job is done. A worker that dies, at whatever,
+is replaced by the next one that looks.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def spread_us(samples: Sequence[float]) -> float:
 def error(out: Any, ref: Any) -> float:
     """max |out - ref| / (|ref| + rms) in float32, the largest of all arrays where out and ref are several.
 
-    rms: the root mean square of ref or of the element's row (its last dimension), whichever is larger. So the large first rows of
-    causal attention, say, are not held against the small ones that follow. Equal elements have no error, infinities among them,
-    and only finite ones count in an rms. NaN where one is not finite and the other differs, and where numbers of arrays or shapes
-    differ.
+    rms: the root mean square of ref or of the element's row (its last dimension), whichever is larger. So the large
+    first rows of causal attention, say, are not held against the small ones that follow. Equal elements have no error,
+    infinities among them, and only finite ones count in an rms. NaN where one is not finite and the other differs, and
+    where numbers of arrays or shapes differ.
     """
     outs, refs = jax.tree.leaves(out), jax.tree.leaves(ref)
     if [x.shape for x in outs] != [x.shape for x in refs]:

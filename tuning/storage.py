@@ -1,7 +1,8 @@
 """Where studies are kept: a journal file, a database that a fleet shares, or a gRPC proxy in front of one.
 
-What is read is data. Of optuna's code only the Redis journal and the CMA-ES sampler unpickle what they read, and neither is
-used here. A password is never part of a message: `redact` takes it out, and errors come as StorageError with their cause cut off.
+What is read is data. Of optuna's code only the Redis journal and the CMA-ES sampler unpickle what they read, and
+neither is used here. A password is never part of a message: `redact` takes it out, and errors come as StorageError with
+their cause cut off.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.storages.journal import JournalFileBackend
 
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
@@ -126,7 +128,7 @@ def of_storage(error: Exception) -> bool:
 
 def _journal(path: Path) -> optuna.storages.BaseStorage:
     path.parent.mkdir(parents=True, exist_ok=True)
-    backend = optuna.storages.journal.JournalFileBackend(str(path), lock_obj=_JournalLock(path))
+    backend = JournalFileBackend(str(path), lock_obj=_JournalLock(path))  # type: ignore[arg-type]  # its base is private
     try:
         return optuna.storages.JournalStorage(backend)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:

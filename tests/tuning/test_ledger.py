@@ -126,7 +126,7 @@ def test_a_living_process_keeps_its_candidates_however_long(study: optuna.Study)
     assert Ledger(study, toy.Config).adopt() is None
 
 
-def test_the_candidate_of_another_machine_is_adopted_after_the_lease(
+def test_a_candidate_of_another_machine_is_adopted_after_the_lease(
     study: optuna.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(study, CONFIGS[0], process="another-boot/pid:[1]/17/17", since=1000.0)
@@ -202,7 +202,8 @@ MEASURE = """
 import os, signal, sys
 from tests.tuning import toy
 from mgpu_ops.tuning import ledger, outcome, storage
-study = storage.open_study(storage.open_storage(sys.argv[1]), storage.Identity.of(toy.SPEC, toy.PROBLEM, toy.GPU, "measured", {}))
+identity = storage.Identity.of(toy.SPEC, toy.PROBLEM, toy.GPU, "measured", {})
+study = storage.open_study(storage.open_storage(sys.argv[1]), identity)
 mine = ledger.Ledger(study, toy.Config)
 for a in (1, 2, 4):
     assert mine.claim(toy.Config(a, 16, 1, 8, "m"), "search")

@@ -82,7 +82,7 @@ def test_an_error_later_on_tells_no_password_either() -> None:
 
     url = f"postgresql://tuner:{SECRET}%21@db.example/studies"
     with (
-        pytest.raises(StorageError, match=r"storage postgresql://tuner:\*\*\*@db.example/studies: ") as caught,
+        pytest.raises(StorageError, match=r"postgresql://tuner:\*\*\*@db.example/studies: ") as caught,
         storage.told(url),
     ):
         raise sqlalchemy.exc.OperationalError("select", {}, ValueError(f"bad dsn {url} with {SECRET}! and {SECRET}%21"))
@@ -113,7 +113,7 @@ def test_what_is_no_storage_is_refused_with_the_way_out(where: str, reason: str)
 
 def test_a_journal_that_cannot_be_made_is_refused_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file/studies.journal"):
+    with pytest.raises(StorageError, match=r"file/studies\.journal"):
         open_storage(tmp_path / "file" / "studies.journal")
 
 
@@ -163,9 +163,7 @@ def test_a_journal_cut_off_anywhere_loses_its_last_lines_only_and_takes_new_ones
     assert config in [d.config for d in Ledger(open_study(open_storage(path), IDENTITY), toy.Config).news()]
 
 
-@pytest.mark.parametrize(
-    "content", [b"\x80\x04K\x01.\n{}\n", b"[1]\n[2]\n", b'{"op_code":0}\n{}\n', b"\xff\xfe\n{}\n", b"1\n2\n"]
-)
+@pytest.mark.parametrize("content", [b"\x80\x04K\x01.\n{}\n", b"[1]\n[2]\n", b'{"op_code":0}\n{}\n', b"1\n2\n"])
 def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "studies.journal"
     path.write_bytes(content)

@@ -27,7 +27,7 @@ def register(commands: Any) -> None:
     storage_argument(parser, otherwise="an error")
     parser.add_argument("--op", action="append", metavar="OP", help="only problems of this op; may be given several times")
     parser.add_argument(
-        "--wait", type=seconds, default=0.0, metavar="TIME", help="for more, once the queue is done (default: end)"
+        "--wait", type=seconds, default=0.0, metavar="TIME", help="for more once the queue is done (default: end)"
     )
     parser.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
     parser.add_argument("--database", type=Path, metavar="FILE", help="where to store as well (default: your own, see `show`)")
