@@ -75,6 +75,15 @@ class Turns:
         """The number of the i-th tile; of the last one, where i is beyond."""
         return self.table[self.block, 1 + jnp.minimum(i, self.table.shape[1] - 2)]
 
+    def for_each(self, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """carry = body(i, number of the i-th tile, carry). Numbers are read a tile ahead: global memory is far."""
+
+        def step(i: Any, state: Any) -> Any:
+            number, carry = state
+            return self.number(i + 1), body(i, number, carry)
+
+        return lax.fori_loop(0, self.count, step, (self.number(0), carry))[1]
+
 
 def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
     """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips that snake.

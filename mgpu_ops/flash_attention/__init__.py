@@ -1,8 +1,9 @@
 """flash_attention: softmax(scale q k^T + bias, where visible) v for each head, forward and backward, for NVIDIA Hopper.
 
 `problem.py` says what is computed and which configs can run it, `visible.py` which key a row sees, `model.py` which configs are
-worth trying; `forward.py` and `backward.py` are the kernels from load to store, `operands.py` their arrays, `reference.py` the
-same through XLA. Here is the public function with its gradient and batching rules, and the specs of the two ops.
+worth trying; `forward.py` and `backward.py` are the kernels from load to store, `launch.py` and `operands.py` their
+arrays, `reference.py` the same through XLA. Here is the public function with its gradient and batching rules, and the specs of
+the two ops.
 """
 
 from __future__ import annotations

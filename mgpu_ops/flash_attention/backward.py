@@ -24,24 +24,9 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention import backward_dq, backward_narrow, backward_wide
 from mgpu_ops.flash_attention.backward_block import Block, deal
-from mgpu_ops.flash_attention.operands import (
-    Inputs,
-    Operands,
-    as_blocks,
-    as_rows,
-    bias_rows,
-    pad_head,
-    pad_tokens,
-    segment_tiles,
-)
-from mgpu_ops.flash_attention.problem import (
-    PANEL,
-    ROWS,
-    BackwardConfig,
-    BackwardProblem,
-    compute_registers,
-    padded,
-)
+from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_head, pad_tokens
+from mgpu_ops.flash_attention.operands import Inputs, Operands
+from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, compute_registers, padded
 
 WARPGROUPS = 2  # that compute
 
@@ -57,14 +42,13 @@ def _kernel(
     smem: dict[str, Any],
 ) -> None:
     """One block: its tiles of keys, each a loop over tiles of query rows."""
-    table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest, dk_ref, dv_ref = refs
-    dbias_ref = rest.pop() if p.bias_grad else None
-    dq_ref = rest.pop() if c.mode == "fused" else None
-    sharing = rest.pop() if p.segments else None
+    table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *extras, dk_ref, dv_ref = refs
+    dbias_ref = extras.pop() if p.bias_grad else None
+    dq_ref = extras.pop() if c.mode == "fused" else None
     block = Block(
         p=p,
         c=c,
-        x=Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(rest)), bias_shape, sharing),
+        x=Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape),
         table=table_ref,
         out_grad=do_ref,
         stats={"lse": lse_ref, "delta": delta_ref},
@@ -122,8 +106,7 @@ def _keys(
     rows, panels, tiles = lse.shape[2], p.head_dim // PANEL, math.ceil(p.kv_tokens / c.tile_kv)
     blocks = min(gpu.sms, p.batch * p.kv_heads * tiles)
     operand = core.operand_transforms(PANEL, p.dtype, 128)
-    extra: list[Any] = []
-    bias_shape, bias_dtype = (1, 1), None
+    extras = Extras.of(inputs, "keys", c.tile_q, c.tile_kv, steps)
     smem = {
         "q_smem": core.SMEM((steps, c.tile_q, p.head_dim), p.dtype, transforms=operand),
         "do_smem": core.SMEM((steps, c.tile_q, p.head_dim), p.dtype, transforms=operand),
@@ -132,28 +115,20 @@ def _keys(
         "lse_smem": core.SMEM((steps, c.tile_q), jnp.float32),
         "delta_smem": core.SMEM((steps, c.tile_q), jnp.float32),
         "numbers_smem": core.SMEM((WARPGROUPS, ROWS), jnp.int32),
+        **extras.smem,
     }
-    if inputs.segments is not None:
-        q_segments, kv_segments = inputs.segments
-        extra.append(segment_tiles(kv_segments, q_segments, c.tile_kv, c.tile_q))
-        inputs = dataclasses.replace(inputs, segments=(pad_tokens(q_segments, c.tile_q), pad_tokens(kv_segments, c.tile_kv)))
-        smem["segments_smem"] = core.SMEM((steps, c.tile_q), jnp.int32)
-    if inputs.bias is not None:
-        bias_shape, bias_dtype = inputs.bias.shape[:2], inputs.bias.dtype
-        inputs = dataclasses.replace(inputs, bias=bias_rows(inputs.bias.swapaxes(2, 3)))
-        panel = core.operand_transforms(128 // bias_dtype.itemsize, bias_dtype, 128)
-        smem["bias_smem"] = core.SMEM((steps, c.tile_kv, c.tile_q), bias_dtype, transforms=panel)
+    sums: list[Any] = []  # that blocks add to
     dq: Any = None
     dbias: Any = None
     if fused:
         # The interpreter cannot add in global memory: each tile of keys has an array of its own there.
         dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, p.batch, rows, p.q_heads, p.head_dim), jnp.float32))
-        extra.append(dq)
+        sums.append(dq)
         transforms = core.operand_transforms(32, jnp.float32, 128)
         smem["dq_smem"] = core.SMEM((WARPGROUPS, ROWS, PANEL), jnp.float32, transforms=transforms)
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
-        extra.append(dbias)
+        sums.append(dbias)
     if wide:
         smem["weights_smem"] = core.SMEM((1, ROWS, ROWS), p.dtype, transforms=operand)
     if fused or p.bias_grad:
@@ -161,24 +136,20 @@ def _keys(
         smem["ds_smem"] = core.SMEM(shape, p.dtype, transforms=operand)
     out = jax.ShapeDtypeStruct((1, 1, p.batch * p.kv_tokens, p.kv_heads * p.head_dim), p.dtype)
     shapes = backward_wide.accumulators(p.head_dim) if wide else backward_narrow.accumulators(p.head_dim, fused)
-    dk, dv = core.kernel(
-        functools.partial(_kernel, p, c, gpu, bias_shape),
-        out_type=(out, out),
-        scratch_types={
-            "accumulators": core.Accumulators(shapes, WARPGROUPS),
-            "smem": smem,
-            "barriers": {
-                "rows": Ring.barriers(steps, copies=4 + ("segments_smem" in smem) + ("bias_smem" in smem), readers=WARPGROUPS),
-                "kv": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
-                "between": [core.Barrier(num_arrivals=1)] * 2 if wide else [core.Barrier(num_arrivals=WARPGROUPS)],
-            },
-        },
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+    dk, dv = kernel(
+        functools.partial(_kernel, p, c, gpu, extras.bias_shape),
         name="mgpu_ops_flash_attention_backward",
+        blocks=blocks,
+        compute_warpgroups=WARPGROUPS,
+        out_type=(out, out),
+        accumulators=shapes,
+        smem=smem,
+        barriers={
+            "rows": Ring.barriers(steps, copies=4 + len(extras.smem), readers=WARPGROUPS),
+            "kv": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
+            "between": [core.Barrier(num_arrivals=1)] * 2 if wide else [core.Barrier(num_arrivals=WARPGROUPS)],
+        },
         interpret=interpret,
-        compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
     )(
         deal(p, c, blocks),
         as_blocks(q, c.tile_q),
@@ -187,15 +158,15 @@ def _keys(
         as_blocks(out_grad, c.tile_q),
         lse,
         delta,
-        *inputs.arrays(),
-        *extra,
+        *extras.arrays,
+        *sums,
     )
     if dq is not None:
         dq = (core.frozen(dq, q, k).sum(0)[:, : p.q_tokens] * inputs.options[0]).astype(p.dtype)
     if dbias is not None:
         dbias = core.frozen(dbias, q, k)[:, : p.kv_tokens, : p.q_tokens].swapaxes(1, 2).astype(jnp.float32)
         dbias = dbias.reshape(p.batch, p.q_heads, p.q_tokens, p.kv_tokens)
-        for axis, size in enumerate(bias_shape):
+        for axis, size in enumerate(extras.bias_shape):
             dbias = dbias.sum(axis, keepdims=True) if size == 1 else dbias
-        dbias = dbias.astype(bias_dtype)
+        dbias = dbias.astype(inputs.bias.dtype)
     return dq, dk.reshape(k.shape), dv.reshape(v.shape), dbias

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax import lax
 from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.ring import Ring
-from mgpu_ops.flash_attention.operands import LOG2E, Operands
+from mgpu_ops.flash_attention.operands import Operands, place
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.flash_attention.visible import Order, row_steps
 
@@ -28,49 +27,14 @@ def deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     return schedule.deal_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
 
 
-def _tile(p: BackwardProblem, c: BackwardConfig, number: Any) -> tuple[Any, Any, Any]:
-    """Batch entry, head of keys and first key of a tile."""
-    tiles = jnp.int32(math.ceil(p.kv_tokens / c.tile_kv))
-    head, tile = lax.div(number, tiles), lax.rem(number, tiles)
-    return lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads)), tile * c.tile_kv
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The tiles of query rows that a tile of keys meets, of all heads that share it: those to mask, and those not to."""
-
-    order: Order
-    group: int
-
-    @property
-    def masked(self) -> Any:
-        return self.order.masked * self.group
-
-    @property
-    def unmasked(self) -> Any:
-        return self.order.unmasked * self.group
-
-    def masked_tile(self, i: Any) -> tuple[Any, Any]:
-        """Which head of the group, and which tile of rows, the i-th to be masked is."""
-        member, i = self._member(i, self.order.masked)
-        return member, self.order.masked_tile(i)
-
-    def unmasked_tile(self, i: Any) -> tuple[Any, Any]:
-        member, i = self._member(i, self.order.unmasked)
-        return member, self.order.unmasked_tile(i)
-
-    def _member(self, i: Any, tiles: Any) -> tuple[Any, Any]:
-        return (jnp.int32(0), i) if self.group == 1 else (lax.div(i, tiles), lax.rem(i, tiles))
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile of keys: its batch entry, head and first key, and the query rows that meet it."""
+    """A tile of keys: its batch entry, head and first key, and which tiles of query rows meet it, in each head of its group."""
 
     b: Any
     kv_head: Any
     key: Any
-    rows: _Rows
+    rows: Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +69,14 @@ class Block:
         return schedule.Turns(self.table, lax.optimization_barrier(lax.axis_index("block")))
 
     def tile(self, number: Any) -> Tile:
-        b, kv_head, key = _tile(self.p, self.c, number)
-        order = Order.of(*self.x.row_tiles(b, key, self.c.tile_kv, self.c.tile_q))
-        return Tile(b, kv_head, key, _Rows(order, self.group))
+        b, kv_head, key = place(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
+        return Tile(b, kv_head, key, Order.of(*self.x.row_tiles(b, key, self.c.tile_kv, self.c.tile_q)))
 
     def copying(self) -> None:
         """What the copying warpgroup does: for each tile of keys it and its values, then all rows that see some of them."""
         p, c, x, smem, turns = self.p, self.c, self.x, self.smem, self.turns
 
-        def tile(i: Any, carry: Any) -> Any:
-            number, done = carry
-            following = turns.number(i + 1)  # read a tile ahead: global memory is far
+        def tile(i: Any, number: Any, done: Any) -> Any:
             t = self.tile(number)
 
             def keys(slot: Any, filled: Any) -> None:
@@ -125,7 +86,8 @@ class Block:
 
             self.kv_ring.fill(i, keys)
 
-            def step(member: Any, row_tile: Any, done: Any) -> Any:
+            def step(member: Any, row_tile: Any, done: Any, masked: bool) -> Any:
+                del masked
                 row, n = row_tile * c.tile_q, t.kv_head * self.group + member
 
                 def copy(slot: Any, filled: Any) -> None:
@@ -134,20 +96,14 @@ class Block:
                     for name in ("lse", "delta"):
                         values = self.stats[name].at[t.b, n, core.ds(row, c.tile_q)]
                         core.copy_gmem_to_smem(values, smem[f"{name}_smem"].at[slot], filled)
-                    if p.segments:
-                        ids = x.inputs.segments[0].at[t.b, core.ds(row, c.tile_q)]
-                        core.copy_gmem_to_smem(ids, smem["segments_smem"].at[slot], filled)
-                    if p.bias != "none":
-                        x.load_bias(t.b, n, t.key, row, smem["bias_smem"].at[slot], filled)
+                    x.load_extras("keys", t.b, n, t.key, row, smem, slot, filled)
 
                 self.rows_ring.fill(done, copy)
                 return done + 1
 
-            done = lax.fori_loop(0, t.rows.masked, lambda j, done: step(*t.rows.masked_tile(j), done), done)
-            done = lax.fori_loop(0, t.rows.unmasked, lambda j, done: step(*t.rows.unmasked_tile(j), done), done)
-            return following, done
+            return t.rows.for_each(step, done, members=self.group)
 
-        _, steps = lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))
+        steps = turns.for_each(tile, jnp.int32(0))
         self.rows_ring.drain(steps)
         self.kv_ring.drain(turns.count)
 
@@ -162,17 +118,10 @@ class Block:
         wg: this warpgroup. Second, what to multiply the scores' gradient by for a soft cap, or None.
         """
         p, x, smem = self.p, self.x, self.smem
-        columns, slope = core.ds(part * ROWS, ROWS), None
+        columns = core.ds(part * ROWS, ROWS)
         first_key = t.key + own
         lse = core.load(smem["lse_smem"].at[slot, columns], layout=by_column(), optimized=False)
-        if p.soft_cap:
-            tanh = x.capped(s)
-            s, slope = tanh * (x.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
-        else:
-            s = s * (x.inputs.options[0] * LOG2E)
-        if p.bias != "none":
-            tile = smem["bias_smem"].at[slot, core.ds(own, ROWS), columns]
-            s = s + core.load(tile, layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32) * LOG2E
+        s, slope = x.scores(s, smem["bias_smem"].at[slot, core.ds(own, ROWS), columns] if p.bias != "none" else None)
         weights = jnp.exp2(s - along_column(lse))
         if p.segments:
             q_ids = core.load(smem["segments_smem"].at[slot, columns], layout=by_column(), optimized=False)
@@ -194,24 +143,17 @@ class Block:
     def for_each_tile(self, body: Any) -> None:
         """body(tile, steps done so far) -> steps done, for each tile of keys; it releases the tile's keys."""
 
-        turns = self.turns
-
-        def tile(i: Any, carry: Any) -> Any:
-            number, done = carry
-            following = turns.number(i + 1)
+        def tile(i: Any, number: Any, done: Any) -> Any:
+            del i
             core.barrier_wait(self.kv_ring.filled.at[opaque_zero()])
-            return following, body(self.tile(number), done)
+            return body(self.tile(number), done)
 
-        lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))
+        self.turns.for_each(tile, jnp.int32(0))
         core.wait_smem_to_gmem(0)
 
     def for_each_row_tile(self, t: Tile, step: Any, done: Any) -> Any:
         """step(member of the group, row tile, steps done, masked) for the row tiles of a tile of keys, then steps done."""
-        p = self.p
-        masks = p.right is not None or p.left is not None or p.lengths or p.kv_tokens % self.c.tile_kv != 0
-        rows = t.rows
-        done = lax.fori_loop(0, rows.masked, lambda j, done: step(*rows.masked_tile(j), done, masks), done)
-        return lax.fori_loop(0, rows.unmasked, lambda j, done: step(*rows.unmasked_tile(j), done, False), done)
+        return t.rows.for_each(step, done, masks=self.p.masks(self.c.tile_kv), members=self.group)
 
     def release_keys(self) -> None:
         """Once dk and dv have left the place of the keys and values, they are the copying warpgroup's again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -16,16 +15,8 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.ring import Ring
-from mgpu_ops.flash_attention.operands import (
-    LOG2E,
-    Inputs,
-    Operands,
-    as_blocks,
-    as_rows,
-    bias_rows,
-    pad_tokens,
-    segment_tiles,
-)
+from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_tokens
+from mgpu_ops.flash_attention.operands import Inputs, Operands, place
 from mgpu_ops.flash_attention.problem import (
     PANEL,
     ROWS,
@@ -58,37 +49,28 @@ def _kernel(
     smem: dict[str, Any],
 ) -> None:
     """One block: its tiles of rows, each a loop over tiles of keys."""
-    table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest, dq_ref = refs
-    sharing = rest.pop() if p.segments else None
-    x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(rest)), bias_shape, sharing)
+    table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *extras, dq_ref = refs
+    x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
     k_ring, v_ring = Ring(dq_steps(p), **barriers["k"]), Ring(dq_value_steps(p), **barriers["v"])
     q_ring = Ring(1, **barriers["q"])
     panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
     by_row, by_column = core.Layout.WGMMA.reduce(1), core.Layout.WGMMA.reduce(0)
 
-    def place(number: Any) -> tuple[Any, Any, Any]:
-        rows = jnp.int32(math.ceil(p.q_tokens / TILE_Q))
-        head, row = lax.div(number, rows), lax.rem(number, rows)
-        return lax.div(head, jnp.int32(p.q_heads)), lax.rem(head, jnp.int32(p.q_heads)), row * TILE_Q
-
     def for_each_key_tile(b: Any, row: Any, step: Any, carry: Any) -> Any:
         order = Order.of(*x.key_tiles(b, row, TILE_Q, TILE_KV))
-        masks = p.right is not None or p.left is not None or p.lengths or p.kv_tokens % TILE_KV != 0
-        if not masks:  # one loop: a second one spills where head_dim is 256
+        if not p.masks(TILE_KV):  # one loop: a second one spills where head_dim is 256
             count = order.end - order.first
             return lax.fori_loop(0, count, lambda j, s: step((order.end - 1 - j) * TILE_KV, s, False), carry)
-        carry = lax.fori_loop(0, order.masked, lambda j, s: step(order.masked_tile(j) * TILE_KV, s, masks), carry)
-        return lax.fori_loop(0, order.unmasked, lambda j, s: step(order.unmasked_tile(j) * TILE_KV, s, False), carry)
+        return order.for_each(lambda _, tile, s, masked: step(tile * TILE_KV, s, masked), carry)
 
     def for_each_tile(body: Any) -> Any:
         # Opaque: what the copying and the computing side have in common the compiler would compute once, and spill for both.
         turns = schedule.Turns(table_ref, lax.optimization_barrier(lax.axis_index("block")))
 
-        def tile(i: Any, carry: Any) -> Any:
-            number, done = carry
-            return turns.number(i + 1), body(i, *place(number), done)
+        def tile(i: Any, number: Any, done: Any) -> Any:
+            return body(i, *place(number, p.q_tokens, p.q_heads, TILE_Q), done)
 
-        _, steps = lax.fori_loop(0, turns.count, tile, (turns.number(0), jnp.int32(0)))
+        steps = turns.for_each(tile, jnp.int32(0))
         return turns.count, steps
 
     def copying() -> None:
@@ -106,11 +88,7 @@ def _kernel(
 
                 def keys(slot: Any, filled: Any) -> None:
                     x.load_block(x.k, b, kv_head, key, p.kv_tokens, smem["k_smem"].at[slot], filled)
-                    if p.segments:
-                        ids = x.inputs.segments[1].at[b, core.ds(key, TILE_KV)]
-                        core.copy_gmem_to_smem(ids, smem["segments_smem"].at[slot], filled)
-                    if p.bias != "none":
-                        x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
+                    x.load_extras("rows", b, n, row, key, smem, slot, filled)
 
                 k_ring.fill(step, keys)
                 v_ring.fill(step, lambda slot, filled: x.load_keys(x.v, b, kv_head, key, smem["v_smem"].at[slot], filled))
@@ -152,15 +130,8 @@ def _kernel(
                 core.barrier_wait(v_ring.filled.at[v_slot])
                 for panel in panels:
                     core.wgmma(dp_acc, smem["do_smem"].at[panel, mine, :], core.transpose_ref(smem["v_smem"].at[v_slot, panel]))
-                s, slope = core.accumulated(s_acc, len(panels)), None
-                if p.soft_cap:
-                    tanh = x.capped(s)
-                    s, slope = tanh * (x.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
-                else:
-                    s = s * (x.inputs.options[0] * LOG2E)
-                if p.bias != "none":
-                    bias = core.load(smem["bias_smem"].at[k_slot, mine, :], layout=core.Layout.WGMMA, optimized=False)
-                    s = s + bias.astype(jnp.float32) * LOG2E
+                s = core.accumulated(s_acc, len(panels))
+                s, slope = x.scores(s, smem["bias_smem"].at[k_slot, mine, :] if p.bias != "none" else None)
                 weights = jnp.exp2(s - along_row(lse))
                 if p.segments:
                     ids = x.inputs.segments[0].at[b, core.ds(own, ROWS)]
@@ -220,44 +191,30 @@ def launch(
     panels, tiles, steps = p.head_dim // PANEL, math.ceil(p.q_tokens / TILE_Q), dq_steps(p)
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
     operand = core.operand_transforms(PANEL, p.dtype, 128)
-    extra: list[Any] = []
-    bias_shape = (1, 1)
     v_steps = dq_value_steps(p)
+    extras = Extras.of(inputs, "rows", TILE_Q, TILE_KV, steps)
     smem = {
         "q_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
         "do_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
         "k_smem": core.SMEM((steps, TILE_KV, p.head_dim), p.dtype, transforms=operand),
         "v_smem": core.SMEM((v_steps, panels, TILE_KV, PANEL), p.dtype, transforms=operand),
         "numbers_smem": core.SMEM((WARPGROUPS, TILE_KV), jnp.int32),
+        **extras.smem,
     }
-    if inputs.segments is not None:
-        q_segments, kv_segments = inputs.segments
-        extra.append(segment_tiles(q_segments, kv_segments, TILE_Q, TILE_KV))
-        inputs = dataclasses.replace(inputs, segments=(pad_tokens(q_segments, TILE_Q), pad_tokens(kv_segments, TILE_KV)))
-        smem["segments_smem"] = core.SMEM((steps, TILE_KV), jnp.int32)
-    if inputs.bias is not None:
-        bias_shape = inputs.bias.shape[:2]
-        inputs = dataclasses.replace(inputs, bias=bias_rows(inputs.bias))
-        panel = core.operand_transforms(128 // inputs.bias.dtype.itemsize, inputs.bias.dtype, 128)
-        smem["bias_smem"] = core.SMEM((steps, TILE_Q, TILE_KV), inputs.bias.dtype, transforms=panel)
-    dq = core.kernel(
-        functools.partial(_kernel, p, c, gpu, bias_shape),
-        out_type=jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
-        scratch_types={
-            "accumulators": core.Accumulators(((ROWS, TILE_KV), (ROWS, TILE_KV), (ROWS, p.head_dim)), WARPGROUPS),
-            "smem": smem,
-            "barriers": {
-                "q": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
-                "k": Ring.barriers(steps, copies=1 + ("segments_smem" in smem) + ("bias_smem" in smem), readers=WARPGROUPS),
-                "v": Ring.barriers(v_steps, copies=panels, readers=WARPGROUPS),
-            },
-        },
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+    dq = kernel(
+        functools.partial(_kernel, p, c, gpu, extras.bias_shape),
         name="mgpu_ops_flash_attention_dq",
+        blocks=blocks,
+        compute_warpgroups=WARPGROUPS,
+        out_type=jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
+        accumulators=((ROWS, TILE_KV), (ROWS, TILE_KV), (ROWS, p.head_dim)),
+        smem=smem,
+        barriers={
+            "q": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
+            "k": Ring.barriers(steps, copies=1 + len(extras.smem), readers=WARPGROUPS),
+            "v": Ring.barriers(v_steps, copies=panels, readers=WARPGROUPS),
+        },
         interpret=interpret,
-        compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
     )(
         _deal(p, c, blocks),
         as_rows(q),
@@ -266,7 +223,6 @@ def launch(
         as_rows(out_grad),
         pad_tokens(lse, TILE_Q, math.inf),
         pad_tokens(delta, TILE_Q),
-        *inputs.arrays(),
-        *extra,
+        *extras.arrays,
     )
     return dq.reshape(q.shape)

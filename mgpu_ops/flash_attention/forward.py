@@ -24,17 +24,8 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.ring import Ring
-from mgpu_ops.flash_attention.operands import (
-    LOG2E,
-    Inputs,
-    Operands,
-    as_blocks,
-    as_rows,
-    bias_rows,
-    pad_head,
-    pad_tokens,
-    segment_tiles,
-)
+from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_head
+from mgpu_ops.flash_attention.operands import LOG2E, Inputs, Operands, place
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
 from mgpu_ops.flash_attention.visible import Order, key_steps
 
@@ -49,41 +40,30 @@ def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
     return schedule.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
-def _tile(p: Problem, tile_q: int, number: Any) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first query row of an output tile."""
-    rows = jnp.int32(math.ceil(p.q_tokens / tile_q))
-    head, row = lax.div(number, rows), lax.rem(number, rows)
-    return lax.div(head, jnp.int32(p.q_heads)), lax.rem(head, jnp.int32(p.q_heads)), row * tile_q
-
-
-def _masks(p: Problem, tile_q: int, tile_kv: int) -> tuple[bool, bool]:
-    """Whether some row does not see all of some tile of keys that it is worked on with; and whether of more than one."""
+def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
+    """Whether some tile of rows may need a mask with more than one tile of keys."""
     offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
     aligned = p.right == 0 and tile_kv % tile_q == 0 and offset % tile_q == 0
-    many = p.lengths or p.left is not None or (p.right is not None and not aligned)
-    return many or p.right is not None or p.kv_tokens % tile_kv != 0, many
+    return p.lengths or p.left is not None or (p.right is not None and not aligned)
 
 
 def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: Any) -> None:
     """What the copying warpgroup does: for each output tile its queries, and the keys and values from the last to the first."""
     p, tile_q = x.problem, ROWS * c.compute_warpgroups
 
-    def tile(i: Any, carry: Any) -> Any:
-        number, done = carry
-        following = tiles.number(i + 1)  # read a tile ahead: global memory is far
-        b, n, row = _tile(p, tile_q, number)
+    def tile(i: Any, number: Any, done: Any) -> Any:
+        b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
         q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
         order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
-        def step(key: Any, step: Any) -> Any:
+        def step(member: Any, key_tile: Any, step: Any, masked: bool) -> Any:
+            del member, masked
+            key = key_tile * c.tile_kv
+
             def keys(slot: Any, filled: Any) -> None:
                 x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
-                if p.segments:
-                    ids = x.inputs.segments[1].at[b, core.ds(key, c.tile_kv)]
-                    core.copy_gmem_to_smem(ids, smem["segments_smem"].at[slot], filled)
-                if p.bias != "none":
-                    x.load_bias(b, n, row, key, smem["bias_smem"].at[slot], filled)
+                x.load_extras("rows", b, n, row, key, smem, slot, filled)
 
             k_ring.fill(step, keys)
 
@@ -93,11 +73,9 @@ def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: R
             v_ring.fill(step, values)
             return step + 1
 
-        done = lax.fori_loop(0, order.masked, lambda j, done: step(order.masked_tile(j) * c.tile_kv, done), done)
-        done = lax.fori_loop(0, order.unmasked, lambda j, done: step(order.unmasked_tile(j) * c.tile_kv, done), done)
-        return following, done
+        return order.for_each(step, done)
 
-    _, steps = lax.fori_loop(0, tiles.count, tile, (tiles.number(0), jnp.int32(0)))
+    steps = tiles.for_each(tile, jnp.int32(0))
     k_ring.drain(steps)
     v_ring.drain(steps)
     q_ring.drain(tiles.count)
@@ -110,18 +88,16 @@ def _kernel(
     bias_shape: tuple[int, int],
     *refs: Any,
     accumulators: Any,
-    **scratch: Any,
+    barriers: dict[str, Any],
+    smem: dict[str, Any],
 ) -> None:
     """One block: its output tiles, each a loop over tiles of keys."""
-    table_ref, q_ref, k_ref, v_ref, *inputs, out_ref, lse_ref = refs
+    table_ref, q_ref, k_ref, v_ref, *extras, out_ref, lse_ref = refs
     tiles = schedule.Turns(table_ref, lax.axis_index("block"))
-    sharing = inputs.pop() if p.segments else None
-    x = Operands(p, q_ref, k_ref, v_ref, Inputs.of(p, tuple(inputs)), bias_shape, sharing)
-    q_ring, k_ring, v_ring = (
-        Ring(slots, scratch.pop(f"{name}_filled"), scratch.pop(f"{name}_released"))
-        for name, slots in (("q", c.q_slots), ("k", c.max_concurrent_steps), ("v", c.max_concurrent_steps))
-    )
-    smem, tile_q, panels = scratch, ROWS * c.compute_warpgroups, range(p.head_dim // PANEL)
+    x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
+    q_ring = Ring(c.q_slots, **barriers["q"])
+    k_ring, v_ring = (Ring(c.max_concurrent_steps, **barriers[name]) for name in ("k", "v"))
+    tile_q, panels = ROWS * c.compute_warpgroups, range(p.head_dim // PANEL)
     by_row, by_column = core.Layout.WGMMA.reduce(1), core.Layout.WGMMA.reduce(0)
 
     def along_row(values: Any, columns: int) -> Any:
@@ -136,10 +112,9 @@ def _kernel(
 
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
-            following = (
-                tiles.number(i + 1) if c.q_slots > 1 else None
-            )  # with the registers of one slot's configs it has to wait
-            b, n, row = _tile(p, tile_q, number)
+            # With the registers of one slot's configs it has to wait.
+            following = tiles.number(i + 1) if c.q_slots > 1 else None
+            b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
             order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS
             tokens = x.tokens(b)
@@ -164,9 +139,7 @@ def _kernel(
                 if p.soft_cap:
                     s, factor = x.capped(s), x.inputs.options[1] * LOG2E
                 if p.bias != "none":
-                    bias = core.load(smem["bias_smem"].at[slot, mine, :], layout=core.Layout.WGMMA, optimized=False)
-                    s = (s if factor is None else s * factor) + bias.astype(jnp.float32) * LOG2E
-                    factor = None
+                    s, factor = s * factor + x.bias_term(smem["bias_smem"].at[slot, mine, :]), None
                 if p.segments:
                     kv_segments = core.load(smem["segments_smem"].at[slot], layout=by_column, optimized=False)
                     same = along_row(q_segments, c.tile_kv) == lax.broadcast_in_dim(kv_segments, shape, (1,))
@@ -218,11 +191,11 @@ def _kernel(
                 o_acc[...] = out * along_row(rescale, p.head_dim)
                 return weights, m, l, step + 1
 
-            masks, many = _masks(p, tile_q, c.tile_kv)
+            many = _masks_many(p, tile_q, c.tile_kv)
             m, l = (core.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
             if many:
                 m, l, done = lax.fori_loop(0, order.masked - 1, alone, (m, l, done))
-            s, factor = scores(start_scores(done), order.masked_tile(order.masked - 1), masks, in_flight=0)
+            s, factor = scores(start_scores(done), order.masked_tile(order.masked - 1), p.masks(c.tile_kv), in_flight=0)
             weights, m, l, rescale = softmax(s, factor, m, l)
             if many:
                 rescaled(rescale)
@@ -278,50 +251,34 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     """
     head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
     q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
-    inputs, tile_q, steps = Inputs.of(p, arrays[3:]), ROWS * c.compute_warpgroups, c.max_concurrent_steps
+    tile_q, steps = ROWS * c.compute_warpgroups, c.max_concurrent_steps
     tiles, panels = math.ceil(p.q_tokens / tile_q), p.head_dim // PANEL
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
     operand = core.operand_transforms(PANEL, p.dtype, 128)
-    sharing, bias_shape, scratch = [], (1, 1), {}
-    if inputs.segments is not None:
-        q_segments, kv_segments = inputs.segments
-        sharing = [segment_tiles(q_segments, kv_segments, tile_q, c.tile_kv)]
-        whole = pad_tokens(q_segments, tile_q), pad_tokens(kv_segments, c.tile_kv)
-        inputs = dataclasses.replace(inputs, segments=whole)
-        scratch["segments_smem"] = core.SMEM((steps, c.tile_kv), jnp.int32)
-    if inputs.bias is not None:
-        bias_shape = inputs.bias.shape[:2]
-        inputs = dataclasses.replace(inputs, bias=bias_rows(inputs.bias))
-        panel = core.operand_transforms(128 // inputs.bias.dtype.itemsize, inputs.bias.dtype, 128)
-        scratch["bias_smem"] = core.SMEM((steps, tile_q, c.tile_kv), inputs.bias.dtype, transforms=panel)
-
-    def barriers(name: str, slots: int, copies: int = 1) -> dict[str, Any]:
-        ring = Ring.barriers(slots, copies=copies, readers=c.compute_warpgroups)
-        return {f"{name}_{key}": barrier for key, barrier in ring.items()}
-
-    out, lse = core.kernel(
-        functools.partial(_kernel, p, c, gpu, bias_shape),
+    extras = Extras.of(Inputs.of(p, arrays[3:]), "rows", tile_q, c.tile_kv, steps)
+    out, lse = kernel(
+        functools.partial(_kernel, p, c, gpu, extras.bias_shape),
+        name="mgpu_ops_flash_attention",
+        blocks=blocks,
+        compute_warpgroups=c.compute_warpgroups,
         out_type=(
             jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
             jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32),
         ),
-        scratch_types={
-            "accumulators": core.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), c.compute_warpgroups),
+        accumulators=((ROWS, c.tile_kv), (ROWS, p.head_dim)),
+        smem={
             "q_smem": core.SMEM((c.q_slots, panels, tile_q, PANEL), p.dtype, transforms=operand),
             "k_smem": core.SMEM((steps, panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
             "v_smem": core.SMEM((steps, c.tile_kv, p.head_dim), p.dtype, transforms=operand),
             "numbers_smem": core.SMEM((c.compute_warpgroups, c.tile_kv), jnp.int32),
             "lse_smem": core.SMEM((c.compute_warpgroups, ROWS), jnp.float32),
-            **scratch,
-            **barriers("q", c.q_slots, panels),
-            **barriers("k", steps, panels + len(scratch)),
-            **barriers("v", steps),
+            **extras.smem,
         },
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=c.compute_warpgroups + 1,
-        name="mgpu_ops_flash_attention",
+        barriers={
+            "q": Ring.barriers(c.q_slots, copies=panels, readers=c.compute_warpgroups),
+            "k": Ring.barriers(steps, copies=panels + len(extras.smem), readers=c.compute_warpgroups),
+            "v": Ring.barriers(steps, copies=1, readers=c.compute_warpgroups),
+        },
         interpret=interpret,
-        compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
-    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv), *inputs.arrays(), *sharing)
+    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv), *extras.arrays)
     return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

@@ -1,12 +1,12 @@
-"""The arrays that a kernel of attention receives: how the launch lays them out, and how a block finds its part of them."""
+"""The arrays that a kernel of attention receives, and how a block finds its part of them; `launch.py` lays them out."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -58,6 +58,12 @@ class Operands:
     bias_shape: tuple[int, int]  # batch entries and heads of the bias
     tiles: Any = None  # [batch, tiles, 2]: the first tile on the other side that shares a segment, and the end of them
 
+    @staticmethod
+    def of(problem: Problem, q: Any, k: Any, v: Any, extras: Sequence[Any], bias_shape: tuple[int, int]) -> Operands:
+        """extras: `launch.Extras.arrays`."""
+        inputs, tiles = (extras[:-1], extras[-1]) if problem.segments else (extras, None)
+        return Operands(problem, q, k, v, Inputs.of(problem, tuple(inputs)), bias_shape, tiles)
+
     def tokens(self, b: Any) -> Tokens:
         p = self.problem
         q_end: Any = p.q_tokens
@@ -102,7 +108,7 @@ class Operands:
     def load_block(self, src: Any, b: Any, n: Any, token: Any, tokens: int, dst: Any, filled: Any) -> None:
         """Starts the copy of tokens of one head, with zeros from the last on: dst is [rows, head_dim], several panels wide.
 
-        A product with a whole row of head_dim takes fewer instructions than with one of panels. src: see `as_blocks`.
+        A product with a whole row of head_dim takes fewer instructions than with one of panels. src: see `launch.as_blocks`.
         """
         rows, d = dst.shape
         if src.shape[:2] != (1, 1):
@@ -110,8 +116,19 @@ class Operands:
         else:
             core.load_rows(src, b * tokens + token, b * tokens + tokens, n * d, dst, filled)
 
-    def load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, filled: Any) -> None:
-        """Starts the copy of a tile of the bias of one head."""
+    def load_extras(self, keeps: str, b: Any, n: Any, own: Any, other: Any, smem: Any, slot: Any, filled: Any) -> None:
+        """Starts the copies of what goes beside the tokens from `other` on, into `slot` of `launch.Extras.smem`.
+
+        keeps: "rows" or "keys", of which the block keeps those from `own` on.
+        """
+        if self.inputs.segments is not None:
+            dst = smem["segments_smem"].at[slot]
+            ids = self.inputs.segments[1 if keeps == "rows" else 0].at[b, core.ds(other, dst.shape[0])]
+            core.copy_gmem_to_smem(ids, dst, filled)
+        if self.inputs.bias is not None:
+            self._load_bias(b, n, own, other, smem["bias_smem"].at[slot], filled)
+
+    def _load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, filled: Any) -> None:
         batch, heads = self.bias_shape
         rows = self.inputs.bias.shape[2] // (batch * heads)
         start = ((b if batch > 1 else 0) * heads + (n if heads > 1 else 0)) * rows
@@ -121,53 +138,26 @@ class Operands:
         """The hyperbolic tangent of a soft cap: tanh(s scale / cap), from an exponential accurate to float32."""
         return 1.0 - 2.0 / (jnp.exp2(s * (self.inputs.options[2] * (2 * LOG2E))) + 1.0)
 
+    def scores(self, s: Any, bias: Any) -> tuple[Any, Any]:
+        """Products of queries and keys to scores times log2(e); and the slope of the soft cap there, or None without one.
 
-def as_rows(x: jax.Array) -> jax.Array:
-    """[batch, tokens, heads, head_dim] as rows of tokens for `core.load_rows`, without a copy."""
-    batch, tokens, heads, head_dim = x.shape
-    return core.rows_view(x.reshape(batch * tokens, heads * head_dim))
+        bias: its tile in shared memory, or None.
+        """
+        slope = None
+        if self.problem.soft_cap:
+            tanh = self.capped(s)
+            s, slope = tanh * (self.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
+        else:
+            s = s * (self.inputs.options[0] * LOG2E)
+        return s if bias is None else s + self.bias_term(bias), slope
 
-
-def as_blocks(x: jax.Array, tile: int) -> jax.Array:
-    """As `Operands.load_block` takes it in tiles: x itself where they divide the tokens, else `as_rows(x)`.
-
-    Copies from an array that tiles divide never need to be cut, and take less code.
-    """
-    return x if x.shape[1] % tile == 0 else as_rows(x)
-
-
-def pad_head(x: jax.Array, head_dim: int) -> jax.Array:
-    """x[..., dim] with zeros up to head_dim: they add nothing to any score, and columns to the output."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
+    def bias_term(self, tile: Any) -> Any:
+        """What a tile of the bias in shared memory adds to scores times log2(e)."""
+        return core.load(tile, layout=core.Layout.WGMMA, optimized=False).astype(jnp.float32) * LOG2E
 
 
-def bias_rows(bias: jax.Array) -> jax.Array:
-    """[batch, heads, rows, columns] as rows for `core.load_rows`; columns are padded to whole panels."""
-    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, -bias.shape[3] % PANEL)))
-    return core.rows_view(bias.reshape(-1, bias.shape[3]))
-
-
-def pad_tokens(x: jax.Array, tile: int, value: float = 0) -> jax.Array:
-    """x[..., tokens] with `value` up to whole tiles."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % tile)], constant_values=value)
-
-
-def segment_tiles(mine: jax.Array, others: jax.Array, tile: int, other_tile: int) -> jax.Array:
-    """For each tile of tokens, the first tile of the other side that may share a segment with it, and the end of them.
-
-    mine: [batch, tokens], others: [batch, other tokens], int32. Returns [batch, tiles, 2]. Exact where ids grow with tokens;
-    otherwise a tile between the two may share none.
-    """
-
-    def ends(ids: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-        last = jnp.take(ids, jnp.array([-1]), axis=1)
-        whole = jnp.concatenate([ids, jnp.repeat(last, -ids.shape[1] % tile, axis=1)], axis=1)
-        by_tile = whole.reshape(ids.shape[0], -1, tile)
-        return by_tile.min(-1), by_tile.max(-1)
-
-    (low, high), (other_low, other_high) = ends(mine, tile), ends(others, other_tile)
-    shared = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
-    count = shared.shape[-1]
-    first = jnp.where(shared.any(-1), jnp.argmax(shared, -1), 0)
-    end = jnp.where(shared.any(-1), count - jnp.argmax(shared[..., ::-1], -1), 0)
-    return jnp.stack([first, end], -1).astype(jnp.int32)
+def place(number: Any, tokens: int, heads: int, tile: int) -> tuple[Any, Any, Any]:
+    """Batch entry, head and first token of a tile of `schedule.deal_heads`, whose heads are those of all batch entries."""
+    tiles = jnp.int32(math.ceil(tokens / tile))
+    head, own = lax.div(number, tiles), lax.rem(number, tiles)
+    return lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), own * tile

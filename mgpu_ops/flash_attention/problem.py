@@ -53,6 +53,10 @@ class Problem:
         bounds = ([0] if self.causal else []) + ([] if self.window_right < 0 else [self.window_right])
         return min(bounds, default=None)
 
+    def masks(self, tile_kv: int) -> bool:
+        """Whether some row may not see all of some tile of keys, segments apart."""
+        return self.left is not None or self.right is not None or self.lengths or self.kv_tokens % tile_kv != 0
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BackwardProblem(Problem):

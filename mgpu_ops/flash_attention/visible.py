@@ -102,6 +102,22 @@ class Order:
         """The i-th tile that needs no mask, from the last on."""
         return self.whole_end - 1 - i
 
+    def for_each(self, step: Any, carry: Any, *, masks: bool = True, members: int = 1) -> Any:
+        """carry = step(member, tile, carry, masked): the tiles to be masked, of each of `members` heads, then the others.
+
+        masks: False where none needs a mask (`Problem.masks`): the first list then goes without too.
+        """
+
+        def loop(count: Any, tile: Any, masked: bool, carry: Any) -> Any:
+            def body(i: Any, carry: Any) -> Any:
+                member, i = (jnp.int32(0), i) if members == 1 else (lax.div(i, count), lax.rem(i, count))
+                return step(member, tile(i), carry, masked)
+
+            return lax.fori_loop(0, count * members, body, carry)
+
+        carry = loop(self.masked, self.masked_tile, masks, carry)
+        return loop(self.unmasked, self.unmasked_tile, False, carry)
+
 
 def _tiles(first: Any, whole: Any, whole_end: Any, end: Any, tile: int, tokens: int) -> tuple[Any, Any, Any, Any]:
     """Tiles for the token ranges [first, end) and [whole, whole_end), clipped to those that exist, at least one."""

@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mgpu_ops import FlashAttentionProblem
-from mgpu_ops.flash_attention import operands, reference
-from mgpu_ops.flash_attention.operands import Inputs, Operands, segment_tiles
+from mgpu_ops.flash_attention import launch, reference
+from mgpu_ops.flash_attention.launch import segment_tiles
+from mgpu_ops.flash_attention.operands import Inputs, Operands
 from mgpu_ops.flash_attention.visible import Order, Tokens, key_range, row_range, visible
 from tests.mgpu_ops import attention
 
@@ -265,7 +266,7 @@ def test_lengths_out_of_range_count_as_the_nearest(sizes, q_length, kv_length):
 
 def test_rows_of_a_bias_have_whole_panels():
     bias = jnp.arange(24.0).reshape(1, 2, 3, 4)
-    rows = np.asarray(operands.bias_rows(bias)).reshape(6, -1)
+    rows = np.asarray(launch.bias_rows(bias)).reshape(6, -1)
     assert rows.shape == (6, 64)
     np.testing.assert_array_equal(rows[:, :4], bias.reshape(6, 4))
     np.testing.assert_array_equal(rows[:, 4:], 0)

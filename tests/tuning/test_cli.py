@@ -707,7 +707,9 @@ def test_json_of_bench_has_the_rows_the_summary_and_the_files(
     assert (done.code, document["faults"]) == (0, [])
     assert [row["impl"] for row in document["rows"]] == ["mgpu_ops", "jax-pallas", "tokamax", "dense"]
     assert "best peer" in [line["peer"] for line in document["summary"]]
-    assert all(Path(path).exists() for path in document["files"])
+    csv, *pictures = map(Path, document["files"])
+    assert (csv.parent, csv.suffix) == (tmp_path, ".csv")
+    assert [path.suffix for path in pictures if path.exists()] == [".png", ".svg"]
 
 
 def test_bench_of_attention_compares_with_cudnn_unless_told_and_runs_ours_where_it_is_told(
