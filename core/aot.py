@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable, topologies
 from jax.extend.mlir import ir
@@ -162,9 +163,27 @@ def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, topology: bytes 
 
 
 def load(executable: Executable) -> Callable[..., Any]:
-    """The compiled function, on this process's first device; nothing is compiled again."""
+    """The compiled function, on this process's first device; it is not compiled again."""
+    _open_runtime()
     devices = jax.local_devices()[:1]
     return serialize_executable.deserialize_and_load(executable.data, *executable.trees, execution_devices=devices)
+
+
+@functools.cache
+def _open_runtime() -> None:
+    # Loaded kernels call Mosaic's run-time library, which Mosaic opens when it first compiles: so an empty kernel does.
+    jax.jit(_nothing).lower().compile()
+
+
+def _nothing() -> jax.Array:
+    from mgpu_ops.core import engine
+
+    def body(out: Any) -> None:
+        out[...] = jnp.zeros(128, jnp.float32)
+
+    out_type = jax.ShapeDtypeStruct((128,), jnp.float32)
+    names: dict[str, Any] = {"grid": (1,), "grid_names": ("block",), "num_threads": 1, "name": "mgpu_ops_nothing"}
+    return engine.kernel(body, out_type=out_type, scratch_types={}, **names)()
 
 
 def attached() -> bytes:

@@ -227,6 +227,8 @@ def _entry(
     if time.monotonic() < until:
         finalists = list(dict.fromkeys([t.config for t in ok[:FINALISTS]] + [c for c in (default, holder) if c in working]))
         ranked = _rerank(device, finalists, {default, holder}, until, seed)
+        if ranked is not None and not ranked.samples:
+            return None, None
         if ranked is not None:
             measured = ranked
             best = winner(measured.samples, holder, seed)
@@ -270,6 +272,8 @@ def _rerank(device: Device, finalists: Sequence[Any], kept: set[Any], until: flo
             break
         if not run:
             samples = {config: [] for config in found.samples}
+            if not samples:
+                return found  # all failed when they ran again
         for config in contenders:
             if config in found.samples and config in samples:
                 samples[config] += found.samples[config]

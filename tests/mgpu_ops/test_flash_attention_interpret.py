@@ -6,11 +6,9 @@ memory holds before it is written is NaN, in shared memory and in outputs: an ou
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,23 +23,12 @@ from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention.operands import LOG2E, Inputs
 from tests.mgpu_ops import attention
 from tests.mgpu_ops.attention import BASE
+from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter
 from tests.mgpu_ops.ragged import float64
 
 FORWARD, BACKWARD = spec_of("flash_attention"), spec_of("flash_attention_backward")
-FEW_SMS = replace(gpu.find("h200"), sms=3)
 P = FlashAttentionProblem
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3}
-
-
-@contextlib.contextmanager
-def quiet_interpreter() -> Iterator[None]:
-    """Keeps the race detector's pages to itself, and leaves no failed kernel behind."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    except BaseException:
-        core.reset_interpreter()
-        raise
 
 
 def interpreted(spec: Any, problem: Any, config: Any, arrays: tuple[Any, ...], device: Any = FEW_SMS) -> tuple[np.ndarray, ...]:
@@ -315,33 +302,21 @@ class Hasty(Ring):
         copy(slot, self.filled.at[slot])
 
 
-def has_a_race(problem: Any, config: Any) -> bool:
-    """Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises."""
-    arrays = FORWARD.inputs(problem, jax.random.key(0))
-    core.reset_interpreter()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            jax.block_until_ready(FORWARD.run(problem, config, FEW_SMS, *arrays, interpret=True))
-        return core.races_found()
-    except jax.errors.JaxRuntimeError as error:
-        return "RACE DETECTED" in str(error) or core.races_found()
-    finally:
-        core.reset_interpreter()
-
-
-LONG = P(1, 100, 200, 3, 3, 64)
+def forward_of_long_rows() -> Any:
+    problem = P(1, 100, 200, 3, 3, 64)
+    return FORWARD.run(problem, BASE, FEW_SMS, *FORWARD.inputs(problem, jax.random.key(0)), interpret=True)
 
 
 def test_detector_finds_nothing_as_the_kernel_is():
-    assert not has_a_race(LONG, BASE)
+    assert not has_a_race(forward_of_long_rows)
 
 
 def test_detector_finds_a_slot_that_is_filled_before_it_was_released(monkeypatch):
     monkeypatch.setattr(importlib.import_module("mgpu_ops.flash_attention.forward"), "Ring", Hasty)
-    assert has_a_race(LONG, BASE)
+    assert has_a_race(forward_of_long_rows)
 
 
 def test_detector_finds_a_store_whose_place_is_filled_again_too_early(monkeypatch):
     for module in (engine, core):
         monkeypatch.setattr(module, "wait_smem_to_gmem", lambda *_, **__: None)
-    assert has_a_race(LONG, BASE)
+    assert has_a_race(forward_of_long_rows)

@@ -7,12 +7,10 @@ empty groups are NaN as well. An output without NaN was written everywhere, from
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import io
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,25 +22,14 @@ import pytest
 from hypothesis import strategies as st
 
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, core, spec_of
-from mgpu_ops.core import engine, gpu
+from mgpu_ops.core import gpu
 from mgpu_ops.core.ring import Ring
 from tests.mgpu_ops import ragged
+from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter, wait_for_all_stores_only
 from tests.mgpu_ops.ragged import BASE
 
 GROUPED, CONTRACTION = spec_of("grouped_matmul"), spec_of("ragged_contraction")
-FEW_SMS = replace(gpu.find("h200"), sms=3)
 P, R = GroupedMatmulProblem, RaggedContractionProblem
-
-
-@contextlib.contextmanager
-def quiet_interpreter() -> Iterator[None]:
-    """Keeps the race detector's pages to itself, and leaves no failed kernel behind."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    except BaseException:
-        core.reset_interpreter()
-        raise
 
 
 def compiled(problem: Any, config: Any, gpu: Any = FEW_SMS) -> Callable[..., jax.Array]:
@@ -229,13 +216,8 @@ class Hasty(Ring):
         compute(slot)
 
 
-def has_a_race(problem: Any, config: Any) -> bool:
-    """Up to jax 0.11 the interpreter notes a race and goes on, from 0.12 it raises."""
-    try:
-        compiled(problem, config)(*operands(problem), np.array(ODD, np.int32))
-    except jax.errors.JaxRuntimeError as error:
-        return "RACE DETECTED" in str(error)
-    return core.races_found()
+def of_odd_sizes(problem: Any, config: Any) -> Callable[[], jax.Array]:
+    return lambda: compiled(problem, config)(*operands(problem), np.array(ODD, np.int32))
 
 
 BOTH = pytest.mark.parametrize("problem", [P(150, 128, 136, 4), R(150, 128, 64, 4)], ids=["grouped", "contraction"])
@@ -244,30 +226,24 @@ FOUR_PIECES = replace(BASE, tile_m=128, tile_n=128, epilogue_slots=2)
 
 @BOTH
 def test_detector_finds_nothing_as_the_kernels_are(problem):
-    assert not has_a_race(problem, FOUR_PIECES)
+    assert not has_a_race(of_odd_sizes(problem, FOUR_PIECES))
 
 
 @BOTH
 def test_detector_finds_a_slot_that_is_released_before_it_was_read(problem, monkeypatch):
     spec = GROUPED if isinstance(problem, P) else CONTRACTION
     monkeypatch.setattr(importlib.import_module(f"mgpu_ops.{spec.name}.kernel"), "Ring", Hasty)
-    assert has_a_race(problem, BASE)
+    assert has_a_race(of_odd_sizes(problem, BASE))
 
 
 @BOTH
 def test_detector_finds_a_store_that_does_not_wait_for_its_slot(problem, monkeypatch):
-    wait = engine.wait_smem_to_gmem
-
-    def only_for_all(n: int, **kwargs: Any) -> None:
-        if n == 0:
-            wait(n, **kwargs)
-
-    monkeypatch.setattr(engine, "wait_smem_to_gmem", only_for_all)
-    assert has_a_race(problem, FOUR_PIECES)
+    wait_for_all_stores_only(monkeypatch)
+    assert has_a_race(of_odd_sizes(problem, FOUR_PIECES))
 
 
 def test_rows_that_nothing_writes_show_as_nan(monkeypatch):
     monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped_matmul.kernel"), "_zero_rest", lambda *_: None)
     problem = P(150, 64, 64, 4)
-    out = compiled(problem, BASE)(*operands(problem), np.array(ODD, np.int32))
+    out = of_odd_sizes(problem, BASE)()
     assert np.isnan(np.asarray(out)[sum(ODD) :]).all()

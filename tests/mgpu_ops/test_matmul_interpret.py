@@ -5,11 +5,8 @@ The GPU has four SMs here, so that a block works through several tiles and its r
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,25 +14,15 @@ import jax
 import pytest
 
 from mgpu_ops import MatmulConfig, MatmulProblem, core, spec_of
-from mgpu_ops.core import engine, gpu
+from mgpu_ops.core import gpu
 from tests.configs import BASE
+from tests.mgpu_ops.interpreter import has_a_race, quiet_interpreter, wait_for_all_stores_only
 
 MATMUL = spec_of("matmul")
 FEW_SMS = replace(gpu.find("h200"), sms=4)
 
 P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
-
-
-@contextlib.contextmanager
-def quiet_interpreter() -> Iterator[None]:
-    """Keeps the race detector's pages to itself, and leaves no failed kernel behind."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    except BaseException:
-        core.reset_interpreter()
-        raise
 
 
 def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax.Array:
@@ -174,17 +161,6 @@ def test_same_inputs_give_the_same_bits():
 
 def test_detector_finds_a_store_that_does_not_wait_for_its_slot(monkeypatch):
     """What passes above is not passed by a detector that is off."""
-    wait = engine.wait_smem_to_gmem
-
-    def only_for_all(n: int, **kwargs: Any) -> None:
-        if n == 0:
-            wait(n, **kwargs)
-
-    monkeypatch.setattr(engine, "wait_smem_to_gmem", only_for_all)
+    wait_for_all_stores_only(monkeypatch)
     problem, config = P(128, 128, 64), replace(BASE, epilogue_tile_n=32)  # four pieces, two slots
-    try:
-        interpret(problem, config, MATMUL.inputs(problem, jax.random.key(0)))
-        found = core.races_found()
-    except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on a race raises
-        found = "RACE DETECTED" in str(error)
-    assert found
+    assert has_a_race(lambda: interpret(problem, config, MATMUL.inputs(problem, jax.random.key(0))))

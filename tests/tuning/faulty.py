@@ -54,7 +54,7 @@ def _kernel(fault: str, x: Any, rows: Any, out: Any, *huge: Any, never: Any) -> 
     elif fault == "hang":
         core.barrier_wait(never)  # nobody arrives
     elif fault == "slow compile":
-        for _ in range(4000):
+        for _ in range(2000):
             y = jnp.sqrt(y * y + 1.0) - y / (y + 2.0)
     elif fault == "memory":
         huge[0][row] = y

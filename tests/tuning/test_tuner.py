@@ -252,6 +252,16 @@ def test_a_default_that_fails_has_no_time_in_the_evidence() -> None:
     assert stored_config(result) != DEFAULT
 
 
+def test_where_every_finalist_fails_when_it_runs_again_nothing_is_stored() -> None:
+    class Fails(FakeDevice):
+        def finals(self, configs: Sequence[Config], seconds: float) -> Final:
+            return Final({}, [1.0])
+
+    result = tune(Fails(), trials=20)
+    assert result.entry is None
+    assert len(result.trials) == 20
+
+
 def test_finalists_that_cannot_be_measured_again_do_not_lose_the_search() -> None:
     class Hangs(FakeDevice):
         def finals(self, configs: Sequence[Config], seconds: float) -> Final:

@@ -1,0 +1,52 @@
+"""What the tests of kernels in JAX's GPU interpreter share: a small GPU, a quiet interpreter, and what shows that it sees races."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from mgpu_ops import core
+from mgpu_ops.core import engine, gpu
+
+FEW_SMS = replace(gpu.find("h200"), sms=3)  # a block works through several tiles, and its ring of slots wraps
+
+
+@contextlib.contextmanager
+def quiet_interpreter() -> Iterator[None]:
+    """Keeps the race detector's pages to itself, and leaves no failed kernel behind."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except BaseException:
+        core.reset_interpreter()
+        raise
+
+
+def has_a_race(run: Callable[[], Any]) -> bool:
+    """Whether run() does. Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises."""
+    core.reset_interpreter()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            jax.block_until_ready(run())
+        return core.races_found()
+    except jax.errors.JaxRuntimeError as error:
+        return "RACE DETECTED" in str(error) or core.races_found()
+    finally:
+        core.reset_interpreter()
+
+
+def wait_for_all_stores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault: kernels no longer wait for the one store whose place they need next."""
+    wait = engine.wait_smem_to_gmem
+
+    def only_for_all(n: int, **kwargs: Any) -> None:
+        if n == 0:
+            wait(n, **kwargs)
+
+    monkeypatch.setattr(engine, "wait_smem_to_gmem", only_for_all)
