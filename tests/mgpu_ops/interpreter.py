@@ -1,4 +1,4 @@
-"""What the tests of kernels in JAX's GPU interpreter share: a small GPU, a quiet interpreter, and what shows that it sees races."""
+"""What the tests of kernels in JAX's GPU interpreter share: a small GPU, quiet, and whether it sees races."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quiet_interpreter() -> Iterator[None]:
 
 
 def has_a_race(run: Callable[[], Any]) -> bool:
-    """Whether run() does. Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises."""
+    """Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises."""
     core.reset_interpreter()
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,15 +1,22 @@
-"""What the tests of grouped_matmul and ragged_contraction share: a small config, and the truth in float64."""
+"""What the tests of grouped_matmul and ragged_contraction share: a small config, the truth in float64, gradients, compiling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from mgpu_ops import GroupedMatmulConfig, RaggedContractionProblem
+from mgpu_ops import GroupedMatmulConfig, RaggedContractionProblem, groups
+from mgpu_ops.core import aot, gpu
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-4}
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 BASE = GroupedMatmulConfig(
     tile_m=64,
@@ -34,6 +41,10 @@ ACTIVATIONS = {
 
 def float64(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
+
+
+def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def spans(sizes: Iterable[Any], rows: int) -> Iterator[slice]:
@@ -113,6 +124,41 @@ def plain_contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.A
     group, inside = _group_of_rows(sizes, lhs.shape[0])
     member = (group[:, None] == jnp.arange(len(sizes))) & inside[:, None]
     return jnp.einsum("mg,mk,mn->gkn", member.astype(lhs.dtype), lhs, rhs, precision="highest")
+
+
+def of_arrays(f: Callable[..., jax.Array], sizes: Any, **kwargs: Any) -> Callable[..., jax.Array]:
+    """f as a function of lhs, rhs and perhaps bias."""
+    return lambda lhs, rhs, *bias: f(lhs, rhs, jnp.asarray(sizes), **kwargs, **({"bias": bias[0]} if bias else {}))
+
+
+def gradients(f: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> Any:
+    """Gradients of a weighted sum of f's output with respect to each array."""
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        out = f(*arrays).astype(F32)
+        return (out * normal(9, *out.shape, dtype=F32)).sum()
+
+    return jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays)))))(*arrays)
+
+
+def assert_same_gradients(f: Any, plain: Any, arrays: Any, assert_near: Any, tolerance: float) -> None:
+    """f's gradients have the dtypes of its arguments and are those of `plain` in float32."""
+    wanted = gradients(plain, tuple(x.astype(F32) for x in arrays))
+    for x, y, argument in zip(gradients(f, arrays), wanted, arrays, strict=True):
+        assert x.dtype == argument.dtype
+        assert_near(x, y, tolerance)
+
+
+def assert_compiles(spec: Any, problem: Any, config: Any) -> None:
+    """For an H200, without spills, with the tensor core and TMA, into as many bytes of shared memory as `check` counts."""
+    h200 = gpu.find("h200")
+    config = config or spec.default(problem, h200)
+    assert spec.check(problem, config, h200) is None
+    arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(h200, functools.partial(spec.run, problem, config, h200), *arrays)
+    assert report.smem_bytes == groups.smem_bytes(problem, config)
+    assert report.spills == 0
+    assert all(instruction in report.sass for instruction in ("HGMMA", "UTMALDG", "UTMASTG"))
 
 
 def _group_of_rows(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

@@ -16,23 +16,25 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 import mgpu_ops
-from mgpu_ops import GroupedMatmulProblem, grouped_matmul, groups, use_configs
-from mgpu_ops.core import aot, gpu
+from mgpu_ops import GroupedMatmulProblem, grouped_matmul, use_configs
+from mgpu_ops.core import gpu
 from tests.mgpu_ops import ragged
-from tests.mgpu_ops.ragged import BASE
+from tests.mgpu_ops.ragged import (
+    BASE,
+    BF16,
+    F16,
+    F32,
+    TOLERANCE,
+    assert_same_gradients,
+    gradients,
+    needs_compiler,
+    normal,
+    of_arrays,
+)
 
 SPEC = mgpu_ops.spec_of("grouped_matmul")
 H200 = gpu.find("h200")
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-4}
-needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-
-
 pytestmark = pytest.mark.usefixtures("no_races")
-
-
-def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def operands(m: int, n: int, k: int, groups: int, dtype: Any = BF16, transpose_rhs: bool = False) -> tuple[jax.Array, ...]:
@@ -210,28 +212,6 @@ def arguments(name: str, dtype: Any, m: int = 40, n: int = 24, k: int = 16) -> t
     lhs, rhs = operands(m, n, k, 3, dtype, transpose_rhs)
     arrays = (lhs, rhs / 4, normal(2, 3, n, dtype=dtype)) if bias else (lhs, rhs / 4)
     return arrays, {"transpose_rhs": transpose_rhs, "activation": activation}
-
-
-def of_arrays(f: Callable[..., jax.Array], sizes: Any, **kwargs: Any) -> Callable[..., jax.Array]:
-    """f as a function of lhs, rhs and perhaps bias."""
-    return lambda lhs, rhs, *bias: f(lhs, rhs, jnp.asarray(sizes), **kwargs, **({"bias": bias[0]} if bias else {}))
-
-
-def gradients(f: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> Any:
-    """Gradients of a weighted sum of f's output with respect to each array."""
-
-    def loss(*arrays: jax.Array) -> jax.Array:
-        out = f(*arrays).astype(F32)
-        return (out * normal(9, *out.shape, dtype=F32)).sum()
-
-    return jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays)))))(*arrays)
-
-
-def assert_same_gradients(f: Any, plain: Any, arrays: Any, assert_near: Any, tolerance: float) -> None:
-    wanted = gradients(plain, tuple(x.astype(F32) for x in arrays))
-    for x, y, argument in zip(gradients(f, arrays), wanted, arrays, strict=True):
-        assert x.dtype == argument.dtype
-        assert_near(x, y, tolerance)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in ARGUMENTS), ("plain", BF16), ("silu, bias", BF16)])
@@ -563,13 +543,7 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
     ids=["default, bias, gelu", "default, float32, transposed", "two warpgroups, wide pieces"],
 )
 def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem, config):
-    config = config or SPEC.default(problem, H200)
-    assert SPEC.check(problem, config, H200) is None
-    arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
-    report = aot.compile_for(H200, functools.partial(SPEC.run, problem, config, H200), *arrays)
-    assert report.smem_bytes == groups.smem_bytes(problem, config)
-    assert report.spills == 0
-    assert all(instruction in report.sass for instruction in ("HGMMA", "UTMALDG", "UTMASTG"))
+    ragged.assert_compiles(SPEC, problem, config)
 
 
 # --- errors: the value, the rule, the way out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +13,25 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 import mgpu_ops
-from mgpu_ops import RaggedContractionProblem, groups, ragged_contraction, use_configs
-from mgpu_ops.core import aot, gpu
+from mgpu_ops import RaggedContractionProblem, ragged_contraction, use_configs
+from mgpu_ops.core import gpu
 from tests.mgpu_ops import ragged
-from tests.mgpu_ops.ragged import BASE
+from tests.mgpu_ops.ragged import (
+    BASE,
+    BF16,
+    F16,
+    F32,
+    TOLERANCE,
+    assert_same_gradients,
+    gradients,
+    needs_compiler,
+    normal,
+    of_arrays,
+)
 
 SPEC = mgpu_ops.spec_of("ragged_contraction")
 H200 = gpu.find("h200")
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-4}
-needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-
-
 pytestmark = pytest.mark.usefixtures("no_races")
-
-
-def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def operands(m: int, n: int, k: int, dtype: Any = BF16) -> tuple[jax.Array, jax.Array]:
@@ -151,44 +151,23 @@ def test_spread_never_changes_the_answer(spread):
 # --- gradients
 
 
-def gradients(f: Callable[..., jax.Array], *arrays: jax.Array) -> Any:
-    """Gradients of a weighted sum of f's output with respect to both operands."""
-
-    def loss(*arrays: jax.Array) -> jax.Array:
-        out = f(*arrays).astype(F32)
-        return (out * normal(9, *out.shape, dtype=F32)).sum()
-
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays)
-
-
-def assert_same_gradients(f: Any, plain: Any, arrays: Any, assert_near: Any, tolerance: float) -> None:
-    wanted = gradients(plain, *(x.astype(F32) for x in arrays))
-    for x, y, argument in zip(gradients(f, *arrays), wanted, arrays, strict=True):
-        assert x.dtype == argument.dtype
-        assert_near(x, y, tolerance)
-
-
-def of_operands(f: Any, sizes: Any, **kwargs: Any) -> Callable[..., jax.Array]:
-    return lambda lhs, rhs: f(lhs, rhs, jnp.asarray(sizes), **kwargs)
-
-
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", BF16), ("xla", F32), ("interpret", BF16)])
 def test_gradients_are_those_of_plain_jax(backend, dtype, assert_near):
     arrays = operands(72, 40, 24, dtype)
-    f = of_operands(ragged_contraction, [30, 0, 33], backend=backend)
-    plain = of_operands(ragged.plain_contraction, [30, 0, 33])
+    f = of_arrays(ragged_contraction, [30, 0, 33], backend=backend)
+    plain = of_arrays(ragged.plain_contraction, [30, 0, 33])
     assert_same_gradients(f, plain, arrays, assert_near, 1e-5 if dtype == F32 else 1.5e-2)
 
 
 def test_first_and_second_derivatives_agree_with_differences():
     with jax.enable_x64(True):
-        f = jax.jit(of_operands(ragged_contraction, [3, 0, 3]))
+        f = jax.jit(of_arrays(ragged_contraction, [3, 0, 3]))
         check_grads(f, operands(7, 5, 3, "float64"), order=2, modes=["rev"], rtol=1e-3, atol=1e-3)
 
 
 def test_rows_of_no_group_have_no_gradient():
     arrays = [x.at[31:].set(jnp.nan) for x in operands(40, 24, 16)]
-    for x in gradients(of_operands(ragged_contraction, [9, 0, 22]), *arrays):
+    for x in gradients(of_arrays(ragged_contraction, [9, 0, 22]), arrays):
         assert np.isfinite(np.asarray(x, np.float32)).all()
         np.testing.assert_array_equal(x[31:], 0)
 
@@ -272,7 +251,7 @@ def test_shard_map_and_its_gradients(name, assert_near):
 
     assert_near(ours(lhs, rhs, sizes), plain(lhs.astype(F32), rhs.astype(F32), sizes), TOLERANCE[BF16])
     arrays = (lhs.astype(F32), rhs.astype(F32))
-    assert_same_gradients(of_operands(ours, sizes), of_operands(plain, sizes), arrays, assert_near, 1e-5)
+    assert_same_gradients(of_arrays(ours, sizes), of_arrays(plain, sizes), arrays, assert_near, 1e-5)
 
 
 # --- which config runs
@@ -330,13 +309,7 @@ WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
     ids=["default, tails", "default, float32", "two warpgroups, wide pieces"],
 )
 def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem, config):
-    config = config or SPEC.default(problem, H200)
-    assert SPEC.check(problem, config, H200) is None
-    arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
-    report = aot.compile_for(H200, functools.partial(SPEC.run, problem, config, H200), *arrays)
-    assert report.smem_bytes == groups.smem_bytes(problem, config)
-    assert report.spills == 0
-    assert all(instruction in report.sass for instruction in ("HGMMA", "UTMALDG", "UTMASTG"))
+    ragged.assert_compiles(SPEC, problem, config)
 
 
 # --- errors: the value, the rule, the way out
