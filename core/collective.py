@@ -153,10 +153,10 @@ def relative(index: int, own: Any, n: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A payload of `size` elements as n slices, a slice as pieces of `chunk` elements, of which a block does each `blocks`-th.
+    """A payload of `size` elements as n slices, each as pieces of `chunk` elements, of which a block does each `blocks`-th.
 
     Slices are equally long, in multiples of `granule`. n of them may reach beyond the payload's end: what lies there loads as
-    zeros and is not stored, as TMA does by itself. A piece never reaches beyond its part: the last one may be shorter.
+    zeros and is not stored, as TMA does by itself. A piece never reaches beyond its slice: the last one may be shorter.
     """
 
     size: int
@@ -173,11 +173,16 @@ class Cut:
         """Elements of a part, with what lies beyond the payload's end."""
         return self.slice * (self.n if whole else 1)
 
+    @property
+    def per_slice(self) -> int:
+        """Pieces of a slice."""
+        return -(-self.slice // self.chunk)
+
     def pieces(self, whole: bool, block: int) -> Iterator[tuple[int, int]]:
         """Start and stop within a part of the pieces that fall to `block`."""
-        length = self.length(whole)
-        for start in range(block * self.chunk, length, self.blocks * self.chunk):
-            yield start, min(start + self.chunk, length)
+        for number in range(block, self.per_slice * (self.n if whole else 1), self.blocks):
+            begin, piece = number // self.per_slice * self.slice, number % self.per_slice * self.chunk
+            yield begin + piece, begin + min(piece + self.chunk, self.slice)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
 from jax._src.state import AbstractRef
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import ptxas, tma
@@ -244,6 +245,21 @@ def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
     while size:
         yield offset, size, length & size != 0
         offset, size = offset + (length & size), size // 2
+
+
+def global_memory_fence() -> None:
+    """Later TMA copies see what a signal, waited for before, says was stored to global memory.
+
+    Source: PTX ISA, "fence.proxy.async": TMA and ordinary accesses go through different proxies.
+    """
+    if _interpreting.get():
+        return
+
+    @inline_mgpu()
+    def fence(_: Any) -> None:
+        mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+    fence()
 
 
 def interpreting() -> bool:

@@ -305,7 +305,7 @@ def test_a_race_names_both_accesses_and_the_elements():
     with pytest.raises(Race) as fault:
         simulate(without_end, 4)
     assert str(fault.value) == (
-        "race on x of device 0, elements 0 to 3: device 1 block 0 in call 0, step 2 reads them, "
+        "race on x of device 0, elements 0 to 1: device 1 block 0 in call 0, step 2 reads them, "
         "the program of device 0 in call 1 writes them, and no signal orders the two"
     )
 

@@ -1,0 +1,364 @@
+"""The kernel that carries out a `Schedule` of `core/collective.py` between GPUs: it knows no algorithm.
+
+A buffer is [parts, rows, columns], a row of 512 bytes; a part is a slice of the payload. A piece is `chunk` rows of a part: it
+comes through TMA into one of `stages` places of the inbox, is reduced in registers where several were read, and goes out through
+TMA again, from the inbox or, reduced, from the outbox. The last piece of a slice may be shorter.
+
+With the multimem transport, places on MULTICAST are read and written by `multimem.ld_reduce` and `multimem.st` between registers
+and global memory, without TMA: the switch reduces and copies.
+
+Interpreted, one kernel stands for all devices: they are blocks of one cluster, a peer's memory is another part of an array, and
+a signal is a barrier of the cluster. So it shows that pieces, places, stages and drains are right, and finds races among them;
+that the signals suffice is shown by `core/simulator.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops.core import engine as core
+from mgpu_ops.core.collective import MULTICAST, Buffer, Cut, Move, Place, Schedule, Signal, Wait, relative
+
+ROW_BYTES: Final = 512  # 128 threads take four bytes each
+REDUCTIONS: Final = {"add": jnp.add, "min": jnp.minimum, "max": jnp.maximum}
+_OUTBOX = 2
+_ROWS_AT_ONCE = 16  # that a warpgroup holds in registers, of each operand and of the sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A schedule, and how the kernel cuts and stages what it moves.
+
+    rows: of a slice, of ROW_BYTES each. reduction: "add", "min" or "max". axes: the mesh axes whose devices take part, with
+    their sizes, the last the fastest. blocks: thread blocks a device. chunk: rows of a piece. stages: pieces under way a block.
+    """
+
+    schedule: Schedule
+    rows: int
+    dtype: Any
+    reduction: str
+    axes: tuple[tuple[str, int], ...]
+    blocks: int
+    chunk: int
+    stages: int
+
+    @property
+    def slices(self) -> int:
+        """Of the payload: as many as devices, or one where no move tells them apart."""
+        return 1 if all(move.whole for move in self.schedule.moves) else self.schedule.n
+
+    @property
+    def columns(self) -> int:
+        return ROW_BYTES // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.rows * self.slices, self.slices, min(self.chunk, self.rows), self.blocks)
+
+    @property
+    def staged(self) -> tuple[Move, ...]:
+        """The moves that go through shared memory."""
+        return tuple(move for move in self.schedule.moves if not through_switch(move))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, without barriers."""
+        boxes = self.stages * max((len(move.reads) for move in self.staged), default=0)
+        boxes += _OUTBOX * any(len(move.reads) > 1 for move in self.staged)
+        return boxes * self.cut.chunk * ROW_BYTES
+
+    def parts(self, buffer: Buffer) -> int:
+        kind = self.schedule.kind
+        if buffer == "scratch":
+            return self.schedule.scratch_slices // self.schedule.n * self.slices
+        return 1 if (kind, buffer) in (("all_gather", "x"), ("reduce_scatter", "out")) else self.slices
+
+    def shape(self, buffer: Buffer) -> tuple[int, int, int]:
+        return self.parts(buffer), self.rows, self.columns
+
+
+def through_switch(move: Move) -> bool:
+    return any(place.device == MULTICAST for place in (*move.reads, *move.writes))
+
+
+def exchange(x: jax.Array, what: Exchange, *, interpret: bool = False) -> jax.Array:
+    """Runs the kernel inside `jax.shard_map` over `what.axes`: x has `what.shape("x")`, the result `what.shape("out")`.
+
+    Interpreted, x and the result have all devices' in front: [n, ...], and no shard_map is needed.
+    """
+    n = what.schedule.n
+    scratch_types: dict[str, Any] = {}
+    lead = (n,) if interpret else ()
+    box = (what.cut.chunk, what.columns)
+    reads = sorted({len(move.reads) for move in what.staged})
+    if reads:
+        scratch_types["inbox"] = core.SMEM((what.stages, reads[-1], *box), what.dtype)
+    if reads and reads[-1] > 1:
+        scratch_types["outbox"] = core.SMEM((_OUTBOX, *box), what.dtype)
+    for r in reads:
+        scratch_types[f"arrived_{r}"] = core.Barrier(num_arrivals=r, num_barriers=what.stages)
+    for flag in what.schedule.flags:
+        scratch_types[f"flag_{flag}"] = (
+            core.ClusterBarrier(collective_axes=("device",)) if interpret else core.SemaphoreType.REGULAR
+        )
+    buffers: tuple[Buffer, ...] = ("out", "scratch") if what.schedule.scratch_slices else ("out",)
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        machine: _Block = (_Interpreted if interpret else _Block)(what, dict(zip(("x", *buffers), refs, strict=True)), scratch)
+        machine.run()
+
+    results = core.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct((*lead, *what.shape(buffer)), what.dtype) for buffer in buffers),
+        scratch_types=scratch_types,
+        grid=(1,) if interpret else (what.blocks,),
+        grid_names=("all",) if interpret else ("block",),
+        cluster=(n, what.blocks) if interpret else (),
+        cluster_names=("device", "block") if interpret else (),
+        num_threads=1,
+        name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
+        interpret=interpret,
+    )(x)
+    return results[0]
+
+
+class _Block:
+    """One block of one device, while the kernel is traced."""
+
+    def __init__(self, what: Exchange, buffers: dict[str, Any], scratch: dict[str, Any]) -> None:
+        self.what, self.buffers, self.scratch = what, buffers, scratch
+        self.n = what.schedule.n
+        self.own = self.index()
+        self.signalled = dict.fromkeys(what.schedule.flags, 0)
+
+    def run(self) -> None:
+        for step in self.what.schedule.steps:
+            if isinstance(step, Signal):
+                self.signal(step)
+            elif isinstance(step, Wait):
+                self.wait(step)
+            elif through_switch(step):
+                self.move_through_switch(step)
+            else:
+                self.move(step)
+        core.wait_smem_to_gmem(0)
+
+    # Other devices
+
+    def index(self) -> Any:
+        return lax.axis_index(tuple(name for name, _ in self.what.axes))
+
+    def device(self, number: int) -> dict[str, Any]:
+        """The mesh indices of the device that is so far from the own one. The host must be able to compute them: for TMA."""
+        index = lax.rem(self.own + jnp.int32(number % self.n), jnp.int32(self.n))
+        ids, stride = {}, 1
+        for name, size in reversed(self.what.axes):
+            ids[name] = lax.rem(lax.div(index, jnp.int32(stride)), jnp.int32(size)) if len(self.what.axes) > 1 else index
+            stride *= size
+        return ids
+
+    def memory(self, place: Place, where: Any) -> Any:
+        """A ref to part of a buffer of some device."""
+        assert isinstance(place.device, int)
+        ref = self.buffers[place.buffer].at[where]
+        return core.remote_ref(ref, self.device(place.device)) if place.device % self.n else ref
+
+    def signal(self, step: Signal) -> None:
+        """The warpgroup's stores are complete, then visible to all, then the flags are raised."""
+        core.wait_smem_to_gmem(0)
+        flag = self.scratch[f"flag_{step.flag}"]
+        if step.to == MULTICAST:
+            core.semaphore_signal_multicast(flag, collective_axes=tuple(name for name, _ in self.what.axes))
+            return
+        for number in step.to:
+            core.semaphore_signal(flag, device_id=self.device(number))
+
+    def wait(self, step: Wait) -> None:
+        """Flags are zero when the kernel starts and only count up: reading one is cheaper than subtracting from it."""
+        self.signalled[step.flag] += step.count
+        core.semaphore_wait(self.scratch[f"flag_{step.flag}"], self.signalled[step.flag], decrement=False)
+        core.global_memory_fence()
+
+    # Moving pieces
+
+    def where(self, place: Place, move: Move, number: Any, rows: int) -> Any:
+        """Which rows of a buffer a piece has at a place: indices into [parts, rows, columns]."""
+        part, row = self.piece(move, number)
+        if place.part is not None:
+            part = part + relative(place.part, self.own, self.n) * (self.what.slices if move.whole else 1)
+        return part, core.ds(row, rows)
+
+    def piece(self, move: Move, number: Any) -> tuple[Any, Any]:
+        """The slice, within a whole part, and the row at which a piece begins."""
+        cut = self.what.cut
+        if not move.whole or cut.n == 1:
+            return jnp.int32(0), number * cut.chunk
+        return lax.div(number, jnp.int32(cut.per_slice)), lax.rem(number, jnp.int32(cut.per_slice)) * cut.chunk
+
+    def each_length(self, number: Any, copy: Callable[[int], None]) -> None:
+        """copy(rows) with how many rows the piece has, which is known for a piece that is the last of its slice or is not."""
+        cut = self.what.cut
+        last = cut.slice % cut.chunk
+        if not last:
+            copy(cut.chunk)
+            return
+        is_last = lax.rem(number, jnp.int32(cut.per_slice)) == cut.per_slice - 1
+        core.when(is_last)(lambda: copy(last))
+        core.when(~is_last)(lambda: copy(cut.chunk))
+
+    def pieces(self, move: Move) -> tuple[Any, Any]:
+        """The own block's first piece of a part, and how many it has."""
+        cut, block = self.what.cut, lax.axis_index("block")
+        every = cut.per_slice * (cut.n if move.whole else 1)
+        return block, lax.div(every - block + cut.blocks - 1, jnp.int32(cut.blocks))
+
+    def move(self, move: Move) -> None:
+        """Each piece into the inbox, perhaps reduced into the outbox, and out."""
+        stages, blocks = self.what.stages, self.what.blocks
+        inbox, arrived = self.scratch["inbox"], self.scratch[f"arrived_{len(move.reads)}"]
+        first, count = self.pieces(move)
+        reduces = len(move.reads) > 1
+        each = len(move.writes)  # copies a piece: each is a group of its own
+
+        def load(i: Any) -> None:
+            slot, number = lax.rem(i, jnp.int32(stages)), first + i * blocks
+
+            def copy(rows: int) -> None:
+                for k, place in enumerate(move.reads):
+                    turn = move.turn(k, self.own, self.n) if reduces else 0
+                    source = self.memory(place, self.where(place, move, number, rows))
+                    core.copy_gmem_to_smem(source, inbox.at[slot, turn, core.ds(0, rows)], arrived.at[slot])
+
+            self.each_length(number, copy)
+
+        def store(source: Any, i: Any) -> None:
+            number = first + i * blocks
+
+            def copy(rows: int) -> None:
+                for place in move.writes:
+                    target = self.memory(place, self.where(place, move, number, rows))
+                    core.copy_smem_to_gmem(source.at[core.ds(0, rows)], target)
+
+            self.each_length(number, copy)
+
+        for i in range(stages):
+            core.when(i < count)(lambda i=i: load(jnp.int32(i)))
+
+        @core.loop(0, count)
+        def _(i: Any) -> None:
+            i = jnp.int32(i)
+            slot = lax.rem(i, jnp.int32(stages))
+            core.barrier_wait(arrived.at[slot])
+            result = inbox.at[slot, 0]
+            if reduces:
+                result = self.scratch["outbox"].at[lax.rem(i, jnp.int32(_OUTBOX))]
+                core.wait_smem_to_gmem((_OUTBOX - 1) * each, wait_read_only=True)
+                self.reduce(inbox.at[slot], len(move.reads), result)
+                core.commit_smem()
+            store(result, i)
+            # The next load goes to the place in the inbox that was read last: by registers, or by the stores before these.
+            ahead = i + stages - (not reduces)
+            if not reduces:
+                core.wait_smem_to_gmem(each, wait_read_only=True)
+            core.when((ahead < count) & (ahead >= stages))(lambda: load(ahead))
+
+        core.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def reduce(self, boxes: Any, count: int, result: Any) -> None:
+        """result = boxes[0] + boxes[1] + ..., summed in float32, in this order."""
+        what = self.what
+        chunk = what.cut.chunk
+        rows = max(r for r in range(1, _ROWS_AT_ONCE + 1) if chunk % r == 0)
+        layout = self.layout(rows)
+        wide = jnp.float32 if jnp.issubdtype(what.dtype, jnp.floating) else what.dtype
+
+        @core.loop(0, chunk // rows)
+        def _(group: Any) -> None:
+            here = core.ds(group * rows, rows)
+            total = core.load(boxes.at[0, here], layout=layout, optimized=False).astype(wide)
+            for k in range(1, count):
+                other = core.load(boxes.at[k, here], layout=layout, optimized=False).astype(wide)
+                total = REDUCTIONS[what.reduction](total, other)
+            result[here] = total.astype(what.dtype)
+
+    def layout(self, rows: int) -> Any:
+        """Of so many rows in registers: each thread has up to 16 bytes in a row."""
+        vector = math.gcd(rows, 4) * 4 // jnp.dtype(self.what.dtype).itemsize
+        return core.Layout.WG_STRIDED((rows, self.what.columns), vec_size=vector)
+
+    # Through the switch
+
+    def move_through_switch(self, move: Move) -> None:
+        """Each piece from global memory to registers and back, reduced or copied to all on the way."""
+        what = self.what
+        first, count = self.pieces(move)
+        (source,), (target,) = move.reads, move.writes
+        chunk = what.cut.chunk
+        rows = max(r for r in range(1, _ROWS_AT_ONCE + 1) if math.gcd(chunk, what.rows) % r == 0)
+
+        @core.loop(0, count)
+        def _(i: Any) -> None:
+            number = first + i * what.blocks
+            _, row = self.piece(move, number)
+
+            @core.loop(0, jnp.minimum(chunk, what.rows - row) // rows)
+            def _(group: Any) -> None:
+                def some(place: Place) -> Any:
+                    part, where = self.where(place, move, number, rows)
+                    return part, core.ds(where.start + group * rows, rows)
+
+                self.store_all(target, some(target), self.load_all(source, some(source), rows))
+
+    def load_all(self, place: Place, where: Any, rows: int) -> Any:
+        ref = self.buffers[place.buffer].at[where]
+        if place.device != MULTICAST:
+            return core.load(ref, layout=self.layout(rows), optimized=False)
+        axes = tuple(name for name, _ in self.what.axes)
+        value = core.multimem_load_reduce(ref, collective_axes=axes, reduction_op=self.what.reduction)
+        return core.layout_cast(value, self.layout(rows))
+
+    def store_all(self, place: Place, where: Any, value: Any) -> None:
+        ref = self.buffers[place.buffer]
+        if place.device == MULTICAST:
+            core.multimem_store(value, ref.at[where], tuple(name for name, _ in self.what.axes))
+        else:
+            ref[where] = value
+
+
+class _Interpreted(_Block):
+    """The same, one block of a cluster that stands for all devices."""
+
+    def index(self) -> Any:
+        return lax.axis_index("device")
+
+    def memory(self, place: Place, where: Any) -> Any:
+        assert isinstance(place.device, int)
+        return self.buffers[place.buffer].at[(relative(place.device, self.own, self.n), *where)]
+
+    def signal(self, step: Signal) -> None:
+        core.wait_smem_to_gmem(0)
+        core.barrier_arrive(self.scratch[f"flag_{step.flag}"])
+
+    def wait(self, step: Wait) -> None:
+        core.barrier_wait(self.scratch[f"flag_{step.flag}"])
+
+    def load_all(self, place: Place, where: Any, rows: int) -> Any:
+        ref = self.buffers[place.buffer]
+        if place.device != MULTICAST:
+            return ref[(self.own, *where)]
+        wide = jnp.float32 if jnp.issubdtype(self.what.dtype, jnp.floating) else self.what.dtype
+        total = ref[(0, *where)].astype(wide)
+        for device in range(1, self.n):
+            total = REDUCTIONS[self.what.reduction](total, ref[(device, *where)].astype(wide))
+        return total.astype(self.what.dtype)
+
+    def store_all(self, place: Place, where: Any, value: Any) -> None:
+        for device in range(self.n) if place.device == MULTICAST else (self.own,):
+            self.buffers[place.buffer][(device, *where)] = value
