@@ -301,6 +301,7 @@ def kernel(
     num_threads: int,
     thread_name: str = "wg",
     name: str,
+    equal_over: tuple[str, ...] = (),
     interpret: bool = False,
     compiler_params: CompilerParams | None = None,
 ) -> Callable[..., Any]:
@@ -313,6 +314,7 @@ def kernel(
       grid, cluster: blocks launched, and blocks per cluster, with the axis names the body asks `lax.axis_index` for.
       num_threads: warpgroups per block (128 CUDA threads each), of axis `thread_name`.
       name: what profilers and dumps call the kernel.
+      equal_over: axes of a mesh over whose devices the outputs are equal, though the inputs differ: the kernel sees to it.
       interpret: run in JAX's GPU interpreter on any machine, with race detection, instead of compiling.
 
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
@@ -349,7 +351,7 @@ def kernel(
     def launch(*arrays: Any) -> Any:
         # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
         values = [x for x in arrays if not isinstance(jax.typeof(x), AbstractRef)]
-        return jax.tree.map(lambda out: same_mesh_axes(out, *values)[0], run(*arrays))
+        return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], run(*arrays))
 
     return launch
 

@@ -1,11 +1,11 @@
 """The kernel that carries out a `Schedule` of `core/collective.py` between GPUs: it knows no algorithm.
 
-A buffer is [parts, rows, columns], a row of 512 bytes; a part is a slice of the payload. A piece is `chunk` rows of a part: it
-comes through TMA into one of `stages` places of the inbox, is reduced in registers where several were read, and goes out through
-TMA again, from the inbox or, reduced, from the outbox. The last piece of a slice may be shorter.
+A buffer is [parts, rows, columns], a row of 512 bytes; a part is a slice of the payload. A piece is `chunk` rows of a part.
+It comes through TMA into one of `stages` places of the inbox, is reduced in registers where several were read, and goes out
+through TMA again, from the inbox or, reduced, from the outbox. The last piece of a slice may be shorter.
 
-With the multimem transport, places on MULTICAST are read and written by `multimem.ld_reduce` and `multimem.st` between registers
-and global memory, without TMA: the switch reduces and copies.
+With the multimem transport, places on MULTICAST are read and written by `multimem.ld_reduce` and `multimem.st` between
+registers and global memory, without TMA: the switch reduces and copies.
 
 Interpreted, one kernel stands for all devices: they are blocks of one cluster, a peer's memory is another part of an array, and
 a signal is a barrier of the cluster. So it shows that pieces, places, stages and drains are right, and finds races among them;
@@ -15,6 +15,7 @@ that the signals suffice is shown by `core/simulator.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -88,10 +89,11 @@ def through_switch(move: Move) -> bool:
     return any(place.device == MULTICAST for place in (*move.reads, *move.writes))
 
 
-def exchange(x: jax.Array, what: Exchange, *, interpret: bool = False) -> jax.Array:
+def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bool = False) -> jax.Array:
     """Runs the kernel inside `jax.shard_map` over `what.axes`: x has `what.shape("x")`, the result `what.shape("out")`.
 
-    Interpreted, x and the result have all devices' in front: [n, ...], and no shard_map is needed.
+    equal: the result is the same on all devices, and so typed. Interpreted, x and the result have all devices' in front:
+    [n, ...], and no shard_map is needed.
     """
     n = what.schedule.n
     scratch_types: dict[str, Any] = {}
@@ -124,6 +126,7 @@ def exchange(x: jax.Array, what: Exchange, *, interpret: bool = False) -> jax.Ar
         cluster_names=("device", "block") if interpret else (),
         num_threads=1,
         name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
+        equal_over=tuple(name for name, _ in what.axes) if equal else (),
         interpret=interpret,
     )(x)
     return results[0]
@@ -168,7 +171,8 @@ class _Block:
         """A ref to part of a buffer of some device."""
         assert isinstance(place.device, int)
         ref = self.buffers[place.buffer].at[where]
-        return core.remote_ref(ref, self.device(place.device)) if place.device % self.n else ref
+        peer: Any = self.device(place.device)
+        return core.remote_ref(ref, peer) if place.device % self.n else ref
 
     def signal(self, step: Signal) -> None:
         """The warpgroup's stores are complete, then visible to all, then the flags are raised."""
@@ -249,7 +253,7 @@ class _Block:
             self.each_length(number, copy)
 
         for i in range(stages):
-            core.when(i < count)(lambda i=i: load(jnp.int32(i)))
+            core.when(i < count)(functools.partial(load, jnp.int32(i)))
 
         @core.loop(0, count)
         def _(i: Any) -> None:
@@ -304,12 +308,12 @@ class _Block:
         rows = max(r for r in range(1, _ROWS_AT_ONCE + 1) if math.gcd(chunk, what.rows) % r == 0)
 
         @core.loop(0, count)
-        def _(i: Any) -> None:
+        def each(i: Any) -> None:
             number = first + i * what.blocks
             _, row = self.piece(move, number)
 
             @core.loop(0, jnp.minimum(chunk, what.rows - row) // rows)
-            def _(group: Any) -> None:
+            def at_once(group: Any) -> None:
                 def some(place: Place) -> Any:
                     part, where = self.where(place, move, number, rows)
                     return part, core.ds(where.start + group * rows, rows)
@@ -321,7 +325,8 @@ class _Block:
         if place.device != MULTICAST:
             return core.load(ref, layout=self.layout(rows), optimized=False)
         axes = tuple(name for name, _ in self.what.axes)
-        value = core.multimem_load_reduce(ref, collective_axes=axes, reduction_op=self.what.reduction)
+        reduction: Any = self.what.reduction
+        value = core.multimem_load_reduce(ref, collective_axes=axes, reduction_op=reduction)
         return core.layout_cast(value, self.layout(rows))
 
     def store_all(self, place: Place, where: Any, value: Any) -> None:

@@ -6,13 +6,14 @@ import jax
 from jax import lax
 
 
-def same_mesh_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def same_mesh_axes(*arrays: jax.Array, but: tuple[str, ...] = ()) -> tuple[jax.Array, ...]:
     """The arrays, each typed as varying over every mesh axis that any of them varies over inside `jax.shard_map`.
 
-    JAX's own operations do so to their operands. The transpose then sums a replicated operand's cotangent over the mesh.
+    Of the axes in `but`, none is added. JAX's own operations do so to their operands. The transpose then sums a replicated
+    operand's cotangent over the mesh.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset().union(*varying)
+    every = frozenset().union(*varying) - set(but)
     return tuple(
         lax.pcast(x, tuple(sorted(every - v)), to="varying") if every - v else x for x, v in zip(arrays, varying, strict=True)
     )

@@ -20,7 +20,7 @@ def install() -> None:
     load_reduce = utils.multimem_load_reduce
 
     @functools.wraps(load_reduce)
-    def multimem_load_reduce(ty: Any, ptr: Any, reduction: str, is_signed: bool | None = None) -> Any:
+    def multimem_load_reduce(ty: Any, ptr: Any, reduction: Any, is_signed: bool | None = None) -> Any:
         packed = _PACKED.get(str(ty.element_type)) if isinstance(ty, ir.VectorType) else None
         if reduction != "add" or packed is None:
             return load_reduce(ty, ptr, reduction, is_signed)

@@ -85,11 +85,12 @@ def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
         raise ValueError(f"{given} is no {spec.name} problem: {e}") from None
 
 
-def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None) -> Any:
+def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None, reason: str | None = None) -> Any:
     """Runs `problem` on a backend: the kernel with the database's config, compiled or interpreted, or XLA.
 
-    A named backend runs or raises ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is
-    logged once per reason. While `capture` traces, nothing runs: the call is marked.
+    `reason` says why the kernel cannot run, where that is not a matter of problem and GPU. A named backend runs or raises
+    ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is logged once per reason.
+    While `capture` traces, nothing runs: the call is marked.
     """
     if backend == "xla":
         if capture.capturing():
@@ -99,7 +100,7 @@ def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend:
     if backend == "interpret":  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
         hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
         device = dataclasses.replace(hopper, sms=4)
-    reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device)
+    reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device) or reason
     if backend is not None and (reason is not None or device is None):
         raise ValueError(f"backend={backend!r} cannot run {spec.name} {problem}: {reason}")
     if capture.capturing():

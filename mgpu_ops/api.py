@@ -6,6 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mgpu_ops.collectives import SPECS as _COLLECTIVES
+from mgpu_ops.collectives import Config as CollectiveConfig
+from mgpu_ops.collectives import Problem as CollectiveProblem
+from mgpu_ops.collectives import all_gather, all_reduce, reduce_scatter
 from mgpu_ops.core.capture import capture
 from mgpu_ops.core.database import DatabaseError, use_configs
 from mgpu_ops.dot_product_attention import dot_product_attention
@@ -27,7 +31,7 @@ from mgpu_ops.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.ragged_contraction import ragged_contraction
 
-_OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD)
+_OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD, *_COLLECTIVES.values())
 SPECS = {spec.name: spec for spec in _OPS}
 
 
@@ -95,6 +99,8 @@ def spec_of(op: str) -> Any:
 
 __all__ = [
     "SPECS",
+    "CollectiveConfig",
+    "CollectiveProblem",
     "DatabaseError",
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
@@ -104,6 +110,8 @@ __all__ = [
     "MatmulConfig",
     "MatmulProblem",
     "RaggedContractionProblem",
+    "all_gather",
+    "all_reduce",
     "autotune",
     "capture",
     "dot_product_attention",
@@ -113,6 +121,7 @@ __all__ = [
     "matmul",
     "ragged_contraction",
     "ragged_dot",
+    "reduce_scatter",
     "spec_of",
     "use_configs",
 ]

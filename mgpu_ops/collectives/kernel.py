@@ -1,0 +1,67 @@
+"""From a problem and a config to the kernel: how the payload is laid out, and the launch."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mgpu_ops.collectives.problem import Config, Problem, check, itemsize, schedule
+from mgpu_ops.core.collective import Buffer, Kind
+from mgpu_ops.core.exchange import ROW_BYTES, Exchange, exchange
+from mgpu_ops.core.gpu import Gpu
+
+type Axes = tuple[tuple[str, int], ...]
+
+
+def exchange_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> Exchange:
+    """The payload is one slice where the schedule needs no more of all_reduce, else n; a slice is padded to whole rows."""
+    p, c = problem, config
+    plan = schedule(kind, p, c)
+    slices = 1 if all(move.whole for move in plan.moves) else p.devices
+    slice_bytes = -(-p.size // slices) * itemsize(p)
+    return Exchange(
+        plan,
+        rows=-(-slice_bytes // ROW_BYTES),
+        dtype=jnp.dtype(p.dtype),
+        reduction=p.reduction,
+        axes=axes,
+        blocks=c.blocks,
+        chunk=c.chunk // ROW_BYTES,
+        stages=c.stages,
+    )
+
+
+def launch(
+    kind: Kind, axes: Axes, problem: Problem, config: Config, gpu: Gpu, x: jax.Array, *, equal: bool, interpret: bool = False
+) -> jax.Array:
+    """The collective of a flat x, through the kernel, inside `jax.shard_map` over `axes`; equal: the result is, on all devices.
+
+    Interpreted, x and the result are those of all devices, [n, elements], and no shard_map is needed.
+    """
+    reason = check(kind, problem, config, gpu)
+    if reason is not None:
+        raise ValueError(f"{config} cannot run {kind} {problem} on {gpu.name}: {reason}")
+    what = exchange_of(kind, problem, config, axes)
+    rows = _fill(x, what.shape("x"), groups=_groups(what, "x"))
+    out = exchange(rows, what, equal=equal, interpret=interpret)
+    return _cut(out, problem.size if kind == "all_reduce" else problem.size // problem.devices, groups=_groups(what, "out"))
+
+
+def _groups(what: Exchange, buffer: Buffer) -> int:
+    """Into how many stretches of elements a buffer falls, each of which is filled up with zeros to whole rows."""
+    return 1 if what.schedule.kind == "all_reduce" else what.parts(buffer)
+
+
+def _fill(x: jax.Array, shape: tuple[int, int, int], groups: int) -> jax.Array:
+    x = x.reshape(*x.shape[:-1], groups, -1)
+    missing = math.prod(shape) // groups - x.shape[-1]
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return x.reshape(*x.shape[:-2], *shape)
+
+
+def _cut(rows: jax.Array, elements: int, groups: int) -> jax.Array:
+    lead = rows.shape[:-3]
+    return rows.reshape(*lead, groups, -1)[..., :elements].reshape(*lead, -1)

@@ -1,0 +1,88 @@
+"""Which configs of a collective are worth trying: a model of its time.
+
+A call is three kernels: XLA fills the flags with zeros, XLA's barrier waits for all devices, ours exchanges. What ours takes is
+the handshakes, and the bytes over the slowest of link, memory and what a block's pieces under way let through.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule
+from mgpu_ops.core import collective, rates
+from mgpu_ops.core.collective import Kind
+from mgpu_ops.core.gpu import Gpu
+
+ENTRY: Final = 6.6e-6  # s of XLA's two kernels before ours; measured on H200s, as is what follows unless marked
+HANDSHAKE: Final = 5e-6  # s from a signal, its drains included, to the other side of a wait
+LINK: Final = 0.85  # of NVLink's rate is reached
+REMOTE_LATENCY: Final = 2.5e-6  # s from a request for a peer's memory to the data; assumed
+PIECE: Final = 0.6e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA; assumed
+XLA_CALL: Final = 22e-6  # s of XLA's small collectives, in a chain
+XLA_BUS: Final = 260e9  # bytes/s of NCCL's bus without multicast
+
+BLOCKS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 132)
+CHUNKS: Final = (2048, 4096, 8192, 16384, 32768, 65536)
+STAGES: Final = (2, 3, 4, 6, 8)
+
+
+def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices of each field of Config."""
+    transport: Any = problem.transport
+    return {
+        "algorithm": (*collective.algorithms(kind, transport), XLA),
+        "blocks": tuple(b for b in BLOCKS if b <= gpu.sms),
+        "chunk": CHUNKS,
+        "stages": STAGES,
+    }
+
+
+def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled seconds of a call."""
+    p, c = problem, config
+    size = payload_bytes(p)
+    memory = rates.HBM * gpu.memory_bytes_per_s
+    if c.algorithm == XLA:
+        turns = 2 if kind == "all_reduce" else 1
+        return XLA_CALL + turns * (p.devices - 1) / p.devices * size / XLA_BUS
+    plan = schedule(kind, p, c)
+    traffic = collective.traffic(plan, size)
+    handshakes = sum(isinstance(step, collective.Wait) for step in plan.steps)
+    time = ENTRY + rates.LAUNCH + handshakes * HANDSHAKE
+    link = LINK * gpu.nvlink_bytes_per_s
+    for move in plan.moves:
+        length = size if move.whole else -(-size // p.devices)
+        pieces = -(-length // min(c.chunk, length))
+        busy = min(c.blocks, pieces)
+        rounds = -(-pieces // c.blocks)
+        under_way = busy * min(c.stages, rounds) * min(c.chunk, length) * len(move.reads)
+        rate = under_way / REMOTE_LATENCY
+        # What a device reads, others read of it, so that reads take as much of each direction as writes.
+        remote = sum(place.device != 0 for place in (*move.reads, *move.writes)) * length
+        time += REMOTE_LATENCY + rounds * PIECE + max(remote / link, len(move.reads) * length / rate)
+    return time + (traffic.local + traffic.scratch) / memory
+
+
+def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
+    """The fastest by the model of each algorithm, then XLA: all that pass `check`."""
+    return list(_candidates(kind, problem, gpu))
+
+
+@functools.lru_cache(1024)
+def _candidates(kind: Kind, problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    transport: Any = problem.transport
+    best: list[Config] = []
+    for algorithm in collective.algorithms(kind, transport):
+        legal = [Config(algorithm, *rest) for rest in itertools.product(*list(space(kind, problem, gpu).values())[1:])]
+        legal = [config for config in legal if check(kind, problem, config, gpu) is None]
+        best += sorted(legal, key=lambda config: cost(kind, problem, config, gpu))[:3]
+    xla = Config(XLA, BLOCKS[0], CHUNKS[0], STAGES[0])
+    return (*sorted(best, key=lambda config: cost(kind, problem, config, gpu)), xla)
+
+
+def default(kind: Kind, problem: Problem, gpu: Gpu) -> Config:
+    """What runs where the kernel is asked for and nothing is tuned: never XLA, unless nothing else can."""
+    return _candidates(kind, problem, gpu)[0]
