@@ -15,7 +15,6 @@ that the signals suffice is shown by `core/simulator.py`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -252,8 +251,7 @@ class _Block:
 
             self.each_length(number, copy)
 
-        for i in range(stages):
-            core.when(i < count)(functools.partial(load, jnp.int32(i)))
+        core.loop(0, jnp.minimum(stages, count))(lambda i: load(jnp.int32(i)))
 
         @core.loop(0, count)
         def _(i: Any) -> None:

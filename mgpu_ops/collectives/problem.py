@@ -69,7 +69,7 @@ def _named(size: int) -> str:
 
 
 # From what one token's activations take to a layer's gradients; bfloat16.
-SIZES: Final = tuple(2**power for power in range(10, 29))
+SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 DEVICES: Final = (2, 4, 8)
 SHAPES = {f"{n}x{_named(size)}": Problem(size // 2, n) for n in DEVICES for size in SIZES}
 SUITES: dict[str, Sequence[str]] = {f"{n}-gpus": [f"{n}x{_named(size)}" for size in SIZES] for n in DEVICES}
@@ -141,15 +141,14 @@ def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 
 def flops(kind: Kind, problem: Problem) -> int:
-    """Of all devices together: n - 1 operations for each element that is reduced."""
-    return 0 if kind == "all_gather" else (problem.devices - 1) * problem.size
+    """Of one device: n - 1 operations for each element of the slice that it reduces."""
+    return 0 if kind == "all_gather" else (problem.devices - 1) * problem.size // problem.devices
 
 
 def bytes_moved(kind: Kind, problem: Problem) -> int:
-    """Of all devices together: each input read once, each output written once."""
-    p = problem
-    whole, part = p.devices * payload_bytes(p), payload_bytes(p)
-    return {"all_reduce": 2 * whole, "reduce_scatter": whole + part, "all_gather": part + whole}[kind]
+    """Of one device: its input read once, its output written once."""
+    whole = payload_bytes(problem)
+    return 2 * whole if kind == "all_reduce" else whole + whole // problem.devices
 
 
 def inputs(kind: Kind, problem: Problem, key: Any) -> tuple[jax.Array, ...]:
