@@ -23,7 +23,7 @@ from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.kernel import launch
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
 from mgpu_ops.collectives.transport import Axes, axes_of, split, unable, unreachable
-from mgpu_ops.core import capture, database, mesh, op
+from mgpu_ops.core import capture, database, links, mesh, op
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.gpu import Gpu
@@ -40,6 +40,7 @@ class _Call:
     config: Config | None = None
     backend: str | None = None
     equal: bool = False  # the result is the same on all devices, and typed so
+    forbidden: str | None = None  # what forbids multicast; here, because JAX keeps what it traced for equal calls
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,7 +173,7 @@ def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: An
     backend = op.backend(backend)
     if backend not in (None, "xla") and transport == XLA:
         raise ValueError(f"transport='xla' does not run on backend={backend!r}: leave one of them out")
-    return axes, _Call(kind, axes, reduction, transport, config, backend)
+    return axes, _Call(kind, axes, reduction, transport, config, backend, forbidden=links.multicast_forbidden())
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
@@ -185,11 +186,13 @@ def _dimension(name: str, x: jax.Array, dimension: int) -> int:
 
 
 def _collective(call: _Call, x: jax.Array) -> jax.Array:
-    return _differentiable(call, _varying(call, x))
+    if set(call.names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        return _differentiable(call, _varying(call, x))
+    return _run(call, x)  # an axis of vmap or pmap, which XLA reduces over, with JAX's own gradients
 
 
 def _varying(call: _Call, x: jax.Array) -> jax.Array:
-    """x, typed as differing between the devices of the axes, as far as `jax.shard_map` checks such types."""
+    """x, typed as differing between the devices of the axes, as far as `jax.shard_map` checks such types (check_vma)."""
     return mesh.same_mesh_axes(x, lax.axis_index(call.names))[0]
 
 
@@ -267,7 +270,7 @@ def _run(call: _Call, x: jax.Array) -> jax.Array:
     backend = call.backend if call.transport != XLA else XLA
     out = op.dispatch(spec, problem, (x.reshape(-1),), config=call.config, backend=backend, reason=reason)
     if capture.capturing() and call.equal:
-        out = lax.pmax(out, call.names)  # a mark knows nothing of equal results; nothing is run
+        out = _typed_equal(call, out)  # a mark knows nothing of equal results; nothing is run
     return out.reshape(shape)
 
 
@@ -279,7 +282,7 @@ def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, st
         return dataclasses.replace(problem, transport=call.transport or "peer"), None
     if call.transport is not None:
         transport: Any = call.transport
-        reason = unable(call.axes, transport) or unreachable(call.axes, transport)
+        reason = unable(call.axes, transport) or unreachable(call.forbidden, transport)
         if reason is not None:
             raise ValueError(f"transport={call.transport!r} cannot run {call.kind} over {call.names}: {reason}")
         return dataclasses.replace(problem, transport=transport), None
@@ -288,10 +291,10 @@ def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, st
         return problem, None  # dispatch says why
     reasons = []
     for transport in ("multimem", "peer"):
-        reason = unable(call.axes, transport) or unreachable(call.axes, transport)
+        reason = unable(call.axes, transport) or unreachable(call.forbidden, transport)
         asked = dataclasses.replace(problem, transport=transport)
         if reason is None and spec.supports(asked, device) is None:
-            if call.config is not None or call.backend is not None or _is_tuned(spec, asked, device):
+            if _is_wanted(call, spec, asked, device):
                 return asked, None
             reason = (
                 f"nothing is tuned for {call.devices} GPUs and about {problems.payload_bytes(problem)} bytes: "
@@ -301,8 +304,13 @@ def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, st
     return problem, reasons[-1]
 
 
-def _is_tuned(spec: op.OpSpec, problem: Problem, device: Gpu) -> bool:
-    return database.resolve(spec, problem, device).source != "default"
+def _is_wanted(call: _Call, spec: op.OpSpec, problem: Problem, device: Gpu) -> bool:
+    """Whether kernels run without being named: with a config that somebody chose, multimem with one that was measured only."""
+    given = call.config is not None or call.backend is not None
+    found = database.resolve(spec, problem, device)
+    if problem.transport == "multimem":
+        return not given and found.entry is not None and found.entry.evidence.kind == "measured"
+    return given or found.source != "default"
 
 
 def _through_kernel(
@@ -315,7 +323,14 @@ def _through_kernel(
     kernel = functools.partial(launch, call.kind, call.axes, problem, config, gpu, equal=False, interpret=True)
     elements = {"all_reduce": x.size, "reduce_scatter": x.size // call.devices, "all_gather": x.size * call.devices}
     own = meeting.interpret_together(call.axes, jax.ShapeDtypeStruct((elements[call.kind],), x.dtype), kernel, x)
-    return lax.pmax(own, call.names) if call.equal else own
+    return _typed_equal(call, own) if call.equal else own
+
+
+def _typed_equal(call: _Call, x: jax.Array) -> jax.Array:
+    """x, which is the same on all devices, typed so: the bits of the first one's, to which all others add zeros."""
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    first = jnp.where(lax.axis_index(call.names) == 0, bits, 0)
+    return lax.bitcast_convert_type(lax.psum(first, call.names), x.dtype)
 
 
 def _through_xla(call: _Call, _: Any, x: jax.Array) -> jax.Array:

@@ -51,10 +51,10 @@ def unable(axes: Axes, transport: Transport) -> str | None:
     return None
 
 
-def unreachable(axes: Axes, transport: Transport) -> str | None:
+def unreachable(forbidden: str | None, transport: Transport) -> str | None:
     """Why this machine's GPUs cannot reach each other by this transport, or None. Where the GPU is a target, they can."""
-    if transport == "multimem" and links.multicast_forbidden():
-        return f"{links.multicast_forbidden()} forbids multicast"
+    if transport == "multimem" and forbidden:
+        return f"{forbidden} forbids multicast"
     devices = jax.local_devices()
     if devices[0].platform != "gpu":
         return None  # compiling for GPUs elsewhere
