@@ -53,6 +53,27 @@ class OpSpec:
     reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
     baseline: Callable[[Any], Baseline | None] | None = None  # what to time beside `run` of a problem; None: the reference
+    devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then
+    turns: int = 1  # calls in a row that are timed as one, where GPUs that start apart would blur a single one
+    next_turn: Callable[..., tuple] | None = None  # next_turn(out, *arrays) -> arrays: so that a call waits for the one before
+
+    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` as it is timed, `turns` times in a row: returns the first result and, of several, the last."""
+        if self.turns == 1:
+            return run
+
+        def in_a_row(*arrays: Any) -> Any:
+            first = last = run(*arrays)
+            for _ in range(self.turns - 1):
+                arrays = self.next_turn(last, *arrays) if self.next_turn else arrays
+                last = run(*arrays)
+            return first, last
+
+        return in_a_row
+
+    def result(self, timed: Any) -> Any:
+        """What `run` returns, of what `timed(run)` does."""
+        return timed if self.turns == 1 else timed[0]
 
 
 BACKENDS = ("mosaic", "interpret", "xla")

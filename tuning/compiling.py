@@ -19,6 +19,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning.child import Child, Gone, first_line, settle
 from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.sharing import shared_out
 from mgpu_ops.tuning.worker import WorkerError
 
 SECONDS = 30.0  # a candidate may take to compile
@@ -176,8 +177,9 @@ def build(task: Task, specs: Callable[[str], OpSpec]) -> Executable | Outcome:
 
     try:
         spec = specs(task.op)
+        devices = spec.devices(task.problem)
         shapes = jax.eval_shape(lambda: spec.inputs(task.problem, jax.random.key(0)))
-        run = lambda *arrays: spec.run(task.problem, task.config, task.gpu, *arrays)  # noqa: E731
-        return aot.build(task.gpu, run, *shapes, topology=task.topology)
+        run = spec.timed(functools.partial(spec.run, task.problem, task.config, task.gpu))
+        return aot.build(task.gpu, run, *shared_out(shapes, devices), devices=devices, topology=task.topology)
     except Exception as e:
         return Outcome("compile", detail=first_line(e))

@@ -31,14 +31,19 @@ class Done:
 
 
 @contextlib.contextmanager
-def devices(workers: int | None = 1, **options: Any) -> Iterator[list[Measured]]:
+def devices(workers: int | None = 1, gpus: int = 1, **options: Any) -> Iterator[list[Measured]]:
     """So many of the GPUs that are visible here (None: all), ready to measure; `options` are Measured's.
 
-    Raises ValueError where there are fewer, WorkerError where one cannot be measured on.
+    gpus: each device is so many of them, for problems that take several. Raises ValueError where there are fewer, WorkerError
+    where one cannot be measured on.
     """
-    names: list[str | None] = [*neighbours.visible()] or [None]
+    seen = neighbours.visible()
+    if gpus > max(len(seen), 1):
+        raise ValueError(f"the problem takes {gpus} GPUs: {len(seen)} GPU(s) are visible here")
+    names: list[str | None] = [",".join(seen[i : i + gpus]) for i in range(0, len(seen) - gpus + 1, gpus)] or [None]
     if workers is not None and not 1 <= workers <= len(names):
-        raise ValueError(f"workers={workers}: {len(names)} GPU(s) are visible here: ask for at most so many, or for all")
+        each = f", {gpus} for each worker" if gpus > 1 else ""
+        raise ValueError(f"workers={workers}: {len(seen)} GPU(s) are visible here{each}: ask for at most so many, or for all")
     names = names[:workers]
     with (
         compiling.Pool(min(compiling.cores(), _COMPILERS * len(names))) as pool,

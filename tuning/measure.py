@@ -114,12 +114,18 @@ def rounds_for(seconds: float, us: float, low: int = 5, high: int = 100) -> int:
     return max(low, min(high, int(seconds * 1e6 / max(us, 1.0))))
 
 
-def interleaved(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+def interleaved(
+    functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int, devices: int = 1, turns: int = 1
+) -> list[list[float]]:
     """Kernel time of each function in microseconds, one sample a round: functions take turns, each after an L2 flush.
 
     A sample sums all kernels that one call launches. Functions must be compiled, and launch the same kernels every time.
+    A function of several `devices` does its work `turns` times in a row, which keeps them together: a sample is then the time
+    of one turn, mean of the devices, with what kernels wait for each other in it. No L2 is flushed, for that sets them apart.
     Raises MeasurementError where CUPTI gives no or inconsistent timings.
     """
+    if devices > 1:
+        return _together(functions, rounds, devices * turns)
     flush = _flusher(gpu.l2_bytes)
     launches = [_count(f) for f in (flush, *functions)]
     with _cupti() as timings:
@@ -140,6 +146,25 @@ def interleaved(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -
             position += launches[0]
             samples[i].append(sum(times[position : position + count]))
             position += count
+    return samples
+
+
+def _together(functions: Sequence[Callable[[], Any]], rounds: int, shares: int) -> list[list[float]]:
+    """As `interleaved`, on several devices: CUPTI does not say whose kernels it saw, so that each sample is a session."""
+    launches = [_count(f) for f in functions]
+    samples: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for i, f in enumerate(functions):
+            jax.block_until_ready(f())
+            with _cupti() as timings:
+                jax.block_until_ready(f())
+                jax.effects_barrier()
+            if len(timings) != launches[i]:
+                raise MeasurementError(
+                    f"CUPTI saw {len(timings)} kernels where {launches[i]} were launched: "
+                    "is another profiler (nsys, ncu) or another thread using these GPUs?"
+                )
+            samples[i].append(sum(ms * 1e3 for _, ms in timings) / shares)
     return samples
 
 

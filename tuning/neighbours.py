@@ -29,9 +29,9 @@ def visible() -> list[str]:
 
 
 def others(gpu: str, mine: Collection[int]) -> list[str]:
-    """Processes on a GPU, "python (pid 17)", that are none of `mine`."""
+    """Processes on a GPU, or on several ("0,1"), "python (pid 17)", that are none of `mine`."""
     listed = _ask("-i", gpu, "--query-compute-apps=pid,process_name") or []
-    found = [line.split(", ", 1) for line in listed if line.partition(",")[0].strip().isdigit()]
+    found = [line.split(", ", 1) for line in dict.fromkeys(listed) if line.partition(",")[0].strip().isdigit()]
     foreign = [f"{name.rpartition('/')[2]} (pid {pid})" for pid, name in found if int(pid) not in mine]
     if len(foreign) == len(found) and mine:
         return foreign[1:]  # ours goes by another number
@@ -40,8 +40,8 @@ def others(gpu: str, mine: Collection[int]) -> list[str]:
 
 def held(gpu: str) -> int:
     """MiB in use on a GPU, by whomever; 0 where that is what an idle one has, or not known."""
-    listed = _ask("-i", gpu, "--query-gpu=memory.used") or ["0"]
-    used = int(listed[0]) if listed[0].isdigit() else 0
+    listed = _ask("-i", gpu, "--query-gpu=memory.used") or []
+    used = max((int(line) for line in listed if line.isdigit()), default=0)
     return used if used > _IDLE else 0
 
 

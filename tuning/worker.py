@@ -19,6 +19,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import Baseline, OpSpec
 from mgpu_ops.tuning.child import first_line, settle
 from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.sharing import shared_out
 
 _RETAKES = 3  # of samples, while the clock is not what it was
 _PAUSE = 0.3  # seconds between two of them
@@ -36,7 +37,7 @@ class Lost(WorkerError):
 class Ready:
     gpu: Gpu
     versions: dict[str, str | None]
-    topology: bytes | None = None  # this very GPU, for those that compile for it
+    topology: bytes | None = None  # these very GPUs, for those that compile for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def baseline_of(spec: OpSpec, problem: Any) -> Baseline:
 def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] | None = None) -> None:
     """Answers messages until the pipe closes, or until a candidate has spoilt the process.
 
-    `visible`: the GPU, as CUDA_VISIBLE_DEVICES names it; None: the first. `specs` finds an op by its name,
+    `visible`: the GPU or GPUs, as CUDA_VISIBLE_DEVICES names them; None: all. `specs` finds an op by its name,
     `mgpu_ops.spec_of` by default.
     """
     settle()
@@ -127,6 +128,15 @@ def _ready() -> Ready:
     return Ready(found, versions, topology)
 
 
+def _mesh(devices: int) -> Any:
+    """The first so many GPUs."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    return Mesh(np.array(jax.local_devices()[:devices]), ("device",), (AxisType.Auto,))
+
+
 def _cuda_version(device: Any) -> str | None:
     """The CUDA version in XLA's platform version, e.g. "13000" of "PJRT C API\\ncuda 13000"."""
     words = device.client.platform_version.split()
@@ -150,7 +160,11 @@ class _Session:
         device = gpu.from_device(jax.devices()[0])
         assert device is not None
         self.gpu = device
-        self.arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
+        self.devices = spec.devices(problem)
+        if self.devices > len(jax.local_devices()):
+            raise WorkerError(f"it takes {self.devices} GPUs, and the worker has {len(jax.local_devices())}")
+        arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
+        self.arrays = shared_out(arrays, self.devices, _mesh(self.devices))
         reference = self._ahead(self.spec.reference)
         self.expected = reference(*self.arrays)
         self.baseline = "xla"
@@ -177,7 +191,8 @@ class _Session:
         import jax
 
         arrays = self.arrays if baseline.arrays is None else self._ahead(baseline.arrays)(*self.arrays)
-        call = functools.partial(self._ahead(baseline.run, *arrays), *arrays)
+        run = lambda problem, *arrays: self.spec.timed(functools.partial(baseline.run, problem))(*arrays)  # noqa: E731
+        call = functools.partial(self._ahead(run, *arrays), *arrays)
         jax.block_until_ready(call())
         return call
 
@@ -236,7 +251,7 @@ class _Session:
     def _compile(self, config: Any) -> Callable[..., Any]:
         import jax
 
-        call = jax.jit(lambda *arrays: self.spec.run(self.problem, config, self.gpu, *arrays))
+        call = jax.jit(self.spec.timed(functools.partial(self.spec.run, self.problem, config, self.gpu)))
         return call.lower(*self.arrays).compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
     def _right(self, config: Any, time: Callable[[Any], Outcome] | None = None) -> Outcome:
@@ -259,7 +274,7 @@ class _Session:
         """
         from mgpu_ops.tuning import measure
 
-        error, limit = measure.error(again, self.expected), self.spec.tolerance(self.problem)
+        error, limit = measure.error(self.spec.result(again), self.expected), self.spec.tolerance(self.problem)
         if not error <= limit:
             return Outcome("wrong", error=error, detail=f"error {error:.3g} exceeds {limit:.3g}")
         if getattr(self.problem, "deterministic", True) and not measure.same(once, again):
@@ -307,7 +322,7 @@ class _Session:
         from mgpu_ops.tuning import measure
 
         calls = [functools.partial(self.calls[config], *self.arrays) for config in configs]
-        return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds)
+        return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds, self.devices, self.spec.turns)
 
     def _untouched(self) -> Outcome | None:
         """What becomes of a candidate that has written to arrays that are not its own: nothing here can be trusted then."""

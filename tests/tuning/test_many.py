@@ -180,6 +180,14 @@ def test_each_device_has_a_gpu_of_its_own_and_all_share_the_compilers(
     assert not any(child.is_alive() for child in children)
 
 
+def test_a_device_that_has_nothing_to_do_hears_of_the_stop(serve: Callable[..., None]) -> None:
+    with many.devices(1, serve=serve) as (device,):
+        device.wait(0.0)
+        device.stop()
+        with pytest.raises(KeyboardInterrupt):
+            device.wait(60)
+
+
 @pytest.mark.parametrize("workers", [0, 4])
 def test_more_workers_than_gpus_are_refused(workers: int, serve: Callable[..., None]) -> None:
     with pytest.raises(ValueError, match=rf"workers={workers}: 3 GPU\(s\) are visible"), many.devices(workers, serve=serve):
@@ -191,4 +199,18 @@ def test_a_gpu_that_cannot_be_measured_on_is_an_error_and_leaves_no_process(tmp_
         pytest.raises(worker.WorkerError, match="did not start: the process died"),
         many.devices(None, serve=functools.partial(serving.start_once, ANSWERS, str(tmp_path / "log"))),
     ):
+        pass
+
+
+@pytest.mark.parametrize(("gpus", "names"), [(2, ["0,1"]), (3, ["0,1,5"])])
+def test_a_device_may_be_several_gpus(gpus: int, names: list[str], serve: Callable[..., None]) -> None:
+    with many.devices(None, gpus, serve=serve) as devices:
+        assert [device._name for device in devices] == names
+
+
+def test_a_problem_of_more_gpus_than_there_are_is_refused(serve: Callable[..., None]) -> None:
+    with pytest.raises(ValueError, match=r"the problem takes 4 GPUs: 3 GPU\(s\) are visible"), many.devices(1, 4, serve=serve):
+        pass
+    told = r"workers=2: 3 GPU\(s\) are visible here, 2 for each worker"
+    with pytest.raises(ValueError, match=told), many.devices(2, 2, serve=serve):
         pass

@@ -282,3 +282,32 @@ def test_the_flush_overwrites_more_than_the_l2() -> None:
     assert small().nbytes == 2 * 4096
     assert measure._flusher(4096) is small
     assert statistics.median(np.asarray(small()).ravel()) == 2.0
+
+
+def test_on_several_devices_a_sample_is_the_time_of_one_turn_and_no_cache_is_flushed(
+    install: Callable[[FakeGpu], FakeGpu],
+) -> None:
+    """CUPTI reports the kernels of all devices in any order: each sample is a session of its own."""
+    fake = install(FakeGpu())
+    functions = [fake.function("ours", [0.004] * 8), fake.function("theirs", [0.006] * 8)]  # 2 devices, 4 turns
+    fake.order.clear()
+    ours, theirs = measure.interleaved(functions, GPU, rounds=3, devices=2, turns=4)
+    assert "flush" not in fake.order
+    assert fake.order[-32:] == (["ours"] * 16 + ["theirs"] * 16)  # one call to meet, one that is timed
+    assert ours == pytest.approx([4.0 * (1 + call / 10) for call in (3, 5, 7)])
+    assert theirs == pytest.approx([6.0 * (1 + call / 10) for call in (3, 5, 7)])
+
+
+def test_on_several_devices_too_kernels_of_somebody_else_are_an_error(install: Callable[[FakeGpu], FakeGpu]) -> None:
+    fake = install(FakeGpu())
+    calls = 0
+
+    def disturbed() -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        for _ in range(2 + (calls == 4)):
+            fake.launch("kernel", 0.001)
+        return np.zeros(1)
+
+    with pytest.raises(measure.MeasurementError, match=r"CUPTI saw 3 kernels where 2 were launched: .*these GPUs"):
+        measure.interleaved([disturbed], GPU, rounds=3, devices=2)

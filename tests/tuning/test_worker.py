@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mgpu_ops
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.core.op import Baseline
 from mgpu_ops.tuning import measure, worker
@@ -84,6 +85,10 @@ def spec() -> types.SimpleNamespace:
         run=run,
         tolerance=lambda problem: 1e-3,
         baseline=None,
+        devices=lambda problem: 1,
+        turns=1,
+        timed=lambda run: run,
+        result=lambda timed: timed,
     )
 
 
@@ -110,7 +115,7 @@ class Judge:
         x = self.session.arrays[0]
         return jax.jit(lambda x: self.session.spec.run(self.session.problem, executable, None, x)).lower(x).compile()
 
-    def _interleaved(self, functions: Sequence[Any], device: Any, rounds: int) -> list[list[float]]:
+    def _interleaved(self, functions: Sequence[Any], device: Any, rounds: int, *_: int) -> list[list[float]]:
         names = {id(call): config for config, call in (self.session.calls if self.session else {}).items()}
         configs = [names.get(id(f.func), "baseline") for f in functions]
         self.timed.append(configs)
@@ -366,3 +371,35 @@ def test_an_op_may_have_several_results(start: Callable[..., Judge], spec: types
     spec.reference = lambda problem, x: (2 * x, x / 0)
     spec.run = lambda problem, config, device, x: (2 * x, x / 0 if config == "fast" else x)
     assert [o.kind for o in start()("fast", "wrong")] == ["ok", "wrong"]
+
+
+# --- problems of several devices
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_collective_is_judged_on_as_many_devices_as_it_takes(kind: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With XLA's algorithm, which runs on any device: inputs lie on four, and the first of sixteen results counts."""
+    spec = mgpu_ops.spec_of(kind)
+    shares: list[tuple[int, ...]] = []
+
+    def interleaved(functions: Sequence[Any], device: Any, rounds: int, *of: int) -> list[list[float]]:
+        shares.append(of)
+        for function in functions:
+            jax.block_until_ready(function())
+        return [[1.0] * rounds for _ in functions]
+
+    monkeypatch.setattr(measure, "interleaved", interleaved)
+    monkeypatch.setattr(worker, "_PAUSE", 0.0)
+    problem = mgpu_ops.CollectiveProblem(4096, 4, "float32")
+    session = worker._Session(spec, problem, 0, None, print)
+    session.loads = 0
+    assert len(session.arrays[0].sharding.device_set) == 4
+    outcome = session.judge(mgpu_ops.CollectiveConfig("xla", 1, 2048, 2), None)
+    assert (outcome.kind, outcome.us) == ("ok", 1.0)
+    assert outcome.error < 1e-6
+    assert set(shares) == {(4, 16)}
+
+
+def test_more_devices_than_there_are_is_an_error_that_says_so(start: Any) -> None:
+    with pytest.raises(worker.WorkerError, match="it takes 16 GPUs, and the worker has 8"):
+        worker._Session(mgpu_ops.spec_of("all_reduce"), mgpu_ops.CollectiveProblem(4096, 16), 0, None, print)
