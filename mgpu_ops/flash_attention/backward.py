@@ -24,9 +24,19 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention import backward_dq, backward_narrow, backward_wide
 from mgpu_ops.flash_attention.backward_block import Block, deal
-from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_head, pad_tokens
+from mgpu_ops.flash_attention.launch import (
+    Extras,
+    as_blocks,
+    as_rows,
+    kernel,
+    pad_head,
+    pad_tokens,
+    rows_like,
+    specialize,
+    swizzled,
+)
 from mgpu_ops.flash_attention.operands import Inputs, Operands
-from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, compute_registers, padded
+from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, padded
 
 WARPGROUPS = 2  # that compute
 
@@ -61,13 +71,7 @@ def _kernel(
         kv_ring=Ring(1, **barriers["kv"]),
     )
     compute: Any = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
-    core.specialize(
-        block.copying,
-        lambda: compute(block, *barriers["between"], accumulators),
-        compute_warpgroups=WARPGROUPS,
-        copy_registers=c.memory_registers,
-        compute_registers=compute_registers(WARPGROUPS, c.memory_registers, gpu),
-    )
+    specialize(block.copying, lambda: compute(block, *barriers["between"], accumulators), WARPGROUPS, c, gpu)
 
 
 def launch(
@@ -105,13 +109,12 @@ def _keys(
     steps, fused, wide = c.max_concurrent_steps, c.mode == "fused", p.head_dim > 128
     rows, panels, tiles = lse.shape[2], p.head_dim // PANEL, math.ceil(p.kv_tokens / c.tile_kv)
     blocks = min(gpu.sms, p.batch * p.kv_heads * tiles)
-    operand = core.operand_transforms(PANEL, p.dtype, 128)
     extras = Extras.of(inputs, "keys", c.tile_q, c.tile_kv, steps)
     smem = {
-        "q_smem": core.SMEM((steps, c.tile_q, p.head_dim), p.dtype, transforms=operand),
-        "do_smem": core.SMEM((steps, c.tile_q, p.head_dim), p.dtype, transforms=operand),
-        "k_smem": core.SMEM((panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
-        "v_smem": core.SMEM((panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
+        "q_smem": swizzled((steps, c.tile_q, p.head_dim), p.dtype),
+        "do_smem": swizzled((steps, c.tile_q, p.head_dim), p.dtype),
+        "k_smem": swizzled((panels, c.tile_kv, PANEL), p.dtype),
+        "v_smem": swizzled((panels, c.tile_kv, PANEL), p.dtype),
         "lse_smem": core.SMEM((steps, c.tile_q), jnp.float32),
         "delta_smem": core.SMEM((steps, c.tile_q), jnp.float32),
         "numbers_smem": core.SMEM((WARPGROUPS, ROWS), jnp.int32),
@@ -124,24 +127,22 @@ def _keys(
         # The interpreter cannot add in global memory: each tile of keys has an array of its own there.
         dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, p.batch, rows, p.q_heads, p.head_dim), jnp.float32))
         sums.append(dq)
-        transforms = core.operand_transforms(32, jnp.float32, 128)
-        smem["dq_smem"] = core.SMEM((WARPGROUPS, ROWS, PANEL), jnp.float32, transforms=transforms)
+        smem["dq_smem"] = swizzled((WARPGROUPS, ROWS, PANEL), jnp.float32)
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
         sums.append(dbias)
     if wide:
-        smem["weights_smem"] = core.SMEM((1, ROWS, ROWS), p.dtype, transforms=operand)
+        smem["weights_smem"] = swizzled((1, ROWS, ROWS), p.dtype)
     if fused or p.bias_grad:
         shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
-        smem["ds_smem"] = core.SMEM(shape, p.dtype, transforms=operand)
-    out = jax.ShapeDtypeStruct((1, 1, p.batch * p.kv_tokens, p.kv_heads * p.head_dim), p.dtype)
+        smem["ds_smem"] = swizzled(shape, p.dtype)
     shapes = backward_wide.accumulators(p.head_dim) if wide else backward_narrow.accumulators(p.head_dim, fused)
     dk, dv = kernel(
         functools.partial(_kernel, p, c, gpu, extras.bias_shape),
         name="mgpu_ops_flash_attention_backward",
         blocks=blocks,
         compute_warpgroups=WARPGROUPS,
-        out_type=(out, out),
+        out_type=(rows_like(k), rows_like(v)),
         accumulators=shapes,
         smem=smem,
         barriers={

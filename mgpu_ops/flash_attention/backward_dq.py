@@ -15,17 +15,9 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.ring import Ring
-from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_tokens
+from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_tokens, rows_like, specialize, swizzled
 from mgpu_ops.flash_attention.operands import Inputs, Operands, place
-from mgpu_ops.flash_attention.problem import (
-    PANEL,
-    ROWS,
-    BackwardConfig,
-    BackwardProblem,
-    compute_registers,
-    dq_steps,
-    dq_value_steps,
-)
+from mgpu_ops.flash_attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
 from mgpu_ops.flash_attention.visible import Order, key_steps
 
 WARPGROUPS = 2  # that compute
@@ -165,13 +157,7 @@ def _kernel(
 
         for_each_tile(tile)
 
-    core.specialize(
-        copying,
-        lambda: accumulators.scope(computing),
-        compute_warpgroups=WARPGROUPS,
-        copy_registers=c.memory_registers,
-        compute_registers=compute_registers(WARPGROUPS, c.memory_registers, gpu),
-    )
+    specialize(copying, lambda: accumulators.scope(computing), WARPGROUPS, c, gpu)
 
 
 def launch(
@@ -190,25 +176,23 @@ def launch(
     """dq of padded head_dim."""
     panels, tiles, steps = p.head_dim // PANEL, math.ceil(p.q_tokens / TILE_Q), dq_steps(p)
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
-    operand = core.operand_transforms(PANEL, p.dtype, 128)
     v_steps = dq_value_steps(p)
     extras = Extras.of(inputs, "rows", TILE_Q, TILE_KV, steps)
-    smem = {
-        "q_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
-        "do_smem": core.SMEM((panels, TILE_Q, PANEL), p.dtype, transforms=operand),
-        "k_smem": core.SMEM((steps, TILE_KV, p.head_dim), p.dtype, transforms=operand),
-        "v_smem": core.SMEM((v_steps, panels, TILE_KV, PANEL), p.dtype, transforms=operand),
-        "numbers_smem": core.SMEM((WARPGROUPS, TILE_KV), jnp.int32),
-        **extras.smem,
-    }
     dq = kernel(
         functools.partial(_kernel, p, c, gpu, extras.bias_shape),
         name="mgpu_ops_flash_attention_dq",
         blocks=blocks,
         compute_warpgroups=WARPGROUPS,
-        out_type=jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
+        out_type=rows_like(q),
         accumulators=((ROWS, TILE_KV), (ROWS, TILE_KV), (ROWS, p.head_dim)),
-        smem=smem,
+        smem={
+            "q_smem": swizzled((panels, TILE_Q, PANEL), p.dtype),
+            "do_smem": swizzled((panels, TILE_Q, PANEL), p.dtype),
+            "k_smem": swizzled((steps, TILE_KV, p.head_dim), p.dtype),
+            "v_smem": swizzled((v_steps, panels, TILE_KV, PANEL), p.dtype),
+            "numbers_smem": core.SMEM((WARPGROUPS, TILE_KV), jnp.int32),
+            **extras.smem,
+        },
         barriers={
             "q": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
             "k": Ring.barriers(steps, copies=1 + len(extras.smem), readers=WARPGROUPS),

@@ -24,9 +24,9 @@ from mgpu_ops import core
 from mgpu_ops.core import schedule
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.ring import Ring
-from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_head
+from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_head, rows_like, specialize, swizzled
 from mgpu_ops.flash_attention.operands import LOG2E, Inputs, Operands, place
-from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, compute_registers, padded
+from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, padded
 from mgpu_ops.flash_attention.visible import Order, key_steps
 
 TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
@@ -234,13 +234,10 @@ def _kernel(
         if c.q_slots > 1:
             core.when(count > 0)(lambda: release(count - 1))
 
-    core.specialize(
-        lambda: _load(x, c, tiles, k_ring, v_ring, q_ring, smem),
-        lambda: accumulators.scope(computing),
-        compute_warpgroups=c.compute_warpgroups,
-        copy_registers=c.memory_registers,
-        compute_registers=compute_registers(c.compute_warpgroups, c.memory_registers, gpu),
-    )
+    def copying() -> None:
+        _load(x, c, tiles, k_ring, v_ring, q_ring, smem)
+
+    specialize(copying, lambda: accumulators.scope(computing), c.compute_warpgroups, c, gpu)
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -254,22 +251,18 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     tile_q, steps = ROWS * c.compute_warpgroups, c.max_concurrent_steps
     tiles, panels = math.ceil(p.q_tokens / tile_q), p.head_dim // PANEL
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
-    operand = core.operand_transforms(PANEL, p.dtype, 128)
     extras = Extras.of(Inputs.of(p, arrays[3:]), "rows", tile_q, c.tile_kv, steps)
     out, lse = kernel(
         functools.partial(_kernel, p, c, gpu, extras.bias_shape),
         name="mgpu_ops_flash_attention",
         blocks=blocks,
         compute_warpgroups=c.compute_warpgroups,
-        out_type=(
-            jax.ShapeDtypeStruct((1, 1, p.batch * p.q_tokens, p.q_heads * p.head_dim), p.dtype),
-            jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32),
-        ),
+        out_type=(rows_like(q), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)),
         accumulators=((ROWS, c.tile_kv), (ROWS, p.head_dim)),
         smem={
-            "q_smem": core.SMEM((c.q_slots, panels, tile_q, PANEL), p.dtype, transforms=operand),
-            "k_smem": core.SMEM((steps, panels, c.tile_kv, PANEL), p.dtype, transforms=operand),
-            "v_smem": core.SMEM((steps, c.tile_kv, p.head_dim), p.dtype, transforms=operand),
+            "q_smem": swizzled((c.q_slots, panels, tile_q, PANEL), p.dtype),
+            "k_smem": swizzled((steps, panels, c.tile_kv, PANEL), p.dtype),
+            "v_smem": swizzled((steps, c.tile_kv, p.head_dim), p.dtype),
             "numbers_smem": core.SMEM((c.compute_warpgroups, c.tile_kv), jnp.int32),
             "lse_smem": core.SMEM((c.compute_warpgroups, ROWS), jnp.float32),
             **extras.smem,

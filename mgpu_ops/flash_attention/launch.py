@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from mgpu_ops import core
+from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.flash_attention.operands import Inputs
-from mgpu_ops.flash_attention.problem import PANEL
+from mgpu_ops.flash_attention.problem import PANEL, BackwardConfig, Config, compute_registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,7 @@ class Extras:
         if (bias := inputs.bias) is not None:
             bias_shape = bias.shape[:2]
             inputs = dataclasses.replace(inputs, bias=bias_rows(bias if by_rows else bias.swapaxes(2, 3)))
-            panel = core.operand_transforms(128 // bias.dtype.itemsize, bias.dtype, 128)
-            smem["bias_smem"] = core.SMEM((steps, own, other), bias.dtype, transforms=panel)
+            smem["bias_smem"] = swizzled((steps, own, other), bias.dtype)
         return Extras((*inputs.arrays(), *sharing), bias_shape, smem)
 
 
@@ -69,6 +69,30 @@ def kernel(
         interpret=interpret,
         compiler_params=core.CompilerParams(lowering_semantics=core.LoweringSemantics.Warpgroup, approx_math=True),
     )
+
+
+def specialize(
+    copying: Callable[[], None], computing: Callable[[], None], compute_warpgroups: int, c: Config | BackwardConfig, gpu: Gpu
+) -> None:
+    """`core.specialize`, the registers shared out as the config says."""
+    core.specialize(
+        copying,
+        computing,
+        compute_warpgroups=compute_warpgroups,
+        copy_registers=c.memory_registers,
+        compute_registers=compute_registers(compute_warpgroups, c.memory_registers, gpu),
+    )
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for tiles with rows of any number of 128-byte panels, as wgmma and TMA take them."""
+    return core.SMEM(shape, dtype, transforms=core.operand_transforms(128 // jnp.dtype(dtype).itemsize, dtype, 128))
+
+
+def rows_like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """An output of `core.store_rows` that reshapes to [batch, tokens, heads, head_dim], as x."""
+    batch, tokens, heads, head_dim = x.shape
+    return jax.ShapeDtypeStruct((1, 1, batch * tokens, heads * head_dim), x.dtype)
 
 
 def as_rows(x: jax.Array) -> jax.Array:

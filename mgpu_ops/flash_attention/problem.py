@@ -86,8 +86,8 @@ class BackwardConfig:
     """How the backward kernels work.
 
     mode "fused": one kernel computes all gradients, a block keeping `tile_kv` keys while `tile_q` query rows a step go by, and
-    adds to dq in global memory. "split": one kernel for dk and dv, and one for dq whose blocks keep `dq_tile_q` query rows
-    while `dq_tile_kv` keys a step go by: seven matrix products instead of five, but no atomic sums.
+    adds to dq in global memory. "split": one kernel for dk and dv, and one for dq whose blocks keep 128 query rows while 64
+    keys a step go by: seven matrix products instead of five, but no atomic sums.
     """
 
     mode: str

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mgpu_ops import FlashAttentionConfig
+from mgpu_ops import FlashAttentionBackwardConfig, FlashAttentionConfig, FlashAttentionProblem
+from mgpu_ops.flash_attention.operands import Inputs
 from tests.mgpu_ops.ragged import float64
 
 BASE = FlashAttentionConfig(
@@ -25,6 +26,22 @@ BASE = FlashAttentionConfig(
     section_waves=1,
     memory_registers=40,
 )
+FUSED_64 = FlashAttentionBackwardConfig(
+    mode="fused",
+    tile_q=128,
+    tile_kv=128,
+    max_concurrent_steps=2,
+    section_waves=1,
+    memory_registers=40,
+)
+FUSED_128 = dataclasses.replace(FUSED_64, tile_q=64)
+SPLIT_64, SPLIT_128 = (dataclasses.replace(config, mode="split") for config in (FUSED_64, FUSED_128))
+SPLIT_256 = dataclasses.replace(SPLIT_128, tile_kv=64)
+
+
+def one_step(config: FlashAttentionBackwardConfig) -> FlashAttentionBackwardConfig:
+    """A tile of bias leaves no shared memory for a second step."""
+    return dataclasses.replace(config, max_concurrent_steps=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +77,23 @@ def qkv(shape: Shape, dtype: Any = "float32", seed: int = 0) -> tuple[jax.Array,
         normal(seed + 1, s.batch, s.kv_tokens, s.kv_heads, s.head_dim, dtype=dtype),
         normal(seed + 2, s.batch, s.kv_tokens, s.kv_heads, s.v_dim or s.head_dim, dtype=dtype),
     )
+
+
+def arguments(problem: FlashAttentionProblem) -> tuple[Any, ...]:
+    """q, k, v and `Inputs.arrays()`: random, lengths from half on, four packed segments.
+
+    From NumPy: for each shape, XLA would spend a second or two on compiling its random numbers.
+    """
+    p, tokens = problem, (problem.q_tokens, problem.kv_tokens)
+    scale, cap = 1 / math.sqrt(p.head_dim), 3.0 if p.soft_cap else 0.0
+    rng = np.random.default_rng(0)
+    inputs = Inputs(
+        options=jnp.asarray([scale, cap, scale / cap if cap else 0.0], jnp.float32),
+        lengths=tuple(jnp.asarray(rng.integers(n // 2, n + 1, p.batch), jnp.int32) for n in tokens) if p.lengths else None,
+        segments=tuple(jnp.asarray([np.arange(n) * 4 // n] * p.batch, jnp.int32) for n in tokens) if p.segments else None,
+        bias=normal(3, 1, p.q_heads, *tokens, dtype=p.bias) if p.bias != "none" else None,
+    )
+    return *qkv(Shape(p.batch, *tokens, p.q_heads, p.kv_heads, p.head_dim), p.dtype), *inputs.arrays()
 
 
 def visible(

@@ -29,14 +29,19 @@ def quiet_interpreter() -> Iterator[None]:
 
 
 def has_a_race(run: Callable[[], Any]) -> bool:
-    """Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises."""
+    """Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises.
+
+    Where threads are slow, a slot that is filled too early first shows as one filled twice before anyone looked.
+    """
     core.reset_interpreter()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             jax.block_until_ready(run())
         return core.races_found()
     except jax.errors.JaxRuntimeError as error:
-        return "RACE DETECTED" in str(error) or core.races_found()
+        if "RACE DETECTED" in str(error) or "no threads observed phase" in str(error) or core.races_found():
+            return True
+        raise
     finally:
         core.reset_interpreter()
 

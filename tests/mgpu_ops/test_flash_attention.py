@@ -22,7 +22,7 @@ import mgpu_ops
 from mgpu_ops import flash_attention, use_configs
 from mgpu_ops.core import gpu, op
 from tests.mgpu_ops import attention
-from tests.mgpu_ops.attention import BASE, Shape, normal, qkv
+from tests.mgpu_ops.attention import BASE, FUSED_64, SPLIT_64, Shape, normal, one_step, qkv
 from tests.mgpu_ops.ragged import float64
 
 pytestmark = pytest.mark.usefixtures("no_races")
@@ -482,18 +482,19 @@ SHARDINGS: dict[str, tuple[dict[str, int], Any, Any, Any]] = {  # mesh, q and k 
 }
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_shard_map_and_its_gradients(name, assert_near):
-    axes, qkv_spec, bias_spec, lengths_spec = SHARDINGS[name]
-    shape = Shape(batch=4, q_tokens=5, kv_tokens=6, q_heads=4, kv_heads=2, head_dim=4)
-    arrays, lengths = (*qkv(shape), normal(3, 1, 4, 5, 6)), jnp.array([6, 3, 0, 5])
-    out_grad = normal(7, *shape.out)
+def assert_shards_are_true(
+    name: str, devices: dict[str, int], shape: Shape, dtype: str, assert_near: Any, **kwargs: Any
+) -> None:
+    """Causal attention with bias and lengths, and its gradients, sharded as `SHARDINGS` says over a mesh of `devices`."""
+    _, qkv_spec, bias_spec, lengths_spec = SHARDINGS[name]
+    arrays = (*qkv(shape, dtype), normal(3, 1, *shape.scores[1:], dtype=dtype))
+    lengths, out_grad = jnp.array([6, 3, 0, 5])[: shape.batch], normal(7, *shape.out, dtype=dtype)
 
     def call(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
-        return flash_attention(q, k, v, bias=bias, kv_lengths=lengths, causal=True)
+        return flash_attention(q, k, v, bias=bias, kv_lengths=lengths, causal=True, **kwargs)
 
     specs = qkv_spec, qkv_spec, qkv_spec, bias_spec, lengths_spec
-    sharded = jax.shard_map(call, mesh=mesh(**axes), in_specs=specs, out_specs=qkv_spec)
+    sharded = jax.shard_map(call, mesh=mesh(**devices), in_specs=specs, out_specs=qkv_spec)
 
     @jax.jit
     def run(*arrays: Any) -> Any:
@@ -501,8 +502,14 @@ def test_shard_map_and_its_gradients(name, assert_near):
         return out, *pull(out_grad)
 
     wanted = attention.truth(*arrays[:3], bias=arrays[3], kv_lengths=lengths, causal=True, out_grad=out_grad)
-    for found, x in zip(run(*arrays), ["out", "q", "k", "v", "bias"]):
-        assert_near(found, wanted[x], TOLERANCE["float32"])
+    for found, x in zip(run(*arrays), ["out", "q", "k", "v", "bias"], strict=True):
+        assert_near(found, wanted[x], (1 if x == "out" else 2) * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_shard_map_and_its_gradients(name, assert_near):
+    shape = Shape(batch=4, q_tokens=5, kv_tokens=6, q_heads=4, kv_heads=2, head_dim=4)
+    assert_shards_are_true(name, SHARDINGS[name][0], shape, "float32", assert_near)
 
 
 @pytest.mark.parametrize("backend", ["xla", "mosaic"])
@@ -531,6 +538,14 @@ def test_output_varies_over_the_mesh_axes_that_any_argument_varies_over(backend,
 
 
 # --- through the kernel, interpreted
+
+
+@pytest.mark.parametrize("backward_config", [FUSED_64, SPLIT_64], ids=["fused", "split"])
+def test_shard_map_and_its_gradients_through_the_kernels(backward_config, assert_near):
+    """On one device: two would share the interpreter's memory. dq and the bias's gradient are what fused blocks add to."""
+    shape = Shape(batch=2, q_tokens=5, kv_tokens=6, q_heads=2, kv_heads=1, head_dim=64)
+    kwargs = {"config": BASE, "backward_config": one_step(backward_config), "deterministic": backward_config.mode == "split"}
+    assert_shards_are_true("batch and heads", {"x": 1, "y": 1}, shape, "bfloat16", assert_near, backend="interpret", **kwargs)
 
 
 def test_vmap_through_the_kernel(assert_near):

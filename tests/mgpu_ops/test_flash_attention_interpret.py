@@ -1,11 +1,14 @@
 """The kernels of attention in JAX's GPU interpreter: right on every schedule, and free of data races.
 
-The GPU has three SMs here, so that a block works through several tiles and its rings of slots wrap. What the interpreter's
+A case takes seconds, most of them to compile what simulates the kernel: one shows several things where they do not meet, tests
+that differ in arrays only share a problem and a config, and which key a row sees is for `test_flash_attention_visible.py`. The
+GPU has three SMs here, so that a block works through several tiles and its rings of slots wrap. What the interpreter's
 memory holds before it is written is NaN, in shared memory and in outputs: an output without NaN was written everywhere.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import random
 from collections.abc import Callable
@@ -17,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import FlashAttentionBackwardConfig, FlashAttentionConfig, FlashAttentionProblem, core, spec_of
+from mgpu_ops import FlashAttentionConfig, FlashAttentionProblem, core, spec_of
 from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention.operands import LOG2E, Inputs
 from tests.mgpu_ops import attention
-from tests.mgpu_ops.attention import BASE
+from tests.mgpu_ops.attention import BASE, FUSED_64, FUSED_128, SPLIT_64, SPLIT_128, SPLIT_256, one_step
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter
 from tests.mgpu_ops.ragged import float64
 
@@ -31,11 +34,16 @@ P = FlashAttentionProblem
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3}
 
 
+@functools.cache
+def compiled(op: str, problem: Any, config: Any, device: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(spec_of(op).run, problem, config, device, interpret=True))
+
+
 def interpreted(spec: Any, problem: Any, config: Any, arrays: tuple[Any, ...], device: Any = FEW_SMS) -> tuple[np.ndarray, ...]:
     assert spec.supports(problem, device) is None
     assert spec.check(problem, config, device) is None
     with quiet_interpreter():
-        return tuple(np.asarray(x) for x in spec.run(problem, config, device, *arrays, interpret=True))
+        return tuple(np.asarray(x) for x in compiled(spec.name, problem, config, device)(*arrays))
 
 
 def arguments_of(problem: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def arguments_of(problem: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
 
 def assert_forward(problem: Any, config: Any, assert_near: Any, arrays: Any = None, device: Any = FEW_SMS) -> None:
     """Output and lse are right everywhere, zeros and +inf for rows that see nothing, and there was no race."""
-    arrays = FORWARD.inputs(problem, jax.random.key(0)) if arrays is None else arrays
+    arrays = attention.arguments(problem) if arrays is None else arrays
     out, lse = interpreted(FORWARD, problem, config, arrays, device)
     assert not core.races_found()
     q, k, v, *rest = arrays
@@ -66,7 +74,7 @@ def assert_forward(problem: Any, config: Any, assert_near: Any, arrays: Any = No
 
 def assert_backward(problem: Any, config: Any, assert_near: Any, arrays: Any = None, lse_grad: Any = None) -> None:
     """The gradients are right everywhere, and there was no race. `arrays`: of the forward op."""
-    q, k, v, *rest = FORWARD.inputs(problem, jax.random.key(0)) if arrays is None else arrays
+    q, k, v, *rest = attention.arguments(problem) if arrays is None else arrays
     out_grad = attention.normal(9, *q.shape, dtype=q.dtype)
     arguments = arguments_of(problem, tuple(rest))
     wanted = attention.truth(q, k, v, out_grad=out_grad, lse_grad=lse_grad, **arguments)
@@ -92,31 +100,33 @@ def assert_backward(problem: Any, config: Any, assert_near: Any, arrays: Any = N
 TWO = replace(BASE, compute_warpgroups=2)
 THREE = replace(BASE, compute_warpgroups=3, memory_registers=32)
 
+MANY_TILES = P(3, 70, 100, 1, 1, 64), BASE  # six on three SMs; the last rows and keys of each batch entry fill no tile
+SEGMENTS = P(1, 150, 210, 1, 1, 64, segments=True, causal=True), TWO
+
 FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     # schedules
-    "one warpgroup, odd lengths, blocks with several tiles": (P(1, 130, 130, 2, 2, 64), BASE),
+    "one warpgroup, odd lengths, blocks with several tiles": MANY_TILES,
     "two query slots, grouped heads": (P(1, 66, 65, 4, 2, 64), replace(BASE, q_slots=2)),
     "two warpgroups, two query slots, three steps": (P(1, 200, 200, 2, 2, 64), replace(TWO, q_slots=2, max_concurrent_steps=3)),
-    "three warpgroups, float16": (P(1, 200, 130, 1, 1, 64, "float16"), THREE),
-    "wide tiles that divide the keys, one head of keys": (P(1, 64, 256, 2, 1, 64), replace(BASE, tile_kv=128)),
-    "wide tiles of keys, the last one short": (P(1, 65, 300, 1, 1, 64), replace(TWO, tile_kv=128)),
-    "tiles of 192 keys, a ring longer than all": (P(1, 64, 250, 1, 1, 64), replace(BASE, tile_kv=192, max_concurrent_steps=4)),
-    "head_dim of 128": (P(1, 70, 130, 2, 2, 128), TWO),
+    "three warpgroups, keys in whole tiles, float16": (P(1, 200, 192, 1, 1, 64, "float16"), THREE),
+    "tiles of 192 keys, the last one short, a ring longer than all": (
+        P(1, 64, 250, 2, 1, 64),
+        replace(BASE, tile_kv=192, max_concurrent_steps=4),
+    ),
+    "head_dim padded to 128, two warpgroups": (P(1, 70, 130, 2, 2, 72), TWO),
     "head_dim of 256": (P(1, 10, 70, 1, 1, 256), BASE),
-    "head_dim padded": (P(1, 10, 70, 1, 1, 72), BASE),
     "one row, one key": (P(1, 1, 1, 1, 1, 64, causal=True), BASE),
     # masks
-    "causal, aligned": (P(1, 256, 256, 1, 1, 64, causal=True), replace(TWO, tile_kv=128)),
-    "causal, more keys": (P(1, 130, 200, 1, 1, 64, causal=True), TWO),
-    "causal, fewer keys, so that the first rows see none": (P(1, 150, 70, 1, 1, 64, causal=True), BASE),
-    "causal, top left": (P(1, 70, 130, 1, 1, 64, causal=True, align="top_left"), BASE),
+    "causal, aligned, wide tiles that divide the keys": (P(1, 256, 256, 1, 1, 64, causal=True), replace(TWO, tile_kv=128)),
+    "causal, fewer keys, so that the first rows see none, soft cap": (
+        P(1, 150, 70, 1, 1, 64, causal=True, soft_cap=True),
+        BASE,
+    ),
     "window to both sides": (P(1, 200, 260, 1, 1, 64, window_left=70, window_right=20), TWO),
     "window, causal, of less than a tile": (P(1, 200, 200, 1, 1, 64, causal=True, window_left=10), replace(BASE, q_slots=2)),
-    "lengths, causal, window": (P(2, 70, 150, 1, 1, 64, causal=True, window_left=40, lengths=True), BASE),
-    "segments, causal, odd lengths": (P(1, 150, 210, 1, 1, 64, segments=True, causal=True), TWO),
-    "soft cap": (P(1, 70, 130, 1, 1, 64, soft_cap=True), BASE),
+    "lengths, causal, window, top left": (P(2, 70, 150, 1, 1, 64, "bfloat16", True, 40, -1, "top_left", lengths=True), BASE),
+    "segments, causal, odd lengths": SEGMENTS,
     # bias
-    "bias, bfloat16, causal": (P(1, 70, 130, 2, 1, 64, bias="bfloat16", causal=True), BASE),
     "bias, float32, two warpgroups": (P(1, 70, 70, 1, 1, 64, bias="float32"), TWO),
     "bias, float16, soft cap, window, three steps": (
         P(1, 10, 130, 1, 1, 64, "float16", bias="float16", soft_cap=True, window_left=100),
@@ -133,7 +143,7 @@ def test_forward_kernel_is_right_and_has_no_race(name, assert_near):
 
 def changed(problem: Any, **fields: Any) -> tuple[Any, ...]:
     """The arrays of `problem`, some fields of their `Inputs` replaced."""
-    q, k, v, *rest = FORWARD.inputs(problem, jax.random.key(0))
+    q, k, v, *rest = attention.arguments(problem)
     return q, k, v, *replace(Inputs.of(problem, tuple(rest)), **fields).arrays()
 
 
@@ -155,17 +165,17 @@ def test_lengths_of_zero_and_out_of_range(assert_near):
 
 def test_finite_numbers_in_padding_have_no_say(assert_near):
     """NaN and infinity of padded values would: their weight is zero, and zero times either is NaN."""
-    problem = P(1, 100, 150, 1, 1, 64, lengths=True)
-    q, k, v, *rest = changed(problem, lengths=(jnp.array([50]), jnp.array([70])))
-    q, k, v = q.at[:, 50:].set(3e4), k.at[:, 70:].set(jnp.nan), v.at[:, 70:].set(-3e4)
+    problem = P(4, 70, 100, 1, 1, 64, lengths=True, causal=True)
+    q, k, v, *rest = changed(problem, lengths=(jnp.full(4, 40, jnp.int32), jnp.full(4, 70, jnp.int32)))
+    q, k, v = q.at[:, 40:].set(3e4), k.at[:, 70:].set(jnp.nan), v.at[:, 70:].set(-3e4)
     assert_forward(problem, BASE, assert_near, (q, k, v, *rest))
 
 
 def test_segments_in_any_order_that_some_rows_share_with_no_key(assert_near):
-    problem = P(1, 150, 200, 1, 1, 64, segments=True)
+    problem, config = SEGMENTS
     rng = np.random.default_rng(0)
-    ids = jnp.asarray(rng.integers(-1, 4, (1, 150)), jnp.int32), jnp.asarray(rng.integers(0, 5, (1, 200)), jnp.int32)
-    assert_forward(problem, BASE, assert_near, changed(problem, segments=ids))
+    ids = jnp.asarray(rng.integers(-1, 4, (1, 150)), jnp.int32), jnp.asarray(rng.integers(0, 5, (1, 210)), jnp.int32)
+    assert_forward(problem, config, assert_near, changed(problem, segments=ids))
 
 
 def test_bias_that_hides_keys_and_whole_rows(assert_near):
@@ -175,10 +185,9 @@ def test_bias_that_hides_keys_and_whole_rows(assert_near):
 
 def test_nan_stays_in_its_batch_entry():
     """Whose last tiles reach into the next one."""
-    problem = P(3, 70, 100, 1, 1, 64)
-    arrays = FORWARD.inputs(problem, jax.random.key(0))
-    q, k, v, options = arrays
-    out, lse = interpreted(FORWARD, problem, BASE, (*(x.at[1].set(jnp.nan) for x in (q, k, v)), options))
+    problem, config = MANY_TILES
+    q, k, v, options = attention.arguments(problem)
+    out, lse = interpreted(FORWARD, problem, config, (*(x.at[1].set(jnp.nan) for x in (q, k, v)), options))
     wanted = attention.truth(q, k, v)
     assert np.isnan(float64(out)[1]).all()
     for b in (0, 2):
@@ -187,9 +196,8 @@ def test_nan_stays_in_its_batch_entry():
 
 
 def test_large_scores(assert_near):
-    problem = P(1, 70, 130, 1, 1, 64)
-    q, *others = FORWARD.inputs(problem, jax.random.key(0))
-    assert_forward(problem, BASE, assert_near, (q * 1000, *others))
+    q, *others = attention.arguments(MANY_TILES[0])
+    assert_forward(*MANY_TILES, assert_near, (q * 1000, *others))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -209,44 +217,23 @@ def test_default_config_is_right_on_a_gpu_of_full_size(assert_near):
 
 # --- the backward kernels
 
-FUSED_64 = FlashAttentionBackwardConfig(
-    mode="fused",
-    tile_q=128,
-    tile_kv=128,
-    max_concurrent_steps=2,
-    section_waves=1,
-    memory_registers=40,
-)
-FUSED_128 = replace(FUSED_64, tile_q=64)
-SPLIT_64, SPLIT_128 = (replace(config, mode="split") for config in (FUSED_64, FUSED_128))
-SPLIT_256 = replace(SPLIT_128, tile_kv=64)
-
-
-def one_step(config: Any) -> Any:
-    """A tile of bias leaves no shared memory for a second step."""
-    return replace(config, max_concurrent_steps=1)
-
-
 B = BACKWARD.Problem
 
+GROUPED = B(1, 130, 150, 4, 2, 64, "float16"), FUSED_64
+
 BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
-    "odd lengths": (B(1, 130, 150, 2, 2, 64), FUSED_64),
-    "grouped heads, float16": (B(1, 70, 130, 4, 2, 64, "float16"), FUSED_64),
-    "head_dim of 128, one step, one head of keys": (B(1, 130, 130, 2, 1, 128, causal=True), one_step(FUSED_128)),
-    "head_dim padded": (B(1, 10, 70, 1, 1, 72), FUSED_128),
+    "odd lengths, grouped heads, float16": GROUPED,
+    "head_dim padded, soft cap": (B(1, 70, 130, 1, 1, 72, soft_cap=True), FUSED_128),
     "one row, one key": (B(1, 1, 1, 1, 1, 64, causal=True), FUSED_64),
     "causal, aligned": (B(1, 256, 256, 1, 1, 64, causal=True), FUSED_64),
-    "causal, more keys": (B(1, 130, 260, 1, 1, 64, causal=True), FUSED_64),
     "causal, fewer keys, so that the first rows see none": (B(1, 270, 130, 1, 1, 64, causal=True), FUSED_64),
     "window to both sides": (B(1, 200, 260, 1, 1, 64, window_left=70, window_right=20), FUSED_64),
     "keys that no row sees": (B(1, 10, 300, 1, 1, 128, window_left=10), FUSED_128),
     "lengths, causal, window": (B(2, 70, 150, 1, 1, 128, causal=True, window_left=40, lengths=True), FUSED_128),
-    "segments, causal": (B(1, 150, 210, 1, 1, 128, segments=True, causal=True), FUSED_128),
-    "soft cap": (B(1, 70, 130, 1, 1, 128, soft_cap=True), FUSED_128),
-    "bias without gradient, float32, causal": (B(1, 70, 130, 2, 1, 128, bias="float32", causal=True), one_step(FUSED_128)),
-    "bias with gradient": (B(1, 70, 200, 2, 1, 64, bias="bfloat16", bias_grad=True), one_step(FUSED_64)),
-    "bias with gradient of all batch entries, causal, window": (
-        B(2, 70, 130, 1, 1, 128, causal=True, window_left=50, bias="float32", bias_grad=True),
+    "segments, causal, more keys": (B(1, 150, 210, 1, 1, 128, segments=True, causal=True), FUSED_128),
+    "bias with gradient, keys in whole tiles": (B(1, 70, 256, 2, 1, 64, bias="bfloat16", bias_grad=True), one_step(FUSED_64)),
+    "bias with gradient of all batch entries, one head of keys, causal, window": (
+        B(2, 70, 130, 2, 1, 128, causal=True, window_left=50, bias="float32", bias_grad=True),
         one_step(FUSED_128),
     ),
     # two kernels, and sums in one order
@@ -254,20 +241,24 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 130, 150, 2, 1, 64, deterministic=True),
         replace(SPLIT_64, max_concurrent_steps=3),
     ),
-    "split, causal, more keys": (B(1, 200, 260, 1, 1, 64, deterministic=True, causal=True), SPLIT_64),
-    "split, causal, fewer keys": (B(1, 200, 100, 1, 1, 128, deterministic=True, causal=True), SPLIT_128),
-    "split, window to both sides": (B(1, 200, 260, 1, 1, 64, deterministic=True, window_left=70, window_right=20), SPLIT_64),
-    "split, lengths, soft cap": (B(2, 70, 150, 1, 1, 128, deterministic=True, lengths=True, soft_cap=True), SPLIT_128),
-    "split, segments, causal": (B(1, 150, 210, 1, 1, 64, deterministic=True, segments=True, causal=True), SPLIT_64),
-    "split, bias with gradient": (
-        B(1, 70, 130, 2, 1, 64, bias="bfloat16", bias_grad=True, deterministic=True),
+    "split, causal, fewer keys, lengths, soft cap": (
+        B(2, 150, 70, 1, 1, 128, deterministic=True, causal=True, lengths=True, soft_cap=True),
+        SPLIT_128,
+    ),
+    "split, segments, causal, more keys": (B(1, 150, 210, 1, 1, 64, deterministic=True, segments=True, causal=True), SPLIT_64),
+    "split, bias with gradient, window to both sides": (
+        B(1, 200, 260, 1, 1, 64, window_left=70, window_right=20, bias="bfloat16", bias_grad=True, deterministic=True),
         one_step(SPLIT_64),
     ),
-    "head_dim of 256": (B(1, 70, 130, 2, 1, 256), SPLIT_256),
-    "head_dim of 256, causal, lengths": (B(2, 70, 70, 1, 1, 256, causal=True, lengths=True), SPLIT_256),
-    "head_dim of 256, padded, window, soft cap": (B(1, 70, 130, 1, 1, 136, window_left=20, soft_cap=True), SPLIT_256),
-    "head_dim of 256, segments, float16": (B(1, 70, 70, 1, 1, 256, "float16", segments=True), SPLIT_256),
-    "head_dim of 256, bias with gradient": (B(1, 70, 70, 1, 1, 256, bias="bfloat16", bias_grad=True), one_step(SPLIT_256)),
+    "head_dim of 256, keys in whole tiles": (B(1, 70, 128, 2, 1, 256), SPLIT_256),
+    "head_dim of 256, causal, lengths, segments, soft cap, float16": (
+        B(2, 70, 70, 1, 1, 256, "float16", causal=True, lengths=True, segments=True, soft_cap=True),
+        SPLIT_256,
+    ),
+    "head_dim padded to 256, bias with gradient, window": (
+        B(1, 70, 130, 1, 1, 136, window_left=20, bias="bfloat16", bias_grad=True),
+        one_step(SPLIT_256),
+    ),
 }
 
 
@@ -277,8 +268,7 @@ def test_backward_kernel_is_right_and_has_no_race(name, assert_near):
 
 
 def test_gradient_of_the_lse(assert_near):
-    problem = B(1, 70, 130, 1, 1, 64)
-    assert_backward(problem, FUSED_64, assert_near, lse_grad=np.random.default_rng(0).standard_normal((1, 1, 70)))
+    assert_backward(*GROUPED, assert_near, lse_grad=np.random.default_rng(0).standard_normal((1, 4, 130)))
 
 
 def test_backward_with_lengths_of_zero_and_out_of_range(assert_near):
@@ -302,21 +292,18 @@ class Hasty(Ring):
         copy(slot, self.filled.at[slot])
 
 
-def forward_of_long_rows() -> Any:
-    problem = P(1, 100, 200, 3, 3, 64)
-    return FORWARD.run(problem, BASE, FEW_SMS, *FORWARD.inputs(problem, jax.random.key(0)), interpret=True)
-
-
-def test_detector_finds_nothing_as_the_kernel_is():
-    assert not has_a_race(forward_of_long_rows)
+def many_tiles() -> Any:
+    """In which the detector finds nothing as the kernel is: see the first of the cases."""
+    problem, config = MANY_TILES
+    return FORWARD.run(problem, config, FEW_SMS, *attention.arguments(problem), interpret=True)
 
 
 def test_detector_finds_a_slot_that_is_filled_before_it_was_released(monkeypatch):
     monkeypatch.setattr(importlib.import_module("mgpu_ops.flash_attention.forward"), "Ring", Hasty)
-    assert has_a_race(forward_of_long_rows)
+    assert has_a_race(many_tiles)
 
 
 def test_detector_finds_a_store_whose_place_is_filled_again_too_early(monkeypatch):
     for module in (engine, core):
         monkeypatch.setattr(module, "wait_smem_to_gmem", lambda *_, **__: None)
-    assert has_a_race(forward_of_long_rows)
+    assert has_a_race(many_tiles)
