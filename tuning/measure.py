@@ -155,17 +155,23 @@ def _together(functions: Sequence[Callable[[], Any]], rounds: int, shares: int) 
     samples: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for i, f in enumerate(functions):
-            jax.block_until_ready(f())
-            with _cupti() as timings:
-                jax.block_until_ready(f())
-                jax.effects_barrier()
+            timings = kernels(f)
             if len(timings) != launches[i]:
                 raise MeasurementError(
                     f"CUPTI saw {len(timings)} kernels where {launches[i]} were launched: "
                     "is another profiler (nsys, ncu) or another thread using these GPUs?"
                 )
-            samples[i].append(sum(ms * 1e3 for _, ms in timings) / shares)
+            samples[i].append(sum(us for _, us in timings) / shares)
     return samples
+
+
+def kernels(f: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and microseconds of each kernel that a call launches, on any device, after another call brought these together."""
+    jax.block_until_ready(f())
+    with _cupti() as timings:
+        jax.block_until_ready(f())
+        jax.effects_barrier()
+    return [(name, ms * 1e3) for name, ms in timings]
 
 
 @functools.cache

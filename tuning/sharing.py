@@ -18,3 +18,12 @@ def shared_out(arrays: Any, devices: int, mesh: Any = None) -> Any:
     if mesh is not None:
         return jax.tree.map(lambda x: jax.device_put(x, sharding), arrays)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
+
+
+def first_devices(devices: int) -> Any:
+    """A mesh of this process's first so many GPUs."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    return Mesh(np.array(jax.local_devices()[:devices]), ("device",), (AxisType.Auto,))

@@ -19,7 +19,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import Baseline, OpSpec
 from mgpu_ops.tuning.child import first_line, settle
 from mgpu_ops.tuning.outcome import Final, Outcome
-from mgpu_ops.tuning.sharing import shared_out
+from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 _RETAKES = 3  # of samples, while the clock is not what it was
 _PAUSE = 0.3  # seconds between two of them
@@ -128,15 +128,6 @@ def _ready() -> Ready:
     return Ready(found, versions, topology)
 
 
-def _mesh(devices: int) -> Any:
-    """The first so many GPUs."""
-    import jax
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-
-    return Mesh(np.array(jax.local_devices()[:devices]), ("device",), (AxisType.Auto,))
-
-
 def _cuda_version(device: Any) -> str | None:
     """The CUDA version in XLA's platform version, e.g. "13000" of "PJRT C API\\ncuda 13000"."""
     words = device.client.platform_version.split()
@@ -164,7 +155,7 @@ class _Session:
         if self.devices > len(jax.local_devices()):
             raise WorkerError(f"it takes {self.devices} GPUs, and the worker has {len(jax.local_devices())}")
         arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
-        self.arrays = shared_out(arrays, self.devices, _mesh(self.devices))
+        self.arrays = shared_out(arrays, self.devices, first_devices(self.devices))
         reference = self._ahead(self.spec.reference)
         self.expected = reference(*self.arrays)
         self.baseline = "xla"

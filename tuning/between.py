@@ -1,0 +1,292 @@
+"""Benchmarks of collectives: ours beside XLA's, between the GPUs of this machine, as a CSV file and a picture.
+
+Two times say two things. `own_us`, from CUPTI, is the kernel that moves the data, without what comes before it: XLA's barrier
+of all GPUs, the fill of semaphores. `call_us`, from the clock on the wall, is what one more call adds to a chain of calls in
+one jit, where each waits for the one before: what a program pays. All are taken in turn, in one run.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import dataclasses
+import datetime
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import mgpu_ops
+from mgpu_ops.core import database
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning import measure
+from mgpu_ops.tuning.peers import brief, compiled
+from mgpu_ops.tuning.sharing import first_devices, shared_out
+
+OURS, XLA = "mgpu_ops", "xla"
+_LONGER = 5  # times as many turns in a row: the difference is free of what it takes to start
+_AROUND = re.compile(r"barrier|memset|fill|broadcast", re.IGNORECASE)  # kernels that prepare a collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One implementation of one problem; the fields are the CSV file's columns, in this order."""
+
+    op: str
+    devices: int
+    bytes: int  # of the payload, on each device
+    dtype: str
+    reduction: str
+    transport: str
+    impl: str  # "mgpu_ops" or "xla"
+    config: str
+    own_us: float  # of the kernels that move data, mean of the devices
+    around_us: float  # of those before them
+    call_us: float  # that a call adds to a chain
+    bus_gbs: float  # 10^9 bytes/s, as nccl-tests counts: bytes that must cross a device's link, by call_us
+    error: float
+    gpu: str
+    driver: str
+    jax: str
+    date: str
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+
+
+def run(
+    spec: OpSpec,
+    problems: Mapping[str, Any],
+    *,
+    gpu: Gpu,
+    seconds: float,
+    progress: Callable[[str], None],
+    save: Callable[[list[Row]], None] | None = None,
+    backend: str | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Measures each problem, ours through the public function; `progress` gets a line for each, `save` all rows so far.
+
+    A problem that fails is said and left out. `seconds` is the time for the rounds of one problem.
+    """
+    rows: list[Row] = []
+    for name, problem in problems.items():
+        try:
+            new = _measured(spec, problem, gpu, seconds, backend, seed)
+        except Exception as error:
+            progress(f"{name}: failed: {brief(error)}")
+            continue
+        rows += new
+        progress(
+            f"{name}: " + ", ".join(f"{row.impl} {row.own_us:.4g} us of its own, {row.call_us:.4g} us a call" for row in new)
+        )
+        if save:
+            save(rows)
+    return rows
+
+
+def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str | None, seed: int) -> list[Row]:
+    devices = spec.devices(problem)
+    if devices > len(jax.local_devices()):
+        raise ValueError(f"it takes {devices} GPUs, and {len(jax.local_devices())} are here")
+    inputs = jax.jit(functools.partial(spec.inputs, problem))(jax.random.key(seed))
+    arrays = shared_out(inputs, devices, first_devices(devices))
+    expected = jax.jit(functools.partial(spec.reference, problem))(*arrays)
+    assert spec.baseline is not None
+    baseline = spec.baseline(problem)
+    assert baseline is not None
+    functions: dict[str, Callable[..., Any]] = {
+        OURS: public(spec, problem, backend),
+        XLA: functools.partial(baseline.run, problem),
+    }
+    long = dataclasses.replace(spec, turns=_LONGER * spec.turns)
+    shorts = {impl: compiled(spec.timed(function), arrays) for impl, function in functions.items()}
+    longs = {impl: compiled(long.timed(function), arrays) for impl, function in functions.items()}
+    errors = {impl: measure.error(spec.result(call()), expected) for impl, call in shorts.items()}
+    once = sum(_wall(call) for call in (*shorts.values(), *longs.values()) for _ in range(2)) / 2
+    rounds = measure.rounds_for(seconds, 2 * once, low=5, high=50)
+    own, around, added = (collections.defaultdict[str, list[float]](list) for _ in range(3))
+    for _ in range(rounds):
+        for impl, call in shorts.items():
+            kernels = measure.kernels(call)
+            shares = devices * spec.turns
+            own[impl].append(sum(us for name, us in kernels if not _AROUND.search(name)) / shares)
+            around[impl].append(sum(us for name, us in kernels if _AROUND.search(name)) / shares)
+    for _ in range(rounds):
+        for impl in functions:
+            difference = _wall(longs[impl]) - _wall(shorts[impl])
+            added[impl].append(difference / ((_LONGER - 1) * spec.turns))
+    medians = {impl: [measure.median_us(samples[impl]) for samples in (own, around, added)] for impl in functions}
+    return [_row(spec, problem, gpu, impl, medians[impl], errors[impl]) for impl in functions]
+
+
+def _wall(call: Callable[[], Any]) -> float:
+    """Microseconds from the start of a call to the end of what it runs."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return (time.perf_counter() - start) * 1e6
+
+
+def public(spec: OpSpec, problem: Any, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
+    """The public function on x of all devices, [devices, elements], by the problem's transport."""
+    how = {"transport": problem.transport, "backend": backend}
+    function: Any = getattr(mgpu_ops, spec.name)
+    call = (
+        functools.partial(function, **how)
+        if spec.name == "all_gather"
+        else functools.partial(function, op=problem.reduction, **how)
+    )
+    devices = AbstractMesh((problem.devices,), ("device",), axis_types=(AxisType.Auto,))
+    own = PartitionSpec("device")
+    return jax.shard_map(lambda x: call(x[0], "device")[None], mesh=devices, in_specs=own, out_specs=own, check_vma=False)
+
+
+def bus_bytes(op: str, size: int, devices: int) -> float:
+    """Bytes that must cross a device's link in one direction, without a switch that adds."""
+    return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * size
+
+
+def _row(spec: OpSpec, p: Any, gpu: Gpu, impl: str, medians: Sequence[float], error: float) -> Row:
+    own, around, call = medians
+    size = p.size * jax.numpy.dtype(p.dtype).itemsize
+    config = ""
+    if impl == OURS:
+        found = database.resolve(spec, p, gpu)
+        config = (
+            " ".join(f"{key}={value}" for key, value in dataclasses.asdict(found.config).items()) + f"; source={found.source}"
+        )
+    return Row(
+        op=spec.name,
+        devices=p.devices,
+        bytes=size,
+        dtype=p.dtype,
+        reduction=p.reduction,
+        transport=p.transport,
+        impl=impl,
+        config=config,
+        own_us=_digits(own),
+        around_us=_digits(around),
+        call_us=_digits(call),
+        bus_gbs=_digits(bus_bytes(spec.name, size, p.devices) / call / 1e3),
+        error=_digits(error),
+        gpu=gpu.name,
+        driver=gpus.driver_version() or "",
+        jax=jax.__version__,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.6g}")
+
+
+def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(dataclasses.astuple(row) for row in rows)
+    temporary.replace(path)
+
+
+def faults(rows: Sequence[Row], spec: OpSpec, problems: Mapping[str, Any]) -> list[str]:
+    """Problems for which ours has no row or a wrong result: what an exit status should tell."""
+    found = []
+    for name, p in problems.items():
+        key = (p.devices, p.size * jax.numpy.dtype(p.dtype).itemsize, p.dtype, p.reduction, p.transport)
+        ours = [r for r in rows if r.impl == OURS and (r.devices, r.bytes, r.dtype, r.reduction, r.transport) == key]
+        if not ours:
+            found.append(f"{name}: no result")
+        elif not ours[-1].error <= (limit := spec.tolerance(p)):
+            found.append(f"{name}: error {ours[-1].error:.2g} is above {limit:.2g}")
+    return found
+
+
+def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Ours and XLA's of each problem, by devices and size."""
+    groups: dict[Any, dict[str, Row]] = {}
+    for row in rows:
+        key = (row.op, row.devices, row.bytes, row.dtype, row.reduction, row.transport)
+        groups.setdefault(key, {})[row.impl] = row
+    pairs = [(group[OURS], group[XLA]) for group in groups.values() if len(group) == 2]
+    return sorted(pairs, key=lambda pair: (pair[0].op, pair[0].devices, pair[0].bytes))
+
+
+def size_text(size: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size % factor == 0:
+            return f"{size // factor} {unit}"
+    return f"{size} B"
+
+
+def table(rows: Iterable[Row]) -> Any:
+    """A line for each problem: times, and ours over XLA's, below 1 where ours is faster."""
+    from rich.table import Table
+
+    shown = Table(title="times in us; ratios are ours over XLA's")
+    for column in ("GPUs", "payload", "own", "XLA's own", "ratio", "call", "XLA's call", "ratio", "GB/s (bus)"):
+        shown.add_column(column, justify="right")
+    for ours, xla in _pairs(rows):
+        shown.add_row(
+            str(ours.devices), size_text(ours.bytes),
+            f"{ours.own_us:.4g}", f"{xla.own_us:.4g}", f"{ours.own_us / xla.own_us:.2f}",
+            f"{ours.call_us:.4g}", f"{xla.call_us:.4g}", f"{ours.call_us / xla.call_us:.2f}", f"{ours.bus_gbs:.4g}",
+        )  # fmt: skip
+    return shown
+
+
+def picture(rows: Sequence[Row], path: str | os.PathLike[str]) -> list[Path]:
+    """Draws time and bus bandwidth against size, a line for each implementation and number of GPUs, as PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if not rows:
+        raise ValueError("there are no rows to draw: run the benchmark first")
+    figure, (times, rates) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    try:
+        for number, devices in enumerate(sorted({row.devices for row in rows})):
+            for impl, colour in ((OURS, "#0b6e99"), (XLA, "#b36a00")):
+                some = sorted((r for r in rows if (r.devices, r.impl) == (devices, impl)), key=lambda row: row.bytes)
+                style = {"color": colour, "marker": "os^D"[number % 4], "ms": 4, "alpha": 1 - 0.25 * number}
+                sizes = [row.bytes for row in some]
+                times.plot(sizes, [row.call_us for row in some], label=f"{impl}, {devices} GPUs, a call in a chain", **style)
+                times.plot(
+                    sizes, [row.own_us for row in some], ls=":", label=f"{impl}, {devices} GPUs, its kernel alone", **style
+                )
+                rates.plot(sizes, [row.bus_gbs for row in some], label=f"{impl}, {devices} GPUs", **style)
+        for ax, name in ((times, "us"), (rates, "GB/s, bus bandwidth")):
+            ax.set_xscale("log", base=2)
+            ticks = sorted({row.bytes for row in rows})
+            ax.set_xticks(
+                ticks[:: max(1, len(ticks) // 10)], [size_text(t) for t in ticks[:: max(1, len(ticks) // 10)]], rotation=25
+            )
+            ax.minorticks_off()
+            ax.set_ylabel(name)
+            ax.grid(color="#dddddd")
+            ax.set_axisbelow(True)
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.legend(frameon=False, fontsize=8)
+        times.set_yscale("log")
+        row = rows[0]
+        figure.suptitle(
+            f"{row.op} on {row.gpu} | driver {row.driver or 'unknown'} | jax {row.jax} | {row.date}", x=0.01, ha="left"
+        )
+        paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        for out in paths:
+            figure.savefig(out, dpi=130)
+    finally:
+        pyplot.close(figure)
+    return paths
