@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import os
 import pathlib
@@ -304,11 +305,11 @@ def _place(leaf: Any, devices: np.ndarray) -> jax.ShapeDtypeStruct:
 
 
 def _rename_kernels(module: Any) -> int:
-    """Gives every launch of a Mosaic kernel a new hash, and counts them.
+    """Gives every Mosaic kernel a new hash, and counts its launches.
 
     A process compiles, and dumps, the kernel of a hash only once, and for the first GPU only.
     """
-    launches = 0
+    launches, salt = 0, os.urandom(32)
 
     def visit(op: Any) -> Any:
         nonlocal launches
@@ -317,7 +318,7 @@ def _rename_kernels(module: Any) -> int:
             if "kernel_hash" in config:
                 launches += 1
                 fields = {field.name: field.attr for field in config}
-                fields["kernel_hash"] = ir.StringAttr.get(os.urandom(32))
+                fields["kernel_hash"] = ir.StringAttr.get(hashlib.sha256(salt + str(config["kernel_hash"]).encode()).digest())
                 op.attributes["mhlo.backend_config"] = ir.DictAttr.get(fields)
         return ir.WalkResult.ADVANCE
 
