@@ -109,7 +109,7 @@ class Measured:
         """Raises WorkerError without a Hopper GPU.
 
         Args:
-          gpu: as CUDA_VISIBLE_DEVICES names it; by default the first that is visible.
+          gpu: as CUDA_VISIBLE_DEVICES names it, "0", or for problems that take several "0,1"; by default the first visible one.
           timeout: seconds a compiled candidate has to run and be timed, beyond a hundred times the baseline's time.
           slots: candidates that may be under way.
           pool: compiles them; by default one of this device's own.
@@ -124,7 +124,7 @@ class Measured:
         self._closed = False
         self._opened: tuple[Any, ...] | None = None
         self._pool, self._own = pool or compiling.Pool(), pool is None
-        self._watch = neighbours.Watch(self._name, lambda: {self._child.pid}, self._note) if self._name else None
+        self._watch = neighbours.Watch(self._name, self._mine, self._note) if self._name else None
         self._child, self._fresh = Child(self._serve), True
         try:
             ready = self._started()
@@ -176,6 +176,11 @@ class Measured:
         self._stopped.set()
         if hasattr(self, "_line"):
             self._line.stop()
+
+    def wait(self, seconds: float) -> None:
+        """Nothing to do for a while; `stop` ends it as it ends all else."""
+        if self._stopped.wait(seconds):
+            raise KeyboardInterrupt
 
     def close(self) -> None:
         self._closed = True
@@ -247,6 +252,10 @@ class Measured:
             if not isinstance(reply, worker.Opened):
                 raise worker.Lost(f"the GPU worker could not be replaced: {_text(reply)}")
         return ready
+
+    def _mine(self) -> set[int]:
+        """Our processes on the GPU: none yet when the watch begins."""
+        return {self._child.pid} if hasattr(self, "_child") else set()
 
     def _check(self) -> None:
         if self._stopped.is_set():

@@ -154,6 +154,7 @@ class Worker:
     ):
         """`spec_of` raises ValueError for an op that this version does not have."""
         self._backend, self._device, self._spec_of, self._say = backend, device, spec_of, say
+        self._pause: Callable[[float], None] = getattr(device, "wait", time.sleep)  # a GPU of several hears of Ctrl-C that way
         self._plans: dict[bytes, _Plan | None] = {}  # by the job, in JSON
         self._done: set[Turn] = set()
         self._searched: set[Turn] = set()  # this worker's part of the search is over
@@ -177,7 +178,7 @@ class Worker:
                 elif not plans and time.monotonic() - idle >= wait:
                     return
                 else:
-                    time.sleep(POLL)
+                    self._pause(POLL)
         finally:
             self._turns.close()
 
@@ -225,7 +226,7 @@ class Worker:
         def ours() -> bool:
             if self._turns.holds(plan.turn):
                 return True
-            return not ledger.running() and self._turns.claim(plan.turn, "final")
+            return not ledger.unfinished() and self._turns.claim(plan.turn, "final")
 
         result = tuner.tune(
             plan.spec,

@@ -68,6 +68,7 @@ class Ledger:
         self._configs: dict[int, Any] = {}  # what the trials' configs are, by number: they never change
         self._told: set[int] = set()
         self._retired = -math.inf
+        self._away = False  # the storage, however long it was asked
         self._pulse = _Pulse(self._storage)
         self._refresh()
 
@@ -102,6 +103,11 @@ class Ledger:
         mine = self._claims.values()
         return sum(t.state == TrialState.RUNNING and t._trial_id not in mine for t in self._refresh())
 
+    def unfinished(self) -> int:
+        """Candidates that other processes are measuring or have left, at one moment."""
+        mine, open_ = self._claims.values(), (TrialState.RUNNING, TrialState.WAITING)
+        return sum(t.state in open_ and t._trial_id not in mine for t in self._refresh())
+
     def waiting(self) -> int:
         """Candidates that dead processes left, and nobody has taken over yet."""
         self._retire()
@@ -120,7 +126,7 @@ class Ledger:
             distributions=distributions,
             user_attrs={"config": dataclasses.asdict(config), "origin": origin} | self._me(),
         )
-        trial_id = _patiently(self._storage.create_new_trial, self._study_id, trial)
+        trial_id = self._call(self._storage.create_new_trial, self._study_id, trial)
         self._hold(config, trial_id)
         self._refresh()
         if self._holders[config]._trial_id != trial_id:
@@ -141,7 +147,7 @@ class Ledger:
                 self._set_state(trial, TrialState.FAIL)
                 continue
             for key, value in self._me().items():
-                _patiently(self._storage.set_trial_user_attr, trial._trial_id, key, value)
+                self._call(self._storage.set_trial_user_attr, trial._trial_id, key, value)
             self._hold(config, trial._trial_id)
             self._refresh()
             return config, str(trial.user_attrs.get("origin", "search"))
@@ -154,7 +160,7 @@ class Ledger:
         trial_id = self._claims[config]
         try:
             for key, value in told.items():
-                _patiently(self._storage.set_trial_user_attr, trial_id, key, value)
+                self._call(self._storage.set_trial_user_attr, trial_id, key, value)
             self._end(config, state, outcome.us)
         except optuna.exceptions.UpdateFinishedTrialError:
             self._drop(config)
@@ -167,12 +173,12 @@ class Ledger:
                 distributions=distributions,
                 user_attrs=attrs,
             )
-            _patiently(self._storage.create_new_trial, self._study_id, late)
+            self._call(self._storage.create_new_trial, self._study_id, late)
 
     def close(self) -> None:
-        """Gives back what was claimed and not finished, for others to measure."""
+        """Gives back what was claimed and not finished, for others to measure. Where the storage is gone, they find out."""
         try:
-            for config in list(self._claims):
+            for config in [] if self._away else list(self._claims):
                 with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
                     self._end(config, TrialState.FAIL)
         finally:
@@ -180,9 +186,18 @@ class Ledger:
 
     # --- within
 
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return _patiently(call, *arguments)
+        except (optuna.exceptions.UpdateFinishedTrialError, KeyError):
+            raise
+        except Exception as error:
+            self._away = storage.of_storage(error)
+            raise
+
     def _refresh(self) -> list[FrozenTrial]:
         """All trials as they are now; and from them who holds which config: the first trial of it that did not fail."""
-        self._trials: list[FrozenTrial] = list(_patiently(self._storage.get_all_trials, self._study_id, False))
+        self._trials: list[FrozenTrial] = list(self._call(self._storage.get_all_trials, self._study_id, False))
         self._holders: dict[Any, FrozenTrial] = {}
         for trial in self._trials:
             given_up = len(trial.system_attrs.get("retry_history", ())) >= storage.RETRIES
@@ -218,20 +233,20 @@ class Ledger:
 
     def _hold(self, config: Any, trial_id: int) -> None:
         self._claims[config] = trial_id
-        self._pulse.start(trial_id)
+        self._call(self._pulse.start, trial_id)
 
     def _drop(self, config: Any) -> None:
         self._pulse.stop(self._claims.pop(config))
 
     def _end(self, config: Any, state: TrialState, us: float | None = None) -> None:
         values = [us] if state == TrialState.COMPLETE and us is not None else None
-        _patiently(self._storage.set_trial_state_values, self._claims[config], state, values)
+        self._call(self._storage.set_trial_state_values, self._claims[config], state, values)
         self._drop(config)
 
     def _set_state(self, trial: FrozenTrial, state: TrialState) -> bool:
         """False where another process was first."""
         try:
-            return bool(_patiently(self._storage.set_trial_state_values, trial._trial_id, state))
+            return bool(self._call(self._storage.set_trial_state_values, trial._trial_id, state))
         except optuna.exceptions.UpdateFinishedTrialError:
             return False
 
@@ -242,7 +257,7 @@ class Ledger:
         self._retired = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            _patiently(optuna.storages.fail_stale_trials, self.study)
+            self._call(optuna.storages.fail_stale_trials, self.study)
             for trial in self._refresh():
                 if trial.state == TrialState.RUNNING and _dead(trial) and self._set_state(trial, TrialState.FAIL):
                     # which appends to the trial's own list of retries

@@ -31,6 +31,31 @@ def files(places: Iterable[Path], ops: Iterable[str]) -> Iterator[tuple[Path, Fi
         yield from ((path, database.read(path, gpu_key=path.parent.name, op=path.stem)) for path in inside)
 
 
+def tuned_in(where: str, ops: Iterable[str]) -> tuple[list[tuple[Path, File]], list[str]]:
+    """What is done in a storage, as a file for each GPU and op; and what this version has no place for, with the reason.
+
+    Raises StorageError for a storage that cannot be read.
+    """
+    from mgpu_ops.tuning import fleet, storage
+
+    grouped: dict[Key, list[Entry]] = {}
+    left_out: dict[str, None] = {}
+    known = list(ops)
+    with storage.opened(where) as backend:
+        for name, op, entry in fleet.entries(backend):
+            try:
+                key = gpu.find(name).key, op
+            except ValueError as error:
+                left_out[str(error)] = None
+                continue
+            if op in known:
+                grouped.setdefault(key, []).append(entry)
+            else:
+                left_out[f"op {op!r} is not one of {', '.join(known)}"] = None
+    place = Path(storage.redact(where))
+    return [(place, File(database.SCHEMA, *key, tuple(entries))) for key, entries in grouped.items()], list(left_out)
+
+
 def entries_of(found: Iterable[tuple[Path, File]]) -> dict[Key, list[Entry]]:
     """All entries of each GPU and op, several for a problem where several files have it."""
     grouped: dict[Key, list[Entry]] = {}

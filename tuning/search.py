@@ -74,6 +74,7 @@ class Search:
         self._walk: Iterator[Any] | None = None
         self._limit = math.inf
         self._seeds: collections.deque[tuple[Any, str]] = collections.deque()
+        self._patience = _PATIENCE
         self._costs: dict[Any, float] = {}
         self._fast: list[Any] | None = None  # all that may be named, where that is known
         self._pool: list[Any] = []
@@ -201,13 +202,14 @@ class Search:
 
     def _sampled(self) -> Any | None:
         """A new config that optuna names; None where it names only what was seen before or cannot run."""
-        for _ in range(_PATIENCE):
+        for _ in range(self._patience):
             trial = self._study.ask()
             config = self._spec.Config(**{k: v[trial.suggest_int(k, 0, len(v) - 1)] for k, v in self._space.items()})
             if self._new(config):
                 self._open[config] = trial
                 return config
             self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        self._patience = max(1, self._patience // 2)  # it will hardly do better: the rest is walked
         return None
 
     def _promising(self) -> tuple[Any, str] | None:

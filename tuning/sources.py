@@ -114,8 +114,7 @@ def _read(path: Path, specs: Mapping[str, OpSpec], found: Found) -> None:
 def _studies(where: str, specs: Mapping[str, OpSpec]) -> Iterator[plot.Run]:
     import optuna
 
-    opened = storage.open_storage(where)
-    with storage.told(where):
-        studies: list[Any] = [optuna.load_study(study_name=s.study_name, storage=opened) for s in opened.get_all_studies()]
+    with storage.opened(where) as backend:
+        studies: list[Any] = [optuna.load_study(study_name=s.study_name, storage=backend) for s in backend.get_all_studies()]
         runs = [plot.run_of_study(study, specs) for study in studies]
     yield from (run for run in runs if run is not None and run.trials)

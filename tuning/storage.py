@@ -15,6 +15,7 @@ import json
 import os
 import re
 import time
+import traceback
 import urllib.parse
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,11 @@ VARIABLE = "MGPU_OPS_STORAGE"
 HEARTBEAT = 10  # seconds between the signs of life of a process that measures for a database
 GRACE = 60  # seconds without one after which it counts as dead
 RETRIES = 2  # times that a candidate whose process died is tried again; then it is left alone
-DRIVERS = {"postgresql": ("postgresql+psycopg", "postgresql"), "mysql": ("mysql+pymysql", "mysql")}  # URL's scheme, extra
+DRIVERS = {  # by the URL's scheme: SQLAlchemy's, and the extra that brings it
+    "postgresql": ("postgresql+psycopg", "postgresql"),
+    "postgres": ("postgresql+psycopg", "postgresql"),  # as many services write it
+    "mysql": ("mysql+pymysql", "mysql"),
+}
 
 _NEEDED = "name a journal file, postgresql://USER@HOST/NAME, mysql://USER@HOST/NAME or grpc://HOST:PORT"
 _SECRET = re.compile(r"((?:password|passwd|pwd|secret|token)=)[^&\s]+", re.IGNORECASE)
@@ -55,7 +60,9 @@ def has_password(where: str) -> bool:
 
 
 def _clean(error: BaseException, where: str) -> str:
-    """The first line of an error, without the password that `where` may hold, as it stands there or decoded."""
+    """The first line of what caused an error, without the password that `where` may hold, as it stands there or decoded."""
+    while error.__cause__ is not None:  # optuna's and SQLAlchemy's words for it tell less
+        error = error.__cause__
     text = redact(str(error).strip().partition("\n")[0] or type(error).__name__)
     found = _PASSWORD.match(where)
     for secret in {found[2], urllib.parse.unquote(found[2])} if found and found[2] else ():
@@ -118,16 +125,21 @@ def told(where: str) -> Iterator[None]:
         raise StorageError(f"storage {redact(where)}: {_clean(error, where)}") from None
 
 
-def of_storage(error: Exception) -> bool:
-    """Whether an error is the storage's own, and no bug of ours."""
-    module = type(error).__module__
-    return isinstance(error, OSError | ImportError | optuna.exceptions.OptunaError) or module.startswith(
-        ("sqlalchemy", "psycopg", "pymysql", "grpc", "optuna")
+def of_storage(error: BaseException) -> bool:
+    """Whether an error is the storage's own, and neither a bug of ours nor, say, a full disk elsewhere."""
+    if type(error).__module__.startswith(("sqlalchemy", "psycopg", "pymysql", "grpc", "optuna")):
+        return True
+    within = any(
+        frame.f_globals["__name__"].startswith("optuna.storages") for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+    return within and isinstance(error, OSError | ImportError | KeyError)  # KeyError: the study was deleted meanwhile
 
 
 def _journal(path: Path) -> optuna.storages.BaseStorage:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: its folder cannot be made ({error.strerror}): name another file with --storage") from None
     backend = JournalFileBackend(str(path), lock_obj=_JournalLock(path))  # type: ignore[arg-type]  # its base is private
     try:
         return optuna.storages.JournalStorage(backend)

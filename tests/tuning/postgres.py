@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -29,12 +30,12 @@ def programs() -> Path | None:
 
 def _runs(program: Path) -> bool:
     try:
-        return subprocess.run([program, "--version"], capture_output=True, cwd="/", **_who()).returncode == 0
+        return subprocess.run([program, "--version"], capture_output=True, cwd="/", **account()).returncode == 0
     except OSError:
         return False
 
 
-def _who() -> dict[str, Any]:
+def account() -> dict[str, Any]:
     """PostgreSQL refuses to run as root."""
     if os.getuid() != 0:
         return {}
@@ -47,7 +48,7 @@ def server(folder_of_programs: Path) -> Iterator[str]:
     """The URL of a fresh, empty database, with its password."""
     root = Path(tempfile.mkdtemp(prefix="mgpu-ops-postgres-"))  # not pytest's, which only its owner may enter
     try:
-        who = _who()
+        who = account()
         if who:
             os.chown(root, who["user"], who["group"])
         (root / "password").write_text(PASSWORD)
@@ -65,7 +66,7 @@ def server(folder_of_programs: Path) -> Iterator[str]:
             _wait(process, port, root / "log")
             yield f"postgresql://{USER}:{PASSWORD.replace('+', '%2B')}@127.0.0.1:{port}/postgres"
         finally:
-            process.terminate()  # waits for the clients to end
+            process.send_signal(signal.SIGINT)  # sends the clients away
             try:
                 process.wait(5)
             except subprocess.TimeoutExpired:

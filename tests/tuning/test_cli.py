@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 
 from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
+from mgpu_ops.collectives.problem import REDUCTIONS, TRANSPORTS
 from mgpu_ops.core import database, gpu
+from mgpu_ops.core.op import BACKENDS
+from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
+from mgpu_ops.groups import SPREADS
 from mgpu_ops.tuning import bench, cli, commands, device, worker
 from mgpu_ops.tuning.commands import arguments, demo
 from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.peers import PEERS
 
 ROOT = Path(__file__).parents[2]
 H200 = gpu.find("h200")
@@ -88,23 +93,45 @@ def test_the_help_lists_the_commands_and_the_exit_codes(mgpu_tune: Command) -> N
     assert "130 Ctrl-C" in done.out
 
 
-def test_help_answers_at_once() -> None:
+HELP = """
+import resource, sys
+from mgpu_ops.tuning import cli
+try:
+    cli.main()
+except SystemExit as e:
+    assert not e.code
+found = {"jax", "numpy", "msgspec", "optuna", "matplotlib", "pandas", "rich"} & sys.modules.keys()
+assert not found, found
+used = resource.getrusage(resource.RUSAGE_SELF)
+assert used.ru_utime + used.ru_stime < 0.5, used
+"""
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_answers_at_once(command: str, tmp_path: Path) -> None:
     """Without JAX and the tuner's libraries: in half a second of work, whatever else the machine does."""
-    code = (
-        "import resource, sys\n"
-        "sys.argv = ['/some/where/mgpu-tune', '--help']\n"
-        "from mgpu_ops.tuning import cli\n"
-        "try:\n"
-        "    cli.main()\n"
-        "except SystemExit as e:\n"
-        "    assert not e.code\n"
-        "found = {'jax', 'numpy', 'optuna', 'matplotlib', 'pandas', 'rich'} & sys.modules.keys()\n"
-        "assert not found, found\n"
-        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "assert used.ru_utime + used.ru_stime < 0.5, used\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+    program = tmp_path / "mgpu-tune"
+    program.write_text(HELP)
+    words = [sys.executable, str(program), *[command] * bool(command), "--help"]
+    subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_what_the_parsers_know_of_the_ops_without_importing_them_is_true() -> None:
+    """The tables of commands/arguments.py: a new op, suite, field of a problem or peer belongs there too."""
+    assert {name: tuple(spec.suites) for name, spec in SPECS.items()} == arguments.SUITES
+    assert {op: tuple(peers) for op, peers in PEERS.items()} == arguments.PEERS
+    assert arguments.BACKENDS == BACKENDS
+    fields = {field.name: field for spec in SPECS.values() for field in dataclasses.fields(spec.Problem)}
+    given = arguments.problem_fields()
+    assert set(given) == set(fields)
+    assert given["activation"]["choices"] == ACTIVATIONS
+    assert given["spread"]["choices"] == SPREADS
+    assert given["reduction"]["choices"] == REDUCTIONS
+    assert given["transport"]["choices"] == TRANSPORTS
+    for name in set(fields) - {"bias"}:
+        assert ("action" in given[name]) == isinstance(fields[name].default, bool), name
+    for shape, op in re.findall(r"([\w-]+) of (\w+)", arguments._SHAPES):
+        assert shape in SPECS[op].shapes
 
 
 @pytest.mark.parametrize("argv", [["prog"], ["mgpu-tune", "show"], ["other", "--help"], []])
@@ -128,8 +155,22 @@ JSON: dict[str, tuple[tuple[Any, ...], str]] = {  # words -> what the document h
     "diff": (("diff", *[database.shipped_path("h200", "matmul")] * 2, "--json"), "differences"),
     "export": (("export", "matmul", "--gpu", "h200", "--output", "out", "--json"), "files"),
     "retune": (("retune", "matmul", "--stale", "--gpu", "h20", "--json"), "tuned"),
+    "capture": (("capture", "program:step", "--json"), "problems"),
+    "run --queue": (("run", "matmul", *SIDES, "--storage", "x.journal", "--queue", "--json"), "queued"),
+    "worker": (("worker", "--storage", "x.journal", "--gpu", "h200", "--json"), "ended"),
+    "merge --storage": (("merge", "--storage", "empty.journal", "--json"), "files"),
+    "plot": (("plot", "ragged_contraction", "--gpu", "h200", "--output", "p", "--json"), "pictures"),
     "report": (("report", "matmul", "--gpu", "h200", "--no-pictures", "--output", "r.html", "--json"), "file"),
 }
+
+
+PROGRAM = """
+import jax.numpy as jnp
+import mgpu_ops
+def step():
+    a = jnp.ones((512, 512), jnp.bfloat16)
+    return mgpu_ops.matmul(a, a)
+"""
 
 
 @pytest.mark.parametrize("name", JSON)
@@ -137,6 +178,8 @@ def test_json_is_one_line_on_stdout_and_the_rest_goes_to_stderr(
     name: str, tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text(PROGRAM)
+    Path("empty.journal").touch()
     words, key = JSON[name]
     done = mgpu_tune(*words)
     assert done.code == 0, done.err
@@ -754,16 +797,17 @@ def test_demo_tunes_stores_runs_and_prints_an_error_below_the_limit(own_database
         "from mgpu_ops.tuning import cli, commands\n"
         "aot.available = lambda: 'not in this test'\n"  # compiling takes seconds a candidate
         "commands.has_gpu = lambda: False\n"
-        "sys.exit(cli.main(['demo']))\n"
+        "sys.exit(cli.main(['demo', '--json']))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "times are MODELLED, not measured" in done.stdout
-    assert f"stored as modelled in {own_database / 'h200' / 'matmul.json'}" in done.stdout
-    words = done.stdout.split("max error ")[1].split()
-    assert 0 < float(words[0]) <= float(words[4].rstrip(")"))
+    assert "times are MODELLED, not measured" in done.stderr
+    assert f"stored as modelled in {own_database / 'h200' / 'matmul.json'}" in done.stderr
+    told = json.loads(done.stdout)  # one line
+    assert 0 < told["error"] <= told["limit"]
+    assert f"max error {told['error']:.2e} against float32" in done.stderr
     entry = only_entry()
     assert (entry.evidence.kind, entry.problem["m"]) == ("modelled", 512)
 
@@ -772,7 +816,7 @@ def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.
     class Reached(Exception):
         pass
 
-    def tune(spec: Any, name: str, problem: Any, device: Any, *rest: Any) -> int:
+    def tune(spec: Any, name: str, problem: Any, device: Any, *rest: Any, **more: Any) -> int:
         assert device.kind == "modelled"
         raise Reached
 

@@ -1,4 +1,4 @@
-"""A fleet on a real PostgreSQL: several workers, one of them killed with -9; and the commands around it."""
+"""A fleet on a real PostgreSQL, and on MariaDB where there is one: several workers, one killed with -9; and its commands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from mgpu_ops.tuning.fleet import Job
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.storage import StorageError, open_storage
-from tests.tuning import fleet_worker, postgres, toy
+from tests.tuning import fleet_worker, mariadb, postgres, toy
 
 ROOT = Path(__file__).parents[2]
 TRIALS = 16
@@ -32,7 +33,14 @@ FINISHED = (optuna.trial.TrialState.COMPLETE,)
 
 
 @pytest.fixture(scope="module")
-def database() -> Iterator[str]:
+def database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A PostgreSQL, unless a test asks for another."""
+    if getattr(request, "param", "postgresql") == "mysql":
+        if reason := mariadb.missing():
+            pytest.skip(reason)
+        with mariadb.server() as url:
+            yield url
+        return
     programs = postgres.programs()
     if programs is None:
         pytest.skip("no PostgreSQL server: neither the wheel of the dev dependencies nor the system has one that runs here")
@@ -64,6 +72,7 @@ def _start(url: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.parametrize("database", ["postgresql", "mysql"], indirect=True)
 def test_workers_share_a_queue_and_one_killed_with_9_loses_nothing(
     database: str, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -315,12 +324,15 @@ def test_servers_stay_on_loopback_unless_told_otherwise_and_then_warn(
     monkeypatch.setattr(optuna.storages, "run_grpc_proxy_server", serve)
     monkeypatch.setattr(storage, "open_storage", lambda where: optuna.storages.InMemoryStorage())
     monkeypatch.setenv(storage.VARIABLE, "postgresql://u:hunter2@h/d")
-    quiet, loud = mgpu_tune(command), mgpu_tune(command, "--host", "0.0.0.0", "--port", 9000)
+    quiet, loud = mgpu_tune(command), mgpu_tune(command, "--host", "0.0.0.0", "--port", 9000, "--json")
     assert (quiet.code, loud.code) == (0, 0)
     assert [host for host, _ in served] == ["127.0.0.1", "0.0.0.0"]
     assert quiet.err == ""
     assert "WARNING" in loud.err
     assert "listens on 0.0.0.0:9000, beyond this machine. It has no password" in loud.err
+    told = json.loads(loud.out)
+    assert told["storage"] == "postgresql://u:***@h/d"
+    assert "://0.0.0.0:9000" in told["url"]
     assert "hunter2" not in quiet.out + loud.out + loud.err
 
 
@@ -365,3 +377,142 @@ def test_the_worker_command_stores_what_it_tuned(tmp_path: Path, mgpu_tune: Comm
     done = mgpu_tune("worker", "--gpu", "h200", "--json")
     (told,) = json.loads(done.out)["ended"]
     assert (told["op"], told["trials"], told["config"]) == ("matmul", 6, entry.config)
+
+
+@pytest.mark.parametrize("shared", ["journal", "database"])
+def test_several_gpus_of_one_machine_share_a_queue(
+    shared: str, request: pytest.FixtureRequest, tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "POLL", 0.01)
+    where = str(tmp_path / "fleet.journal") if shared == "journal" else request.getfixturevalue("database")
+    monkeypatch.setenv(storage.VARIABLE, where)
+    sizes = [1 << 14, 1 << 15]  # no other test's
+    with storage.opened(where) as backend:
+        fleet.enqueue(backend, [job(size) for size in (*sizes, 511)])
+    several = [toy.OneOfSeveral(slowly, fleet_worker.toy_final) for _ in range(2)]
+    with toy.machine_of(monkeypatch, *several):
+        done = mgpu_tune("worker", "--workers", "all", "--json")
+    assert done.code == 0, done.err
+    assert set(sizes) <= {ended["problem"]["size"] for ended in json.loads(done.out)["ended"]}
+    assert done.err.count("toy toy-511 is left to other workers: ") == 1
+    assert all(device.judged for device in several)
+    with storage.opened(where) as backend:
+        found = [s for s in studies(backend) if s.user_attrs["identity"]["problem"]["size"] in sizes]
+        assert len(found) == 2
+        for study in found:
+            ok = [t for t in study.trials if t.state.name == "COMPLETE"]
+            assert len({json.dumps(t.user_attrs["config"]) for t in ok}) == len(ok)  # nothing is measured twice
+
+
+def slowly(config: toy.Config) -> float:
+    time.sleep(0.01)
+    return toy.slope(config)
+
+
+def test_ctrl_c_ends_workers_that_wait_for_jobs(tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [toy.OneOfSeveral() for _ in range(2)]
+    with toy.machine_of(monkeypatch, *several):
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        start = time.monotonic()
+        done = mgpu_tune("worker", "--storage", tmp_path / "fleet.journal", "--workers", 2, "--wait", "1h", "--json")
+        timer.join()
+    assert (done.code, json.loads(done.out)) == (130, {"ended": []})
+    assert time.monotonic() - start < 20
+
+
+def tuned(backend: optuna.storages.BaseStorage, *sizes: int, slower: float = 1.0) -> None:
+    fleet.enqueue(backend, [job(size, trials=4) for size in sizes])
+    here = worker(backend)
+    here._device.final = lambda config: [slower * toy.slope(config)]  # type: ignore[attr-defined]
+    assert len(list(here.work())) == len(sizes)
+
+
+def test_one_command_writes_what_a_fleet_tuned_into_databases(
+    backend: optuna.storages.BaseStorage, tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mgpu_ops
+    from mgpu_ops.core import database as databases
+
+    where = tmp_path / "fleet.journal"
+    monkeypatch.setitem(mgpu_ops.SPECS, "toy", toy.SPEC)
+    assert "nothing is tuned" in mgpu_tune("merge", "--storage", where, "--into", tmp_path / "none").out
+    tuned(backend, 512)
+    tuned(backend, 512, 1024, slower=2.0)  # 512 again, and slower
+    monkeypatch.setenv(storage.VARIABLE, str(where))
+    done = mgpu_tune("merge", "--storage")
+    assert (done.code, done.err) == (0, "")
+    assert "1 conflict, 0 left out" in done.out
+    entries = databases.read(databases.user_path("h200", "toy"), gpu_key="h200", op="toy").entries
+    assert [e.problem["size"] for e in entries] == [512, 1024]
+    assert 2 * entries[0].evidence.median_us == entries[1].evidence.median_us
+    for words in (("merge", "--storage", "--into"), ("export", "toy", "--own", "--storage", where, "--output")):
+        done = mgpu_tune(*words, tmp_path / words[0], "--json")
+        assert done.code == 0, done.err
+        assert databases.read(tmp_path / words[0] / "h200" / "toy.json").entries == entries
+    before = where.read_bytes()
+    assert mgpu_tune("merge", "--storage", "--into", tmp_path / "more").code == 0
+    assert where.read_bytes() == before
+
+
+def test_what_this_version_does_not_know_stays_in_the_storage(
+    backend: optuna.storages.BaseStorage, tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An op that it does not have, a GPU that it does not know, a config that cannot run."""
+    import mgpu_ops
+
+    tuned(backend, 512)
+    words = ("merge", "--storage", tmp_path / "fleet.journal", "--into", tmp_path / "all")
+    done = mgpu_tune(*words)
+    assert "left out: op 'toy' is not one of matmul" in done.out
+    strict = dataclasses.replace(toy.SPEC, check=lambda problem, config, gpu: "it cannot run")
+    monkeypatch.setitem(mgpu_ops.SPECS, "toy", strict)
+    done = mgpu_tune(*words)
+    assert done.code == 1
+    assert "it cannot run" in done.out
+    (study,) = studies(backend)
+    study.set_user_attr("identity", study.user_attrs["identity"] | {"gpu": "NVIDIA X1"})
+    assert "left out: gpu='NVIDIA X1' is not a GPU in the table" in mgpu_tune(*words).out
+
+
+def test_a_database_lost_in_the_middle_of_a_run_keeps_what_was_measured(
+    database: str, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends its clients away and takes no new ones; then it is back."""
+    import mgpu_ops
+    from mgpu_ops.tuning import commands, ledger
+
+    def judge(config: toy.Config) -> float:
+        if len(first.judged) == 6:
+            open_to_clients(database, False)
+        return toy.slope(config)
+
+    first, second = toy.FakeDevice(judge), toy.FakeDevice()
+    devices = [first, second]
+    monkeypatch.setitem(mgpu_ops.SPECS, "toy", toy.SPEC)
+    monkeypatch.setattr(commands, "device_for", lambda name: devices.pop(0))
+    monkeypatch.setattr(ledger, "_PATIENCE", (0.1, 0.1))
+    monkeypatch.setenv(storage.VARIABLE, database)
+    try:
+        lost = mgpu_tune("run", "toy", "--shape", "toy-1024", "--trials", 20)
+    finally:
+        open_to_clients(database, True)
+    assert lost.code == 2
+    assert "mgpu-tune: storage postgresql://tuner:***@127.0.0.1:" in lost.err
+    assert "not currently accepting connections" in lost.err
+    assert "Traceback" not in lost.err
+    assert "s3cret" not in lost.out + lost.err
+    again = mgpu_tune("run", "toy", "--shape", "toy-1024", "--trials", 20, "--json")
+    assert again.code == 0, again.err
+    assert not set(first.judged[:5]) & set(second.judged)
+    (told,) = json.loads(again.out)["problems"]
+    assert [toy.Config(**trial["config"]) for trial in told["trials"][:5]] == first.judged[:5]
+
+
+def open_to_clients(url: str, allowed: bool) -> None:
+    import psycopg
+
+    with psycopg.connect(url.rpartition("/")[0] + "/template1", autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE postgres ALLOW_CONNECTIONS {'true' if allowed else 'false'}".encode())
+        if not allowed:
+            connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'postgres'")

@@ -189,7 +189,12 @@ def test_merge_leaves_out_what_no_one_should_get(tmp_path: Path, mgpu_tune: Comm
     ("words", "message"),
     [
         (("merge", "none.json", "--into", "x.json"), "none.json: cannot be read"),
-        (("merge", "a.json"), "required: --into"),
+        (("merge", "a.json"), "name where they go with --into"),
+        (("merge", "a.json", "--storage", "no.journal"), "no.journal: there is no such journal"),
+        (("merge", "--into", "x.json"), "name the databases to join, or the --storage of a fleet"),
+        (("merge", "--storage"), "name the storage with --storage, or $MGPU_OPS_STORAGE"),
+        (("merge", "--storage", "postgresql://u:hunter2@h/d"), "put the URL into $MGPU_OPS_STORAGE"),
+        (("export", "--storage", "no.journal", "--output", "o"), "no.journal: there is no such journal"),
         (("merge", "empty", "--into", "x.json"), "has no <gpu>/<op>.json inside"),
         (("merge", "a.json", "other.json", "--into", "x.json"), "one file holds one op on one GPU, and these are"),
         (("merge", "a.json", "--into", "other.json"), "is for GPU 'h100-sxm', not 'h200'"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_ops import SPECS, MatmulProblem, spec_of
@@ -94,6 +94,7 @@ def test_everything_that_others_name_is_shown_as_text(tmp_path: Path) -> None:
     assert "<img src=x" not in text
 
 
+@settings(max_examples=30)
 @given(st.text())
 def test_no_text_becomes_a_tag(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     seen = check_safe(page.page(found_with("a" + text.replace("\0", "")), SPECS, [], text))

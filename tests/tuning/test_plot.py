@@ -252,6 +252,18 @@ def test_what_plot_leaves_of_a_search_on_this_machine(
     assert any("convergence" in picture["what"] for picture in document["pictures"])
 
 
+def test_the_trials_of_a_storage_are_looked_at_where_they_are_asked_for(
+    tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_of(tmp_path / "fleet.journal", OUTCOMES)
+    monkeypatch.setenv(storage.VARIABLE, str(tmp_path / "fleet.journal"))
+    words = ("report", "--no-pictures", "--output", tmp_path / "report.html", "--json")
+    for asked in (("--storage",), ("--storage", tmp_path / "fleet.journal")):
+        told = json.loads(mgpu_tune(*words, *asked).out)
+        assert (told["sources"], told["searches"]) == ([str(tmp_path / "fleet.journal")], 1)
+    assert json.loads(mgpu_tune(*words).out)["searches"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -262,7 +274,11 @@ def test_what_plot_leaves_of_a_search_on_this_machine(
         (("--from", "binary.csv"), "binary.csv: "),
         (("--from", "bad.journal"), "bad.journal is no journal"),
         (("--from", "bad.json.gz"), "bad.json.gz is no sweep"),
-        (("--from", "ftp://me:secret@host/x"), "is no storage"),
+        (("--from", "ftp://host/x"), "is no storage"),
+        (("--from", "postgresql://me:secret@host/x"), "put the URL into $MGPU_OPS_STORAGE and say --storage"),
+        (("--storage", "postgresql://me:secret@host/x"), "put the URL into $MGPU_OPS_STORAGE and leave it out here"),
+        (("--storage",), "name the storage with --storage, or $MGPU_OPS_STORAGE"),
+        (("--storage", "none.journal"), "none.journal: there is no such journal"),
         (("--gpu", "h20"), "there is nothing to"),
         (("--gpu", "v100"), "gpu='v100' is not a GPU"),
         (("softmax",), "op 'softmax' is not one of"),

@@ -6,6 +6,10 @@ import dataclasses
 import gzip
 import itertools
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +18,16 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops.core import database
-from mgpu_ops.tuning import sweep
+from mgpu_ops.tuning import commands, sweep
+from mgpu_ops.tuning.commands import sweep as sweep_command
 from mgpu_ops.tuning.outcome import Outcome
-from mgpu_ops.tuning.worker import WorkerError
+from mgpu_ops.tuning.worker import Lost, WorkerError
 from tests.tuning.conftest import Command
-from tests.tuning.toy import DEFAULT, GPU, PROBLEM, SPEC, Config, FakeDevice, slope
+from tests.tuning.toy import DEFAULT, GPU, PROBLEM, SPEC, Config, FakeDevice, OneOfSeveral, machine_of, slope
 
 SMALL = {"a": (1, 2, 4), "b": (16, 32), "c": (1,), "d": (8,), "mode": ("m", "n")}
 SMALL_SPEC = dataclasses.replace(SPEC, space=lambda problem, gpu: SMALL)
+COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather"}  # run on several GPUs, a sweep on one
 CONFIGS = [Config(*values) for values in itertools.product(*SMALL.values())]
 
 
@@ -90,7 +96,7 @@ def test_what_is_shipped_for_the_problem_is_measured() -> None:
 def test_the_suite_has_20_problems_of_all_ops_each_large_enough_to_search_and_small_enough_to_measure() -> None:
     problems = sweep.suite(mgpu_ops.SPECS)
     assert len(problems) >= 20
-    assert {spec.name for spec, _, _ in problems} == set(mgpu_ops.SPECS)
+    assert {spec.name for spec, _, _ in problems} == set(mgpu_ops.SPECS) - COLLECTIVES
     assert len({(spec.name, problem) for spec, _, problem in problems}) == len(problems)
     for spec, name, problem in problems:
         choices, legal = sweep.grid(spec, problem, GPU)
@@ -267,11 +273,9 @@ def test_a_wrong_request_is_answered_with_the_way_out(mgpu_tune: Command, words:
 def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
     mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from mgpu_ops.tuning.commands import sweep as sweep_command
-
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", SMALL_SPEC)
     monkeypatch.setattr(sweep_command, "has_gpu", lambda: True)
-    monkeypatch.setattr(sweep_command, "device_for", lambda name: FakeDevice(measured))
+    monkeypatch.setattr(commands, "device_for", lambda name: FakeDevice(measured))
     done = mgpu_tune("sweep", "toy", "--suite", "toys", "--output", tmp_path, "--json")
     assert done.code == 0
     told = json.loads(done.out)
@@ -281,7 +285,66 @@ def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
     def interrupted(config: Config) -> Any:
         return KeyboardInterrupt()
 
-    monkeypatch.setattr(sweep_command, "device_for", lambda name: FakeDevice(interrupted))
+    monkeypatch.setattr(commands, "device_for", lambda name: FakeDevice(interrupted))
     done = mgpu_tune("sweep", "toy", "--suite", "toys", "--output", tmp_path / "other")
     assert done.code == 130
     assert "goes on from there" in done.out
+
+
+def sweep_on(monkeypatch: pytest.MonkeyPatch, mgpu_tune: Command, folder: Path, *devices: OneOfSeveral) -> Any:
+    with machine_of(monkeypatch, *devices, spec=SMALL_SPEC):
+        monkeypatch.setattr(sweep_command, "has_gpu", lambda: True)
+        return mgpu_tune("sweep", "toy", "--suite", "toys", "--workers", "all", "--output", folder, "--json")
+
+
+def slowly(config: Config) -> Outcome:
+    time.sleep(0.01)
+    return measured(config)
+
+
+def test_each_gpu_sweeps_problems_of_its_own(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    several = [OneOfSeveral(slowly), OneOfSeveral(slowly)]
+    done = sweep_on(monkeypatch, mgpu_tune, tmp_path, *several)
+    assert done.code == 0, done.err
+    assert [set(device.judged) for device in several] == [set(CONFIGS)] * 2
+    assert sorted(told["name"] for told in json.loads(done.out)) == ["toy-1024", "toy-2048"]
+    assert {s.name for s in sweep.read_all(tmp_path)} == {"toy-1024", "toy-2048"}
+    assert len(list(tmp_path.iterdir())) == 4  # two formats each, nothing half written
+
+
+def test_ctrl_c_stops_the_sweeps_of_all_gpus_which_go_on_where_they_were(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pressed = threading.Event()
+
+    def judge(config: Config) -> Outcome:
+        if all(len(device.judged) >= 3 for device in several) and not pressed.is_set():
+            pressed.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        return slowly(config)
+
+    several = [OneOfSeveral(judge), OneOfSeveral(judge)]
+    done = sweep_on(monkeypatch, mgpu_tune, tmp_path, *several)
+    assert done.code == 130
+    assert "goes on from there" in done.err
+    kept = [sweep.read(path).rows for path in tmp_path.glob("*.json.gz")]
+    assert [len(rows) >= 2 for rows in kept] == [True, True]
+    again = [OneOfSeveral(slowly), OneOfSeveral(slowly)]
+    assert sweep_on(monkeypatch, mgpu_tune, tmp_path, *again).code == 0
+    assert sum(len(device.judged) for device in again) == 2 * len(CONFIGS) - sum(map(len, kept))
+    assert len(sweep.read_all(tmp_path)) == 2
+
+
+def test_a_problem_that_cannot_be_swept_and_a_gpu_that_is_lost_do_not_end_the_others(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Small(OneOfSeveral):
+        def open(self, spec: Any, problem: Any, seed: int) -> None:
+            if problem.size == 2048:
+                raise WorkerError("the worker could not prepare it: out of memory")
+
+    lost = OneOfSeveral(lambda config: Lost("the GPU worker did not start"))
+    done = sweep_on(monkeypatch, mgpu_tune, tmp_path, Small(measured), lost)
+    assert done.code == 1
+    assert "toy toy-2048: the worker could not prepare it: out of memory" in done.err
+    assert [s.name for s in sweep.read_all(tmp_path)] == ["toy-1024"]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import mgpu_ops
 from mgpu_ops.core import database
 from mgpu_ops.core.gpu import find
 from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning import commands, many
 from mgpu_ops.tuning.outcome import Final, Outcome
 
 GPU = find("h200")
@@ -132,6 +138,35 @@ class FakeDevice:
 
     def close(self) -> None:
         pass
+
+
+class OneOfSeveral(FakeDevice):
+    """As `many.each` takes it: another thread's `stop` ends what it waits for."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.stopped = threading.Event()
+
+    def next(self) -> tuple[Config, Outcome]:
+        self.wait(0.0)
+        return super().next()
+
+    def wait(self, seconds: float) -> None:
+        if self.stopped.wait(seconds):
+            raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@contextlib.contextmanager
+def machine_of(monkeypatch: pytest.MonkeyPatch, *devices: FakeDevice, spec: OpSpec = SPEC) -> Iterator[None]:
+    """A machine whose GPUs are these, for `--workers`, and which has the toy op."""
+    with monkeypatch.context() as patch:
+        patch.setitem(mgpu_ops.SPECS, "toy", spec)
+        patch.setattr(commands, "has_gpu", lambda: True)
+        patch.setattr(many, "devices", lambda workers: contextlib.nullcontext(list(devices[:workers])))
+        yield
 
 
 def store(size: int, config: Config, path: Path | None = None, kind: str = "modelled") -> None:

@@ -6,6 +6,7 @@ What they share is here and in `arguments`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,35 @@ def device_for(name: str | None) -> Any:
     compiled = "each candidate is compiled for it" if device.compiles else "candidates are not compiled (extra 'aot')"
     say(f"no {wanted.name} here: times are MODELLED, not measured; {compiled}. Tune again on the GPU itself.")
     return device
+
+
+@contextlib.contextmanager
+def devices_for(arguments: argparse.Namespace) -> Iterator[list[Any]]:
+    """The device that `--gpu` names, or the GPUs that `--workers` asks for; closed in the end."""
+    if arguments.workers == 1:
+        device = device_for(arguments.gpu)
+        try:
+            yield [device]
+        finally:
+            device.close()
+        return
+    from mgpu_ops.core import gpu
+    from mgpu_ops.tuning import many
+
+    if not has_gpu():
+        raise UsageError(
+            "--workers measures on the GPUs of this machine, and no NVIDIA GPU is here: leave it out, or go to one"
+        )
+    with many.devices(arguments.workers) as devices:
+        names = list(dict.fromkeys(device.gpu.name for device in devices))
+        if len(names) > 1:
+            raise UsageError(f"the GPUs here are {' and '.join(names)}: let CUDA_VISIBLE_DEVICES name those of one kind")
+        if arguments.gpu and gpu.find(arguments.gpu).key != devices[0].gpu.key:
+            raise UsageError(
+                f"--gpu {arguments.gpu} would be modelled, --workers measures on {names[0]}: leave one of them out"
+            )
+        say(f"measuring on {count(len(devices), 'GPU')}: {names[0]}, driver {devices[0].versions['driver']}")
+        yield devices
 
 
 def stored_files(spec: Any, keys: Sequence[str]) -> Iterator[tuple[str, str, Path]]:

@@ -1,4 +1,8 @@
-"""What the commands are asked: problems, times and numbers."""
+"""What the commands are asked: problems, times and numbers.
+
+The parsers know the ops by the tables here, and import none: that takes JAX and a second, and `--help` answers at once. A test
+holds the tables to the ops.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops import SPECS, spec_of
-from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
-from mgpu_ops.groups import SPREADS
 from mgpu_ops.models import MODELS
 from mgpu_ops.tuning.commands import UsageError, say
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
+_DTYPES |= {"i32": "int32", "u32": "uint32"}  # of collectives
+
+SUITES: dict[str, tuple[str, ...]] = {  # of each op
+    "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward"),
+    "grouped_matmul": (
+        "moe",
+        "training",
+        "decoding",
+        "dlhs",
+        "mixtral-8x7b",
+        "deepseek-v3-ep8",
+        "qwen3-30b",
+        "qwen3-235b",
+    ),
+    "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b"),
+    "flash_attention": ("llm", "d64", "d128", "d256"),
+    "flash_attention_backward": ("llm", "d64", "d128", "d256"),
+    "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
+    "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
+    "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
+}
+PEERS: dict[str, tuple[str, ...]] = {  # what `bench` times beside each op
+    "matmul": ("xla", "jax-pallas"),
+    "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
+    "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
+    "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
+    "flash_attention_backward": ("cudnn",),
+}
+BACKENDS = ("mosaic", "interpret", "xla")
+_SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
 
 
 def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
     """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`."""
     if every_op:
-        parser.add_argument("op", nargs="?", help=f"{', '.join(SPECS)}; of a suite or a file, all by default")
+        parser.add_argument("op", nargs="?", help=f"{', '.join(SUITES)}; of a suite or a file, all by default")
     else:
-        parser.add_argument("op", help=", ".join(SPECS))
+        parser.add_argument("op", help=", ".join(SUITES))
     group = parser.add_argument_group("problem", "a named one, or its sides")
-    shapes = ", ".join(next(iter(spec.shapes)) for spec in SPECS.values())
-    group.add_argument("--shape", metavar="NAME", help=f"of a real model, e.g. {shapes}")
+    group.add_argument("--shape", metavar="NAME", help=f"of a real model, e.g. {_SHAPES}")
     if many:
-        suites = "; ".join(f"{name}: {', '.join(spec.suites)}" for name, spec in SPECS.items())
+        suites = "; ".join(f"{op}: {', '.join(names)}" for op, names in SUITES.items())
         group.add_argument(
             "--suite", metavar="NAME", help=f"a model ({', '.join(MODELS)}), or named shapes together ({suites})"
         )
@@ -43,24 +73,8 @@ def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every
     if every_op:
         group.add_argument("--grad", action="store_true", help="of a model: also the problems of the backward pass")
         group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="what `mgpu-tune capture --output` wrote")
-    for name, field in problem_fields().items():
-        group.add_argument(f"--{name.replace('_', '-')}", **_argument_of(field) | _FIELDS.get(name, {}))
-
-
-def problem_fields() -> dict[str, dataclasses.Field[Any]]:
-    """The fields of all ops' problems, by name."""
-    found: dict[str, dataclasses.Field[Any]] = {}
-    for spec in SPECS.values():
-        for field in dataclasses.fields(spec.Problem):
-            found.setdefault(field.name, field)
-    return found
-
-
-def _argument_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """How a field is given: a flag, a number that may be -1 if that is its default, a size, or what `_FIELDS` says."""
-    if isinstance(field.default, bool):
-        return {"action": "store_true", "default": None}
-    return {} if isinstance(field.default, str) else {"type": _bound if field.default == -1 else positive_int}
+    for name, options in problem_fields().items():
+        group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def positive_int(text: str) -> int:
@@ -88,6 +102,17 @@ def _bound(text: str) -> int:
     return value
 
 
+def workers_argument(parser: argparse.ArgumentParser) -> None:
+    """`devices_for` takes it."""
+    parser.add_argument(
+        "--workers", type=_workers, default=1, metavar="N", help="GPUs of this machine to measure on, or all (default 1)"
+    )
+
+
+def _workers(text: str) -> int | None:
+    return None if text == "all" else positive_int(text)
+
+
 def seed(text: str) -> int:
     if not (text.isdecimal() and int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to 2**32 - 1")
@@ -110,37 +135,53 @@ def seconds(text: str) -> float:
     return value
 
 
-# What the fields of problems are, and how those are given of which `_argument_of` knows too little.
-_FIELDS: dict[str, dict[str, Any]] = {
-    "batch": {"help": "products in one launch (default 1); of attention, sequences"},
-    "groups": {"help": "how many the rows of m belong to"},
-    "dtype": {"type": dtype, "help": "bf16 (default), f16"},
-    "out_dtype": {"type": dtype, "help": "default: dtype; or f32"},
-    "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
-    "bias": {
-        "action": "store",
-        "nargs": "?",
-        "const": True,
-        "type": dtype,
-        "metavar": "DTYPE",
-        "help": "with a bias of each group; of attention, of the scores, in this dtype (default: dtype)",
-    },
-    "activation": {"choices": ACTIVATIONS, "help": "of the result (default none)"},
-    "spread": {"choices": SPREADS, "help": "of the rows over the groups (default random)"},
-    "head_dim": {"help": "columns of a head of q, k and v"},
-    "causal": {"help": "no row sees a later key"},
-    "window_left": {"help": "keys before its own that a row sees (default -1: all)"},
-    "window_right": {"help": "keys after its own that a row sees (default -1: all)"},
-    "align": {
-        "choices": ("bottom_right", "top_left"),
-        "help": "which query has the same place as which key: the last ones (default), the first",
-    },
-    "lengths": {"help": "each sequence has token counts of its own"},
-    "segments": {"help": "a row sees its own segment only"},
-    "soft_cap": {"help": "scores are capped"},
-    "deterministic": {"help": "gradients bitwise equal from run to run"},
-    "bias_grad": {"help": "with the gradient of the bias"},
-}
+def problem_fields() -> dict[str, dict[str, Any]]:
+    """The fields of all ops' problems, and how each is given."""
+    size: dict[str, Any] = {"type": positive_int}
+    flag: dict[str, Any] = {"action": "store_true", "default": None}
+    return {
+        "m": size,
+        "n": size,
+        "k": size,
+        "dtype": {"type": dtype, "help": "bf16 (default), f16; of collectives also f32, i32, u32"},
+        "out_dtype": {"type": dtype, "help": "default: dtype; or f32"},
+        "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
+        "batch": size | {"help": "products in one launch (default 1); of attention, sequences"},
+        "groups": size | {"help": "how many the rows of m belong to"},
+        "bias": {
+            "nargs": "?",
+            "const": True,
+            "type": dtype,
+            "metavar": "DTYPE",
+            "help": "with a bias of each group; of attention, of the scores, in this dtype (default: dtype)",
+        },
+        "activation": {"choices": ("none", "relu", "silu", "gelu"), "help": "of the result (default none)"},
+        "spread": {"choices": ("even", "random", "skewed", "sparse"), "help": "of the rows over the groups (default random)"},
+        "q_tokens": size,
+        "kv_tokens": size,
+        "q_heads": size,
+        "kv_heads": size,
+        "head_dim": size | {"help": "columns of a head of q, k and v"},
+        "causal": flag | {"help": "no row sees a later key"},
+        "window_left": {"type": _bound, "help": "keys before its own that a row sees (default -1: all)"},
+        "window_right": {"type": _bound, "help": "keys after its own that a row sees (default -1: all)"},
+        "align": {
+            "choices": ("bottom_right", "top_left"),
+            "help": "which query has the same place as which key: the last ones (default), the first",
+        },
+        "lengths": flag | {"help": "each sequence has token counts of its own"},
+        "segments": flag | {"help": "a row sees its own segment only"},
+        "soft_cap": flag | {"help": "scores are capped"},
+        "deterministic": flag | {"help": "gradients bitwise equal from run to run"},
+        "bias_grad": flag | {"help": "with the gradient of the bias"},
+        "size": size | {"help": "elements of a collective's payload on each device"},
+        "devices": size | {"help": "GPUs of a collective"},
+        "reduction": {"choices": ("add", "min", "max"), "help": "of a collective (default add)"},
+        "transport": {
+            "choices": ("peer", "multimem"),
+            "help": "how the GPUs of a collective reach each other: NVLink (default), or the switch reduces and copies",
+        },
+    }
 
 
 def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -183,6 +224,7 @@ def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def work_of(arguments: argparse.Namespace) -> list[Any]:
     """The `problems.Work` that the arguments ask for: of a captured program, a model, one op, or every op that has a suite."""
+    from mgpu_ops import spec_of
     from mgpu_ops.tuning import problems
 
     op, suite = arguments.op, arguments.suite
@@ -224,6 +266,8 @@ def runnable(work: Sequence[Any], gpu: Any) -> list[Any]:
 
 def _specs_of(op: str | None, suite: str | None) -> list[Any]:
     """The op, or every op that has the suite."""
+    from mgpu_ops import SPECS, spec_of
+
     if op is not None:
         return [spec_of(op)]
     if suite is None:

@@ -7,9 +7,8 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.core.op import BACKENDS
 from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say
-from mgpu_ops.tuning.commands.arguments import problem_arguments, problems_of, seconds
+from mgpu_ops.tuning.commands.arguments import BACKENDS, PEERS, problem_arguments, problems_of, seconds
 
 
 def register(commands: Any) -> None:
@@ -26,10 +25,12 @@ def register(commands: Any) -> None:
         mgpu-tune bench flash_attention --suite llm --against cudnn,tokamax,jax-pallas
         mgpu-tune bench flash_attention --suite d128 --against cudnn,tokamax --grad
         mgpu-tune bench flash_attention_backward --suite llm
+        mgpu-tune bench all_reduce --suite 4-gpus
         """,
     )
     problem_arguments(parser, many=True)
-    parser.add_argument("--against", metavar="A,B", help=f"{peers_text()} (default: the first)")
+    peers = "; ".join(f"{op}: {', '.join(names)}" for op, names in PEERS.items())
+    parser.add_argument("--against", metavar="A,B", help=f"{peers} (default: the first)")
     parser.add_argument("--grad", action="store_true", help="forward plus backward")
     parser.add_argument("--backend", choices=BACKENDS, help="that ours runs on (default: mosaic, or xla where it cannot)")
     parser.add_argument("--seconds", type=seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)")
@@ -47,14 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
     from mgpu_ops.tuning import bench, report
-    from mgpu_ops.tuning.peers import PEERS
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
     here = gpu.current()
     if here is None or here.architecture != "hopper":
         raise UsageError("bench times kernels: it needs a Hopper GPU here")
-    against = [name.strip() for name in (arguments.against or next(iter(PEERS[spec.name]))).split(",") if name.strip()]
+    if any(spec.devices(problem) > 1 for problem in problems.values()):
+        return _between_gpus(arguments, spec, problems, here)
+    if not (arguments.against or spec.name in PEERS):
+        raise UsageError(f"nothing is known to time beside {spec.name}: bench takes {', '.join(PEERS)}")
+    against = [name.strip() for name in (arguments.against or PEERS[spec.name][0]).split(",") if name.strip()]
     op = spec.name + ("+grad" if arguments.grad else "")
     today = datetime.date.today().isoformat()
     path = bench.output_path(arguments.output, today, here.key, op, arguments.what)
@@ -96,7 +100,30 @@ def run(arguments: argparse.Namespace) -> int:
     return WRONG if faults else OK
 
 
-def peers_text() -> str:
-    from mgpu_ops.tuning.peers import PEERS
+def _between_gpus(arguments: argparse.Namespace, spec: Any, problems: dict[str, Any], here: Any) -> int:
+    """Collectives, beside XLA's: their times are of other kinds, in files of their own."""
+    from rich.console import Console
 
-    return "; ".join(f"{op}: {', '.join(peers)}" for op, peers in PEERS.items())
+    from mgpu_ops.tuning import bench, between
+
+    if arguments.grad or arguments.against not in (None, "xla"):
+        raise UsageError(f"bench {spec.name} times it beside xla, without gradients: leave out --grad and --against")
+    path = bench.output_path(arguments.output, datetime.date.today().isoformat(), here.key, spec.name, arguments.what)
+    rows = between.run(
+        spec,
+        problems,
+        gpu=here,
+        seconds=arguments.seconds,
+        progress=say,
+        save=lambda rows: between.write_csv(rows, path),
+        backend=arguments.backend,
+    )
+    faults = between.faults(rows, spec, problems)
+    pictures = between.picture(rows, path.with_suffix(".png")) if rows else []
+    if rows:
+        Console().print(between.table(rows))
+        say(f"wrote {path} and {', '.join(map(str, pictures))}")
+    for fault in faults:
+        say(f"WRONG: {fault}")
+    answer(arguments, {"rows": rows, "faults": faults, "files": [path, *pictures] if rows else []})
+    return WRONG if faults or not rows else OK

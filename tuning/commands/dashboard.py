@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, UsageError, command, say
+from mgpu_ops.tuning.commands import OK, UsageError, answer, command, say
 from mgpu_ops.tuning.commands.storages import address_arguments, storage_argument, storage_of, warn_of_listening
 
 PORT = 8080
@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("the dashboard is an extra: pip install 'mgpu-ops[dashboard]'") from None
     with storage.opened(where) as backend:
         warn_of_listening("the dashboard", arguments.host, arguments.port)
-        say(f"{storage.redact(where)} at http://{arguments.host}:{arguments.port}/; Ctrl-C ends it")
+        url = f"http://{arguments.host}:{arguments.port}/"
+        say(f"{storage.redact(where)} at {url}; Ctrl-C ends it")
+        answer(arguments, {"storage": storage.redact(where), "url": url})
         try:
             optuna_dashboard.run_server(backend, host=arguments.host, port=arguments.port)
         except OSError as error:

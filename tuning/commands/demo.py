@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, device_for, say
-from mgpu_ops.tuning.commands.run import tune_one
+from mgpu_ops.tuning.commands.run import progress_bar, tune_one
 
 
 def register(commands: Any) -> None:
@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = database.user_path(device.gpu.key, spec.name)
     try:
         told: list[Any] = []
-        code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0, told)
+        with progress_bar() as bar:
+            code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0, told, bar=bar)
     finally:
         device.close()
     if code != OK:

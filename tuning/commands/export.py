@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say, stored_files
+from mgpu_ops.tuning.commands.merge import shared_files
+from mgpu_ops.tuning.commands.storages import finished_argument, finished_storage
 
 
 def register(commands: Any) -> None:
@@ -20,12 +22,14 @@ def register(commands: Any) -> None:
         MGPU_OPS_CONFIG_PATH=tuned python train.py   # on another machine
         mgpu-tune export --gpu h200 --kind measured --own --output mgpu_ops/configs   # to contribute what you measured
         mgpu-tune export matmul --format csv --output matmul.csv
+        mgpu-tune export --storage postgresql://tuner@db.example/studies --output tuned   # with what a fleet has tuned
         """,
     )
     parser.add_argument("op", nargs="?", help="an op; all by default")
     parser.add_argument("--gpu", help="h200, h100-sxm ...; default: all that have entries")
     parser.add_argument("--format", choices=("json", "csv"), default="json", help="default json: <gpu>/<op>.json")
     parser.add_argument("--kind", choices=("measured", "modelled"), help="only these entries")
+    finished_argument(parser, "also what is tuned")
     parser.add_argument("--own", action="store_true", help="leave out what is shipped with mgpu_ops")
     parser.add_argument(
         "--output", required=True, type=Path, metavar="PLACE", help="the directory, joined if it exists; of csv, the file"
@@ -43,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     paths = [path for spec in specs for _, whose, path in stored_files(spec, keys) if whose == "user" or not arguments.own]
     exported: dict[tuple[str, str], Any] = {}
     left_out: list[dict[str, Any]] = []
-    for key, entries in merging.entries_of((path, database.read(path)) for path in paths).items():
+    shared = [(p, f) for p, f in shared_files(finished_storage(arguments)) if f.gpu in keys and f.op in [s.name for s in specs]]
+    for key, entries in merging.entries_of([*((path, database.read(path)) for path in paths), *shared]).items():
         spec, device = mgpu_ops.SPECS[key[1]], gpu.find(key[0])
         wanted = [e for e in entries if arguments.kind in (None, e.evidence.kind)]
         faults = [(e, fault) for e in wanted if (fault := database.fault_of(e, device, spec))]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say
+from mgpu_ops.tuning.commands.storages import finished_argument, finished_storage
 
 
 def register(commands: Any) -> None:
@@ -19,16 +20,19 @@ def register(commands: Any) -> None:
         mgpu-tune merge node1.json node2.json --into tuned.json
         mgpu-tune merge node1/ node2/ --into all/ --dry-run
         mgpu-tune merge tuned.json --into ~/.local/share/mgpu_ops/h200/matmul.json
+        mgpu-tune merge --storage postgresql://tuner@db.example/studies   # what a fleet has tuned, into your own databases
+        mgpu-tune merge --storage --into tuned                            # that of $MGPU_OPS_STORAGE, into a directory
         """,
     )
-    parser.add_argument("sources", nargs="+", type=Path, metavar="FILE", help="a database, or a directory of <gpu>/<op>.json")
+    parser.add_argument("sources", nargs="*", type=Path, metavar="FILE", help="a database, or a directory of <gpu>/<op>.json")
+    finished_argument(parser, "also what is tuned")
     parser.add_argument(
         "--into",
         "--output",
-        required=True,
         type=Path,
         metavar="PLACE",
-        help="a database, which is joined too if it exists; or a directory, which gets <gpu>/<op>.json",
+        help="a database, which is joined too if it exists; or a directory, which gets <gpu>/<op>.json "
+        "(default, of --storage alone: your own databases)",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would become of it and write nothing")
 
@@ -38,7 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.core import database
     from mgpu_ops.tuning import merging
 
-    found = merging.entries_of(merging.files(arguments.sources, mgpu_ops.SPECS))
+    where = finished_storage(arguments)
+    if not arguments.sources and where is None:
+        raise UsageError("name the databases to join, or the --storage of a fleet")
+    if arguments.sources and arguments.into is None:
+        raise UsageError("name where they go with --into: a database or a directory")
+    found = merging.entries_of([*merging.files(arguments.sources, mgpu_ops.SPECS), *shared_files(where)])
     written, every, left_out = [], [], []
     for key, path in _places(list(found), arguments.into).items():
 
@@ -60,10 +69,31 @@ def run(arguments: argparse.Namespace) -> int:
     return WRONG if left_out else OK
 
 
-def _places(keys: list[tuple[str, str]], into: Path) -> dict[tuple[str, str], Path]:
-    """Where the entries of each GPU and op go: one file, or one each in a directory."""
+def shared_files(where: str | None) -> list[tuple[Path, Any]]:
+    """What is tuned in a storage, and says what is left out of it."""
+    if where is None:
+        return []
+    import mgpu_ops
+    from mgpu_ops.tuning import merging, storage
+
+    files, left_out = merging.tuned_in(where, mgpu_ops.SPECS)
+    for reason in left_out:
+        say(f"left out: {reason}")
+    if not files:
+        say(f"nothing is tuned in {storage.redact(where)} yet")
+    return files
+
+
+def _places(keys: list[tuple[str, str]], into: Path | None) -> dict[tuple[str, str], Path]:
+    """Where the entries of each GPU and op go: one file, one each in a directory, or (None) your own databases."""
+    from mgpu_ops.core import database
+
+    if into is None:
+        return {(gpu, op): database.user_path(gpu, op) for gpu, op in keys}
     if into.is_dir() or into.suffix != ".json":
         return {(gpu, op): into / gpu / f"{op}.json" for gpu, op in keys}
+    if not keys:
+        return {}
     if len(keys) > 1:
         several = ", ".join(f"{op} on {gpu}" for gpu, op in keys)
         raise UsageError(f"{into}: one file holds one op on one GPU, and these are {several}: name a directory")

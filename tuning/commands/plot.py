@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say
+from mgpu_ops.tuning.commands.storages import finished_argument, finished_storage, refuse_password
 
 
 def register(commands: Any) -> None:
@@ -20,7 +21,7 @@ def register(commands: Any) -> None:
         mgpu-tune plot matmul --gpu h200 --output pictures
         mgpu-tune plot --from results/replay --output pictures
         mgpu-tune plot --from results/2025-11-21-h200-matmul.csv tuned.json --output pictures
-        mgpu-tune plot --from postgresql://me@db/tuning --output pictures
+        mgpu-tune plot --storage --output pictures          # the trials of $MGPU_OPS_STORAGE, whose URL may have a password
         """,
     )
     source_arguments(parser)
@@ -37,6 +38,7 @@ def source_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLACE",
         help="journals, databases, sweeps, CSV files of `bench`, directories of these, or a storage's URL (default: your own)",
     )
+    finished_argument(parser, "the trials")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,7 +71,10 @@ def find(arguments: argparse.Namespace) -> Any:
         mgpu_ops.spec_of(arguments.op)  # refuses another
     device = gpu.find(arguments.gpu) if arguments.gpu else None
     keys = [device.key] if device else [g.key for g in gpu.GPUS]
-    places = arguments.sources or sources.own(specs, keys)
+    for place in arguments.sources or ():
+        refuse_password("--from", place, "say --storage")
+    shared = finished_storage(arguments)
+    places = [*(arguments.sources or ()), *([shared] if shared else ())] or sources.own(specs, keys)
     found = sources.find(places, specs).of(arguments.op, device)
     for reason in found.skipped:
         say(f"skipped: {reason}")

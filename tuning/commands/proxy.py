@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, UsageError, command, say
+from mgpu_ops.tuning.commands import OK, UsageError, answer, command, say
 from mgpu_ops.tuning.commands.storages import address_arguments, required_storage, storage_argument, warn_of_listening
 
 PORT = 13000
@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     with storage.opened(where) as backend:
         warn_of_listening("the proxy", arguments.host, arguments.port)
-        say(f"serving {storage.redact(where)} at grpc://{arguments.host}:{arguments.port}; Ctrl-C ends it")
+        url = f"grpc://{arguments.host}:{arguments.port}"
+        say(f"serving {storage.redact(where)} at {url}; Ctrl-C ends it")
+        answer(arguments, {"storage": storage.redact(where), "url": url})
         try:
             optuna.storages.run_grpc_proxy_server(backend, host=arguments.host, port=arguments.port)
         except ImportError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, answer, command, count, device_for, say, stored_files
-from mgpu_ops.tuning.commands.arguments import positive_int, seconds, seed
+from mgpu_ops.tuning.commands import OK, WRONG, answer, command, count, devices_for, say, stored_files
+from mgpu_ops.tuning.commands.run import search_arguments, studies_of, tune_all
 
 
 def register(commands: Any) -> None:
@@ -22,18 +21,14 @@ def register(commands: Any) -> None:
         mgpu-tune validate --stale            # what that would be
         mgpu-tune retune --stale              # on the GPU here
         mgpu-tune retune matmul --stale --budget 30s
+        mgpu-tune retune --stale --workers all               # on every GPU of this machine
         mgpu-tune retune --database tuned.json --trials 64   # all that is in it
         mgpu-tune retune --stale --gpu h200   # no such GPU here: modelled, and said so
         """,
     )
     parser.add_argument("op", nargs="?", help="an op; all by default")
     parser.add_argument("--stale", action="store_true", help="only problems with no entry for this jax and kernel version")
-    parser.add_argument("--trials", type=positive_int, default=32, metavar="N", help="candidates a problem (default 32)")
-    parser.add_argument(
-        "--budget", type=seconds, default=math.inf, metavar="TIME", help="a problem, e.g. 60s, 2m (default: no limit)"
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the search (default 0)")
-    parser.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
+    search_arguments(parser)
     parser.add_argument(
         "--database", type=Path, metavar="FILE", help="what to tune again (default: yours and the shipped, stored in yours)"
     )
@@ -42,40 +37,48 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import database
-    from mgpu_ops.tuning.bench import describe
-    from mgpu_ops.tuning.commands.run import tune_one
 
-    wanted = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
+    specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     given = database.read(arguments.database) if arguments.database else None
-    device = device_for(arguments.gpu or (given.gpu if given else None))
-    tuned: list[Any] = []
-    failed: list[Any] = []
-    skipped: list[Any] = []
-    try:
-        for spec in wanted:
-            own = database.user_path(device.gpu.key, spec.name)
-            paths = [path for _, _, path in stored_files(spec, [device.gpu.key])]
-            if given is not None:
-                own, paths = arguments.database, [arguments.database] if given.op == spec.name else []
-            entries = [e for path in paths for e in database.read(path, gpu_key=device.gpu.key, op=spec.name).entries]
-            for fields in _problems(spec, entries, device.kind, arguments.stale):
-                try:
-                    problem = database.to_problem(spec, fields)
-                except ValueError as e:  # of a kernel version whose problems were others
-                    say(f"skipped: {e}")
-                    skipped.append({"op": spec.name, "problem": fields, "reason": str(e)})
-                    continue
-                code = tune_one(
-                    spec, describe(problem), problem, device, own, arguments.trials, arguments.budget, arguments.seed
-                )
-                (tuned if code == OK else failed).append({"op": spec.name, "problem": problem})
-                if code == INTERRUPTED:
-                    return code
-        say(f"{count(len(tuned), 'problem')} tuned again, {len(failed)} failed, {len(skipped)} skipped")
-        answer(arguments, {"kind": device.kind, "tuned": tuned, "failed": failed, "skipped": skipped})
-        return WRONG if failed or skipped else OK
-    finally:
-        device.close()
+    arguments.gpu = arguments.gpu or (given.gpu if given else None)
+    told: list[dict[str, Any]] = []
+    with studies_of(arguments) as studies, devices_for(arguments) as devices:
+        gpu, kind = devices[0].gpu, devices[0].kind
+        paths = {spec.name: arguments.database or database.user_path(gpu.key, spec.name) for spec in specs}
+        work, skipped = _work(specs, gpu.key, given, kind, arguments)
+        code = tune_all(work, devices, paths, studies, arguments, told) if work else OK
+    tuned = [{"op": t["op"], "problem": t["problem"]} for t in told if t.get("entry")]
+    failed = [{"op": t["op"], "name": t["name"]} for t in told if not t.get("entry")]
+    say(f"{count(len(tuned), 'problem')} tuned again, {len(failed)} failed, {len(skipped)} skipped")
+    answer(arguments, {"kind": kind, "tuned": tuned, "failed": failed, "skipped": skipped})
+    return max(code, WRONG) if skipped else code
+
+
+def _work(
+    specs: Iterable[Any], gpu_key: str, given: Any, kind: str, arguments: argparse.Namespace
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The `problems.Work` of what is stored for a GPU, or in the file that is given, and what can no longer be tuned."""
+    from mgpu_ops.core import database, gpu
+    from mgpu_ops.tuning.bench import describe
+    from mgpu_ops.tuning.problems import Work
+    from mgpu_ops.tuning.tuner import check_supported
+
+    found, skipped = [], []
+    for spec in specs:
+        paths = [path for _, _, path in stored_files(spec, [gpu_key])]
+        if given is not None:
+            paths = [arguments.database] if given.op == spec.name else []
+        entries = [e for path in paths for e in database.read(path, gpu_key=gpu_key, op=spec.name).entries]
+        for fields in _problems(spec, entries, kind, arguments.stale):
+            try:
+                problem = database.to_problem(spec, fields)
+                check_supported(spec, problem, gpu.find(gpu_key))
+            except ValueError as e:  # of a kernel version whose problems were others
+                say(f"skipped: {e}")
+                skipped.append({"op": spec.name, "problem": fields, "reason": str(e)})
+            else:
+                found.append(Work(spec.name, problem, 1, describe(problem)))
+    return found, skipped
 
 
 def _problems(spec: Any, entries: Iterable[Any], kind: str, stale: bool) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,19 @@ from mgpu_ops.tuning.commands import (
     answer,
     command,
     count,
-    device_for,
+    devices_for,
     gpu_or_current,
-    has_gpu,
     say,
 )
-from mgpu_ops.tuning.commands.arguments import positive_int, problem_arguments, runnable, seconds, seed, work_of
+from mgpu_ops.tuning.commands.arguments import (
+    positive_int,
+    problem_arguments,
+    runnable,
+    seconds,
+    seed,
+    work_of,
+    workers_argument,
+)
 from mgpu_ops.tuning.commands.storages import required_storage, storage_argument, storage_of
 
 TRIALS = 32  # candidates a problem
@@ -56,6 +64,13 @@ def register(commands: Any) -> None:
         """,
     )
     problem_arguments(parser, many=True, every_op=True)
+    search_arguments(parser)
+    parser.add_argument("--queue", action="store_true", help="leave the problems to the workers of --storage")
+    parser.add_argument("--database", type=Path, metavar="FILE", help="where to store (default: your own, see `show`)")
+
+
+def search_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to search, on what, and where the studies are; `tune_all` takes them."""
     parser.add_argument(
         "--trials",
         type=positive_int,
@@ -74,15 +89,11 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--sampler", choices=("tpe", "gp", "random", "brute"), default="tpe", help="default tpe; brute tries every legal config"
     )
-    parser.add_argument(
-        "--workers", type=_workers, default=1, metavar="N", help="GPUs of this machine to tune on, or all (default 1)"
-    )
+    workers_argument(parser)
     storage_argument(parser, otherwise="a journal file of your own, from which a tuner that was killed goes on")
     parser.add_argument("--fresh", action="store_true", help="measure again what an unfinished run of the problem measured")
-    parser.add_argument("--queue", action="store_true", help="leave the problems to the workers of --storage")
     parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the search (default 0)")
     parser.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
-    parser.add_argument("--database", type=Path, metavar="FILE", help="where to store (default: your own, see `show`)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,28 +105,33 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--database is a file of one op, these problems are of {', '.join(sorted(ops))}: name one op")
     if arguments.queue:
         return _queue(work, arguments)
-    with _devices(arguments) as devices:
+    with studies_of(arguments) as studies, devices_for(arguments) as devices:
         gpu = devices[0].gpu
         paths = {op: arguments.database or database.user_path(gpu.key, op) for op in ops}
         for op, path in paths.items():
             if path.exists():
                 database.read(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
         told: list[dict[str, Any]] = []
-        code = _tune_all(list(runnable(work, gpu)), devices, paths, arguments, told)
+        code = tune_all(list(runnable(work, gpu)), devices, paths, studies, arguments, told)
         answer(arguments, {"problems": told})
         return code
 
 
-def _tune_all(
-    work: list[Any], devices: list[Any], paths: dict[str, Path], arguments: argparse.Namespace, told: list[Any]
+def tune_all(
+    work: Sequence[Any],
+    devices: Sequence[Any],
+    paths: Mapping[str, Path],
+    studies: Studies,
+    arguments: argparse.Namespace,
+    told: list[dict[str, Any]],
 ) -> int:
-    """Tunes the problems, on each device one at a time; the worst exit code."""
-    from mgpu_ops.tuning import many
+    """Tunes the problems, on each device one at a time; the worst exit code. One of several that fails does not end the run."""
+    from mgpu_ops.tuning import many, worker
 
     with progress_bar() as bar:
 
         def tune(w: Any, device: Any) -> int:
-            return tune_one(
+            code = tune_one(
                 w.spec,
                 w.name,
                 w.problem,
@@ -128,44 +144,25 @@ def _tune_all(
                 bar=bar,
                 target=arguments.target,
                 sampler=arguments.sampler,
-                studies=_studies(arguments, device),
+                studies=studies,
             )
+            if code == INTERRUPTED:
+                raise KeyboardInterrupt
+            return code
 
-        if len(devices) == 1:
-            worst = OK
-            for w in work:
-                worst = max(worst, tune(w, devices[0]))
-                if worst == INTERRUPTED:
-                    break
-            return worst
-        codes = [OK]
+        worst = OK
         try:
             for done in many.each(work, devices, tune):
-                if done.error is not None:
+                worst = max(worst, done.result or OK)
+                if len(work) > 1 and isinstance(done.error, worker.WorkerError) and not isinstance(done.error, worker.Lost):
+                    say(f"{done.job.op} {done.job.name}: {done.error}")
+                    told.append({"op": done.job.op, "name": done.job.name, "fault": str(done.error)})
+                    worst = max(worst, WRONG)
+                elif done.error is not None:
                     raise done.error
-                codes.append(done.result)
         except KeyboardInterrupt:
-            codes.append(INTERRUPTED)
-        return max(codes)
-
-
-@contextlib.contextmanager
-def _devices(arguments: argparse.Namespace) -> Iterator[list[Any]]:
-    """The device that `--gpu` names, or the GPUs that `--workers` asks for."""
-    if arguments.workers == 1:
-        device = device_for(arguments.gpu)
-        try:
-            yield [device]
-        finally:
-            device.close()
-        return
-    from mgpu_ops.tuning import many
-
-    if not has_gpu():
-        raise UsageError("--workers tunes on the GPUs of this machine, and no NVIDIA GPU is here: leave it out, or go to one")
-    with many.devices(arguments.workers) as devices:
-        say(f"measuring on {count(len(devices), 'GPU')}: {devices[0].gpu.name}, driver {devices[0].versions['driver']}")
-        yield devices
+            return INTERRUPTED
+        return worst
 
 
 def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
@@ -196,21 +193,38 @@ def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _studies(arguments: argparse.Namespace, device: Any) -> Any:
-    """Gives the study of a problem: of --storage, else of a journal file; None, in memory, for modelled times."""
+# (spec, problem, device) -> context of the problem's study; of None, in memory, where the times are modelled.
+Studies = Callable[[Any, Any, Any], AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def studies_of(arguments: argparse.Namespace) -> Iterator[Studies]:
+    """The studies are those of --storage, which is opened once, else of a journal file.
+
+    A storage that is lost in the middle ends the command with a StorageError; what it holds stays: the same command goes on.
+    """
     from mgpu_ops.tuning import storage
 
     where = storage_of(arguments)
-    if where is None and device.kind != "measured":
-        return lambda spec, problem: None
+    with storage.opened(where) if where else contextlib.nullcontext() as shared:
 
-    def study(spec: Any, problem: Any) -> Any:
-        identity = storage.Identity.of(spec, problem, device.gpu, device.kind, device.versions)
-        with storage.told(str(where)):
-            backend = storage.open_storage(where or storage.journal_path(device.gpu.key, spec.name))
-            return storage.open_study(backend, identity, fresh=arguments.fresh)
+        @contextlib.contextmanager
+        def study(spec: Any, problem: Any, device: Any) -> Iterator[Any]:
+            if shared is None and device.kind != "measured":
+                yield None
+                return
+            identity = storage.Identity.of(spec, problem, device.gpu, device.kind, device.versions)
+            own = storage.journal_path(device.gpu.key, spec.name)
+            with storage.opened(own) if shared is None else contextlib.nullcontext(shared) as backend:
+                opened = storage.open_study(backend, identity, fresh=arguments.fresh)
+                try:
+                    yield opened
+                except Exception as error:
+                    if storage.of_storage(error):
+                        say("the storage is gone; what was measured is kept there, and the same command goes on from it")
+                    raise
 
-    return study
+        yield study
 
 
 def progress_bar() -> Any:
@@ -238,25 +252,18 @@ def tune_one(
     trials: int,
     budget: float,
     seed: int,
-    told: list[dict[str, Any]] | None = None,
+    told: list[dict[str, Any]],
     *,
-    bar: Any = None,
+    bar: Any,
     target: float | None = None,
     sampler: str = "tpe",
-    studies: Any = lambda spec, problem: None,
+    studies: Studies = lambda spec, problem, device: contextlib.nullcontext(),
 ) -> int:
     """Tunes one problem with a progress bar, prints its trials, stores its entry; the exit code. `told` gets the result."""
-    if bar is None:
-        with progress_bar() as bar:
-            return tune_one(
-                spec, name, problem, device, path, trials, budget, seed, told,
-                bar=bar, target=target, sampler=sampler, studies=studies,
-            )  # fmt: skip
     from mgpu_ops.core import database
     from mgpu_ops.tuning import storage, tables, tuner
 
     tuner.check_supported(spec, problem, device.gpu)  # before a progress bar is on the screen
-    task = bar.add_task(f"{spec.name} {name}", total=None if trials == ALL else trials, best="")
     best, failures = math.inf, collections.Counter[str]()
 
     def progress(trial: Any) -> None:
@@ -266,34 +273,45 @@ def tune_one(
         words = [f"best {best:.1f} us"] if best < math.inf else []
         bar.update(task, advance=1, best=", ".join(words + [f"{n} {kind}" for kind, n in failures.items()]))
 
-    study = studies(spec, problem)
-    result = tuner.tune(
-        spec, problem, device,
-        trials=trials, budget=budget, target=target, seed=seed, sampler=sampler, study=study, progress=progress,
-    )  # fmt: skip
-    bar.stop_task(task)
-    code = INTERRUPTED if result.ended == "interrupted" else OK
-    if told is not None:
-        told.append({"op": spec.name, "name": name, "gpu": device.gpu.key, "kind": device.kind, "database": path}
-                    | _document(result))  # fmt: skip
-    bar.console.print(tables.trials_table(result.trials, device.baseline))
-    for (kind, detail), number in result.failures.items():
-        say(f"failed: {number} {kind}: {detail}")
-    if study is not None and code == OK:
-        storage.finish(study, result.entry)
+    with studies(spec, problem, device) as study:
+        task = bar.add_task(f"{spec.name} {name}", total=None if trials == ALL else trials, best="")
+        try:
+            result = tuner.tune(
+                spec, problem, device,
+                trials=trials, budget=budget, target=target, seed=seed, sampler=sampler, study=study, progress=progress,
+            )  # fmt: skip
+        finally:
+            bar.stop_task(task)
+        told.append(
+            {"op": spec.name, "name": name, "gpu": device.gpu.key, "kind": device.kind, "database": path} | _document(result)
+        )
+        bar.console.print(tables.trials_table(result.trials, device.baseline))
+        _tell(result, name, device.kind)
+        if result.entry is not None:
+            database.update(path, [result.entry], gpu_key=device.gpu.key, op=spec.name)
+            say(f"stored as {device.kind} in {path}")
+        if study is not None and result.ended != "interrupted":
+            storage.finish(study, result.entry)  # last: until then a tuner that is killed goes on here
+    if result.ended == "interrupted":
+        return INTERRUPTED
+    return OK if result.entry is not None else WRONG
+
+
+def _tell(result: Any, name: str, kind: str) -> None:
+    from mgpu_ops.tuning import tuner
+
+    for (fault, detail), number in result.failures.items():
+        say(f"failed: {number} {fault}: {detail}")
     if result.entry is None:
         say(f"no candidate worked: nothing is stored for {name}")
-        return code or WRONG
+        return
     e = result.entry.evidence
     against = f", {e.baseline} {e.baseline_us:.1f} us ({e.baseline_us / e.median_us:.3f}x)" if e.baseline_us else ""
     default = f", default {e.default_us:.1f} us" if e.default_us else ""
     say(f"best of {len(result.trials)} in {result.seconds:.1f} s: {e.median_us:.1f} us {e.kind}{default}{against}")
-    if result.confidence is not None and device.kind == "measured":
+    if result.confidence is not None and kind == "measured":
         margin = f"{tuner.NEAR_TIE:.1%}"
         say(f"no other finalist is faster by more than {margin}, with a confidence of {result.confidence:.0%}")
-    database.update(path, [result.entry], gpu_key=device.gpu.key, op=spec.name)
-    say(f"stored as {e.kind} in {path}")
-    return code
 
 
 def _share(text: str) -> float:
@@ -304,10 +322,6 @@ def _share(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 0.98")
     return value
-
-
-def _workers(text: str) -> int | None:
-    return None if text == "all" else positive_int(text)
 
 
 def _document(result: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.commands import UsageError
@@ -22,19 +23,44 @@ def storage_argument(parser: Any, *, otherwise: str) -> None:
 
 
 def storage_of(arguments: argparse.Namespace) -> str | None:
-    """Where the studies are: --storage, else $MGPU_OPS_STORAGE, else None.
-
-    A password on the command line is refused: every user of the machine can read it in the list of processes.
-    """
+    """Where the studies are: --storage, else $MGPU_OPS_STORAGE, else None."""
     from mgpu_ops.tuning import storage
 
-    given: str | None = arguments.storage
-    if given is not None and storage.has_password(given):
+    if arguments.storage is not None:
+        refuse_password("--storage", arguments.storage)
+    return arguments.storage or os.environ.get(storage.VARIABLE) or None
+
+
+def refuse_password(option: str, where: str, instead: str = "leave it out here") -> None:
+    """A password on the command line is refused: every user of the machine can read it in the list of processes."""
+    from mgpu_ops.tuning import storage
+
+    if storage.has_password(where):
         raise UsageError(
-            f"--storage {storage.redact(given)} has a password, which the list of processes shows: put the URL into "
-            f"${storage.VARIABLE}, or leave the password out and have it in ~/.pgpass or $PGPASSWORD"
+            f"{option} {storage.redact(where)} has a password, which the list of processes shows: put the URL into "
+            f"${storage.VARIABLE} and {instead}, or leave the password out and have it in ~/.pgpass or $PGPASSWORD"
         )
-    return given or os.environ.get(storage.VARIABLE) or None
+
+
+def finished_argument(parser: Any, what: str) -> None:
+    """--storage of a command that looks at what is done in one: asked for by name only, so that a fleet's does not slip in."""
+    parser.add_argument(
+        "--storage",
+        nargs="?",
+        const="",
+        metavar="WHERE",
+        help=f"{what} in a storage of `mgpu-tune worker` or `run`: a journal file or a URL; without WHERE, $MGPU_OPS_STORAGE",
+    )
+
+
+def finished_storage(arguments: argparse.Namespace) -> str | None:
+    """Where `finished_argument` points; None where it is not given."""
+    if arguments.storage is None:
+        return None
+    where = required_storage(arguments)
+    if "://" not in where and not Path(where).expanduser().is_file():
+        raise UsageError(f"{where}: there is no such journal: name the storage with --storage")
+    return where
 
 
 def required_storage(arguments: argparse.Namespace) -> str:

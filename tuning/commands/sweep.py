@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import INTERRUPTED, OK, UsageError, answer, command, count, device_for, has_gpu, say
-from mgpu_ops.tuning.commands.arguments import positive_int, seed
+from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, devices_for, has_gpu, say
+from mgpu_ops.tuning.commands.arguments import positive_int, seed, workers_argument
 
 OUTPUT = Path("results/replay")
 
@@ -21,6 +22,7 @@ def register(commands: Any) -> None:
         "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
         """
         mgpu-tune sweep --suite replay --output results/replay       # what `replay` is judged by; goes on where it stopped
+        mgpu-tune sweep --suite replay --workers all                 # on every GPU of this machine, each a problem at a time
         mgpu-tune sweep matmul --suite replay
         mgpu-tune sweep flash_attention --shape mha128-4096 --output sweeps
         mgpu-tune sweep grouped_matmul --suite mixtral-8x7b --configs 200
@@ -30,6 +32,8 @@ def register(commands: Any) -> None:
     parser.add_argument("--shape", metavar="NAME", help="a named problem of the op")
     parser.add_argument("--suite", metavar="NAME", help="replay, or a suite of the op")
     parser.add_argument("--configs", type=positive_int, metavar="N", help="at most so many of a problem's grid (default 400)")
+    workers_argument(parser)
+    parser.set_defaults(gpu=None)  # the one here
     parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the order (default 0)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help=f"default {OUTPUT}")
 
@@ -38,44 +42,61 @@ def run(arguments: argparse.Namespace) -> int:
     problems = _problems(arguments)
     if not has_gpu():
         raise UsageError("a sweep is measured and no NVIDIA GPU is here: run it on a machine with a Hopper GPU")
-    device = device_for(None)
-    try:
-        return sweep_all(problems, device, arguments)
-    finally:
-        device.close()
+    with devices_for(arguments) as devices:
+        return sweep_all(problems, devices, arguments)
 
 
-def sweep_all(problems: list[tuple[Any, str, Any]], device: Any, arguments: argparse.Namespace) -> int:
+def sweep_all(problems: Sequence[tuple[Any, str, Any]], devices: Sequence[Any], arguments: argparse.Namespace) -> int:
+    """Sweeps each problem into a file of its own, on each device one at a time; one that fails does not end the rest."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from mgpu_ops.tuning import sweep
+    from mgpu_ops.tuning import many, sweep, worker
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    told = []
-    for number, (spec, name, problem) in enumerate(problems):
-        try:
-            with Progress(*columns, console=Console()) as bar:
-                task = bar.add_task(f"{spec.name} {name} ({number + 1} of {len(problems)})", total=None)
+    told: list[dict[str, Any]] = []
+    code = OK
+    with Progress(*columns, console=Console()) as bar:
 
-                def progress(done: int, total: int, bar: Any = bar, task: Any = task) -> None:
-                    bar.update(task, completed=done, total=total)
+        def measure(job: tuple[Any, str, Any], device: Any) -> Any:
+            spec, name, problem = job
+            task = bar.add_task(f"{spec.name} {name} ({problems.index(job) + 1} of {len(problems)})", total=None)
 
-                limit = arguments.configs or sweep.LIMIT
-                found = sweep.measure_all(
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            limit = arguments.configs or sweep.LIMIT
+            try:
+                return sweep.measure_all(
                     spec, name, problem, device, arguments.output, limit=limit, seed=arguments.seed, progress=progress
                 )
+            finally:
+                bar.stop_task(task)
+
+        try:
+            for done in many.each(problems, devices, measure):
+                spec, name, _ = done.job
+                if done.error is None:
+                    told.append(_told(spec.name, name, done.result))
+                elif not isinstance(done.error, worker.WorkerError | sweep.SweepError) or isinstance(done.error, worker.Lost):
+                    raise done.error
+                else:
+                    say(f"{spec.name} {name}: {done.error}")
+                    told.append({"op": spec.name, "name": name, "fault": str(done.error)})
+                    code = WRONG
         except KeyboardInterrupt:
             say(f"stopped: what was measured is in {arguments.output}; the same command goes on from there")
-            return INTERRUPTED
-        failed = sum(row.kind != "ok" for row in found.rows)
-        best = f"best {found.optimum:.1f} us" if failed < len(found.rows) else "none worked"
-        say(f"{spec.name} {name}: {count(len(found.rows), 'config')}, {failed} failed, {best}")
-        told.append(
-            {"op": spec.name, "name": name, "configs": len(found.rows), "failed": failed, "best_us": _finite(found.optimum)}
-        )
+            code = INTERRUPTED
     answer(arguments, told)
-    return OK
+    return code
+
+
+def _told(op: str, name: str, found: Any) -> dict[str, Any]:
+    """Says what came of a problem's sweep; the same for machines."""
+    failed = sum(row.kind != "ok" for row in found.rows)
+    best = f"best {found.optimum:.1f} us" if failed < len(found.rows) else "none worked"
+    say(f"{op} {name}: {count(len(found.rows), 'config')}, {failed} failed, {best}")
+    return {"op": op, "name": name, "configs": len(found.rows), "failed": failed, "best_us": _finite(found.optimum)}
 
 
 def _finite(us: float) -> float | None:

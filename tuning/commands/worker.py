@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, answer, command, count, device_for, say
-from mgpu_ops.tuning.commands.arguments import seconds
+from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, answer, command, count, devices_for, say
+from mgpu_ops.tuning.commands.arguments import seconds, workers_argument
 from mgpu_ops.tuning.commands.storages import required_storage, storage_argument
 
 
@@ -21,10 +22,11 @@ def register(commands: Any) -> None:
         mgpu-tune worker --storage postgresql://tuner@db.example/studies
         MGPU_OPS_STORAGE=postgresql://tuner:...@db.example/studies mgpu-tune worker --wait 1h
         mgpu-tune worker --storage grpc://127.0.0.1:13000 --op matmul --op flash_attention
-        CUDA_VISIBLE_DEVICES=3 mgpu-tune worker --storage studies.journal   # one worker a GPU
+        mgpu-tune worker --storage studies.journal --workers all         # on every GPU of this machine
         """,
     )
     storage_argument(parser, otherwise="an error")
+    workers_argument(parser)
     parser.add_argument("--op", action="append", metavar="OP", help="only problems of this op; may be given several times")
     parser.add_argument(
         "--wait", type=seconds, default=0.0, metavar="TIME", help="for more once the queue is done (default: end)"
@@ -36,25 +38,33 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import database
-    from mgpu_ops.tuning import fleet, storage
+    from mgpu_ops.tuning import fleet, many, storage
 
     where = required_storage(arguments)
     ops = {mgpu_ops.spec_of(op).name for op in arguments.op or ()}
-    told = []
-    with storage.opened(where) as backend:
-        device = device_for(arguments.gpu)
-        try:
-            worker = fleet.Worker(backend, device, mgpu_ops.spec_of, say)
+    told: list[dict[str, Any]] = []
+    say_once = functools.cache(say)  # what each of several GPUs finds out
+    with storage.opened(where) as backend, devices_for(arguments) as devices:
+
+        def work(_: int, device: Any) -> None:
+            worker = fleet.Worker(backend, device, mgpu_ops.spec_of, say_once)
             for ended in worker.work(lambda job: not ops or job.op in ops, arguments.wait):
                 path = arguments.database or database.user_path(device.gpu.key, ended.job.op)
                 if ended.entry is not None:
                     database.update(path, [ended.entry], gpu_key=device.gpu.key, op=ended.job.op)
                 say(sentence(ended, path))
                 told.append(document(ended))
-        finally:
-            device.close()
+
+        code = OK
+        try:
+            for done in many.each(range(len(devices)), devices, work):
+                if done.error is not None:
+                    raise done.error
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    say(f"{count(len(told), 'problem')} ended here; {'stopped' if code else 'the queue has no more for this GPU'}")
     answer(arguments, {"ended": told})
-    return WRONG if any(job["config"] is None for job in told) else OK
+    return code or (WRONG if any(job["config"] is None for job in told) else OK)
 
 
 def sentence(ended: Any, path: Path) -> str:
