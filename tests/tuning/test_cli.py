@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -21,7 +22,7 @@ from mgpu_ops.core import database, gpu
 from mgpu_ops.core.op import BACKENDS
 from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.groups import SPREADS
-from mgpu_ops.tuning import bench, cli, commands, device, worker
+from mgpu_ops.tuning import bench, cli, commands, device, neighbours, worker
 from mgpu_ops.tuning.commands import arguments, demo
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.peers import PEERS
@@ -533,8 +534,8 @@ class Here:
 
     kind, gpu = "measured", H200
 
-    def __init__(self) -> None:
-        self.versions = {"driver": "570.86.15"}
+    def __init__(self, name: str | None = None) -> None:
+        self.name, self.versions = name, {"driver": "570.86.15"}
         self.closed = False
 
     def close(self) -> None:
@@ -548,16 +549,25 @@ def test_the_gpu_here_is_measured(name: str | None, monkeypatch: pytest.MonkeyPa
     assert isinstance(commands.device_for(name), Here)
 
 
+def test_a_problem_of_several_gpus_gets_so_many_of_those_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
+    monkeypatch.setattr(neighbours, "visible", lambda: ["0", "2", "3"])
+    monkeypatch.setattr(device, "Measured", Here)
+    assert commands.device_for(None, 2).name == "0,2"
+    with pytest.raises(commands.UsageError, match=r"takes 4 GPUs, and 3 are visible here: name one with --gpu to model it"):
+        commands.device_for(None, 4)
+
+
 def test_another_gpu_than_the_one_here_is_modelled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     here = Here()
     monkeypatch.setattr(commands, "has_gpu", lambda: True)
-    monkeypatch.setattr(device, "Measured", lambda: here)
+    monkeypatch.setattr(device, "Measured", lambda name: here)
     found = commands.device_for("h20")
     assert (found.kind, found.gpu.key, here.closed) == ("modelled", "h20", True)
     assert "no NVIDIA H20 here: times are MODELLED" in capsys.readouterr().out
 
 
-def no_hopper() -> Any:
+def no_hopper(name: str | None) -> Any:
     raise worker.WorkerError("the GPU worker did not start: NVIDIA A100 is not a Hopper GPU")
 
 
@@ -826,3 +836,48 @@ def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.
     monkeypatch.setenv("NPROC", "64")
     with pytest.raises(Reached):
         cli.main(["demo"])
+
+
+# --- collectives
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("64KiB", [1 << 16]),
+        ("1KiB:256MiB", [1 << i for i in range(10, 29, 2)]),
+        ("4096:10000", [4096]),
+        ("1GiB:1GiB", [1 << 30]),
+    ],
+)
+def test_sizes_of_payloads_go_up_in_steps_of_four(text: str, sizes: list[int]) -> None:
+    assert list(arguments.byte_sizes(text)) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1KiB", "1KB", "KiB", "1.5MiB", ":", ":1KiB", "2KiB:1KiB", "1KiB:2KiB:3KiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"must be a size such as|begins above its end"):
+        arguments.byte_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("all_reduce", "--bytes", "1KiB"), "--devices missing: of how many GPUs is the all_reduce?"),
+        (("all_reduce", "--bytes", "1KiB", "--devices", "4", "--size", "8"), "--bytes names the payloads: leave out --size"),
+        (("all_reduce", "--bytes", "1KiB", "--suite", "4-gpus"), "--bytes names the payloads: leave out --size"),
+        (("matmul", "--bytes", "1KiB"), "--bytes is for collectives, not for matmul"),
+        (("all_gather", "--bytes", "6", "--devices", "4"), "no size holds whole elements of 2 bytes for each of 4 GPUs"),
+    ],
+)
+def test_payloads_that_are_none_are_refused(words: tuple[str, ...], message: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune("run", *words, "--gpu", "h200")
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_payloads_of_a_collective_are_tuned_by_the_model_where_no_gpu_is(mgpu_tune: Command, own_database: Path) -> None:
+    mgpu_tune("run", "all_reduce", "--devices", "4", "--bytes", "1KiB:16KiB", "--gpu", "h200", "--trials", "1")
+    entries = database.read(own_database / "h200" / "all_reduce.json").entries
+    assert sorted(entry.problem["size"] for entry in entries) == [512, 2048, 8192]
+    assert {entry.problem["devices"] for entry in entries} == {4}

@@ -490,7 +490,7 @@ def test_a_database_lost_in_the_middle_of_a_run_keeps_what_was_measured(
     first, second = toy.FakeDevice(judge), toy.FakeDevice()
     devices = [first, second]
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", toy.SPEC)
-    monkeypatch.setattr(commands, "device_for", lambda name: devices.pop(0))
+    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: devices.pop(0))
     monkeypatch.setattr(ledger, "_PATIENCE", (0.1, 0.1))
     monkeypatch.setenv(storage.VARIABLE, database)
     try:

@@ -34,7 +34,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
     """What `run` measures on, in turn; the last one again and again."""
     found = [FakeDevice()]
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", SPEC)
-    monkeypatch.setattr(commands, "device_for", lambda name: found.pop(0) if len(found) > 1 else found[0])
+    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: found.pop(0) if len(found) > 1 else found[0])
     return found
 
 
@@ -230,7 +230,7 @@ def test_a_problem_that_fails_does_not_end_the_others(
                 raise WorkerError("the worker could not prepare it: out of memory")
 
     several = [Small(), Small()]
-    monkeypatch.setattr(commands, "device_for", lambda name: several[0])
+    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: several[0])
     with machine_of(monkeypatch, *several):
         done = mgpu_tune("run", "toy", "--suite", "toys", "--workers", workers, "--trials", 6, "--json")
     assert done.code == 1

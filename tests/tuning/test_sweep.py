@@ -275,7 +275,7 @@ def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
 ) -> None:
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", SMALL_SPEC)
     monkeypatch.setattr(sweep_command, "has_gpu", lambda: True)
-    monkeypatch.setattr(commands, "device_for", lambda name: FakeDevice(measured))
+    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: FakeDevice(measured))
     done = mgpu_tune("sweep", "toy", "--suite", "toys", "--output", tmp_path, "--json")
     assert done.code == 0
     told = json.loads(done.out)
@@ -285,7 +285,7 @@ def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
     def interrupted(config: Config) -> Any:
         return KeyboardInterrupt()
 
-    monkeypatch.setattr(commands, "device_for", lambda name: FakeDevice(interrupted))
+    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: FakeDevice(interrupted))
     done = mgpu_tune("sweep", "toy", "--suite", "toys", "--output", tmp_path / "other")
     assert done.code == 130
     assert "goes on from there" in done.out

@@ -165,7 +165,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, *devices: FakeDevice, spec: OpSp
     with monkeypatch.context() as patch:
         patch.setitem(mgpu_ops.SPECS, "toy", spec)
         patch.setattr(commands, "has_gpu", lambda: True)
-        patch.setattr(many, "devices", lambda workers: contextlib.nullcontext(list(devices[:workers])))
+        patch.setattr(many, "devices", lambda workers, gpus=1: contextlib.nullcontext(list(devices[:workers])))
         yield
 
 

@@ -65,17 +65,23 @@ def gpu_or_current(name: str | None) -> Any:
     return found
 
 
-def device_for(name: str | None) -> Any:
-    """The GPU here if there is one and it is the one asked for; else the model of the one asked for."""
+def device_for(name: str | None, gpus: int = 1) -> Any:
+    """The GPU here if there is one and it is the one asked for, or so many of them; else the model of the one asked for."""
     from mgpu_ops.core import gpu
+    from mgpu_ops.tuning import neighbours
     from mgpu_ops.tuning.device import Measured, Modelled
     from mgpu_ops.tuning.worker import WorkerError
 
     wanted = gpu.find(name) if name else None
     here = None
     if has_gpu():
+        visible = neighbours.visible()
+        if gpus > max(1, len(visible)) and wanted is None:
+            raise UsageError(
+                f"the problem takes {gpus} GPUs, and {len(visible)} are visible here: name one with --gpu to model it"
+            )
         try:
-            here = Measured()
+            here = Measured(",".join(visible[:gpus]) or None)
         except WorkerError as e:  # another GPU than a Hopper does not keep one from being modelled
             if wanted is None:
                 raise
@@ -96,10 +102,10 @@ def device_for(name: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def devices_for(arguments: argparse.Namespace) -> Iterator[list[Any]]:
-    """The device that `--gpu` names, or the GPUs that `--workers` asks for; closed in the end."""
+def devices_for(arguments: argparse.Namespace, gpus: int = 1) -> Iterator[list[Any]]:
+    """The device that `--gpu` names, or the GPUs that `--workers` asks for, `gpus` for each worker; closed in the end."""
     if arguments.workers == 1:
-        device = device_for(arguments.gpu)
+        device = device_for(arguments.gpu, gpus)
         try:
             yield [device]
         finally:
@@ -112,7 +118,7 @@ def devices_for(arguments: argparse.Namespace) -> Iterator[list[Any]]:
         raise UsageError(
             "--workers measures on the GPUs of this machine, and no NVIDIA GPU is here: leave it out, or go to one"
         )
-    with many.devices(arguments.workers) as devices:
+    with many.devices(arguments.workers, gpus) as devices:
         names = list(dict.fromkeys(device.gpu.name for device in devices))
         if len(names) > 1:
             raise UsageError(f"the GPUs here are {' and '.join(names)}: let CUDA_VISIBLE_DEVICES name those of one kind")
@@ -120,7 +126,7 @@ def devices_for(arguments: argparse.Namespace) -> Iterator[list[Any]]:
             raise UsageError(
                 f"--gpu {arguments.gpu} would be modelled, --workers measures on {names[0]}: leave one of them out"
             )
-        say(f"measuring on {count(len(devices), 'GPU')}: {names[0]}, driver {devices[0].versions['driver']}")
+        say(f"measuring on {count(len(devices) * gpus, 'GPU')}: {names[0]}, driver {devices[0].versions['driver']}")
         yield devices
 
 

@@ -70,6 +70,12 @@ def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every
             help="of a model: rows of its products, e.g. 1,16,4096 (default: "
             "what the op has by that name, else 128,256,4096); the attention is that of a causal sequence, from 128 on",
         )
+        group.add_argument(
+            "--bytes",
+            type=byte_sizes,
+            metavar="A:B",
+            help="of a collective: payloads from A to B, each four times the one before, e.g. 1KiB:256MiB",
+        )
     if every_op:
         group.add_argument("--grad", action="store_true", help="of a model: also the problems of the backward pass")
         group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="what `mgpu-tune capture --output` wrote")
@@ -90,6 +96,23 @@ def positive_int(text: str) -> int:
 def positive_ints(text: str) -> tuple[int, ...]:
     """Numbers of "1,16,4096", each once, in order."""
     return tuple(dict.fromkeys(positive_int(part.strip()) for part in text.split(",")))
+
+
+def byte_sizes(text: str) -> tuple[int, ...]:
+    """Sizes of "1KiB:256MiB", in steps of four from the first while they are not above the last; of "64KiB", that one."""
+    first, _, last = text.partition(":")
+    size, end = _bytes(first), _bytes(last or first)
+    if size > end:
+        raise argparse.ArgumentTypeError(f"{text!r} begins above its end: write the smaller size first")
+    return tuple(size * 4**i for i in range(40) if size * 4**i <= end)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)?", text.strip())
+    value = int(match[1]) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2] or "B"] if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 4096, 64KiB or 1MiB")
+    return value
 
 
 def _bound(text: str) -> int:
@@ -195,6 +218,8 @@ def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         given["bias"] = _bias(spec, given["bias"], given.get("dtype", "bfloat16"))
     needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
     suite, tokens = getattr(arguments, "suite", None), getattr(arguments, "tokens", None)
+    if getattr(arguments, "bytes", None):
+        return _payloads(spec, arguments, given)
     if sum(map(bool, (given, arguments.shape, suite))) != 1:
         raise UsageError(f"name the problem in one way: {flags(needed)}, or --shape NAME, or --suite NAME")
     if tokens and suite not in MODELS:
@@ -222,6 +247,26 @@ def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     return {describe(problem): problem}
 
 
+def _payloads(spec: Any, arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """Problems of a collective, one for each size of --bytes."""
+    from mgpu_ops.core.op import problem_of
+    from mgpu_ops.tuning.bench import describe
+
+    if "size" not in {f.name for f in dataclasses.fields(spec.Problem)}:
+        raise UsageError(f"--bytes is for collectives, not for {spec.name}")
+    if arguments.shape or arguments.suite or "size" in given:
+        raise UsageError("--bytes names the payloads: leave out --size, --shape and --suite")
+    if "devices" not in given:
+        raise UsageError(f"--devices missing: of how many GPUs is the {spec.name}?")
+    itemsize = {"bfloat16": 2, "float16": 2}.get(given.get("dtype", "bfloat16"), 4)
+    sizes = [bytes_ // itemsize for bytes_ in arguments.bytes if bytes_ % (itemsize * given["devices"]) == 0]
+    if not sizes:
+        raise UsageError(f"--bytes: no size holds whole elements of {itemsize} bytes for each of {given['devices']} GPUs")
+    made = [problem_of(spec, {**given, "size": size}) for size in sizes]
+    names = {problem: name for name, problem in spec.shapes.items()}
+    return {names.get(problem, describe(problem)): problem for problem in made}
+
+
 def work_of(arguments: argparse.Namespace) -> list[Any]:
     """The `problems.Work` that the arguments ask for: of a captured program, a model, one op, or every op that has a suite."""
     from mgpu_ops import spec_of
@@ -231,7 +276,12 @@ def work_of(arguments: argparse.Namespace) -> list[Any]:
     if op is not None:
         spec_of(op)  # refuses what is none
     if arguments.file:
-        if suite or arguments.shape or any(getattr(arguments, name, None) is not None for name in problem_fields()):
+        if (
+            suite
+            or arguments.shape
+            or arguments.bytes
+            or any(getattr(arguments, name, None) is not None for name in problem_fields())
+        ):
             raise UsageError(f"--from {arguments.file} names the problems: leave out --suite, --shape and sides")
         found = [work for work in problems.read(arguments.file) if op in (None, work.op)]
         if not found:

@@ -58,6 +58,7 @@ def register(commands: Any) -> None:
         mgpu-tune run --suite mixtral-8x7b --tokens 4096 --grad         # and its gradients
         mgpu-tune run --from problems.json                              # what `mgpu-tune capture` found in your program
         mgpu-tune run matmul --suite llm --workers all                  # on every GPU of this machine
+        mgpu-tune run all_reduce --devices 4 --bytes 1KiB:256MiB        # between four GPUs of this machine
         mgpu-tune run matmul --suite llm --target 1.05 --sampler gp     # until 5 % faster than XLA
         mgpu-tune run --suite llama3-8b --storage postgresql://tuner@db.example/studies --queue   # for `mgpu-tune worker`
         mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no GPU here: modelled, and said so
@@ -105,7 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--database is a file of one op, these problems are of {', '.join(sorted(ops))}: name one op")
     if arguments.queue:
         return _queue(work, arguments)
-    with studies_of(arguments) as studies, devices_for(arguments) as devices:
+    gpus = max(w.spec.devices(w.problem) for w in work)
+    with studies_of(arguments) as studies, devices_for(arguments, gpus) as devices:
         gpu = devices[0].gpu
         paths = {op: arguments.database or database.user_path(gpu.key, op) for op in ops}
         for op, path in paths.items():
