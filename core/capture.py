@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from mgpu_ops.core import gpu as gpus
@@ -101,13 +100,18 @@ def capturing() -> bool:
     return _capturing.value
 
 
-_mark = Primitive("mgpu_ops_call")
-_mark.multiple_results = True
+@functools.cache
+def _mark() -> Any:
+    from jax.extend.core import Primitive  # only here: it loads much of Pallas
 
+    primitive = Primitive("mgpu_ops_call")
+    primitive.multiple_results = True
 
-@_mark.def_abstract_eval
-def _(*arrays: Any, outputs: tuple[Any, ...], **what: Any) -> list[ShapedArray]:
-    return [ShapedArray(shape, dtype) for shape, dtype in outputs]
+    @primitive.def_abstract_eval
+    def _(*arrays: Any, outputs: tuple[Any, ...], **what: Any) -> list[ShapedArray]:
+        return [ShapedArray(shape, dtype) for shape, dtype in outputs]
+
+    return primitive
 
 
 def mark(spec: OpSpec, problem: Any, skipped: str | None, arrays: Sequence[Any]) -> Any:
@@ -115,7 +119,7 @@ def mark(spec: OpSpec, problem: Any, skipped: str | None, arrays: Sequence[Any])
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     leaves, structure = jax.tree.flatten(jax.eval_shape(functools.partial(spec.reference, problem), *shapes))
     outputs = tuple((x.shape, x.dtype) for x in leaves)
-    results = _mark.bind(*arrays, op=spec.name, problem=problem, skipped=skipped, outputs=outputs)
+    results = _mark().bind(*arrays, op=spec.name, problem=problem, skipped=skipped, outputs=outputs)
     return jax.tree.unflatten(structure, [same_mesh_axes(x, *arrays)[0] for x in results])
 
 
@@ -129,12 +133,14 @@ _NOT_EXACT = {
 
 def _counts(jaxpr: Any, notes: dict[str, None], known: dict[int, Counter[Any]]) -> Counter[Any]:
     """How often each (op, problem, skipped) is marked in a jaxpr; `known` holds those of jaxprs that were counted before."""
+    from jax.extend.core import jaxprs_in_params
+
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     found: Counter[Any] = Counter()
     for equation in jaxpr.eqns:
         name, parameters = equation.primitive.name, equation.params
-        if equation.primitive is _mark:
+        if equation.primitive is _mark():
             found[parameters["op"], parameters["problem"], parameters["skipped"]] += 1
         inside: Counter[Any] = Counter()
         for inner in jaxprs_in_params(parameters):

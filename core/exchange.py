@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mgpu_ops.core import engine as core
+from mgpu_ops import core
 from mgpu_ops.core.collective import MULTICAST, Buffer, Cut, Move, Place, Schedule, Signal, Wait, relative
 
 ROW_BYTES: Final = 512  # 128 threads take four bytes each
