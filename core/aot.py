@@ -140,6 +140,7 @@ class Executable:
     registers: int  # per thread, the most of all kernels
     spills: int  # bytes per thread, stores and loads, of all kernels together
     devices: int = 1  # that it runs on
+    serialized: str = ""  # as in Report
 
 
 def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1, topology: bytes | None = None) -> Executable:
@@ -162,7 +163,7 @@ def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1
         raise RuntimeError(f"Mosaic GPU compiled {launches} kernels for {gpu.name} and ptxas said nothing of them")
     data, *trees = serialize_executable.serialize(compiled)
     spills = sum(_numbers(r"(\d+) bytes spill", log))
-    return Executable(data, (trees[0], trees[1]), max(registers, default=0), spills, devices)
+    return Executable(data, (trees[0], trees[1]), max(registers, default=0), spills, devices, _serialized(log))
 
 
 def load(executable: Executable) -> Callable[..., Any]:
@@ -339,12 +340,17 @@ def _kernel(ptx: pathlib.Path) -> Kernel:
         registers=max(_numbers(r"Used (\d+) registers", log), default=0),
         spill_stores=sum(_numbers(r"(\d+) bytes spill stores", log)),
         spill_loads=sum(_numbers(r"(\d+) bytes spill loads", log)),
-        serialized="; ".join(re.findall(r"wgmma.mma_async instructions are serialized due to (.+?) in (?:the )?function", log)),
+        serialized=_serialized(log),
         barriers=max(_numbers(r"used (\d+) barriers", log), default=0),
         smem_bytes=_launched_smem(ptx.with_suffix(".mlir-passes.log")),
         ptx=ptx.read_text(),
         sass=ptx.with_suffix(".sass_ctrl").read_text(),
     )
+
+
+def _serialized(log: str) -> str:
+    found = re.findall(r"wgmma.mma_async instructions are serialized due to (.+?) in (?:the )?function", log)
+    return "; ".join(dict.fromkeys(found))
 
 
 def _numbers(pattern: str, text: str) -> list[int]:

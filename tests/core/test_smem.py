@@ -105,7 +105,6 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
     "fused": (B(1, 256, 256, 1, 1, 64), replace(FUSED, max_concurrent_steps=2)),
     "fused, bias": (B(1, 256, 256, 1, 1, 128, bias="float32"), replace(FUSED, tile_q=64)),
     "split, segments, bias gradient": (B(1, 256, 256, 1, 1, 64, segments=True, bias="bfloat16", bias_grad=True), SPLIT),
-    "head_dim of 256": (B(1, 128, 128, 1, 1, 256), replace(SPLIT, tile_kv=64, max_concurrent_steps=2)),
     "head_dim of 256, bias gradient": (B(1, 128, 128, 1, 1, 256, bias="bfloat16", bias_grad=True), replace(SPLIT, tile_kv=64)),
 }
 

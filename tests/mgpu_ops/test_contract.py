@@ -129,6 +129,8 @@ def test_inputs_fit_the_reference_and_the_kernel(spec, shape):
 @every_spec
 def test_inputs_are_the_same_for_the_same_key(spec):
     problem = min(spec.shapes.values(), key=spec.bytes)
+    sizes = {field: min(value, 64) for field, value in vars(problem).items() if type(value) is int}
+    problem = dataclasses.replace(problem, **sizes)
     first, second, other = (spec.inputs(problem, jax.random.key(seed)) for seed in (0, 0, 1))
     same = lambda x, y: all((p == q).all() for p, q in zip(x, y))  # noqa: E731
     assert same(first, second)
