@@ -39,7 +39,7 @@ def explain(op: str, problem: Any, gpu: Any = None) -> str:
     """Which stored config `op` runs `problem` with, and why, as text.
 
     Args:
-      op: "matmul", "grouped_matmul" or "ragged_contraction".
+      op: one of `mgpu_ops.SPECS`: "matmul", "flash_attention", "all_reduce" ...
       problem: the op's Problem, or its fields as a mapping, e.g. `{"m": 4096, "n": 4096, "k": 4096}`.
       gpu: a name such as "h200" or "NVIDIA H200"; the running GPU by default.
 
