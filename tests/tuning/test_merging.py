@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import itertools
@@ -17,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops import CollectiveProblem, MatmulProblem, spec_of
 from mgpu_ops.core import database, gpu
 from mgpu_ops.core.database import Entry, Evidence
-from mgpu_ops.tuning import merging
+from mgpu_ops.tuning import merging, neighbours
 from mgpu_ops.tuning.commands import retune
 
 H200 = gpu.find("h200")
@@ -382,3 +383,24 @@ def test_two_merges_at_once_lose_nothing(tmp_path: Path) -> None:
     assert [process.wait(60) for process in running] == [0, 0]
     assert [e.evidence.median_us for e in database.read(into).entries][:40] == [9.0 + i for i in range(40)]
     assert len(database.read(into).entries) == 42
+
+
+def test_retune_takes_as_many_gpus_as_an_ops_problems_take_and_are_here(
+    own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("all_reduce")
+    old = entry(jax=OLD)
+    entries = []
+    for devices in (2, 4):
+        problem = CollectiveProblem(1024, devices)
+        entries.append(database.to_entry(problem, spec.default(problem, H200), old.evidence))
+    path = own_database / "h200" / "all_reduce.json"
+    database.update(path, entries, gpu_key="h200", op="all_reduce")
+    for here, gpus in ((1, 1), (2, 2), (3, 2), (8, 4)):
+        monkeypatch.setattr(neighbours, "visible", lambda here=here: [str(number) for number in range(here)])
+        assert retune._gpus(spec, None) == retune._gpus(spec, database.read(path)) == gpus
+    assert retune._gpus(MATMUL, None) == 1
+    arguments = argparse.Namespace(database=None, stale=True)
+    work, skipped = retune._work([spec], "h200", None, "measured", 2, arguments)
+    assert [w.problem.devices for w in work] == [2]
+    assert "takes 4 GPUs: retune all_reduce by itself where so many are" in skipped[0]["reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def register(commands: Any) -> None:
         mgpu-tune retune --stale              # on the GPU here
         mgpu-tune retune matmul --stale --budget 30s
         mgpu-tune retune --stale --workers all               # on every GPU of this machine
+        mgpu-tune retune all_reduce --stale                  # on as many GPUs as its problems take: by itself only
         mgpu-tune retune --database tuned.json --trials 64   # all that is in it
         mgpu-tune retune --stale --gpu h200   # no such GPU here: modelled, and said so
         """,
@@ -42,10 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     given = database.read(arguments.database) if arguments.database else None
     arguments.gpu = arguments.gpu or (given.gpu if given else None)
     told: list[dict[str, Any]] = []
-    with studies_of(arguments) as studies, devices_for(arguments) as devices:
+    gpus = _gpus(specs[0], given) if arguments.op else 1
+    with studies_of(arguments) as studies, devices_for(arguments, gpus) as devices:
         gpu, kind = devices[0].gpu, devices[0].kind
         paths = {spec.name: arguments.database or database.user_path(gpu.key, spec.name) for spec in specs}
-        work, skipped = _work(specs, gpu.key, given, kind, arguments)
+        work, skipped = _work(specs, gpu.key, given, kind, gpus, arguments)
         code = tune_all(work, devices, paths, studies, arguments, told) if work else OK
     tuned = [{"op": t["op"], "problem": t["problem"]} for t in told if t.get("entry")]
     failed = [{"op": t["op"], "name": t["name"]} for t in told if not t.get("entry")]
@@ -54,8 +57,22 @@ def run(arguments: argparse.Namespace) -> int:
     return max(code, WRONG) if skipped else code
 
 
+def _gpus(spec: Any, given: Any) -> int:
+    """The most GPUs that a stored problem of the op takes, of those numbers that are here."""
+    from mgpu_ops.core import database, gpu
+    from mgpu_ops.tuning import neighbours
+
+    paths = [path for _, _, path in stored_files(spec, [g.key for g in gpu.GPUS])]
+    files = [given] if given is not None else [database.read(path) for path in paths]
+    taken = {1}
+    for entry in (entry for file in files for entry in file.entries):
+        with contextlib.suppress(ValueError):  # of another kernel version; `_work` says so
+            taken.add(spec.devices(database.to_problem(spec, entry.problem)))
+    return max(number for number in taken if number <= max(1, len(neighbours.visible())))
+
+
 def _work(
-    specs: Iterable[Any], gpu_key: str, given: Any, kind: str, arguments: argparse.Namespace
+    specs: Iterable[Any], gpu_key: str, given: Any, kind: str, gpus: int, arguments: argparse.Namespace
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """The `problems.Work` of what is stored for a GPU, or in the file that is given, and what can no longer be tuned."""
     from mgpu_ops.core import database, gpu
@@ -73,6 +90,8 @@ def _work(
             try:
                 problem = database.to_problem(spec, fields)
                 check_supported(spec, problem, gpu.find(gpu_key))
+                if kind == "measured" and (takes := spec.devices(problem)) > gpus:
+                    raise ValueError(f"{describe(problem)} takes {takes} GPUs: retune {spec.name} by itself where so many are")
             except ValueError as e:  # of a kernel version whose problems were others
                 say(f"skipped: {e}")
                 skipped.append({"op": spec.name, "problem": fields, "reason": str(e)})
