@@ -16,11 +16,12 @@ from mgpu_ops.core import collective, rates
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.gpu import Gpu
 
-ENTRY: Final = 6.6e-6  # s of XLA's two kernels before ours; measured on H200s, as is what follows unless marked
+# Assumptions all, until results/ hold measurements: docs/kernels/all_reduce.md.
+ENTRY: Final = 6.6e-6  # s of XLA's two kernels before ours
 HANDSHAKE: Final = 5e-6  # s from a signal, its drains included, to the other side of a wait
 LINK: Final = 0.85  # of NVLink's rate is reached
-REMOTE_LATENCY: Final = 2.5e-6  # s from a request for a peer's memory to the data; assumed
-PIECE: Final = 0.6e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA; assumed
+REMOTE_LATENCY: Final = 2.5e-6  # s from a request for a peer's memory to the data
+PIECE: Final = 0.6e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
 XLA_CALL: Final = 22e-6  # s of XLA's small collectives, in a chain
 XLA_BUS: Final = 260e9  # bytes/s of NCCL's bus without multicast
 
