@@ -58,6 +58,10 @@ class Move:
     writes: tuple[Place, ...]
     whole: bool = False
 
+    @property
+    def through_switch(self) -> bool:
+        return _multicast((*self.reads, *self.writes))
+
     def turn(self, k: int, own: Any, n: int) -> Any:
         """In which turn the k-th read is reduced, on the device whose index is `own` (an int or a traced int32).
 
@@ -112,6 +116,11 @@ class Schedule:
     @property
     def moves(self) -> tuple[Move, ...]:
         return tuple(step for step in self.steps if isinstance(step, Move))
+
+    @property
+    def slices(self) -> int:
+        """Into which the payload must be cut: as many as devices, or one where no move tells them apart."""
+        return 1 if all(move.whole for move in self.moves) else self.n
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import jax
@@ -25,6 +25,8 @@ from jax import lax
 
 from mgpu_ops import core
 from mgpu_ops.core.collective import MULTICAST, Buffer, Cut, Move, Place, Schedule, Signal, Wait, relative
+
+type Axes = tuple[tuple[str, int], ...]  # of a mesh: names and sizes
 
 ROW_BYTES: Final = 512  # 128 threads take four bytes each
 REDUCTIONS: Final = {"add": jnp.add, "min": jnp.minimum, "max": jnp.maximum}
@@ -44,15 +46,19 @@ class Exchange:
     rows: int
     dtype: Any
     reduction: str
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
     blocks: int
     chunk: int
     stages: int
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the axes."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
     def slices(self) -> int:
-        """Of the payload: as many as devices, or one where no move tells them apart."""
-        return 1 if all(move.whole for move in self.schedule.moves) else self.schedule.n
+        return self.schedule.slices
 
     @property
     def columns(self) -> int:
@@ -65,7 +71,7 @@ class Exchange:
     @property
     def staged(self) -> tuple[Move, ...]:
         """The moves that go through shared memory."""
-        return tuple(move for move in self.schedule.moves if not through_switch(move))
+        return tuple(move for move in self.schedule.moves if not move.through_switch)
 
     @property
     def smem_bytes(self) -> int:
@@ -84,8 +90,15 @@ class Exchange:
         return self.parts(buffer), self.rows, self.columns
 
 
-def through_switch(move: Move) -> bool:
-    return any(place.device == MULTICAST for place in (*move.reads, *move.writes))
+def reduced(reduction: str, values: Iterable[jax.Array]) -> jax.Array:
+    """The values, each taken when its turn comes, reduced in this order, floats in float32, and rounded to their dtype once."""
+    others = iter(values)
+    first = next(others)
+    wide = jnp.float32 if jnp.issubdtype(first.dtype, jnp.floating) else first.dtype
+    total = first.astype(wide)
+    for other in others:
+        total = REDUCTIONS[reduction](total, other.astype(wide))
+    return total.astype(first.dtype)
 
 
 def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bool = False) -> jax.Array:
@@ -125,7 +138,7 @@ def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bo
         cluster_names=("device", "block") if interpret else (),
         num_threads=1,
         name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
-        equal_over=tuple(name for name, _ in what.axes) if equal else (),
+        equal_over=what.names if equal else (),
         interpret=interpret,
     )(x)
     return results[0]
@@ -146,7 +159,7 @@ class _Block:
                 self.signal(step)
             elif isinstance(step, Wait):
                 self.wait(step)
-            elif through_switch(step):
+            elif step.through_switch:
                 self.move_through_switch(step)
             else:
                 self.move(step)
@@ -155,7 +168,7 @@ class _Block:
     # Other devices
 
     def index(self) -> Any:
-        return lax.axis_index(tuple(name for name, _ in self.what.axes))
+        return lax.axis_index(self.what.names)
 
     def device(self, number: int) -> dict[str, Any]:
         """The mesh indices of the device that is so far from the own one. The host must be able to compute them: for TMA."""
@@ -170,15 +183,17 @@ class _Block:
         """A ref to part of a buffer of some device."""
         assert isinstance(place.device, int)
         ref = self.buffers[place.buffer].at[where]
+        if place.device % self.n == 0:
+            return ref
         peer: Any = self.device(place.device)
-        return core.remote_ref(ref, peer) if place.device % self.n else ref
+        return core.remote_ref(ref, peer)
 
     def signal(self, step: Signal) -> None:
         """The warpgroup's stores are complete, then visible to all, then the flags are raised."""
         core.wait_smem_to_gmem(0)
         flag = self.scratch[f"flag_{step.flag}"]
         if step.to == MULTICAST:
-            core.semaphore_signal_multicast(flag, collective_axes=tuple(name for name, _ in self.what.axes))
+            core.semaphore_signal_multicast(flag, collective_axes=self.what.names)
             return
         for number in step.to:
             core.semaphore_signal(flag, device_id=self.device(number))
@@ -279,16 +294,13 @@ class _Block:
         chunk = what.cut.chunk
         rows = max(r for r in range(1, _ROWS_AT_ONCE + 1) if chunk % r == 0)
         layout = self.layout(rows)
-        wide = jnp.float32 if jnp.issubdtype(what.dtype, jnp.floating) else what.dtype
 
         @core.loop(0, chunk // rows)
         def _(group: Any) -> None:
             here = core.ds(group * rows, rows)
-            total = core.load(boxes.at[0, here], layout=layout, optimized=False).astype(wide)
-            for k in range(1, count):
-                other = core.load(boxes.at[k, here], layout=layout, optimized=False).astype(wide)
-                total = REDUCTIONS[what.reduction](total, other)
-            result[here] = total.astype(what.dtype)
+            result[here] = reduced(
+                what.reduction, (core.load(boxes.at[k, here], layout=layout, optimized=False) for k in range(count))
+            )
 
     def layout(self, rows: int) -> Any:
         """Of so many rows in registers: each thread has up to 16 bytes in a row."""
@@ -322,15 +334,14 @@ class _Block:
         ref = self.buffers[place.buffer].at[where]
         if place.device != MULTICAST:
             return core.load(ref, layout=self.layout(rows), optimized=False)
-        axes = tuple(name for name, _ in self.what.axes)
         reduction: Any = self.what.reduction
-        value = core.multimem_load_reduce(ref, collective_axes=axes, reduction_op=reduction)
+        value = core.multimem_load_reduce(ref, collective_axes=self.what.names, reduction_op=reduction)
         return core.layout_cast(value, self.layout(rows))
 
     def store_all(self, place: Place, where: Any, value: Any) -> None:
         ref = self.buffers[place.buffer]
         if place.device == MULTICAST:
-            core.multimem_store(value, ref.at[where], tuple(name for name, _ in self.what.axes))
+            core.multimem_store(value, ref.at[where], self.what.names)
         else:
             ref[where] = value
 
@@ -356,11 +367,7 @@ class _Interpreted(_Block):
         ref = self.buffers[place.buffer]
         if place.device != MULTICAST:
             return ref[(self.own, *where)]
-        wide = jnp.float32 if jnp.issubdtype(self.what.dtype, jnp.floating) else self.what.dtype
-        total = ref[(0, *where)].astype(wide)
-        for device in range(1, self.n):
-            total = REDUCTIONS[self.what.reduction](total, ref[(device, *where)].astype(wide))
-        return total.astype(self.what.dtype)
+        return reduced(self.what.reduction, (ref[(device, *where)] for device in range(self.n)))
 
     def store_all(self, place: Place, where: Any, value: Any) -> None:
         for device in range(self.n) if place.device == MULTICAST else (self.own,):

@@ -490,13 +490,18 @@ def output_path(
 
 def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     """Replaces the file at `path`; floats keep every digit. No text may hold a carriage return."""
+    write_table(COLUMNS, map(dataclasses.astuple, rows), path)
+
+
+def write_table(columns: Sequence[str], rows: Iterable[tuple], path: str | os.PathLike[str]) -> None:
+    """As `write_csv`, of any columns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(dataclasses.astuple(row) for row in rows)
+        writer.writerow(columns)
+        writer.writerows(rows)
     temporary.replace(path)
 
 

@@ -8,7 +8,6 @@ one jit, where each waits for the one before: what a program pays. All are taken
 from __future__ import annotations
 
 import collections
-import csv
 import dataclasses
 import datetime
 import functools
@@ -23,12 +22,15 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
+from mgpu_ops.collectives.problem import size_text
 from mgpu_ops.core import database
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure
+from mgpu_ops.tuning.bench import write_table
 from mgpu_ops.tuning.peers import brief, compiled
+from mgpu_ops.tuning.report import save_figure
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 OURS, XLA = "mgpu_ops", "xla"
@@ -189,14 +191,7 @@ def _digits(x: float) -> float:
 
 
 def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(dataclasses.astuple(row) for row in rows)
-    temporary.replace(path)
+    write_table(COLUMNS, map(dataclasses.astuple, rows), path)
 
 
 def faults(rows: Sequence[Row], spec: OpSpec, problems: Mapping[str, Any]) -> list[str]:
@@ -222,13 +217,6 @@ def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
     return sorted(pairs, key=lambda pair: (pair[0].op, pair[0].devices, pair[0].bytes))
 
 
-def size_text(size: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
-
-
 def table(rows: Iterable[Row]) -> Any:
     """A line for each problem: times, and ours over XLA's, below 1 where ours is faster."""
     from rich.table import Table
@@ -238,7 +226,7 @@ def table(rows: Iterable[Row]) -> Any:
         shown.add_column(column, justify="right")
     for ours, xla in _pairs(rows):
         shown.add_row(
-            str(ours.devices), size_text(ours.bytes),
+            str(ours.devices), size_text(ours.bytes, " "),
             f"{ours.own_us:.4g}", f"{xla.own_us:.4g}", f"{ours.own_us / xla.own_us:.2f}",
             f"{ours.call_us:.4g}", f"{xla.call_us:.4g}", f"{ours.call_us / xla.call_us:.2f}", f"{ours.bus_gbs:.4g}",
         )  # fmt: skip
@@ -270,7 +258,7 @@ def picture(rows: Sequence[Row], path: str | os.PathLike[str]) -> list[Path]:
             ax.set_xscale("log", base=2)
             ticks = sorted({row.bytes for row in rows})
             ax.set_xticks(
-                ticks[:: max(1, len(ticks) // 10)], [size_text(t) for t in ticks[:: max(1, len(ticks) // 10)]], rotation=25
+                ticks[:: max(1, len(ticks) // 10)], [size_text(t, " ") for t in ticks[:: max(1, len(ticks) // 10)]], rotation=25
             )
             ax.minorticks_off()
             ax.set_ylabel(name)
@@ -283,10 +271,6 @@ def picture(rows: Sequence[Row], path: str | os.PathLike[str]) -> list[Path]:
         figure.suptitle(
             f"{row.op} on {row.gpu} | driver {row.driver or 'unknown'} | jax {row.jax} | {row.date}", x=0.01, ha="left"
         )
-        paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        for out in paths:
-            figure.savefig(out, dpi=130)
+        return save_figure(figure, path)
     finally:
         pyplot.close(figure)
-    return paths

@@ -134,12 +134,17 @@ def picture(rows: Iterable[Row], path: str | os.PathLike[str]) -> list[Path]:
         handles = {text: handle for ax in axes[:, 0] for handle, text in zip(*ax.get_legend_handles_labels())}
         figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=12)
         figure.legend(handles.values(), handles, loc="outside lower left", ncols=len(handles), frameon=False)
-        paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        for out in paths:
-            figure.savefig(out, dpi=130)
+        return save_figure(figure, path)
     finally:
         pyplot.close(figure)
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
+    """As PNG and SVG; returns both paths."""
+    paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    for out in paths:
+        figure.savefig(out, dpi=130)
     return paths
 
 

@@ -22,10 +22,11 @@ from mgpu_ops.collectives import meeting, model
 from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.kernel import launch
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
-from mgpu_ops.collectives.transport import Axes, axes_of, split, unable, unreachable
-from mgpu_ops.core import capture, database, links, mesh, op
+from mgpu_ops.collectives.transport import axes_of, split, unable, unreachable
+from mgpu_ops.core import capture, database, exchange, links, mesh, op
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.collective import Kind
+from mgpu_ops.core.exchange import Axes
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -377,13 +378,11 @@ def reference(kind: Kind, problem: Problem, x: jax.Array) -> jax.Array:
     n = problem.devices
     if kind == "all_gather":
         return jnp.broadcast_to(x.reshape(-1), (n, problem.size))
-    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-    reduce = {"add": jnp.add, "min": jnp.minimum, "max": jnp.maximum}[problem.reduction]
-    total = functools.reduce(reduce, [part.astype(wide) for part in x]).astype(x.dtype)
+    total = exchange.reduced(problem.reduction, x)
     return jnp.broadcast_to(total, (n, problem.size)) if kind == "all_reduce" else total.reshape(n, -1)
 
 
-_TURNS = 16  # so that what devices start apart by, tens of microseconds, is lost in the time of all
+_TURNS = 16  # so that what devices start apart by is lost in the time of all
 
 
 def _next_turn(kind: Kind, out: jax.Array, x: jax.Array) -> tuple[jax.Array]:

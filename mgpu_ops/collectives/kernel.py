@@ -7,30 +7,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.collectives.problem import Config, Problem, check, itemsize, schedule
+from mgpu_ops.collectives.problem import Config, Problem, check, exchange_of
 from mgpu_ops.core.collective import Buffer, Kind
-from mgpu_ops.core.exchange import ROW_BYTES, Exchange, exchange
+from mgpu_ops.core.exchange import Axes, Exchange, exchange
 from mgpu_ops.core.gpu import Gpu
-
-type Axes = tuple[tuple[str, int], ...]
-
-
-def exchange_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> Exchange:
-    """The payload is one slice where the schedule needs no more of all_reduce, else n; a slice is padded to whole rows."""
-    p, c = problem, config
-    plan = schedule(kind, p, c)
-    slices = 1 if all(move.whole for move in plan.moves) else p.devices
-    slice_bytes = -(-p.size // slices) * itemsize(p)
-    return Exchange(
-        plan,
-        rows=-(-slice_bytes // ROW_BYTES),
-        dtype=jnp.dtype(p.dtype),
-        reduction=p.reduction,
-        axes=axes,
-        blocks=c.blocks,
-        chunk=c.chunk // ROW_BYTES,
-        stages=c.stages,
-    )
 
 
 def launch(

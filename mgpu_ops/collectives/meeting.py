@@ -16,9 +16,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
+from mgpu_ops.core.exchange import Axes
 from mgpu_ops.core.mesh import same_mesh_axes
-
-type Axes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass

@@ -14,16 +14,16 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.core import collective
+from mgpu_ops.core import collective, exchange
 from mgpu_ops.core.collective import Kind, Schedule, Transport
+from mgpu_ops.core.exchange import ROW_BYTES, Axes, Exchange
 from mgpu_ops.core.gpu import Gpu
 
 KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES: Final = ("bfloat16", "float16", "float32", "int32", "uint32")
-REDUCTIONS: Final = ("add", "min", "max")
+REDUCTIONS: Final = tuple(exchange.REDUCTIONS)
 TRANSPORTS: Final[tuple[Transport, ...]] = ("peer", "multimem")
 XLA: Final = "xla"  # as an algorithm: lax.psum and the like, which may be the fastest
-ROW_BYTES: Final = 512  # buffers are cut in rows (core/exchange.py)
 MAX_BYTES: Final = 2**33
 MAX_SCRATCH: Final = 2**28
 MAX_CHUNK: Final = 256 * ROW_BYTES  # TMA takes 256 rows at a time
@@ -61,18 +61,19 @@ def itemsize(problem: Problem) -> int:
     return jnp.dtype(problem.dtype).itemsize
 
 
-def _named(size: int) -> str:
+def size_text(size: int, gap: str = "") -> str:
+    """ "64KiB" """
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size % factor == 0:
-            return f"{size // factor}{unit}"
-    return f"{size}B"
+            return f"{size // factor}{gap}{unit}"
+    return f"{size}{gap}B"
 
 
 # From what one token's activations take to a layer's gradients; bfloat16.
 SIZES: Final = tuple(2**power for power in range(10, 29, 2))
 DEVICES: Final = (2, 4, 8)
-SHAPES = {f"{n}x{_named(size)}": Problem(size // 2, n) for n in DEVICES for size in SIZES}
-SUITES: dict[str, Sequence[str]] = {f"{n}-gpus": [f"{n}x{_named(size)}" for size in SIZES] for n in DEVICES}
+SHAPES = {f"{n}x{size_text(size)}": Problem(size // 2, n) for n in DEVICES for size in SIZES}
+SUITES: dict[str, Sequence[str]] = {f"{n}-gpus": [f"{n}x{size_text(size)}" for size in SIZES] for n in DEVICES}
 
 
 def supports(kind: Kind, problem: Problem, gpu: Gpu) -> str | None:
@@ -111,6 +112,23 @@ def schedule(kind: Kind, problem: Problem, config: Config) -> Schedule:
     return _schedule(kind, config.algorithm, problem.devices, problem.transport)
 
 
+def exchange_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> Exchange:
+    """The payload is one slice where the schedule needs no more of all_reduce, else n; a slice is padded to whole rows."""
+    p, c = problem, config
+    plan = schedule(kind, p, c)
+    slice_bytes = -(-p.size // plan.slices) * itemsize(p)
+    return Exchange(
+        plan,
+        rows=-(-slice_bytes // ROW_BYTES),
+        dtype=jnp.dtype(p.dtype),
+        reduction=p.reduction,
+        axes=axes,
+        blocks=c.blocks,
+        chunk=c.chunk // ROW_BYTES,
+        stages=c.stages,
+    )
+
+
 def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
@@ -126,15 +144,13 @@ def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"stages={c.stages} must be 2 to 16"
     if c.algorithm == XLA:
         return None
-    from mgpu_ops.collectives.kernel import exchange_of  # the kernel counts its own bytes
-
     what = exchange_of(kind, p, c, (("device", p.devices),))
     needed = what.smem_bytes + 1024
     if needed > gpu.smem_per_block:
         return (
             f"chunk={c.chunk} with stages={c.stages} needs {needed} bytes of shared memory: {gpu.name} has {gpu.smem_per_block}"
         )
-    scratch = what.schedule.scratch_slices // p.devices * what.slices * what.rows * ROW_BYTES
+    scratch = what.parts("scratch") * what.rows * ROW_BYTES
     if scratch > MAX_SCRATCH:
         return f"algorithm={c.algorithm!r} needs {scratch} bytes of scratch memory a device, more than {MAX_SCRATCH}"
     return None

@@ -12,8 +12,7 @@ from jax import lax
 
 from mgpu_ops.core import job, links
 from mgpu_ops.core.collective import Transport
-
-type Axes = tuple[tuple[str, int], ...]
+from mgpu_ops.core.exchange import Axes
 
 
 def axes_of(op: str, axis_name: Any) -> Axes:

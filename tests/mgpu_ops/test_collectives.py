@@ -21,8 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collectives, reduce_scatter, use_configs
+from mgpu_ops.collectives import transport as transports
 from mgpu_ops.collectives.kernel import exchange_of
-from mgpu_ops.core import aot, database, gpu, links, op
+from mgpu_ops.core import aot, database, gpu, job, links, op
 from mgpu_ops.core.database import Entry, Evidence
 from tests.jobs import run_job
 
@@ -272,7 +273,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mgpu_ops import all_reduce
-from mgpu_ops.collectives import transport
+from mgpu_ops.collectives import transport as transports
 from mgpu_ops.core import gpu
 
 mesh = jax.make_mesh((2, 2), ("host", "d"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -305,6 +306,16 @@ def test_a_job_of_several_processes_goes_through_xla_or_says_why_not(tmp_path, m
         assert told["sum"] == told["on a gpu"] == [18, 22, 26]
         assert "the job has several processes" in told["peer"]
         assert "MGPU_OPS_MULTICAST=1" in told["peer"]
+
+
+@pytest.mark.parametrize(("wanted", "nvls", "able"), [("1", "1", True), ("1", "0", False), ("", "1", False), ("0", "1", False)])
+def test_kernels_in_a_job_of_several_processes_are_asked_for(wanted, nvls, able, monkeypatch):
+    monkeypatch.setattr(job, "size", lambda: 2)
+    monkeypatch.setenv("MGPU_OPS_MULTICAST", wanted)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", nvls)
+    found: list[str | None] = []
+    on_devices(lambda x: (found.append(transports.unable((("d", 2),), "peer")), x)[1], draw(2, 4))
+    assert {reason is None for reason in found} == {able}
 
 
 # --- which transport
