@@ -1,24 +1,7 @@
 """The config database: one JSON file `<gpu key>/<op>.json` per GPU and op, data only.
 
-Where a config comes from; the first that answers wins (`resolve`):
-
-1. Explicit: `argument`, `override` (`use_configs`), `environment` (`MGPU_OPS_CONFIG_PATH`). What
-   cannot be read or cannot run raises.
-2. Stored for exactly this problem: `user`, `shipped`, `family` (the user's and the shipped files of
-   other GPUs with the same architecture and SM count). Every measured entry comes before every
-   modelled one, whichever file it is in: a modelled entry never hides a measured one.
-3. `near`: the entry of those files for the nearest other problem, again measured before modelled, unless the op's model
-   puts its config behind the default for this problem.
-4. `default`: the op's analytic choice.
-
-In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
-a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
-
-In 2 and 3 an entry that fails the op's `check` or is for another kernel version is passed over, and
-a file that cannot be read is passed over with one warning.
-
-This happens while JAX traces. `use_configs` is part of jit's trace key; a file or an environment
-variable that changes later does not retrace a function that is already traced.
+What a file may hold, reading and writing it, where files lie, and what is wrong with one. Which of its entries a call uses is
+said in `resolution.py`.
 """
 
 from __future__ import annotations
@@ -27,27 +10,22 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
-import functools
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import msgspec
 
-from mgpu_ops.core import job
-from mgpu_ops.core.gpu import Gpu, family, find
+from mgpu_ops.core.gpu import Gpu, find
 
 if TYPE_CHECKING:
     from mgpu_ops.core.op import OpSpec
 
 SCHEMA = 1
-NEAR_SLACK = 1.05  # a near entry's config may be modelled this much slower than the default: the model is no better than that
 
 AnyPath = str | os.PathLike[str]
 Fields = dict[str, int | str | bool]
@@ -162,7 +140,7 @@ def _in_64_bits(text: str) -> None:
 
 def read(path: AnyPath, *, gpu_key: str | None = None, op: str | None = None) -> File:
     """The database file at `path`, as `decode` reads it; DatabaseError too where there is none."""
-    return decode(_bytes(path), path=path, gpu_key=gpu_key, op=op)
+    return decode(read_bytes(path), path=path, gpu_key=gpu_key, op=op)
 
 
 def _newer(data: bytes) -> str | None:
@@ -179,7 +157,7 @@ def _newer(data: bytes) -> str | None:
     )
 
 
-def _bytes(path: AnyPath) -> bytes:
+def read_bytes(path: AnyPath) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -188,12 +166,12 @@ def _bytes(path: AnyPath) -> bytes:
 
 def to_problem(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
     """`spec.Problem` of an entry; ValueError for a missing, unknown or wrongly typed field."""
-    return _fit(spec.Problem, fields)
+    return fit(spec.Problem, fields)
 
 
 def to_config(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
     """`spec.Config` of an entry; ValueError for a missing, unknown or wrongly typed field."""
-    return _fit(spec.Config, fields)
+    return fit(spec.Config, fields)
 
 
 def to_entry(problem: Any, config: Any, evidence: Evidence) -> Entry:
@@ -201,7 +179,7 @@ def to_entry(problem: Any, config: Any, evidence: Evidence) -> Entry:
     return Entry(dataclasses.asdict(problem), dataclasses.asdict(config), evidence)
 
 
-def _fit(cls: type, fields: Mapping[str, Any]) -> Any:
+def fit(cls: type, fields: Mapping[str, Any]) -> Any:
     # msgspec ignores unknown fields of a dataclass and fills missing ones from their defaults.
     names = {field.name for field in dataclasses.fields(cls)}
     what = f"{cls.__name__.lower()} {dict(fields)}"
@@ -324,352 +302,7 @@ def shipped_path(gpu_key: str, op: str) -> Path:
     return Path(sys.modules["mgpu_ops"].__path__[0]) / "configs" / gpu_key / f"{op}.json"
 
 
-def _environment_paths(gpu_key: str, op: str) -> Iterator[Path]:
-    """What MGPU_OPS_CONFIG_PATH names: files, or directories that may hold <gpu key>/<op>.json."""
-    for part in filter(None, os.environ.get("MGPU_OPS_CONFIG_PATH", "").split(os.pathsep)):
-        path = Path(part).expanduser()
-        if not path.exists():
-            raise DatabaseError(path, "does not exist: correct or unset MGPU_OPS_CONFIG_PATH")
-        if not path.is_dir():
-            yield path
-        elif (inside := path / gpu_key / f"{op}.json").exists():
-            yield inside
-
-
-def _behind(query: _Query, config: Any) -> str | None:
-    """Why a config that was fast for a near problem is not to be trusted for this one: the op's model prefers the default.
-
-    Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the model does.
-    """
-    spec, problem, gpu, _ = query
-    ours, default = (spec.cost(problem, c, gpu) for c in (config, spec.default(problem, gpu)))
-    if ours <= NEAR_SLACK * default:
-        return None
-    return f"modelled at {ours * 1e6:.1f} us here, the default at {default * 1e6:.1f} us"
-
-
-def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, str, Path]]:
-    """(source, GPU's key, path) of every file that may hold a config, in order of precedence."""
-    yield "user", gpu.key, user_path(gpu.key, op)
-    yield "shipped", gpu.key, shipped_path(gpu.key, op)
-    for other in family(gpu):
-        yield "family", other.key, user_path(other.key, op)
-        yield "family", other.key, shipped_path(other.key, op)
-
-
-# --- overrides
-
-
-class _Snapshot(NamedTuple):
-    """A database file as it was when `use_configs` was entered: hashable, for jit's trace key."""
-
-    path: Path
-    data: bytes
-
-
-# Layers, innermost first; each a tuple of (op, Config | ((Problem, Config), ...) | _Snapshot).
-_overrides: Any = jax.make_user_context(default_value=None)
-
-
-@contextlib.contextmanager
-def use_configs(configs: Mapping[str, Any] | AnyPath) -> Iterator[None]:
-    """Uses `configs` inside a `with`, in this thread; the innermost block that has one wins.
-
-    `configs` maps an op's name to a Config, for every problem, or to a list of (Problem, Config);
-    or it is the path of a database file, read once here. A jitted function is traced again where
-    the configs differ. A backward pass that JAX traces after the block does not see them.
-    TypeError for anything else; a config that cannot run raises at the call.
-    """
-    layer = _layer(configs)
-    with _overrides((layer, *(_overrides.value or ()))):
-        yield
-
-
-def _layer(configs: Mapping[str, Any] | AnyPath) -> tuple[tuple[str, Any], ...]:
-    if isinstance(configs, str | os.PathLike):
-        snapshot = _Snapshot(Path(configs), _bytes(configs))
-        return ((decode(snapshot.data, path=configs).op, snapshot),)
-    if isinstance(configs, Mapping):
-        return tuple((op, _frozen(op, configs[op])) for op in sorted(configs))
-    raise TypeError(f"use_configs takes {{op: config}} or a path, not {configs!r}")
-
-
-def _frozen(op: str, answer: Any) -> Any:
-    if dataclasses.is_dataclass(answer):
-        return answer
-    pairs = [p for p in answer if _is_pair(p)] if isinstance(answer, Sequence) else []
-    if not pairs or len(pairs) != len(answer):
-        raise TypeError(f"use_configs: {op} takes a Config or [(Problem, Config)], not {answer!r}")
-    return tuple(map(tuple, pairs))
-
-
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, Sequence) and len(pair) == 2 and all(map(dataclasses.is_dataclass, pair))
-
-
-# --- resolution
-
-
-@dataclasses.dataclass(frozen=True)
-class Resolution:
-    """Which config a call uses, and why."""
-
-    config: Any
-    source: str  # argument, override, environment, user, shipped, family, near, default or job
-    path: Path | None = None  # the file it came from
-    entry: Entry | None = None
-    distance: float | None = None  # of a `near` entry's problem
-    tried: tuple[tuple[str, str], ...] = ()  # (source, what was found or why it was passed over)
-
-
-class _Query(NamedTuple):
-    spec: OpSpec
-    problem: Any
-    gpu: Gpu
-    tried: list[tuple[str, str]]
-
-    def note(self, source: str, what: str) -> None:
-        self.tried.append((source, what))
-
-
-class _Row(NamedTuple):
-    """An entry in the op's own types; problem and config are None for another kernel version's."""
-
-    path: Path
-    entry: Entry
-    problem: Any
-    config: Any
-
-
-_logged: set[tuple[Any, ...]] = set()
-_warned: set[str] = set()
-
-
-def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolution:
-    """The config for a problem on a GPU, by the order at the top of this module.
-
-    Logs a choice once, at INFO to the logger "mgpu_ops", unless it is the `config` given.
-    Where an explicit source is wrong: ValueError (DatabaseError for its file), or TypeError if it
-    holds something else than a `spec.Config`.
-    """
-    result = _resolve(spec, problem, gpu, config)
-    key = (spec.name, problem, gpu.key, result.source, result.config)
-    if result.source != "argument" and key not in _logged:
-        _logged.add(key)
-        logging.getLogger("mgpu_ops").info(
-            "%s %s on %s: %s from %s", spec.name, problem, gpu.key, result.config, _place(result)
-        )
-    return result
-
-
-def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
-    query = _Query(spec, problem, gpu, [])
-    said = _argument(query, config) or _override(query)  # by the program, which is the same in every process
-    found = said or _environment(query)
-    if found is not None:
-        _require(query, found)
-    else:
-        found = _stored(query) or Resolution(spec.default(problem, gpu), "default")
-    found = said or _agreed(query, found)
-    return dataclasses.replace(found, tried=tuple(query.tried))
-
-
-def _agreed(query: _Query, found: Resolution) -> Resolution:
-    """What the first process of the job to ask found; files may differ between machines."""
-    spec, problem, gpu, _ = query
-    if job.size() == 1:
-        return found
-    fields, mine = (msgspec.json.encode(dataclasses.asdict(x)).decode() for x in (problem, found.config))
-    first = job.first(f"config/{gpu.key}/{spec.name}/{spec.version}/{fields}", mine)
-    if first == mine:
-        return found
-    query.note("job", f"another process of this job chose first; here it would be {found.config} from {_place(found)}")
-    agreed = Resolution(to_config(spec, msgspec.json.decode(first)), "job")
-    _require(query, agreed)
-    return agreed
-
-
-def _argument(query: _Query, config: Any) -> Resolution | None:
-    if config is not None:
-        return Resolution(config, "argument")
-    query.note("argument", "no config= was given")
-    return None
-
-
-def _override(query: _Query) -> Resolution | None:
-    layers = _overrides.value or ()
-    for answer in (answer for layer in layers for op, answer in layer if op == query.spec.name):
-        if isinstance(answer, _Snapshot):
-            if found := _exact(query, "override", answer.path, answer.data):
-                return found
-            continue
-        config = dict(answer).get(query.problem) if isinstance(answer, tuple) else answer
-        if config is not None:
-            return Resolution(config, "override")
-    query.note("override", "no use_configs has one for this problem")
-    return None
-
-
-def _environment(query: _Query) -> Resolution | None:
-    what = "MGPU_OPS_CONFIG_PATH names no file for this GPU and op"
-    for path in _environment_paths(query.gpu.key, query.spec.name):
-        data = _bytes(path)
-        if decode(data, path=path).op != query.spec.name:  # the paths may name one file per op
-            continue
-        if found := _exact(query, "environment", path, data):
-            return found
-        what = f"{path}: no entry for this problem"
-    query.note("environment", what)
-    return None
-
-
-def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | None:
-    """The answer of a file named explicitly; raises if it is for another kernel version only."""
-    fields = dataclasses.asdict(query.problem)
-    rows = _rows(query.spec, query.gpu.key, path, data)
-    matches = [row for row in rows if row.entry.problem == fields]
-    if not matches:
-        return None
-    row = min(matches, key=lambda r: (r.config is None, r.entry.evidence.kind == "modelled"))
-    if row.config is None:
-        raise DatabaseError(path, f"{fields}: {_stale(row.entry, query.spec)}: tune again")
-    return Resolution(row.config, source, path, row.entry)
-
-
-def _require(query: _Query, found: Resolution) -> None:
-    """Raises for an explicit config that cannot run."""
-    spec, problem, gpu, _ = query
-    what = f"{spec.name}: {found.config} from {_place(found)}"
-    if not isinstance(found.config, spec.Config):
-        raise TypeError(f"{what} must be a {spec.Config.__module__}.{spec.Config.__qualname__}")
-    reason = spec.check(problem, found.config, gpu)
-    if reason is not None:
-        raise ValueError(f"{what} cannot run {problem} on {gpu.key}: {reason}")
-
-
-def _stored(query: _Query) -> Resolution | None:
-    """The best entry of the user's, the shipped and the family's files that can run."""
-    spec, problem, gpu, _ = query
-    fields = dataclasses.asdict(problem)
-    ranked = []
-    for level, (source, gpu_key, path) in enumerate(_stored_paths(gpu, spec.name)):
-        for row in _stored_rows(query, source, gpu_key, path):
-            modelled = row.entry.evidence.kind == "modelled"
-            if row.entry.problem == fields:
-                ranked.append(((False, modelled, 0.0, level), source, row))
-            elif row.problem is not None:
-                distance = spec.distance(problem, row.problem)
-                if distance is not None:
-                    ranked.append(((True, modelled, distance, level), "near", row))
-
-    failed = 0
-    for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
-        reason = (
-            _stale(row.entry, spec) or spec.check(problem, row.config, gpu) or (near and _behind(query, row.config)) or None
-        )
-        if reason is None:
-            return Resolution(row.config, source, row.path, row.entry, distance if near else None)
-        failed += near
-        if failed <= 3:  # enough to see why
-            query.note(source, f"{row.path}: {_title(row.entry)} passed over: {reason}")
-    query.note("near", f"none of {failed} entries for comparable problems can run this one")
-    return None
-
-
-def _stored_rows(query: _Query, source: str, gpu_key: str, path: Path) -> tuple[_Row, ...]:
-    """The rows of a file that nobody named: it may be missing, and if it is broken one warns."""
-    try:
-        rows = _rows(query.spec, gpu_key, path, _bytes(path))
-    except DatabaseError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            query.note(source, f"passed over: {error}")
-            _warn_once(f"{error}. mgpu_ops goes on without this file.")
-        elif source != "family":
-            query.note(source, f"{path}: no such file")
-        return ()
-    fields = dataclasses.asdict(query.problem)
-    kinds = [row.entry.evidence.kind for row in rows if row.entry.problem == fields]
-    what = f"{path}: {len(rows)} entries, {' and '.join(kinds) or 'none'} for this problem"
-    query.note(source, what)
-    return rows
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=2)
-
-
-def stale(entry: Entry, spec: OpSpec) -> str | None:
-    """Why an entry is of another time: it was found with another kernel, or another jax, than there are now."""
-    reason = _stale(entry, spec)
-    if reason is None and entry.evidence.jax != jax.__version__:
-        reason = f"tuned with jax {entry.evidence.jax}, not {jax.__version__}"
-    return reason
-
-
-def _stale(entry: Entry, spec: OpSpec) -> str | None:
-    version = entry.evidence.kernel_version
-    return None if version == spec.version else f"for kernel version {version}, not {spec.version}"
-
-
-def _rows(spec: OpSpec, gpu_key: str, path: Path, data: bytes) -> tuple[_Row, ...]:
-    return _parsed(data, path, gpu_key, spec.name, spec.version, spec.Problem, spec.Config)
-
-
-# Keyed by content: a changed file is always noticed, and a trace costs one read and one hash.
-@functools.lru_cache(maxsize=64)
-def _parsed(data: bytes, path: Path, gpu_key: str, op: str, version: int, problem: type, config: type) -> tuple[_Row, ...]:
-    def row(entry: Entry) -> _Row:
-        if entry.evidence.kernel_version != version:  # its fields may have been others
-            return _Row(path, entry, None, None)
-        try:
-            return _Row(path, entry, _fit(problem, entry.problem), _fit(config, entry.config))
-        except ValueError as error:
-            raise DatabaseError(path, str(error)) from None
-
-    return tuple(map(row, decode(data, path=path, gpu_key=gpu_key, op=op).entries))
-
-
-# --- telling and checking
-
-
-def explain(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> str:
-    """What `resolve` chooses, on what evidence, and what it looked at: text of several lines."""
-    result = _resolve(spec, problem, gpu, config)
-    lines = [
-        f"{spec.name} {problem} on {gpu.key}",
-        f"  config    {result.config}",
-        f"  from      {_place(result)}",
-    ]
-    if result.entry is not None:
-        lines.append(f"  evidence  {_summary(result.entry.evidence)}")
-    return "\n".join([*lines, "  tried", *(f"    {s}: {what}" for s, what in result.tried)])
-
-
-def _place(result: Resolution) -> str:
-    """ "near, distance 0.5: measured {'m': 64} of /path"."""
-    text = result.source
-    if result.distance is not None:
-        text += f", distance {result.distance:.3g}"
-    if result.entry is not None:
-        text += f": {_title(result.entry)} of {result.path}"
-    return text
-
-
-def _title(entry: Entry) -> str:
-    return f"{entry.evidence.kind} {entry.problem}"
-
-
-def _summary(e: Evidence) -> str:
-    parts = [f"{e.kind} {e.median_us:.4g} us, spread {e.spread_us:.2g} us, on {e.gpu}"]
-    for name, time in (("the default", e.default_us), (e.baseline, e.baseline_us)):
-        if time is not None:
-            parts.append(f"{time / e.median_us:.3g}x as fast as {name} ({time:.4g} us)")
-    if e.error is not None:
-        parts.append(f"error {e.error:.2g}")
-    parts.append(f"{e.trials} trials on {e.date}, jax {e.jax}, kernel version {e.kernel_version}")
-    return "; ".join(parts)
+# --- checking
 
 
 def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
@@ -686,7 +319,7 @@ def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
     except ValueError as error:
         return [f"{path}: {error}"]
     faults = ((entry, fault_of(entry, gpu, spec)) for entry in file.entries)
-    return [f"{path}: {_title(entry)}: {fault}" for entry, fault in faults if fault]
+    return [f"{path}: {title(entry)}: {fault}" for entry, fault in faults if fault]
 
 
 def fault_of(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
@@ -695,9 +328,26 @@ def fault_of(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
         return f"evidence of {entry.evidence.gpu!r} in a file of {gpu.name}: tune on that GPU"
     if spec is None:
         return None
-    if stale := _stale(entry, spec):
+    if stale := stale_kernel(entry, spec):
         return f"{stale}: tune again"
     try:
         return spec.check(to_problem(spec, entry.problem), to_config(spec, entry.config), gpu)
     except ValueError as error:
         return str(error)
+
+
+def stale(entry: Entry, spec: OpSpec) -> str | None:
+    """Why an entry is of another time: it was found with another kernel, or another jax, than there are now."""
+    reason = stale_kernel(entry, spec)
+    if reason is None and entry.evidence.jax != jax.__version__:
+        reason = f"tuned with jax {entry.evidence.jax}, not {jax.__version__}"
+    return reason
+
+
+def stale_kernel(entry: Entry, spec: OpSpec) -> str | None:
+    version = entry.evidence.kernel_version
+    return None if version == spec.version else f"for kernel version {version}, not {spec.version}"
+
+
+def title(entry: Entry) -> str:
+    return f"{entry.evidence.kind} {entry.problem}"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgpu_ops.core import capture, database, gpu
+from mgpu_ops.core import capture, gpu, resolution
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -135,5 +135,5 @@ def dispatch(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend:
             _said.add((spec.name, str(reason)))
             _log.warning("%s runs through XLA: %s", spec.name, reason)
         return spec.reference(problem, *arrays)
-    chosen = database.resolve(spec, problem, device, config).config
+    chosen = resolution.resolve(spec, problem, device, config).config
     return spec.run(problem, chosen, device, *arrays, interpret=backend == "interpret")

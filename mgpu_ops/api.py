@@ -11,7 +11,8 @@ from mgpu_ops.collectives import Config as CollectiveConfig
 from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, reduce_scatter
 from mgpu_ops.core.capture import capture
-from mgpu_ops.core.database import DatabaseError, use_configs
+from mgpu_ops.core.database import DatabaseError
+from mgpu_ops.core.resolution import use_configs
 from mgpu_ops.dot_product_attention import dot_product_attention
 from mgpu_ops.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
 from mgpu_ops.flash_attention import FORWARD as _FLASH_ATTENTION
@@ -45,8 +46,8 @@ def explain(op: str, problem: Any, gpu: Any = None) -> str:
 
     Raises ValueError for an unknown op or GPU, or a mapping that is no problem of the op.
     """
-    from mgpu_ops.core import database
     from mgpu_ops.core import gpu as gpus
+    from mgpu_ops.core import resolution
     from mgpu_ops.core.op import problem_of
 
     spec = spec_of(op)
@@ -55,7 +56,7 @@ def explain(op: str, problem: Any, gpu: Any = None) -> str:
     device = gpus.current() if gpu is None else gpus.find(gpu)
     if device is None:
         raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")
-    return database.explain(spec, problem, device)
+    return resolution.explain(spec, problem, device)
 
 
 def autotune(

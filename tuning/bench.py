@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 import mgpu_ops
-from mgpu_ops.core import database, op
 from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import op, resolution
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.flash_attention import top_left_attention
@@ -403,7 +403,7 @@ def _resolved(spec: OpSpec, problem: Any, gpu: Gpu) -> str:
     reason = spec.supports(problem, gpu)
     if reason is not None:
         return f"backend=xla, for {reason}"
-    found = database.resolve(spec, problem, gpu)
+    found = resolution.resolve(spec, problem, gpu)
     fields = dataclasses.asdict(found.config).items()
     return f"{' '.join(f'{key}={value}' for key, value in fields)}; source={found.source}"
 

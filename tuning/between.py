@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops.collectives.problem import size_text
-from mgpu_ops.core import database
 from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import resolution
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure
@@ -161,7 +161,7 @@ def _row(spec: OpSpec, p: Any, gpu: Gpu, impl: str, medians: Sequence[float], er
     size = p.size * jax.numpy.dtype(p.dtype).itemsize
     config = ""
     if impl == OURS:
-        found = database.resolve(spec, p, gpu)
+        found = resolution.resolve(spec, p, gpu)
         config = (
             " ".join(f"{key}={value}" for key, value in dataclasses.asdict(found.config).items()) + f"; source={found.source}"
         )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import mgpu_ops
-from mgpu_ops.core import database
+from mgpu_ops.core import database, resolution
 from mgpu_ops.core.database import Entry, Evidence
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import measure, tuner
@@ -218,7 +218,7 @@ def _resolved(sweep: Sweep, others: Sequence[Sweep]) -> tuple[float, float]:
     rows, gpu = dict(zip(sweep.configs(spec), sweep.rows, strict=True)), gpu_of(sweep)
     with tempfile.TemporaryDirectory() as folder, _environment("MGPU_OPS_CONFIG_DIR", folder):
         database.update(database.user_path(gpu.key, spec.name), map(_optimum, others), gpu_key=gpu.key, op=spec.name)
-        chosen = database.resolve(spec, problem, gpu).config
+        chosen = resolution.resolve(spec, problem, gpu).config
     return rows[chosen].us, rows[spec.default(problem, gpu)].us
 
 

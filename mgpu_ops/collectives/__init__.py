@@ -23,7 +23,7 @@ from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.kernel import launch
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
 from mgpu_ops.collectives.transport import axes_of, split, unable, unreachable
-from mgpu_ops.core import capture, database, exchange, links, mesh, op
+from mgpu_ops.core import capture, exchange, links, mesh, op, resolution
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.exchange import Axes
@@ -308,7 +308,7 @@ def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, st
 def _is_wanted(call: _Call, spec: op.OpSpec, problem: Problem, device: Gpu) -> bool:
     """Whether kernels run without being named: with a config that somebody chose, multimem with one that was measured only."""
     given = call.config is not None or call.backend is not None
-    found = database.resolve(spec, problem, device)
+    found = resolution.resolve(spec, problem, device)
     if problem.transport == "multimem":
         return not given and found.entry is not None and found.entry.evidence.kind == "measured"
     return given or found.source != "default"

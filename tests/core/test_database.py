@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mgpu_ops.core import database
+from mgpu_ops.core import database, resolution
 from mgpu_ops.core.database import DatabaseError, Entry, Evidence, File
 from mgpu_ops.core.gpu import find
 from mgpu_ops.core.op import OpSpec
@@ -116,8 +116,8 @@ def shipped(gpu_key=GPU.key) -> Path:
     return database.shipped_path(gpu_key, "scale")
 
 
-def resolve(m=64, config=None) -> database.Resolution:
-    return database.resolve(SPEC, Problem(m), GPU, config)
+def resolve(m=64, config=None) -> resolution.Resolution:
+    return resolution.resolve(SPEC, Problem(m), GPU, config)
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +125,8 @@ def own_places(tmp_path, monkeypatch):
     """Empty folders in place of the user's and the shipped files; nothing logged or warned yet."""
     monkeypatch.setenv("MGPU_OPS_CONFIG_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(database, "shipped_path", lambda gpu, op: tmp_path / "shipped" / gpu / f"{op}.json")
-    monkeypatch.setattr(database, "_warned", set())
-    monkeypatch.setattr(database, "_logged", set())
+    monkeypatch.setattr(resolution, "_warned", set())
+    monkeypatch.setattr(resolution, "_logged", set())
 
 
 # --- reading and writing bytes
@@ -426,7 +426,7 @@ def test_each_source_wins_over_all_after_it(tmp_path, monkeypatch):
         found = resolve(config=config)
         return found.source, found.config.tile
 
-    with database.use_configs({"scale": Config(2)}):
+    with resolution.use_configs({"scale": Config(2)}):
         assert answer(Config(1)) == ("argument", 1)
         assert answer() == ("override", 2)
     assert answer() == ("environment", 3)
@@ -514,10 +514,10 @@ def test_the_nearest_problem_whose_config_runs_is_used_and_its_distance_told():
 def test_a_near_entry_that_the_model_puts_behind_the_default_is_passed_over():
     write(shipped(), entry(m=32, tile=4), entry(m=256, tile=2))
     slow_for_4 = dataclasses.replace(SPEC, cost=lambda problem, config, gpu: 1.2 if config.tile == 4 else 1.0)
-    found = database.resolve(slow_for_4, Problem(64), GPU)
+    found = resolution.resolve(slow_for_4, Problem(64), GPU)
     assert (found.source, found.config) == ("near", Config(2))
     assert any("modelled at 1200000.0 us here, the default at 1000000.0 us" in what for _, what in found.tried)
-    assert database.resolve(slow_for_4, Problem(32), GPU).config == Config(4)  # measured for exactly this problem
+    assert resolution.resolve(slow_for_4, Problem(32), GPU).config == Config(4)  # measured for exactly this problem
 
 
 def test_an_entry_of_another_kernel_version_is_passed_over_even_if_its_fields_were_others():
@@ -555,7 +555,7 @@ def test_what_a_user_names_explicitly_raises_if_it_cannot_be_used(tmp_path, monk
     with pytest.raises(TypeError, match=r"must be a .*Config"):
         resolve(config={"tile": 1})
     with (
-        database.use_configs({"scale": Config(100)}),
+        resolution.use_configs({"scale": Config(100)}),
         pytest.raises(ValueError, match="override cannot run"),
     ):
         resolve()
@@ -617,10 +617,10 @@ def test_each_choice_is_logged_once(caplog):
 
 def test_nested_overrides_ask_the_innermost_first_and_end_with_their_block(tmp_path):
     path = write(tmp_path / "scale.json", entry(m=1, tile=1), entry(m=2, tile=2))
-    outer = database.use_configs({"scale": Config(8), "other": Config(9)})
-    middle = database.use_configs({"scale": [(Problem(64), Config(4))]})
+    outer = resolution.use_configs({"scale": Config(8), "other": Config(9)})
+    middle = resolution.use_configs({"scale": [(Problem(64), Config(4))]})
     with outer:
-        with middle, database.use_configs(path):
+        with middle, resolution.use_configs(path):
             path.unlink()  # was read on entry
             assert (resolve(2).config, resolve(2).path) == (Config(2), path)
             assert resolve(64).config == Config(4)
@@ -631,7 +631,7 @@ def test_nested_overrides_ask_the_innermost_first_and_end_with_their_block(tmp_p
 
 @pytest.mark.parametrize("bad", [3, {"scale": 8}, {"scale": []}, {"scale": [Config(1)]}, {"scale": [(64, Config(1))]}])
 def test_use_configs_refuses_what_is_no_config(bad):
-    with pytest.raises(TypeError, match="use_configs"), database.use_configs(bad):
+    with pytest.raises(TypeError, match="use_configs"), resolution.use_configs(bad):
         pass
 
 
@@ -646,7 +646,7 @@ def test_a_jitted_function_is_traced_again_exactly_when_the_override_changes(tmp
     def call(*layers):
         with contextlib.ExitStack() as stack:
             for layer in layers:
-                stack.enter_context(database.use_configs(layer))
+                stack.enter_context(resolution.use_configs(layer))
             f(jnp.zeros(1))
             f(jnp.zeros(1))
 
@@ -668,15 +668,15 @@ def test_a_jitted_function_is_traced_again_exactly_when_the_override_changes(tmp
 def test_explain_tells_the_winner_its_evidence_and_what_was_passed_over():
     write(user(), entry(tile=100))
     write(shipped(), entry(tile=8))
-    text = database.explain(SPEC, Problem(64), GPU)
+    text = resolution.explain(SPEC, Problem(64), GPU)
     assert "config    Config(tile=8)" in text
     assert f"from      shipped: measured {{'m': 64}} of {shipped()}" in text
     assert "measured 10 us, spread 0.1 us, on NVIDIA H200; 1.5x as fast as the default" in text
     assert "1.25x as fast as xla (12.5 us); error 0.001; 32 trials on 2025-11-20" in text
     assert f"user: {user()}: 1 entries, measured for this problem" in text
     assert f"user: {user()}: measured {{'m': 64}} passed over: tile=100 exceeds m=64" in text
-    assert "near, distance 1: measured" in database.explain(SPEC, Problem(128), GPU)
-    assert "from      argument" in database.explain(SPEC, Problem(128), GPU, Config(2))
+    assert "near, distance 1: measured" in resolution.explain(SPEC, Problem(128), GPU)
+    assert "from      argument" in resolution.explain(SPEC, Problem(128), GPU, Config(2))
 
 
 def test_validate_lists_every_fault_of_a_file(tmp_path):

@@ -24,7 +24,7 @@ import jax
 process, address = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(address, 2, process)
 import mgpu_ops
-from mgpu_ops.core import database, gpu, job
+from mgpu_ops.core import database, gpu, job, resolution
 
 spec, h200 = mgpu_ops.spec_of("matmul"), gpu.find("h200")
 stored, other, plain = (mgpu_ops.MatmulProblem(*sides) for sides in json.loads(sys.argv[3]))
@@ -34,13 +34,13 @@ told = {}
 def tell(name, found):
     told[name] = [found.source, dataclasses.asdict(found.config)]
 
-tell("stored", database.resolve(spec, stored, h200))
-tell("again", database.resolve(spec, stored, h200))
-tell("other", database.resolve(spec, other, h200))
-tell("plain", database.resolve(spec, plain, h200))
-tell("argument", database.resolve(spec, stored, h200, mine))
+tell("stored", resolution.resolve(spec, stored, h200))
+tell("again", resolution.resolve(spec, stored, h200))
+tell("other", resolution.resolve(spec, other, h200))
+tell("plain", resolution.resolve(spec, plain, h200))
+tell("argument", resolution.resolve(spec, stored, h200, mine))
 with mgpu_ops.use_configs({"matmul": mine}):
-    tell("override", database.resolve(spec, stored, h200))
+    tell("override", resolution.resolve(spec, stored, h200))
 told["explained"] = mgpu_ops.explain("matmul", stored, "h200")
 told["zero"] = job.from_zero("number", lambda: f"from {process}", 60)
 try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_ops.core import database, gpu, op
+from mgpu_ops.core import gpu, op, resolution
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def test_named_kernel_backend_runs_or_raises():
 def test_config_is_the_argument_or_else_the_databases():
     with gpu.target("h200"):
         assert dispatch(2, config=Config(2))[1] == 2
-        with database.use_configs({"toy": Config(4)}):
+        with resolution.use_configs({"toy": Config(4)}):
             assert dispatch(2)[1] == 4
             assert dispatch(2, config=Config(2))[1] == 2
         assert dispatch(2)[1] == 1

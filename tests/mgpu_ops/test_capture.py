@@ -24,7 +24,7 @@ from mgpu_ops import (
     capture,
     matmul,
 )
-from mgpu_ops.core import database, gpu
+from mgpu_ops.core import gpu, resolution
 from mgpu_ops.core.capture import Captured
 
 M, N, K = 128, 256, 512
@@ -243,7 +243,7 @@ def test_capture_neither_uses_nor_leaves_traces_of_the_program():
 
 
 def test_capture_asks_no_database(monkeypatch):
-    monkeypatch.setattr(database, "resolve", None)
+    monkeypatch.setattr(resolution, "resolve", None)
     assert counts(capture(matmul)(A, B)) == {FORWARD: 1}
 
 

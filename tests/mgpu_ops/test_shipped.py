@@ -13,7 +13,7 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
-from mgpu_ops.core import aot, database, gpu
+from mgpu_ops.core import aot, database, gpu, resolution
 from mgpu_ops.flash_attention.problem import Problem, padded
 
 FILES = sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json"))
@@ -93,7 +93,7 @@ def test_every_entry_is_what_its_problem_gets(path):
     spec = spec_of(path.stem)
     device = gpu.find(path.parent.name)
     for entry in database.read(path).entries:
-        found = database.resolve(spec, database.to_problem(spec, entry.problem), device)
+        found = resolution.resolve(spec, database.to_problem(spec, entry.problem), device)
         assert found.source == "shipped"
 
 

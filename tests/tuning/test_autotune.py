@@ -15,7 +15,7 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul, spec_of
-from mgpu_ops.core import aot, database, gpu
+from mgpu_ops.core import aot, database, gpu, resolution
 from mgpu_ops.tuning import autotune, commands, tuner
 from tests.jobs import run_job
 
@@ -82,8 +82,8 @@ def test_every_op_of_a_program_is_tuned_the_longest_first(caplog: pytest.LogCapt
     assert told == ["flash_attention", "matmul", "matmul", "matmul"]
     attention = mgpu_ops.FlashAttentionProblem(4, 2048, 2048, 8, 8, 64)
     with context:
-        assert database.resolve(MATMUL, MatmulProblem(512, 512, 512, layout="nt"), H200).source == "override"
-        assert database.resolve(spec_of("flash_attention"), attention, H200).source == "override"
+        assert resolution.resolve(MATMUL, MatmulProblem(512, 512, 512, layout="nt"), H200).source == "override"
+        assert resolution.resolve(spec_of("flash_attention"), attention, H200).source == "override"
 
 
 def test_a_second_start_tunes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_second_start_tunes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = stored()
     monkeypatch.setattr(tuner, "tune", None)
     with mgpu_ops.autotune(matmul, A, B, gpu="h200"):
-        found = database.resolve(MATMUL, PROBLEM, H200)
+        found = resolution.resolve(MATMUL, PROBLEM, H200)
     assert (found.source, dataclasses.asdict(found.config)) == ("override", entry.config)
 
 
@@ -106,8 +106,8 @@ def test_an_entry_of_another_kernel_version_or_one_that_cannot_run_is_tuned_agai
 
 def test_store_false_leaves_the_database_alone(own_database: Path) -> None:
     with mgpu_ops.autotune(matmul, A, B, gpu="h200", trials=1, store=False):
-        assert database.resolve(MATMUL, PROBLEM, H200).source == "override"
-    assert database.resolve(MATMUL, PROBLEM, H200).source != "override"
+        assert resolution.resolve(MATMUL, PROBLEM, H200).source == "override"
+    assert resolution.resolve(MATMUL, PROBLEM, H200).source != "override"
     assert not own_database.exists()
 
 
@@ -117,7 +117,7 @@ def test_a_problem_of_which_no_candidate_works_is_left_to_the_database(
     tune = tuner.tune
     monkeypatch.setattr(tuner, "tune", lambda *a, **k: dataclasses.replace(tune(*a, **k), entry=None))
     with mgpu_ops.autotune(matmul, A, B, gpu="h200", trials=1):
-        assert database.resolve(MATMUL, PROBLEM, H200).source != "override"
+        assert resolution.resolve(MATMUL, PROBLEM, H200).source != "override"
     assert stored() == []
     assert "autotune: no candidate of matmul" in caplog.text
 
@@ -139,7 +139,7 @@ def test_without_a_gpu_one_must_be_named() -> None:
 
 def test_a_function_without_ops_gives_an_empty_context() -> None:
     with mgpu_ops.autotune(jnp.sin, A, gpu="h200"):
-        assert database.resolve(MATMUL, PROBLEM, H200).source != "override"
+        assert resolution.resolve(MATMUL, PROBLEM, H200).source != "override"
 
 
 PROGRAM = """
@@ -149,7 +149,7 @@ process, address = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(address, 2, process)
 import jax.numpy as jnp
 import mgpu_ops
-from mgpu_ops.core import aot, database, gpu
+from mgpu_ops.core import aot, database, gpu, resolution
 aot.available = lambda: "not in this test"
 if process == 1:  # it does not tune: it is told
     import mgpu_ops.tuning.tuner
@@ -158,7 +158,7 @@ if process == 1:  # it does not tune: it is told
 a = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
 spec, problem = mgpu_ops.spec_of("matmul"), mgpu_ops.MatmulProblem(512, 512, 512)
 with mgpu_ops.autotune(mgpu_ops.matmul, a, a, gpu="h200", trials=2):
-    found = database.resolve(spec, problem, gpu.find("h200"))
+    found = resolution.resolve(spec, problem, gpu.find("h200"))
 stored = database.user_path("h200", "matmul").exists()
 print(json.dumps({"source": found.source, "config": dataclasses.asdict(found.config), "stored": stored}))
 """

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_ops import CollectiveProblem, MatmulProblem, spec_of
-from mgpu_ops.core import database, gpu
+from mgpu_ops.core import database, gpu, resolution
 from mgpu_ops.core.database import Entry, Evidence
 from mgpu_ops.tuning import merging, neighbours
 from mgpu_ops.tuning.commands import retune
@@ -261,7 +261,7 @@ def test_export_is_a_directory_that_resolve_takes_on_another_machine(
     assert f"use it with MGPU_OPS_CONFIG_PATH={tmp_path / 'tuned'}" in done.out
     monkeypatch.setenv("MGPU_OPS_CONFIG_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("MGPU_OPS_CONFIG_PATH", str(tmp_path / "tuned"))
-    found = database.resolve(MATMUL, MatmulProblem(512, 512, 512), H200)
+    found = resolution.resolve(MATMUL, MatmulProblem(512, 512, 512), H200)
     assert (found.source, found.config.raster_width) == ("environment", 16)
     assert mgpu_tune("validate", *(tmp_path / "tuned").rglob("*.json")).code == 0
 

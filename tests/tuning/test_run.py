@@ -20,7 +20,7 @@ import sqlalchemy.exc
 from optuna.storages.journal import JournalFileBackend
 
 import mgpu_ops
-from mgpu_ops.core import database
+from mgpu_ops.core import database, resolution
 from mgpu_ops.tuning import commands, ledger, storage
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning.conftest import Command
@@ -74,7 +74,7 @@ def test_the_target_and_the_confidence_are_told(mgpu_tune: Command, devices: lis
 def test_every_sampler_stores_a_config(mgpu_tune: Command, devices: list[FakeDevice]) -> None:
     for sampler in ("tpe", "random", "brute"):
         assert mgpu_tune("run", "toy", "--shape", "toy-1024", "--sampler", sampler, "--trials", 12).code == 0
-    entry = database.resolve(SPEC, PROBLEM, GPU)
+    entry = resolution.resolve(SPEC, PROBLEM, GPU)
     assert entry.source == "user"
     assert isinstance(entry.config, Config)
 

@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 import pytest
 
-from mgpu_ops.core import database
+from mgpu_ops.core import database, resolution
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import search, tuner
 from mgpu_ops.tuning.outcome import Final, Outcome
@@ -344,7 +344,7 @@ def test_the_evidence_tells_what_was_measured_and_where() -> None:
     assert 6.4 <= e.spread_us <= 8.0  # 10th to 90th percentile of those three samples, or of more runs of them
     assert (e.baseline, e.baseline_us, e.error) == ("xla", 150.0, 0.002)
     database.update(database.user_path(GPU.key, "toy"), [result.entry], gpu_key=GPU.key, op="toy")
-    resolved = database.resolve(SPEC, PROBLEM, GPU)
+    resolved = resolution.resolve(SPEC, PROBLEM, GPU)
     assert (resolved.source, resolved.config) == ("user", stored_config(result))
 
 

@@ -30,7 +30,7 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
-    from mgpu_ops.core import database
+    from mgpu_ops.core import resolution
 
     spec = mgpu_ops.spec_of(arguments.op)
     (problem,) = problems_of(spec, arguments).values()
@@ -42,5 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
         answer(arguments, asked | {"backend": "xla", "reason": reason})
         return OK
     say(mgpu_ops.explain(spec.name, problem, gpu.key))
-    answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(database.resolve(spec, problem, gpu)))
+    answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(resolution.resolve(spec, problem, gpu)))
     return OK
