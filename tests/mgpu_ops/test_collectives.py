@@ -273,7 +273,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mgpu_ops import all_reduce
-from mgpu_ops.collectives import transport as transports
+from mgpu_ops.collectives import transport
 from mgpu_ops.core import gpu
 
 mesh = jax.make_mesh((2, 2), ("host", "d"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
