@@ -52,11 +52,13 @@ class Move:
     dtype once. No load is issued before an earlier Wait is over. Stores may be under way until the next Signal or the kernel's
     end: a move that reads what another one wrote needs a Signal between the two, moves that do not may overlap.
     whole: a part is the payload; else a slice.
+    in_lines: what goes to or comes from scratch carries its own flags (`core/lines.py`): a reader waits for each word of it.
     """
 
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
     whole: bool = False
+    in_lines: bool = False
 
     @property
     def through_switch(self) -> bool:
@@ -76,18 +78,24 @@ class Signal:
     """Adds 1 to a flag of the same block on other devices, relative to the own index. MULTICAST: on all, the own one too.
 
     First all earlier loads and stores of this block are complete, and visible to whoever waits for the flag (release).
+    in_lines: nothing is sent, for moves in lines before and after it, and their order, say as much.
     """
 
     to: tuple[int, ...] | Literal["multicast"]
     flag: str
+    in_lines: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Waits until this block's flag is at least `count`, then subtracts it. Later steps see what was signalled (acquire)."""
+    """Waits until this block's flag is at least `count`, then subtracts it. Later steps see what was signalled (acquire).
+
+    in_lines: as of the Signal.
+    """
 
     flag: str
     count: int
+    in_lines: bool = False
 
 
 type Step = Move | Signal | Wait
@@ -126,6 +134,11 @@ class Schedule:
     def flags(self) -> tuple[str, ...]:
         """The flags of each block, in order of use."""
         return tuple(dict.fromkeys(step.flag for step in self.steps if isinstance(step, Wait)))
+
+    @property
+    def in_lines(self) -> bool:
+        """Whether all that passes between devices does so in lines: then scratch is lines, and begins as zeros."""
+        return any(move.in_lines for move in self.moves)
 
     @property
     def reads_at_once(self) -> int:
@@ -213,7 +226,7 @@ class Traffic:
 
 
 def traffic(schedule: Schedule, payload: int) -> Traffic:
-    """The traffic of a call whose payload, the n slices, has `payload` bytes.
+    """The traffic of a call whose payload, the n slices, has `payload` bytes. In lines all counts twice.
 
     Every device does the same, so what it reads from r others as many read from it. The switch takes a copy of each device's
     part, the reader's too, and hands one on; of what is stored through it each device, the writer too, gets a copy.
@@ -222,7 +235,7 @@ def traffic(schedule: Schedule, payload: int) -> Traffic:
     piece = -(-payload // n)
     sent = received = local = 0
     for move in schedule.moves:
-        length = payload if move.whole else piece
+        length = (payload if move.whole else piece) * (1 + move.in_lines)
         for places, through_switch in ((move.reads, (n, 1)), (move.writes, (1, n))):
             for place in places:
                 if place.device == MULTICAST:
@@ -237,8 +250,8 @@ def traffic(schedule: Schedule, payload: int) -> Traffic:
         sent,
         received,
         local,
-        scratch=schedule.scratch_slices * piece,
-        flags=len(schedule.flags),
+        scratch=schedule.scratch_slices * piece * (1 + schedule.in_lines),
+        flags=0 if schedule.in_lines else len(schedule.flags),
         waits=sum(isinstance(step, Wait) for step in schedule.steps),
         roundings=sum(len(move.reads) > 1 or _multicast(move.reads) for move in schedule.moves),
     )
@@ -292,8 +305,13 @@ def _from_peers(n: int) -> tuple[Place, ...]:
     return tuple(Place("scratch", 0, device) for device in range(1, n))
 
 
-def _handshake(n: int, flag: str) -> Steps:
-    return (Signal(tuple(range(1, n)), flag), Wait(flag, n - 1))
+def _all_parts(n: int) -> tuple[Place, ...]:
+    """What all devices left in their parts of the own scratch, the own one first."""
+    return tuple(Place("scratch", 0, device) for device in range(n))
+
+
+def _handshake(n: int, flag: str, in_lines: bool = False) -> Steps:
+    return (Signal(tuple(range(1, n)), flag, in_lines), Wait(flag, n - 1, in_lines))
 
 
 def _multicast_handshake(n: int, flag: str) -> Steps:
@@ -325,6 +343,13 @@ def _push_one_shot(n: int) -> tuple[Steps, Steps]:
     push = Move((Place("x"),), _of_peers("scratch", n, 0), whole=True)
     reduce = Move((Place("x"), *_from_peers(n)), (Place("out"),), whole=True)
     return _handshake(n, "start"), (push, *_handshake(n, "data"), reduce)
+
+
+def _ll_one_shot(n: int) -> tuple[Steps, Steps]:
+    """As push_one_shot, but in lines: one trip over the link is all, for twice the bytes. To itself too: one code for all n."""
+    push = Move((Place("x"),), _of_all("scratch", n, 0), whole=True, in_lines=True)
+    reduce = Move(_all_parts(n), (Place("out"),), whole=True, in_lines=True)
+    return _handshake(n, "start"), (push, *_handshake(n, "data", in_lines=True), reduce)
 
 
 def _two_shot(n: int) -> tuple[Steps, Steps]:
@@ -396,6 +421,12 @@ def _push_reduce_scatter(n: int) -> tuple[Steps, Steps]:
     return _handshake(n, "start"), (*_push_slices(n), *_handshake(n, "data"), reduce)
 
 
+def _ll_reduce_scatter(n: int) -> tuple[Steps, Steps]:
+    push = tuple(Move((Place("x", 0, d),), (Place("scratch", d, 0),), in_lines=True) for d in (*range(1, n), 0))
+    reduce = Move(_all_parts(n), (Place("out"),), in_lines=True)
+    return _handshake(n, "start"), (*push, *_handshake(n, "data", in_lines=True), reduce)
+
+
 def _ring_reduce_scatter(n: int) -> tuple[Steps, Steps]:
     return _ring_scatter(n, (Place("out"),))
 
@@ -411,6 +442,12 @@ def _all_gather(n: int) -> tuple[Steps, Steps]:
     return _between(n, Move((Place("x"),), _of_all("out", n, 0)))
 
 
+def _ll_all_gather(n: int) -> tuple[Steps, Steps]:
+    push = Move((Place("x"),), (*_of_peers("scratch", n, 0), Place("out", 0, 0)), in_lines=True)
+    copies = tuple(Move((Place("scratch", 0, d),), (Place("out", 0, d),), in_lines=True) for d in range(1, n))
+    return _handshake(n, "start"), (push, *_handshake(n, "data", in_lines=True), *copies)
+
+
 def _ring_all_gather(n: int) -> tuple[Steps, Steps]:
     return _RING_START, (Move((Place("x"),), _of_all("out", n, 0)[:2]), *_TELL_NEXT, *_ring_forward(n))
 
@@ -423,6 +460,7 @@ _ALGORITHMS: dict[tuple[Kind, Transport], dict[str, Callable[[int], tuple[Steps,
     ("all_reduce", "peer"): {
         "one_shot": _one_shot,
         "push_one_shot": _push_one_shot,
+        "ll_one_shot": _ll_one_shot,
         "two_shot": _two_shot,
         "push_two_shot": _push_two_shot,
         "ring": _ring,
@@ -431,9 +469,10 @@ _ALGORITHMS: dict[tuple[Kind, Transport], dict[str, Callable[[int], tuple[Steps,
     ("reduce_scatter", "peer"): {
         "one_shot": _reduce_scatter,
         "push_one_shot": _push_reduce_scatter,
+        "ll_one_shot": _ll_reduce_scatter,
         "ring": _ring_reduce_scatter,
     },
     ("reduce_scatter", "multimem"): {"one_shot": _multimem_reduce_scatter},
-    ("all_gather", "peer"): {"one_shot": _all_gather, "ring": _ring_all_gather},
+    ("all_gather", "peer"): {"one_shot": _all_gather, "ll_one_shot": _ll_all_gather, "ring": _ring_all_gather},
     ("all_gather", "multimem"): {"one_shot": _multimem_all_gather},
 }

@@ -34,11 +34,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import multimem, ptxas, tma
+from mgpu_ops.core import multimem, ptxas, replicas, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
 tma.install()
 multimem.install()
+replicas.install()
 
 # Memory spaces, types of scratch buffers, and how a block moves between memories.
 GMEM = plgpu.GMEM

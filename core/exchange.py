@@ -5,7 +5,7 @@ It comes through TMA into one of `stages` places of the inbox, is reduced in reg
 through TMA again, from the inbox or, reduced, from the outbox. The last piece of a slice may be shorter.
 
 With the multimem transport, places on MULTICAST are read and written by `multimem.ld_reduce` and `multimem.st` between
-registers and global memory, without TMA: the switch reduces and copies.
+registers and global memory, without TMA: the switch reduces and copies. Moves in lines go through registers too.
 
 Interpreted, one kernel stands for all devices: they are blocks of one cluster, a peer's memory is another part of an array, and
 a signal is a barrier of the cluster. So it shows that pieces, places, stages and drains are right, and finds races among them;
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops import core
+from mgpu_ops.core import lines
 from mgpu_ops.core.collective import MULTICAST, Buffer, Cut, Move, Place, Schedule, Signal, Wait, relative
 
 type Axes = tuple[tuple[str, int], ...]  # of a mesh: names and sizes
@@ -71,7 +72,7 @@ class Exchange:
     @property
     def staged(self) -> tuple[Move, ...]:
         """The moves that go through shared memory."""
-        return tuple(move for move in self.schedule.moves if not move.through_switch)
+        return tuple(move for move in self.schedule.moves if not move.through_switch and not move.in_lines)
 
     @property
     def smem_bytes(self) -> int:
@@ -118,19 +119,26 @@ def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bo
         scratch_types["outbox"] = core.SMEM((_OUTBOX, *box), what.dtype)
     for r in reads:
         scratch_types[f"arrived_{r}"] = core.Barrier(num_arrivals=r, num_barriers=what.stages)
-    for flag in what.schedule.flags:
-        scratch_types[f"flag_{flag}"] = (
-            core.ClusterBarrier(collective_axes=("device",)) if interpret else core.SemaphoreType.REGULAR
-        )
-    buffers: tuple[Buffer, ...] = ("out", "scratch") if what.schedule.scratch_slices else ("out",)
+    for step in what.schedule.steps:
+        if isinstance(step, Wait) and interpret:
+            scratch_types[f"flag_{step.flag}"] = core.ClusterBarrier(collective_axes=("device",))
+        elif isinstance(step, Wait) and not step.in_lines:
+            scratch_types[f"flag_{step.flag}"] = core.SemaphoreType.REGULAR
+    inputs, results = [x], ["out"]
+    if what.schedule.in_lines and not interpret:
+        parts, rows, _ = what.shape("scratch")
+        inputs.append(jax.new_ref(jnp.zeros((parts, rows, 2 * ROW_BYTES // 4), jnp.int32)))
+    elif what.schedule.scratch_slices:
+        results.append("scratch")
+    names = ["x", "scratch", "out"] if len(inputs) > 1 else ["x", *results]
 
     def body(*refs: Any, **scratch: Any) -> None:
-        machine: _Block = (_Interpreted if interpret else _Block)(what, dict(zip(("x", *buffers), refs, strict=True)), scratch)
+        machine: _Block = (_Interpreted if interpret else _Block)(what, dict(zip(names, refs, strict=True)), scratch)
         machine.run()
 
-    results = core.kernel(
+    return core.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct((*lead, *what.shape(buffer)), what.dtype) for buffer in buffers),
+        out_type=tuple(jax.ShapeDtypeStruct((*lead, *what.shape(buffer)), what.dtype) for buffer in results),
         scratch_types=scratch_types,
         grid=(1,) if interpret else (what.blocks,),
         grid_names=("all",) if interpret else ("block",),
@@ -140,8 +148,7 @@ def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bo
         name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
         equal_over=what.names if equal else (),
         interpret=interpret,
-    )(x)
-    return results[0]
+    )(*inputs)[0]
 
 
 class _Block:
@@ -161,9 +168,12 @@ class _Block:
                 self.wait(step)
             elif step.through_switch:
                 self.move_through_switch(step)
+            elif step.in_lines:
+                self.move_in_lines(step)
             else:
                 self.move(step)
-        core.wait_smem_to_gmem(0)
+        if self.what.staged:
+            core.wait_smem_to_gmem(0)
 
     # Other devices
 
@@ -190,6 +200,8 @@ class _Block:
 
     def signal(self, step: Signal) -> None:
         """The warpgroup's stores are complete, then visible to all, then the flags are raised."""
+        if step.in_lines:
+            return
         core.wait_smem_to_gmem(0)
         flag = self.scratch[f"flag_{step.flag}"]
         if step.to == MULTICAST:
@@ -200,6 +212,8 @@ class _Block:
 
     def wait(self, step: Wait) -> None:
         """Flags are zero when the kernel starts and only count up: reading one is cheaper than subtracting from it."""
+        if step.in_lines:
+            return
         self.signalled[step.flag] += step.count
         core.semaphore_wait(self.scratch[f"flag_{step.flag}"], self.signalled[step.flag], decrement=False)
         core.global_memory_fence()
@@ -302,9 +316,9 @@ class _Block:
                 what.reduction, (core.load(boxes.at[k, here], layout=layout, optimized=False) for k in range(count))
             )
 
-    def layout(self, rows: int) -> Any:
-        """Of so many rows in registers: each thread has up to 16 bytes in a row."""
-        vector = math.gcd(rows, 4) * 4 // jnp.dtype(self.what.dtype).itemsize
+    def layout(self, rows: int, row: int = 16) -> Any:
+        """Of so many rows in registers: each thread has up to `row` bytes in a row."""
+        vector = math.gcd(rows, row // 4) * 4 // jnp.dtype(self.what.dtype).itemsize
         return core.Layout.WG_STRIDED((rows, self.what.columns), vec_size=vector)
 
     # Through the switch
@@ -345,6 +359,52 @@ class _Block:
         else:
             ref[where] = value
 
+    # In lines
+
+    def move_in_lines(self, move: Move) -> None:
+        """Each piece from global memory to registers and back, with its flags wherever scratch is concerned."""
+        what = self.what
+        first, count = self.pieces(move)
+
+        @core.loop(0, count)
+        def each(i: Any) -> None:
+            number = first + i * what.blocks
+
+            def copy(rows: int) -> None:
+                at_once = max(r for r in range(1, _ROWS_AT_ONCE // len(move.reads) + 1) if rows % r == 0)
+
+                def some(place: Place, group: Any) -> Any:
+                    part, where = self.where(place, move, number, at_once)
+                    return part, core.ds(where.start + group * at_once, at_once)
+
+                @core.loop(0, rows // at_once)
+                def _(group: Any) -> None:
+                    reads = self.in_order(move, lambda place: some(place, group))
+                    value = reduced(what.reduction, self.load_lines(reads, at_once))
+                    for place in move.writes:
+                        self.store_lines(place, some(place, group), value, at_once)
+
+            self.each_length(number, copy)
+
+    def in_order(self, move: Move, where: Callable[[Place], Any]) -> list[tuple[Place, Any]]:
+        """What a move in lines reads, and where; in the order of the devices, where it reads all parts of the own scratch."""
+        reads = [(place, where(place)) for place in move.reads]
+        if len(reads) < self.n:
+            return reads
+        return [(move.reads[0], (jnp.int32(part), reads[0][1][1])) for part in range(self.n)]
+
+    def load_lines(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
+        layout = self.layout(rows, 8)
+        if reads[0][0].buffer != "scratch":
+            return [core.load(self.memory(*read), layout=layout, optimized=False) for read in reads]
+        return lines.load([self.memory(*read) for read in reads], (rows, self.what.columns), self.what.dtype, layout)
+
+    def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
+        if place.buffer == "scratch":
+            lines.store(value, self.memory(place, where), self.layout(rows, 8))
+        else:
+            self.memory(place, where)[...] = value
+
 
 class _Interpreted(_Block):
     """The same, one block of a cluster that stands for all devices."""
@@ -355,6 +415,12 @@ class _Interpreted(_Block):
     def memory(self, place: Place, where: Any) -> Any:
         assert isinstance(place.device, int)
         return self.buffers[place.buffer].at[(relative(place.device, self.own, self.n), *where)]
+
+    def load_lines(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
+        return [self.memory(*read)[...] for read in reads]
+
+    def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
+        self.memory(place, where)[...] = value
 
     def signal(self, step: Signal) -> None:
         core.wait_smem_to_gmem(0)

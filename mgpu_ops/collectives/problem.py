@@ -26,6 +26,7 @@ TRANSPORTS: Final[tuple[Transport, ...]] = ("peer", "multimem")
 XLA: Final = "xla"  # as an algorithm: lax.psum and the like, which may be the fastest
 MAX_BYTES: Final = 2**33
 MAX_SCRATCH: Final = 2**28
+MAX_LINES: Final = 2**20  # bytes of a payload that goes in lines: beyond, twice the bytes cost more than a handshake
 MAX_CHUNK: Final = 256 * ROW_BYTES  # TMA takes 256 rows at a time
 
 
@@ -150,6 +151,11 @@ def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return (
             f"chunk={c.chunk} with stages={c.stages} needs {needed} bytes of shared memory: {gpu.name} has {gpu.smem_per_block}"
         )
+    if what.schedule.in_lines:
+        if payload_bytes(p) > MAX_LINES:
+            return f"algorithm={c.algorithm!r} is for payloads up to {MAX_LINES} bytes: it sends twice as many"
+        if c.stages != 2:
+            return f"stages={c.stages} must be 2 with algorithm={c.algorithm!r}, which has none"
     scratch = what.parts("scratch") * what.rows * ROW_BYTES
     if scratch > MAX_SCRATCH:
         return f"algorithm={c.algorithm!r} needs {scratch} bytes of scratch memory a device, more than {MAX_SCRATCH}"

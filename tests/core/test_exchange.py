@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from mgpu_ops.core import aot, collective, exchange
+from mgpu_ops.core import aot, collective, exchange, gpu
 from mgpu_ops.core.collective import Schedule, Signal, Wait
 from mgpu_ops.core.exchange import Exchange
 from tests.mgpu_ops.conftest import no_races
@@ -170,8 +170,31 @@ def test_every_peer_kernel_compiles_without_spills_into_the_bytes_it_counts(kind
     report = compiled(what)
     assert report.spills == 0
     assert what.smem_bytes <= report.smem_bytes <= what.smem_bytes + 1024  # barriers
-    assert "UTMALDG" in report.sass or "UBLKCP" in report.sass
+    in_lines = "LDG.E.128.STRONG.SYS" in report.sass and "STG.E.128.STRONG.SYS" in report.sass
+    assert in_lines if what.schedule.in_lines else "UBLKCP" in report.sass
     assert "multimem" not in report.ptx
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint32"])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_lines_compile_without_spills_for_every_dtype_and_length(dtype, rows):
+    for reduction in ("add", "min"):
+        report = compiled(plan("all_reduce", "ll_one_shot", 4, dtype=jnp.dtype(dtype), rows=rows, reduction=reduction))
+        assert report.spills == 0
+        assert "MEMBAR" not in report.sass  # no fence, no flag beside the data
+
+
+@needs_compiler
+def test_a_mesh_without_devices_names_its_replicas():
+    """jax 0.11 leaves them out, and such a kernel fails when it runs."""
+    what = plan("all_reduce", "two_shot", 4)
+    mesh = AbstractMesh((4,), ("device",), axis_types=(AxisType.Auto,))
+    run = functools.partial(exchange.exchange, what=what)
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with aot.target(gpu.find("h200")):
+        lowered = jax.jit(sharded).trace(jnp.zeros(what.shape("x"))).lower(lowering_platforms=("cuda",))
+    assert 'xla_replica_ids = "0,1,2,3"' in lowered.as_text()
 
 
 @needs_compiler

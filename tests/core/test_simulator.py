@@ -220,6 +220,8 @@ def test_a_wrong_part_or_device_of_a_move_is_found(kind, algorithm, transport):
                 for other in wrong(place):
                     if (kind, algorithm) == ("all_reduce", "one_shot") and other == Place("out", 1):
                         continue  # all devices sum the same: each may as well do it for the next, thanks to the end handshake
+                    if (kind, algorithm) == ("all_reduce", "ll_one_shot") and other in (Place("scratch", 1, 0), Place("x", 1)):
+                        continue  # what it has itself written to the next one; who sends whose x makes no difference either
                     changed = {field: (*places[:k], other, *places[k + 1 :])}
                     found(with_step(schedule, i, dataclasses.replace(move, **changed)))
 

@@ -1,0 +1,132 @@
+"""Data that carry their own flags between GPUs: four bytes of data and four of flag, stored and loaded as one.
+
+Whoever polls for the data needs no signal, no fence and no wait for stores to be complete: one trip over the link is all, for
+twice the bytes. NCCL calls the protocol LL. It rests on 64-bit stores and loads being single (PTX ISA, "Memory consistency
+model": vectors are several accesses, each of 64 bits here) and on memory that is zero before.
+
+A buffer of lines is int32, twice as wide as the rows of data that it takes. Values are of a layout `Layout.WG_STRIDED`, in which
+each of 128 threads has 4 or 8 bytes in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+_FLAG = 1
+_THREADS = 128
+
+
+def store(value: Any, ref: Any, layout: Any) -> None:
+    """Stores `value` and its flags to lines, on the own or another GPU."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def store_lines(_: Any, value: Any, ref: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        words = _words(value.layout.vec_size, value.mlir_dtype)
+        start = _start(ref, words)
+        for i, register in enumerate(value.registers.flat):
+            data = [_word(register, word) for word in range(words)]
+            pairs = "".join(f"mov.b64 a{w}, {{$1, ${w + 2}}}; " for w in range(words))
+            utils.inline_ptx(
+                f"{{ .reg .b64 a<{words}>; {pairs}st.relaxed.sys.global{_vector(words)}.b64 [$0+{_offset(i, words)}], {_list('a', words)}; }}",
+                start,
+                utils.c(_FLAG, i32),
+                *data,
+                has_side_effects=True,
+            )
+
+    store_lines(value, ref)
+
+
+def load(refs: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any) -> list[Any]:
+    """Waits for the lines at each of `refs`, all at once, and returns their data, arrays of `shape`."""
+    out = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(refs), return_type=[out] * len(refs))
+    def load_lines(_: Any, *refs: Any) -> list[Any]:
+        element = utils.dtype_to_ir_type(jnp.dtype(dtype))
+        mosaic_layout = layout.to_mgpu()
+        words = _words(mosaic_layout.vec_size, element)
+        (registers,) = mosaic_layout.registers_shape(shape)
+        loaded = iter(_wait_for([_start(ref, words) for ref in refs], registers, words))
+        signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
+        return [
+            mgpu.FragmentedArray(
+                _registers=np.array([_joined([next(loaded) for _ in range(words)], element) for _ in range(registers)], object),
+                _layout=mosaic_layout,
+                _is_signed=signed,
+            )
+            for _ in refs
+        ]
+
+    return load_lines(*refs)
+
+
+def _wait_for(starts: Sequence[Any], registers: int, words: int) -> Sequence[Any]:
+    """The data words of all lines, which are loaded again until the last flag is there."""
+    i32 = ir.IntegerType.get_signless(32)
+    lines = [(start, i) for start in range(len(starts)) for i in range(registers)]
+    count = len(lines) * words
+    loads = "".join(
+        f"ld.relaxed.sys.global{_vector(words)}.b64 {_list('a', words, line * words)}, [${count + start}+{_offset(i, words)}]; "
+        for line, (start, i) in enumerate(lines)
+    )
+    parts = "".join(f"mov.b64 {{f, ${word}}}, a{word}; and.b32 all, all, f; " for word in range(count))
+    return utils.inline_ptx(
+        f"{{ .reg .b64 a<{count}>; .reg .b32 f, all; .reg .pred late;\nAGAIN: {loads}mov.b32 all, {_FLAG}; {parts}"
+        f"setp.ne.b32 late, all, {_FLAG}; @late bra AGAIN; }}",
+        *starts,
+        result_types=[i32] * count,
+        has_side_effects=True,
+    )
+
+
+def _words(vector: int, element: Any) -> int:
+    words, rest = divmod(vector * utils.bitwidth(element), 32)
+    if rest or words not in (1, 2):
+        raise ValueError(f"{vector} elements of {element} a thread: lines take 4 or 8 bytes of data in a row")
+    return words
+
+
+def _start(ref: Any, words: int) -> Any:
+    """Where this thread's first line is."""
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    thread = arith.remui(utils.thread_idx(), utils.c(_THREADS, i32))
+    return utils.getelementptr(utils.memref_ptr(ref), [arith.muli(thread, utils.c(words, i32))], i64)
+
+
+def _offset(register: int, words: int) -> int:
+    return register * _THREADS * words * 8
+
+
+def _vector(words: int) -> str:
+    return ".v2" if words == 2 else ""
+
+
+def _list(name: str, count: int, first: int = 0) -> str:
+    names = ", ".join(f"{name}{first + i}" for i in range(count))
+    return f"{{{names}}}" if count > 1 else names
+
+
+def _word(register: Any, word: int) -> Any:
+    """The word-th 32 bits of a vector."""
+    i32 = ir.IntegerType.get_signless(32)
+    per_word = ir.VectorType(register.type).shape[0] * 32 // utils.bitwidth(register.type)
+    return utils.bitcast(utils.vector_slice(register, slice(word * per_word, (word + 1) * per_word)), i32)
+
+
+def _joined(words: Sequence[Any], element: Any) -> Any:
+    """The inverse of `_word`, of all words."""
+    i32 = ir.IntegerType.get_signless(32)
+    one = ir.VectorType.get((1,), i32)
+    vector = utils.vector_concat([utils.bitcast(word, one) for word in words])
+    return utils.bitcast(vector, ir.VectorType.get((len(words) * 32 // utils.bitwidth(element),), element))
