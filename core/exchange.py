@@ -124,7 +124,8 @@ def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bo
             scratch_types[f"flag_{step.flag}"] = core.ClusterBarrier(collective_axes=("device",))
         elif isinstance(step, Wait) and not step.in_lines:
             scratch_types[f"flag_{step.flag}"] = core.SemaphoreType.REGULAR
-    inputs, results = [x], ["out"]
+    inputs: list[Any] = [x]
+    results: list[Buffer] = ["out"]
     if what.schedule.in_lines and not interpret:
         parts, rows, _ = what.shape("scratch")
         inputs.append(jax.new_ref(jnp.zeros((parts, rows, 2 * ROW_BYTES // 4), jnp.int32)))

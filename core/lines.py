@@ -4,8 +4,8 @@ Whoever polls for the data needs no signal, no fence and no wait for stores to b
 twice the bytes. NCCL calls the protocol LL. It rests on 64-bit stores and loads being single (PTX ISA, "Memory consistency
 model": vectors are several accesses, each of 64 bits here) and on memory that is zero before.
 
-A buffer of lines is int32, twice as wide as the rows of data that it takes. Values are of a layout `Layout.WG_STRIDED`, in which
-each of 128 threads has 4 or 8 bytes in a row.
+A buffer of lines is int32, twice as wide as the rows of data that it takes. Values are of a layout `Layout.WG_STRIDED`, in
+which each of 128 threads has 4 or 8 bytes in a row.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def store(value: Any, ref: Any, layout: Any) -> None:
         for i, register in enumerate(value.registers.flat):
             data = [_word(register, word) for word in range(words)]
             pairs = "".join(f"mov.b64 a{w}, {{$1, ${w + 2}}}; " for w in range(words))
+            line = f"st.relaxed.sys.global{_vector(words)}.b64 [$0+{_offset(i, words)}], {_list('a', words)};"
             utils.inline_ptx(
-                f"{{ .reg .b64 a<{words}>; {pairs}st.relaxed.sys.global{_vector(words)}.b64 [$0+{_offset(i, words)}], {_list('a', words)}; }}",
+                f"{{ .reg .b64 a<{words}>; {pairs}{line} }}",
                 start,
                 utils.c(_FLAG, i32),
                 *data,
