@@ -1,8 +1,9 @@
 """Benchmarks of collectives: ours beside XLA's, between the GPUs of this machine, as a CSV file and a picture.
 
 Two times say two things. `own_us`, from CUPTI, is the kernel that moves the data, without what comes before it: XLA's barrier
-of all GPUs, the fill of semaphores. `call_us`, from the clock on the wall, is what one more call adds to a chain of calls in
-one jit, where each waits for the one before: what a program pays. All are taken in turn, in one run.
+of all GPUs, the fill of semaphores; on the GPU that comes last, whose kernel waits for no other's start. `call_us`, from the
+clock on the wall, is what one more call adds to a chain of calls in one jit, where each waits for the one before: what a
+program pays. All are taken in turn, in one run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 OURS, XLA = "mgpu_ops", "xla"
 _LONGER = 5  # times as many turns in a row: the difference is free of what it takes to start
-_AROUND = re.compile(r"barrier|memset|fill|broadcast", re.IGNORECASE)  # kernels that prepare a collective
+_AROUND = re.compile(r"barrier|memset|memcpy|fill|broadcast", re.IGNORECASE)  # kernels that prepare a collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Row:
     transport: str
     impl: str  # "mgpu_ops" or "xla"
     config: str
-    own_us: float  # of the kernels that move data, mean of the devices
-    around_us: float  # of those before them
+    own_us: float  # of the kernels that move data, on the device that comes last
+    around_us: float  # of those before them, mean of the devices
     call_us: float  # that a call adds to a chain
     bus_gbs: float  # 10^9 bytes/s, as nccl-tests counts: bytes that must cross a device's link, by call_us
     error: float
@@ -114,20 +115,36 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     longs = {impl: compiled(long.timed(function), arrays) for impl, function in functions.items()}
     errors = {impl: measure.error(spec.result(call()), expected) for impl, call in shorts.items()}
     once = sum(_wall(call) for call in (*shorts.values(), *longs.values()) for _ in range(2)) / 2
-    rounds = measure.rounds_for(seconds, 2 * once, low=5, high=50)
-    own, around, added = (collections.defaultdict[str, list[float]](list) for _ in range(3))
-    for _ in range(rounds):
+    own, around = (collections.defaultdict[str, list[float]](list) for _ in range(2))
+    for _ in range(measure.rounds_for(seconds / 2, once, low=5, high=20)):
         for impl, call in shorts.items():
             kernels = measure.kernels(call)
-            shares = devices * spec.turns
-            own[impl].append(sum(us for name, us in kernels if not _AROUND.search(name)) / shares)
-            around[impl].append(sum(us for name, us in kernels if _AROUND.search(name)) / shares)
-    for _ in range(rounds):
+            own[impl].append(_last(((n, us) for n, us in kernels if not _AROUND.search(n)), devices) / spec.turns)
+            around[impl].append(sum(us for n, us in kernels if _AROUND.search(n)) / (devices * spec.turns))
+    walls = collections.defaultdict[Any, list[float]](list)
+    for _ in range(measure.rounds_for(seconds / 2, once, low=11, high=200)):
         for impl in functions:
-            difference = _wall(longs[impl]) - _wall(shorts[impl])
-            added[impl].append(difference / ((_LONGER - 1) * spec.turns))
-    medians = {impl: [measure.median_us(samples[impl]) for samples in (own, around, added)] for impl in functions}
-    return [_row(spec, problem, gpu, impl, medians[impl], errors[impl]) for impl in functions]
+            walls[impl, "short"].append(_wall(shorts[impl]))
+            walls[impl, "long"].append(_wall(longs[impl]))
+    rows = []
+    for impl in functions:
+        added = (_undisturbed(walls[impl, "long"]) - _undisturbed(walls[impl, "short"])) / ((_LONGER - 1) * spec.turns)
+        times = (measure.median_us(own[impl]), measure.median_us(around[impl]), added)
+        rows.append(_row(spec, problem, gpu, impl, times, errors[impl]))
+    return rows
+
+
+def _last(kernels: Iterable[tuple[str, float]], devices: int) -> float:
+    """Of each kernel, which ran on all devices, the shortest runs, one in `devices`: those that waited for no other's start."""
+    runs = collections.defaultdict[str, list[float]](list)
+    for name, us in kernels:
+        runs[name].append(us)
+    return sum(sum(sorted(of_one)[: max(1, len(of_one) // devices)]) for of_one in runs.values())
+
+
+def _undisturbed(walls: Sequence[float]) -> float:
+    """The lower quartile: the host's other work only ever adds."""
+    return sorted(walls)[len(walls) // 4]
 
 
 def _wall(call: Callable[[], Any]) -> float:
@@ -156,8 +173,8 @@ def bus_bytes(op: str, size: int, devices: int) -> float:
     return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * size
 
 
-def _row(spec: OpSpec, p: Any, gpu: Gpu, impl: str, medians: Sequence[float], error: float) -> Row:
-    own, around, call = medians
+def _row(spec: OpSpec, p: Any, gpu: Gpu, impl: str, times: Sequence[float], error: float) -> Row:
+    own, around, call = times
     size = p.size * jax.numpy.dtype(p.dtype).itemsize
     config = ""
     if impl == OURS:

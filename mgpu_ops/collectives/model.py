@@ -16,13 +16,13 @@ from mgpu_ops.core import collective, rates
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.gpu import Gpu
 
-# Assumptions all, until results/ hold measurements: docs/kernels/all_reduce.md.
-ENTRY: Final = 6.6e-6  # s of XLA's two kernels before ours
-HANDSHAKE: Final = 5e-6  # s from a signal, its drains included, to the other side of a wait
-LINK: Final = 0.85  # of NVLink's rate is reached
-REMOTE_LATENCY: Final = 2.5e-6  # s from a request for a peer's memory to the data
-PIECE: Final = 0.6e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
-XLA_CALL: Final = 22e-6  # s of XLA's small collectives, in a chain
+# From two H200s: docs/kernels/all_reduce.md.
+ENTRY: Final = 3.6e-6  # s of XLA's barrier before ours; its fill of zeros is one for a whole program
+HANDSHAKE: Final = 1.2e-6  # s from a signal, its drains included, to the other side of a wait
+LINK: Final = 0.77  # of NVLink's rate is reached
+REMOTE_LATENCY: Final = 1.0e-6  # s from a request for a peer's memory to the data, or for what is sent in lines
+PIECE: Final = 0.2e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
+XLA_CALL: Final = 6e-6  # s of XLA's small collectives, in a chain
 XLA_BUS: Final = 260e9  # bytes/s of NCCL's bus without multicast
 
 BLOCKS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 132)
@@ -51,19 +51,22 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
         return XLA_CALL + turns * (p.devices - 1) / p.devices * size / XLA_BUS
     plan = schedule(kind, p, c)
     traffic = collective.traffic(plan, size)
-    handshakes = sum(isinstance(step, collective.Wait) for step in plan.steps)
+    handshakes = sum(isinstance(step, collective.Wait) and not step.in_lines for step in plan.steps)
     time = ENTRY + rates.LAUNCH + handshakes * HANDSHAKE
     link = LINK * gpu.nvlink_bytes_per_s
     for move in plan.moves:
-        length = size if move.whole else -(-size // p.devices)
-        pieces = -(-length // min(c.chunk, length))
+        length = (size if move.whole else -(-size // p.devices)) * (1 + move.in_lines)
+        chunk = min(c.chunk * (1 + move.in_lines), length)
+        pieces = -(-length // chunk)
         busy = min(c.blocks, pieces)
         rounds = -(-pieces // c.blocks)
-        under_way = busy * min(c.stages, rounds) * min(c.chunk, length) * len(move.reads)
+        if move.in_lines:  # as many rows as there are registers for go at once
+            rounds *= -(-c.chunk * len(move.reads) // (16 * 512))
+        under_way = busy * min(c.stages, rounds) * chunk * len(move.reads)
         rate = under_way / REMOTE_LATENCY
         # What a device reads, others read of it, so that reads take as much of each direction as writes.
         remote = sum(place.device != 0 for place in (*move.reads, *move.writes)) * length
-        time += REMOTE_LATENCY + rounds * PIECE + max(remote / link, len(move.reads) * length / rate)
+        time += REMOTE_LATENCY * bool(remote) + rounds * PIECE + max(remote / link, len(move.reads) * length / rate)
     return time + (traffic.local + traffic.scratch) / memory
 
 

@@ -26,11 +26,14 @@ SPEC = mgpu_ops.spec_of("all_reduce")
 
 @pytest.fixture
 def cupti(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 16 turns on 4 devices: 6 us of XLA's barrier, and 10 us of a kernel. A call takes 40 us."""
+    """Each of 16 turns on 4 devices: 6 us of XLA's barrier, and a kernel of 10 us, for which three wait up to 4 us more. A call
+    takes 40 us.
+    """
 
     def kernels(call: Any) -> list[tuple[str, float]]:
         jax.block_until_ready(call())
-        return [("loop_broadcast_fusion", 1.0)] * 4 + [("multi_gpu_barrier_kernel", 6.0), ("mgpu_ops_all_reduce", 10.0)] * 64
+        turn = [("multi_gpu_barrier_kernel", 6.0)] * 4 + [("mgpu_ops_all_reduce", 10.0 + wait) for wait in (3, 0, 4, 1)]
+        return [("loop_broadcast_fusion", 1.0)] * 4 + turn * 16
 
     turns = itertools.cycle([16, 16, 80, 80])  # ours and XLA's, then both in longer chains
     times: dict[int, float] = {}
