@@ -35,7 +35,7 @@ from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.outcome import Kind, Outcome
 
 SCHEMA = 1
-LIMIT = 400  # configs of a problem's grid
+LIMIT = 250  # configs of a problem's grid
 ANALYTIC = 6  # of an op's candidates are among the extras
 _SAVE_SECONDS = 20.0  # between two saves of a sweep under way
 

@@ -31,7 +31,7 @@ def register(commands: Any) -> None:
     parser.add_argument("op", nargs="?", help="default, of the suite replay: every op that is in it")
     parser.add_argument("--shape", metavar="NAME", help="a named problem of the op")
     parser.add_argument("--suite", metavar="NAME", help="replay, or a suite of the op")
-    parser.add_argument("--configs", type=positive_int, metavar="N", help="at most so many of a problem's grid (default 400)")
+    parser.add_argument("--configs", type=positive_int, metavar="N", help="at most so many of a problem's grid (default 250)")
     workers_argument(parser)
     parser.set_defaults(gpu=None)  # the one here
     parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the order (default 0)")
@@ -51,11 +51,13 @@ def sweep_all(problems: Sequence[tuple[Any, str, Any]], devices: Sequence[Any], 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from mgpu_ops.tuning import many, sweep, worker
+    from mgpu_ops.tuning import compiling, many, sweep, worker
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     told: list[dict[str, Any]] = []
     code = OK
+    for device in devices:  # a sweep waits for no result to go on: all cores compile ahead
+        device.slots = max(device.slots, 2 * compiling.cores() // len(devices))
     with Progress(*columns, console=Console()) as bar:
 
         def measure(job: tuple[Any, str, Any], device: Any) -> Any:
