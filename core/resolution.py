@@ -6,7 +6,7 @@
    other GPUs with the same architecture and SM count). Every measured entry comes before every
    modelled one, whichever file it is in: a modelled entry never hides a measured one.
 3. `near`: the entry of those files for the nearest other problem, again measured before modelled, unless the op's model
-   puts its config behind the default for this problem.
+   puts its config behind the default for this problem, or it was no faster than the default there.
 4. `default`: the op's analytic choice.
 
 In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from mgpu_ops.core.op import OpSpec
 
 NEAR_SLACK = 1.05  # a near entry's config may be modelled this much slower than the default: the model is no better than that
+NEAR_GAIN = 1.003  # how much faster than the default it must promise to be here: less is no difference
 
 
 # --- overrides
@@ -265,7 +266,7 @@ def _stored(query: _Query) -> Resolution | None:
         reason = (
             stale_kernel(row.entry, spec)
             or spec.check(problem, row.config, gpu)
-            or (near and _behind(query, row.config))
+            or (near and _behind(query, row))
             or None
         )
         if reason is None:
@@ -343,16 +344,27 @@ def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, str, Path]]:
         yield "family", other.key, database.shipped_path(other.key, op)
 
 
-def _behind(query: _Query, config: Any) -> str | None:
-    """Why a config that was fast for a near problem is not to be trusted for this one: the op's model prefers the default.
+def _behind(query: _Query, row: _Row) -> str | None:
+    """Why a config that was fast for a near problem is not to be trusted for this one; the default's own always is.
 
-    Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the model does.
+    Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the op's model
+    does. And it promises no more than what it gained over the default there, changed as the model says from there to here.
     """
     spec, problem, gpu, _ = query
-    ours, default = (spec.cost(problem, c, gpu) for c in (config, spec.default(problem, gpu)))
-    if ours <= NEAR_SLACK * default:
+    default = spec.default(problem, gpu)
+    if row.config == default:
         return None
-    return f"modelled at {ours * 1e6:.1f} us here, the default at {default * 1e6:.1f} us"
+    ours, theirs = (spec.cost(problem, c, gpu) for c in (row.config, default))
+    if ours > NEAR_SLACK * theirs:
+        return f"modelled at {ours * 1e6:.1f} us here, the default at {theirs * 1e6:.1f} us"
+    evidence = row.entry.evidence
+    if evidence.default_us is None:
+        return None
+    there, default_there = (spec.cost(row.problem, c, gpu) for c in (row.config, spec.default(row.problem, gpu)))
+    promised = evidence.default_us / evidence.median_us * (there / default_there) / (ours / theirs)
+    if promised >= NEAR_GAIN:
+        return None
+    return f"{evidence.default_us / evidence.median_us:.3f}x as fast as the default there, which promises {promised:.3f}x here"
 
 
 # --- telling

@@ -214,7 +214,7 @@ def _resolved(sweep: Sweep, others: Sequence[Sweep]) -> tuple[float, float]:
     """Times of the config that `resolve` finds for a sweep's problem with the others' optima stored, and of the default."""
     recorded, problem = recorded_spec(sweep)
     # Under another name no shipped entry is found, which may be one for this very problem.
-    spec = dataclasses.replace(recorded, name="held-out", distance=mgpu_ops.spec_of(sweep.op).distance)
+    spec = dataclasses.replace(mgpu_ops.spec_of(sweep.op), name="held-out", check=recorded.check)
     rows, gpu = dict(zip(sweep.configs(spec), sweep.rows, strict=True)), gpu_of(sweep)
     with tempfile.TemporaryDirectory() as folder, _environment("MGPU_OPS_CONFIG_DIR", folder):
         database.update(database.user_path(gpu.key, spec.name), map(_optimum, others), gpu_key=gpu.key, op=spec.name)
@@ -224,13 +224,16 @@ def _resolved(sweep: Sweep, others: Sequence[Sweep]) -> tuple[float, float]:
 
 def _optimum(sweep: Sweep) -> Entry:
     spec = mgpu_ops.spec_of(sweep.op)
-    row, config = min(zip(sweep.rows, sweep.configs(spec), strict=True), key=lambda pair: pair[0].us)
+    problem, rows = database.to_problem(spec, sweep.problem), dict(zip(sweep.configs(spec), sweep.rows, strict=True))
+    config, row = min(rows.items(), key=lambda pair: pair[1].us)
+    default = rows.get(spec.default(problem, gpu_of(sweep)))
     evidence = Evidence(
         kind="measured", gpu=sweep.device, driver=sweep.driver, jax=sweep.jax, jaxlib=sweep.jaxlib, cuda=sweep.cuda,
-        kernel_version=sweep.kernel_version, median_us=row.us, spread_us=measure.spread_us(row.samples), default_us=None,
-        baseline=None, baseline_us=None, error=None, trials=len(sweep.rows), seed=sweep.seed, date=sweep.date,
+        kernel_version=sweep.kernel_version, median_us=row.us, spread_us=measure.spread_us(row.samples),
+        default_us=default.us if default is not None and default.samples else None, baseline=None, baseline_us=None,
+        error=None, trials=len(rows), seed=sweep.seed, date=sweep.date,
     )  # fmt: skip
-    return database.to_entry(database.to_problem(spec, sweep.problem), config, evidence)
+    return database.to_entry(problem, config, evidence)
 
 
 class _environment:

@@ -88,7 +88,7 @@ def test_problems_that_were_not_tuned_get_nearly_the_optimum_on_recorded_sweeps(
         pytest.skip("no sweep is recorded in results/replay")
     held = replay.held_out(found)
     assert held.median_share >= 0.95
-    assert held.smallest_of_default >= 0.99  # of times that are only known to about 1 %
+    assert held.smallest_of_default >= 1
 
 
 # --- the recorded device
@@ -99,20 +99,21 @@ def test_a_recorded_device_draws_what_was_measured_and_fails_what_failed(sweeps:
     device = replay.Recorded(sweeps[0], spec, seed=3)
     device.open(spec, problem, 0)
     configs = sweeps[0].configs(spec)
+    works, row = next((c, row) for c, row in zip(configs, sweeps[0].rows, strict=True) if row.kind == "ok")
     times = set()
     for _ in range(20):
-        device.submit(configs[0])
+        device.submit(works)
         _, outcome = device.next()
         times.add(outcome.us)
-        assert set(outcome.samples) <= set(sweeps[0].rows[0].samples)
+        assert set(outcome.samples) <= set(row.samples)
     assert len(times) > 1, "no noise"
     broken = next(c for c, row in zip(configs, sweeps[0].rows, strict=True) if row.kind != "ok")
     device.submit(broken)
     assert device.next()[1].kind == "compile"
     with pytest.raises(LookupError):
         device.next()
-    final = device.finals(configs[:2], 1.0)
-    assert all(set(samples) <= set(row.samples) for samples, row in zip(final.samples.values(), sweeps[0].rows))
+    final = device.finals([works, works], 1.0)
+    assert all(set(samples) <= set(row.samples) for samples in final.samples.values())
 
 
 def test_only_what_was_measured_is_searched_and_nothing_stored_helps(sweeps: list[Sweep]) -> None:
