@@ -264,6 +264,18 @@ def global_memory_fence() -> None:
     fence()
 
 
+def warpgroup_barrier() -> None:
+    """The threads of the warpgroup wait for each other."""
+    if _interpreting.get():
+        return
+
+    @inline_mgpu()
+    def barrier(_: Any) -> None:
+        mosaic.warpgroup_barrier()
+
+    barrier()
+
+
 def interpreting() -> bool:
     """Whether the kernel being traced is for the interpreter."""
     return _interpreting.get()
@@ -304,6 +316,7 @@ def kernel(
     name: str,
     equal_over: tuple[str, ...] = (),
     interpret: bool = False,
+    entry_barrier: bool = True,
     compiler_params: CompilerParams | None = None,
 ) -> Callable[..., Any]:
     """A function of arrays that launches `body(*input_refs, *output_refs, **scratch)` as one GPU kernel.
@@ -317,6 +330,7 @@ def kernel(
       name: what profilers and dumps call the kernel.
       equal_over: axes of a mesh over whose devices the outputs are equal, though the inputs differ: the kernel sees to it.
       interpret: run in JAX's GPU interpreter on any machine, with race detection, instead of compiling.
+      entry_barrier: of a kernel that reaches peers: XLA puts a barrier of all GPUs before it.
 
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
     """
@@ -345,7 +359,8 @@ def kernel(
         num_threads=num_threads,
         thread_name=thread_name,
         kernel_name=name,
-        compiler_params=compiler_params or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
+        compiler_params=compiler_params
+        or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup, skip_device_barrier=not entry_barrier),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
 

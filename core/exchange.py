@@ -30,7 +30,9 @@ from mgpu_ops.core.collective import MULTICAST, Buffer, Cut, Move, Place, Schedu
 type Axes = tuple[tuple[str, int], ...]  # of a mesh: names and sizes
 
 ROW_BYTES: Final = 512  # 128 threads take four bytes each
+LINE_WORDS: Final = 2 * ROW_BYTES // 4  # int32 of a row in lines
 REDUCTIONS: Final = {"add": jnp.add, "min": jnp.minimum, "max": jnp.maximum}
+WORKSPACE_BLOCKS: Final = 64  # of every call with a workspace: each counts its calls
 _OUTBOX = 2
 _ROWS_AT_ONCE = 16  # that a warpgroup holds in registers, of each operand and of the sum
 
@@ -102,11 +104,19 @@ def reduced(reduction: str, values: Iterable[jax.Array]) -> jax.Array:
     return total.astype(first.dtype)
 
 
-def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bool = False) -> jax.Array:
+def workspace_rows(n: int, rows: int) -> int:
+    """Rows of a workspace whose parts have `rows` rows: two for each of n devices, and the counters of the blocks."""
+    return 2 * n * rows + 1
+
+
+def exchange(x: jax.Array, what: Exchange, *, workspace: Any = None, equal: bool = False, interpret: bool = False) -> jax.Array:
     """Runs the kernel inside `jax.shard_map` over `what.axes`: x has `what.shape("x")`, the result `what.shape("out")`.
 
+    workspace: a ref of int32 [1, `workspace_rows`, LINE_WORDS], zeros before the first call, for schedules in lines: they need
+    nothing of XLA then, no zeros and no barrier. Calls take turns with its two halves: who begins the second call after this
+    one has all that the others sent in the next one, so that they are done with this one.
     equal: the result is the same on all devices, and so typed. Interpreted, x and the result have all devices' in front:
-    [n, ...], and no shard_map is needed.
+    [n, ...], no shard_map is needed, and there is no workspace.
     """
     n = what.schedule.n
     scratch_types: dict[str, Any] = {}
@@ -128,13 +138,14 @@ def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bo
     results: list[Buffer] = ["out"]
     if what.schedule.in_lines and not interpret:
         parts, rows, _ = what.shape("scratch")
-        inputs.append(jax.new_ref(jnp.zeros((parts, rows, 2 * ROW_BYTES // 4), jnp.int32)))
+        inputs.append(jax.new_ref(jnp.zeros((parts, rows, LINE_WORDS), jnp.int32)) if workspace is None else workspace)
     elif what.schedule.scratch_slices:
         results.append("scratch")
     names = ["x", "scratch", "out"] if len(inputs) > 1 else ["x", *results]
 
     def body(*refs: Any, **scratch: Any) -> None:
-        machine: _Block = (_Interpreted if interpret else _Block)(what, dict(zip(names, refs, strict=True)), scratch)
+        kind = _Interpreted if interpret else _Block if workspace is None else _InWorkspace
+        machine: _Block = kind(what, dict(zip(names, refs, strict=True)), scratch)
         machine.run()
 
     return core.kernel(
@@ -149,6 +160,7 @@ def exchange(x: jax.Array, what: Exchange, *, equal: bool = False, interpret: bo
         name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
         equal_over=what.names if equal else (),
         interpret=interpret,
+        entry_barrier=workspace is None,
     )(*inputs)[0]
 
 
@@ -362,6 +374,11 @@ class _Block:
 
     # In lines
 
+    flag: Any = 1  # that lines have when they are there; memory is zero before
+
+    def line_memory(self, place: Place, where: Any) -> Any:
+        return self.memory(place, where)
+
     def move_in_lines(self, move: Move) -> None:
         """Each piece from global memory to registers and back, with its flags wherever scratch is concerned."""
         what = self.what
@@ -398,13 +415,34 @@ class _Block:
         layout = self.layout(rows, 8)
         if reads[0][0].buffer != "scratch":
             return [core.load(self.memory(*read), layout=layout, optimized=False) for read in reads]
-        return lines.load([self.memory(*read) for read in reads], (rows, self.what.columns), self.what.dtype, layout)
+        return lines.load(
+            [self.line_memory(*read) for read in reads], (rows, self.what.columns), self.what.dtype, layout, self.flag
+        )
 
     def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
         if place.buffer == "scratch":
-            lines.store(value, self.memory(place, where), self.layout(rows, 8))
+            lines.store(value, self.line_memory(place, where), self.layout(rows, 8), self.flag)
         else:
             self.memory(place, where)[...] = value
+
+
+class _InWorkspace(_Block):
+    """The same with scratch that stays from call to call, the half of it whose turn it is, and no barrier before."""
+
+    def run(self) -> None:
+        workspace = self.buffers["scratch"]
+        counter = 0, workspace.shape[1] - 1, lax.axis_index("block")
+        calls = workspace[counter]  # before this one, the same on all devices
+        self.half, self.flag = lax.rem(calls, jnp.int32(2)), calls + 1
+        super().run()
+        core.warpgroup_barrier()  # all threads have read the counter
+        workspace[counter] = calls + 1
+
+    def line_memory(self, place: Place, where: Any) -> Any:
+        part, rows = where
+        capacity = self.buffers["scratch"].shape[1] // (2 * self.n)
+        start = (self.half * self.n + part) * capacity + rows.start
+        return self.memory(place, (0, core.ds(start, rows.size)))
 
 
 class _Interpreted(_Block):

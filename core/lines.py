@@ -21,16 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-_FLAG = 1
 _THREADS = 128
+_SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def store(value: Any, ref: Any, layout: Any) -> None:
-    """Stores `value` and its flags to lines, on the own or another GPU."""
+def store(value: Any, ref: Any, layout: Any, flag: Any) -> None:
+    """Stores `value` to lines, on the own or another GPU, with `flag`, an int32."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def store_lines(_: Any, value: Any, ref: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), _SCALAR))
+    def store_lines(_: Any, value: Any, ref: Any, flag: Any) -> None:
         words = _words(value.layout.vec_size, value.mlir_dtype)
         start = _start(ref, words)
         for i, register in enumerate(value.registers.flat):
@@ -40,25 +39,25 @@ def store(value: Any, ref: Any, layout: Any) -> None:
             utils.inline_ptx(
                 f"{{ .reg .b64 a<{words}>; {pairs}{line} }}",
                 start,
-                utils.c(_FLAG, i32),
+                _scalar(flag),
                 *data,
                 has_side_effects=True,
             )
 
-    store_lines(value, ref)
+    store_lines(value, ref, flag)
 
 
-def load(refs: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any) -> list[Any]:
-    """Waits for the lines at each of `refs`, all at once, and returns their data, arrays of `shape`."""
+def load(refs: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, flag: Any) -> list[Any]:
+    """Waits until all lines at each of `refs` have `flag`, and returns their data, arrays of `shape`."""
     out = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(refs), return_type=[out] * len(refs))
-    def load_lines(_: Any, *refs: Any) -> list[Any]:
+    @plgpu.inline_mgpu(arg_types=[_SCALAR, *[plgpu.RefType()] * len(refs)], return_type=[out] * len(refs))
+    def load_lines(_: Any, flag: Any, *refs: Any) -> list[Any]:
         element = utils.dtype_to_ir_type(jnp.dtype(dtype))
         mosaic_layout = layout.to_mgpu()
         words = _words(mosaic_layout.vec_size, element)
         (registers,) = mosaic_layout.registers_shape(shape)
-        loaded = iter(_wait_for([_start(ref, words) for ref in refs], registers, words))
+        loaded = iter(_wait_for([_start(ref, words) for ref in refs], registers, words, _scalar(flag)))
         signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
         return [
             mgpu.FragmentedArray(
@@ -69,26 +68,32 @@ def load(refs: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any) -
             for _ in refs
         ]
 
-    return load_lines(*refs)
+    return load_lines(flag, *refs)
 
 
-def _wait_for(starts: Sequence[Any], registers: int, words: int) -> Sequence[Any]:
-    """The data words of all lines, which are loaded again until the last flag is there."""
+def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any) -> Sequence[Any]:
+    """The data words of all lines, which are loaded again until all have the flag."""
     i32 = ir.IntegerType.get_signless(32)
     lines = [(start, i) for start in range(len(starts)) for i in range(registers)]
     count = len(lines) * words
     loads = "".join(
-        f"ld.relaxed.sys.global{_vector(words)}.b64 {_list('a', words, line * words)}, [${count + start}+{_offset(i, words)}]; "
+        f"ld.relaxed.sys.global{_vector(words)}.b64 {_list('a', words, line * words)}, "
+        f"[${count + 1 + start}+{_offset(i, words)}]; "
         for line, (start, i) in enumerate(lines)
     )
-    parts = "".join(f"mov.b64 {{f, ${word}}}, a{word}; and.b32 all, all, f; " for word in range(count))
+    parts = "".join(f"mov.b64 {{f, ${word}}}, a{word}; xor.b32 f, f, ${count}; or.b32 all, all, f; " for word in range(count))
     return utils.inline_ptx(
-        f"{{ .reg .b64 a<{count}>; .reg .b32 f, all; .reg .pred late;\nAGAIN: {loads}mov.b32 all, {_FLAG}; {parts}"
-        f"setp.ne.b32 late, all, {_FLAG}; @late bra AGAIN; }}",
+        f"{{ .reg .b64 a<{count}>; .reg .b32 f, all; .reg .pred late;\nAGAIN: {loads}mov.b32 all, 0; {parts}"
+        "setp.ne.b32 late, all, 0; @late bra AGAIN; }",
+        flag,
         *starts,
         result_types=[i32] * count,
         has_side_effects=True,
     )
+
+
+def _scalar(x: Any) -> Any:
+    return x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x
 
 
 def _words(vector: int, element: Any) -> int:

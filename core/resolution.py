@@ -263,12 +263,7 @@ def _stored(query: _Query) -> Resolution | None:
 
     failed = 0
     for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
-        reason = (
-            stale_kernel(row.entry, spec)
-            or spec.check(problem, row.config, gpu)
-            or (near and _behind(query, row))
-            or None
-        )
+        reason = stale_kernel(row.entry, spec) or spec.check(problem, row.config, gpu) or (near and _behind(query, row)) or None
         if reason is None:
             return Resolution(row.config, source, row.path, row.entry, distance if near else None)
         failed += near

@@ -9,7 +9,7 @@ from typing import Any
 from mgpu_ops.collectives import SPECS as _COLLECTIVES
 from mgpu_ops.collectives import Config as CollectiveConfig
 from mgpu_ops.collectives import Problem as CollectiveProblem
-from mgpu_ops.collectives import all_gather, all_reduce, reduce_scatter
+from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.core.capture import capture
 from mgpu_ops.core.database import DatabaseError
 from mgpu_ops.core.resolution import use_configs
@@ -115,6 +115,7 @@ __all__ = [
     "all_reduce",
     "autotune",
     "capture",
+    "collective_workspace",
     "dot_product_attention",
     "explain",
     "flash_attention",

@@ -23,6 +23,7 @@ from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.kernel import launch
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
 from mgpu_ops.collectives.transport import axes_of, split, unable, unreachable
+from mgpu_ops.collectives.workspace import Workspace, collective_workspace, config_for
 from mgpu_ops.core import capture, exchange, links, mesh, op, resolution
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.collective import Kind
@@ -60,6 +61,7 @@ def all_reduce(
     transport: str | None = None,
     across: str | Sequence[str] | None = None,
     config: Config | None = None,
+    workspace: Workspace | None = None,
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
@@ -80,6 +82,8 @@ def all_reduce(
       across: those of several axes that lie between hosts; by default what the job's processes say. Hosts reduce by themselves
         first, then XLA's all-reduce goes across, each device with its part.
       config: runs the kernel with this CollectiveConfig instead of the database's.
+      workspace: of `collective_workspace`, for this axis. What fits in it is one kernel without XLA's barrier, the fastest way
+        for small x, and has no gradient; the rest, and other machines, do without it.
       backend: "mosaic", "interpret" (any machine, slow, finds data races) or "xla".
       debug: each device reports on the host that it has arrived, and waits for the others there first. Where one does not come
         within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang.
@@ -96,12 +100,13 @@ def all_reduce(
     Source: schedules in mgpu_ops/core/collective.py; measurements in docs/kernels/all_reduce.md.
     """
     x = jnp.asarray(x)
-    axes, call = _call("all_reduce", axis_name, op, transport, config, backend)
+    axes, call = _call("all_reduce", axis_name, op, transport, config, backend, workspace)
     inner, outer = split(axes, across)
     if debug:
         x = meeting.all_arrive("all_reduce", axes, x)
     if not outer or not inner:
-        return _collective(dataclasses.replace(call, equal=True, transport="xla" if outer else transport), x)
+        transport = "xla" if outer else transport
+        return _collective(dataclasses.replace(call, equal=True, transport=transport), x, workspace if inner else None)
     # Each host reduces and scatters, equal parts reduce across hosts, each host gathers.
     n = math.prod(size for _, size in inner)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
@@ -119,6 +124,7 @@ def reduce_scatter(
     dimension: int = 0,
     transport: str | None = None,
     config: Config | None = None,
+    workspace: Workspace | None = None,
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
@@ -127,7 +133,7 @@ def reduce_scatter(
     Args, errors and what it works under as for `all_reduce`; x.shape[dimension] must be a multiple of n.
     """
     x = jnp.asarray(x)
-    axes, call = _call("reduce_scatter", axis_name, op, transport, config, backend)
+    axes, call = _call("reduce_scatter", axis_name, op, transport, config, backend, workspace)
     n = call.devices
     dimension = _dimension("reduce_scatter", x, dimension)
     if x.shape[dimension] % n:
@@ -137,7 +143,7 @@ def reduce_scatter(
     if debug:
         x = meeting.all_arrive("reduce_scatter", axes, x)
     parts = x.reshape(*x.shape[:dimension], n, x.shape[dimension] // n, *x.shape[dimension + 1 :])
-    return _collective(call, jnp.moveaxis(parts, dimension, 0))
+    return _collective(call, jnp.moveaxis(parts, dimension, 0), workspace)
 
 
 def all_gather(
@@ -147,6 +153,7 @@ def all_gather(
     dimension: int = 0,
     transport: str | None = None,
     config: Config | None = None,
+    workspace: Workspace | None = None,
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
@@ -155,15 +162,17 @@ def all_gather(
     Args, errors and what it works under as for `all_reduce`.
     """
     x = jnp.asarray(x)
-    axes, call = _call("all_gather", axis_name, "add", transport, config, backend)
+    axes, call = _call("all_gather", axis_name, "add", transport, config, backend, workspace)
     dimension = _dimension("all_gather", x, dimension)
     if debug:
         x = meeting.all_arrive("all_gather", axes, x)
-    parts = jnp.moveaxis(_collective(call, x), 0, dimension)
+    parts = jnp.moveaxis(_collective(call, x, workspace), 0, dimension)
     return parts.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
 
 
-def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any) -> tuple[Axes, _Call]:
+def _call(
+    kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any, workspace: Any
+) -> tuple[Axes, _Call]:
     axes = axes_of(kind, axis_name)
     if reduction not in REDUCTIONS:
         raise ValueError(f"op={reduction!r} is not one of {', '.join(REDUCTIONS)}")
@@ -174,7 +183,21 @@ def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: An
     backend = op.backend(backend)
     if backend not in (None, "xla") and transport == XLA:
         raise ValueError(f"transport='xla' does not run on backend={backend!r}: leave one of them out")
-    return axes, _Call(kind, axes, reduction, transport, config, backend, forbidden=links.multicast_forbidden())
+    call = _Call(kind, axes, reduction, transport, config, backend, forbidden=links.multicast_forbidden())
+    if workspace is not None:
+        if not isinstance(workspace, Workspace):
+            raise TypeError(f"workspace is a {type(workspace).__name__}: pass what mgpu_ops.collective_workspace returns")
+        if workspace.axis_name != call.names:
+            raise ValueError(
+                f"the workspace is for axis_name={workspace.axis_name}, and {kind} runs over {call.names}: each needs its own"
+            )
+        if transport not in (None, "peer") or config is not None:
+            raise ValueError(f"a workspace goes with transport='peer' and no config: leave {transport or config} out")
+        if _checked(call):
+            raise ValueError(
+                "a workspace needs jax.shard_map(..., check_vma=False): JAX types no ref that differs between devices"
+            )
+    return axes, call
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
@@ -186,10 +209,22 @@ def _dimension(name: str, x: jax.Array, dimension: int) -> int:
 # --- Gradients and batches. all_reduce: x -> x; reduce_scatter: [n, ...] -> [...]; all_gather: [...] -> [n, ...].
 
 
-def _collective(call: _Call, x: jax.Array) -> jax.Array:
+def _collective(call: _Call, x: jax.Array, workspace: Workspace | None = None) -> jax.Array:
+    if workspace is not None and (run := _in_workspace(call, x, workspace)) is not None:
+        return run(_without_gradient(_varying(call, x)))
     if set(call.names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         return _differentiable(call, _varying(call, x))
     return _run(call, x)  # an axis of vmap or pmap, which XLA reduces over, with JAX's own gradients
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_without_gradient.defjvp
+def _(*_: Any) -> Any:
+    raise ValueError("a collective in a workspace has no gradient: leave workspace= out where gradients are taken")
 
 
 def _varying(call: _Call, x: jax.Array) -> jax.Array:
@@ -256,9 +291,36 @@ def _batchable(call: _Call) -> Any:
 # --- From a call to a backend
 
 
+def _result(call: _Call, x: jax.Array) -> tuple[int, ...]:
+    return {"all_reduce": x.shape, "reduce_scatter": x.shape[1:], "all_gather": (call.devices, *x.shape)}[call.kind]
+
+
+def _problem(call: _Call, x: jax.Array) -> Problem:
+    return Problem(x.size * (call.devices if call.kind == "all_gather" else 1), call.devices, x.dtype.name, call.reduction)
+
+
+def _in_workspace(call: _Call, x: jax.Array, workspace: Workspace) -> Any:
+    """A function of x that runs in the workspace, or None where that cannot be."""
+    device, problem = gpus.current(), _problem(call, x)
+    if device is None or call.devices == 1 or call.backend in ("xla", "interpret") or capture.capturing():
+        return None
+    if SPECS[call.kind].supports(problem, device) or unable(call.axes, "peer") or unreachable(call.forbidden, "peer"):
+        return None
+    config = config_for(call.kind, problem, workspace)
+    if config is None:
+        return None
+
+    def run(x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1)
+        out = launch(call.kind, call.axes, problem, config, device, flat, workspace=workspace.ref, equal=call.equal)
+        return out.reshape(_result(call, x))
+
+    return run
+
+
 def _run(call: _Call, x: jax.Array) -> jax.Array:
     n = call.devices
-    shape = {"all_reduce": x.shape, "reduce_scatter": x.shape[1:], "all_gather": (n, *x.shape)}[call.kind]
+    shape = _result(call, x)
     if n == 1 or not x.size:
         return _through_xla(call, None, x.reshape(-1)).reshape(shape)
     spec = dataclasses.replace(
@@ -266,8 +328,7 @@ def _run(call: _Call, x: jax.Array) -> jax.Array:
         run=functools.partial(_through_kernel, call),
         reference=functools.partial(_through_xla, call),
     )
-    size = x.size * (n if call.kind == "all_gather" else 1)
-    problem, reason = _choose(call, spec, Problem(size, n, x.dtype.name, call.reduction))
+    problem, reason = _choose(call, spec, _problem(call, x))
     backend = call.backend if call.transport != XLA else XLA
     out = op.dispatch(spec, problem, (x.reshape(-1),), config=call.config, backend=backend, reason=reason)
     if capture.capturing() and call.equal:
@@ -424,4 +485,4 @@ def _spec(kind: Kind) -> op.OpSpec:
 
 SPECS: dict[str, op.OpSpec] = {kind: _spec(kind) for kind in problems.KINDS}
 
-__all__ = ["SPECS", "Config", "Problem", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["SPECS", "Config", "Problem", "Workspace", "all_gather", "all_reduce", "collective_workspace", "reduce_scatter"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,19 @@ from mgpu_ops.core.gpu import Gpu
 
 
 def launch(
-    kind: Kind, axes: Axes, problem: Problem, config: Config, gpu: Gpu, x: jax.Array, *, equal: bool, interpret: bool = False
+    kind: Kind,
+    axes: Axes,
+    problem: Problem,
+    config: Config,
+    gpu: Gpu,
+    x: jax.Array,
+    *,
+    workspace: Any = None,
+    equal: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """The collective of a flat x, through the kernel, inside `jax.shard_map` over `axes`; equal: the result is, on all devices.
+    workspace: a ref, as for `exchange`.
 
     Interpreted, x and the result are those of all devices, [n, elements], and no shard_map is needed.
     """
@@ -25,7 +36,7 @@ def launch(
         raise ValueError(f"{config} cannot run {kind} {problem} on {gpu.name}: {reason}")
     what = exchange_of(kind, problem, config, axes)
     rows = _fill(x, what.shape("x"), groups=_groups(what, "x"))
-    out = exchange(rows, what, equal=equal, interpret=interpret)
+    out = exchange(rows, what, workspace=workspace, equal=equal, interpret=interpret)
     return _cut(out, problem.size if kind == "all_reduce" else problem.size // problem.devices, groups=_groups(what, "out"))
 
 

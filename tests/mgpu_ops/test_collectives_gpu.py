@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mgpu_ops
-from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, reduce_scatter
+from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.collectives.problem import MAX_LINES
 from mgpu_ops.core import collective, gpu
 
@@ -85,7 +85,7 @@ def test_every_algorithm_is_exact_for_integers_of_every_size(kind, algorithm, n)
 @pytest.mark.parametrize("algorithm", collective.algorithms("all_reduce"))
 def test_floats_are_within_bounds_the_same_on_all_devices_and_in_every_run(algorithm, dtype, n):
     config = CollectiveConfig(algorithm, 16, 8192, 2)
-    x = np.asarray(jax.random.normal(jax.random.key(0), (n, 300_000), dtype))
+    x = np.asarray(jax.random.normal(jax.random.key(0), (n, 250_000), dtype))
     truth = x.astype(np.float64).sum(0)
     run = on_devices(call("all_reduce", config), n)
     first = np.asarray(run(spread(x, n)))
@@ -166,3 +166,41 @@ def test_part_of_a_mesh_reduces_by_itself():
         )  # fmt: skip
         out = jax.jit(run)(jax.device_put(x, NamedSharding(mesh, P("a", "b"))))
         np.testing.assert_array_equal(np.asarray(out), np.broadcast_to(x.sum(over, keepdims=True), x.shape))
+
+
+@on_gpus
+def test_in_a_workspace_a_thousand_of_mixed_sizes_and_kinds_are_exact(n):
+    """Unrolled and in scan, in programs that are queued; what does not fit goes the usual way."""
+    mesh = mesh_of(n)
+    workspace = collective_workspace(mesh, "d")
+    rng = random.Random(n)
+
+    def exchange(x: jax.Array, size: int, kinds: list[str], workspace: Any) -> jax.Array:
+        for kind in kinds:
+            part = x[:size]
+            if kind == "all_reduce":
+                part = all_reduce(part, "d", workspace=workspace) % 1009
+            else:
+                part = all_gather(reduce_scatter(part, "d", workspace=workspace) % 1009, "d", workspace=workspace)
+            x = x.at[:size].set(part)
+        return x
+
+    for _ in range(4):
+        sizes = [n * rng.choice([1, 3, 64, 1000, 4096, 60_000]) for _ in range(4)]
+        kinds = [rng.choice(["all_reduce", "reduce_scatter"]) for _ in range(5)]
+
+        def program(x: jax.Array, workspace: Any, sizes: Any = sizes, kinds: Any = kinds) -> jax.Array:
+            for size in sizes:
+                x = exchange(x, size, kinds, workspace)
+            return lax.scan(lambda x, _: (exchange(x, sizes[0], kinds, workspace), None), x, length=4)[0]
+
+        each = lambda x, workspace: program(x[0], workspace)[None]  # noqa: E731
+        run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+        x = draw(n, max(sizes))
+        wanted = np.array(x, np.int64)
+        for size in [*sizes, *[sizes[0]] * 4]:
+            for _ in kinds:
+                wanted[:, :size] = wanted[:, :size].sum(0) % 1009
+        outs = [run(spread(x, n), workspace) for _ in range(8)]
+        for out in outs:
+            np.testing.assert_array_equal(np.asarray(out), wanted)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +33,8 @@ def cupti(monkeypatch: pytest.MonkeyPatch) -> None:
         turn = [("multi_gpu_barrier_kernel", 6.0)] * 4 + [("mgpu_ops_all_reduce", 10.0 + wait) for wait in (3, 0, 4, 1)]
         return [("loop_broadcast_fusion", 1.0)] * 4 + turn * 16
 
-    turns = itertools.cycle([16, 16, 80, 80])  # ours and XLA's, then both in longer chains
-    times: dict[int, float] = {}
-    kept: list[Any] = []
-
-    def compiled(function: Any, arrays: Any) -> Any:
-        call = functools.partial(jax.jit(function), *arrays)
-        kept.append(call)
-        times[id(call)] = 500 + 40.0 * next(turns)
-        return call
-
     monkeypatch.setattr(measure, "kernels", kernels)
-    monkeypatch.setattr(between, "_wall", lambda call: times[id(call)])
-    monkeypatch.setattr(between, "compiled", compiled)
+    monkeypatch.setattr(between, "_wall", lambda call, programs: 500 + programs * 16 * 40.0)
 
 
 def measured(said: list[str], **problems: CollectiveProblem) -> list[Row]:
@@ -62,8 +49,9 @@ def test_a_row_tells_the_kernel_from_what_is_around_it_and_from_the_call():
     for row in (ours, xla):
         assert (row.devices, row.bytes, row.dtype, row.transport) == (4, 131072, "float32", "peer")
         assert row.own_us == pytest.approx(10.0)
-        assert row.around_us == pytest.approx(6.0 + 4 / 64)
+        assert row.around_us == pytest.approx(6.0 + 1 / 16)
         assert row.call_us == pytest.approx(40.0)
+        assert row.chain_us == pytest.approx(500 + 16 * 40.0)
         assert row.bus_gbs == pytest.approx(1.5 * 131072 / 40e-6 / 1e9, rel=1e-4)
         assert row.error < 1e-6
     assert "source=default" in ours.config
@@ -78,18 +66,18 @@ def test_a_problem_that_fails_is_said_and_told_at_the_end():
     assert said[0] == "wide: failed: ValueError: it takes 16 GPUs, and 8 are here"
     assert between.faults(rows, SPEC, problems) == ["wide: no result"]
     wrong = [dataclasses.replace(row, error=0.5) for row in rows]
-    assert between.faults(wrong, SPEC, {"good": problems["good"]}) == ["good: error 0.5 is above 4.8e-07"]
+    assert between.faults(wrong, SPEC, {"good": problems["good"]}) == ["good: mgpu_ops: error 0.5 is above 4.8e-07"]
 
 
 def rows() -> list[Row]:
     made = []
     for devices in (2, 4):
         for size in (1024, 1 << 20, 1 << 28):
-            for impl, slower in (("mgpu_ops", 1.0), ("xla", 1.5)):
+            for impl, slower in (("mgpu_ops", 1.0), ("mgpu_ops, workspace", 0.5), ("xla", 1.5)):
                 us = slower * (10 + size / 3e5)
                 made.append(
-                    Row("all_reduce", devices, size, "bfloat16", "add", "peer", impl, "", us / 2, 6.0, us, size / us / 1e3, 0.0,
-                        "NVIDIA H200", "1.2", "0.11.2", "2026-01-31")
+                    Row("all_reduce", devices, size, "bfloat16", "add", "peer", impl, "", us / 2, 6.0, us, 20 * us,
+                        size / us / 1e3, 0.0, "NVIDIA H200", "1.2", "0.11.2", "2026-01-31")
                 )  # fmt: skip
     return made
 
@@ -99,7 +87,7 @@ def test_the_file_has_a_line_for_each_row(tmp_path: Path):
     with (tmp_path / "made" / "rows.csv").open() as stream:
         lines = list(csv.DictReader(stream))
     assert tuple(lines[0]) == COLUMNS
-    assert [line["bytes"] for line in lines[::2]] == ["1024", "1048576", "268435456"] * 2
+    assert [line["bytes"] for line in lines[::3]] == ["1024", "1048576", "268435456"] * 2
 
 
 def test_the_table_puts_ours_over_xla():
@@ -110,7 +98,8 @@ def test_the_table_puts_ours_over_xla():
         console.print(between.table(rows()))
     text = capture.get()
     assert "256 MiB" in text
-    assert text.count("0.67") == 12
+    assert "256 MiB*" in text
+    assert text.count("0.67") == text.count("0.33") == 18  # of own time, call and chain
 
 
 def test_the_picture_is_drawn_as_png_and_svg(tmp_path: Path):
@@ -131,4 +120,5 @@ def test_the_public_function_is_what_is_measured(kind):
     spec = mgpu_ops.spec_of(kind)
     problem = CollectiveProblem(64, 4, "float32")
     (x,) = shared_out(spec.inputs(problem, jax.random.key(0)), 4, first_devices(4))
-    np.testing.assert_allclose(between.public(spec, problem, "xla")(x), spec.reference(problem, x), rtol=1e-6)
+    for memory in (None, between._workspace(problem)):
+        np.testing.assert_allclose(between.public(spec, problem, "xla", memory)(x), spec.reference(problem, x), rtol=1e-6)
