@@ -141,7 +141,7 @@ def _kind(spec: OpSpec) -> Any:
 
 
 def _workspace(problem: Any) -> Any:
-    mesh = Mesh(np.array(first_devices(problem.devices)), ("device",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.local_devices()[: problem.devices]), ("device",), axis_types=(AxisType.Auto,))
     return mesh, mgpu_ops.collective_workspace(mesh, "device")
 
 

@@ -16,10 +16,11 @@ from mgpu_ops.core import collective, rates
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.gpu import Gpu
 
-# From two H200s: docs/kernels/all_reduce.md.
+# From two and four H200s: docs/kernels/all_reduce.md.
 ENTRY: Final = 3.6e-6  # s of XLA's barrier before ours; its fill of zeros is one for a whole program
 HANDSHAKE: Final = 1.2e-6  # s from a signal, its drains included, to the other side of a wait
-LINK: Final = 0.77  # of NVLink's rate is reached
+WRITES: Final = 0.79  # of NVLink's rate is reached
+READS: Final = 0.65
 REMOTE_LATENCY: Final = 1.0e-6  # s from a request for a peer's memory to the data, or for what is sent in lines
 PIECE: Final = 0.2e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
 XLA_CALL: Final = 6e-6  # s of XLA's small collectives, in a chain
@@ -53,7 +54,7 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
     traffic = collective.traffic(plan, size)
     handshakes = sum(isinstance(step, collective.Wait) and not step.in_lines for step in plan.steps)
     time = ENTRY + rates.LAUNCH + handshakes * HANDSHAKE
-    link = LINK * gpu.nvlink_bytes_per_s
+    link = gpu.nvlink_bytes_per_s
     for move in plan.moves:
         length = (size if move.whole else -(-size // p.devices)) * (1 + move.in_lines)
         chunk = min(c.chunk * (1 + move.in_lines), length)
@@ -65,13 +66,14 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
         under_way = busy * min(c.stages, rounds) * chunk * len(move.reads)
         rate = under_way / REMOTE_LATENCY
         # What a device reads, others read of it, so that reads take as much of each direction as writes.
-        remote = sum(place.device != 0 for place in (*move.reads, *move.writes)) * length
-        time += REMOTE_LATENCY * bool(remote) + rounds * PIECE + max(remote / link, len(move.reads) * length / rate)
-    return time + (traffic.local + traffic.scratch) / memory
+        reads, writes = (sum(place.device != 0 for place in places) * length for places in (move.reads, move.writes))
+        transfer = reads / (READS * link) + writes / (WRITES * link)
+        time += REMOTE_LATENCY * bool(reads or writes) + rounds * PIECE + max(transfer, len(move.reads) * length / rate)
+    return max(time, (traffic.local + traffic.scratch) / memory)
 
 
 def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
-    """The fastest by the model of each algorithm, then XLA: all that pass `check`."""
+    """The fastest by the model of each algorithm, one in small pieces, then XLA: all that pass `check`."""
     return list(_candidates(kind, problem, gpu))
 
 
@@ -82,7 +84,9 @@ def _candidates(kind: Kind, problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     for algorithm in collective.algorithms(kind, transport):
         legal = [Config(algorithm, *rest) for rest in itertools.product(*list(space(kind, problem, gpu).values())[1:])]
         legal = [config for config in legal if check(kind, problem, config, gpu) is None]
-        best += sorted(legal, key=lambda config: cost(kind, problem, config, gpu))[:3]
+        by_cost = sorted(legal, key=lambda config: cost(kind, problem, config, gpu))
+        fine = [config for config in by_cost if config.chunk == CHUNKS[0]]  # which keeps more links busy than the model knows
+        best += dict.fromkeys((*by_cost[:1], *fine[:1], *by_cost[1:2]))
     xla = Config(XLA, BLOCKS[0], CHUNKS[0], STAGES[0])
     return (*sorted(best, key=lambda config: cost(kind, problem, config, gpu)), xla)
 

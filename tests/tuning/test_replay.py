@@ -119,7 +119,8 @@ def test_a_recorded_device_draws_what_was_measured_and_fails_what_failed(sweeps:
 def test_only_what_was_measured_is_searched_and_nothing_stored_helps(sweeps: list[Sweep]) -> None:
     for found in sweeps:
         spec, problem = replay.recorded_spec(found)
-        measured = set(found.configs(spec))
+        measured, space = set(found.configs(spec)), spec.space(problem, GPU)
+        assert all(getattr(config, knob) in choices for config in measured for knob, choices in space.items())
         assert spec.default(problem, GPU) in measured
         assert set(spec.candidates(problem, GPU)) <= measured
         assert spec.distance(problem, problem) is None
