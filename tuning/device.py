@@ -124,8 +124,9 @@ class Measured:
         self._closed = False
         self._opened: tuple[Any, ...] | None = None
         self._pool, self._own = pool or compiling.Pool(), pool is None
-        self._watch = neighbours.Watch(self._name, self._mine, self._note) if self._name else None
-        self._child, self._fresh = Child(self._serve), True
+        self._pids: set[int] = set()  # of all workers so far: one that was killed may be on the GPU a moment longer
+        self._watch = neighbours.Watch(self._name, lambda: self._pids, self._note) if self._name else None
+        self._replace()
         try:
             ready = self._started()
         except worker.WorkerError:
@@ -238,7 +239,11 @@ class Measured:
         if self._closed:
             raise worker.Lost("the device is closed")
         self._child.kill()
+        self._replace()
+
+    def _replace(self) -> None:
         self._child, self._fresh = Child(self._serve), True
+        self._pids.add(self._child.pid)
 
     def _started(self) -> worker.Ready:
         """Waits for a new worker, and lets it prepare the problem that is open."""
@@ -252,10 +257,6 @@ class Measured:
             if not isinstance(reply, worker.Opened):
                 raise worker.Lost(f"the GPU worker could not be replaced: {_text(reply)}")
         return ready
-
-    def _mine(self) -> set[int]:
-        """Our processes on the GPU: none yet when the watch begins."""
-        return {self._child.pid} if hasattr(self, "_child") else set()
 
     def _check(self) -> None:
         if self._stopped.is_set():

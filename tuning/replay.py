@@ -85,7 +85,10 @@ class Recorded:
 
 
 def recorded_spec(sweep: Sweep) -> tuple[OpSpec, Any]:
-    """The op as far as it was measured, and the problem: other configs are refused, and nothing stored is near."""
+    """The op as far as it was measured, and the problem: other configs are refused, and nothing stored is near.
+
+    Its space is all that occurs in the sweep, not the grid alone: regret is counted from the best of all rows.
+    """
     spec = mgpu_ops.spec_of(sweep.op)
     problem, gpu = database.to_problem(spec, sweep.problem), gpu_of(sweep)
     measured = set(sweep.configs(spec))
@@ -94,7 +97,7 @@ def recorded_spec(sweep: Sweep) -> tuple[OpSpec, Any]:
     cost = functools.cache(lambda config: spec.cost(problem, config, gpu))
     recorded = dataclasses.replace(
         spec,
-        space=lambda problem, gpu: sweep.grid,
+        space=lambda problem, gpu: sweep.knobs,
         check=lambda problem, config, gpu: None if config in measured else "it was not measured",
         candidates=lambda problem, gpu: analytic,
         default=lambda problem, gpu: default,
