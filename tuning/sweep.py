@@ -215,14 +215,14 @@ def t4(sweep: Sweep) -> dict[str, Any]:
     for row in sweep.rows:
         measurements = []
         if row.kind == "ok":
-            measurements.append({"name": "time", "value": row.us / 1e3, "unit": "ms"})
+            measurements.append({"name": "time", "value": _ms(row.us), "unit": "ms"})
         if row.baseline_us is not None:
-            measurements.append({"name": "baseline_time", "value": row.baseline_us / 1e3, "unit": "ms"})
+            measurements.append({"name": "baseline_time", "value": _ms(row.baseline_us), "unit": "ms"})
         results.append(
             {
                 "configuration": {k: v[i] for (k, v), i in zip(sweep.knobs.items(), row.config)},
                 "objectives": ["time"],
-                "times": {"runtimes": [us / 1e3 for us in row.samples]},
+                "times": {"runtimes": [_ms(us) for us in row.samples]},
                 "invalidity": _INVALIDITY.get(row.kind, "runtime"),
                 "correctness": int(row.kind != "wrong"),
                 "measurements": measurements,
@@ -237,6 +237,10 @@ def t4(sweep: Sweep) -> dict[str, Any]:
         "problem": {"op": sweep.op, "name": sweep.name, **sweep.problem},
     }
     return {"schema_version": "1.1.0", "metadata": metadata, "results": results}
+
+
+def _ms(us: float) -> float:
+    return round(us / 1e3, 6)
 
 
 # --- what is measured
