@@ -118,6 +118,7 @@ class Resolution:
     path: Path | None = None  # the file it came from
     entry: Entry | None = None
     distance: float | None = None  # of a `near` entry's problem
+    nearest: Entry | None = None  # of a default: for a comparable problem, where it is no better than the default
     tried: tuple[tuple[str, str], ...] = ()  # (source, what was found or why it was passed over)
 
 
@@ -168,7 +169,7 @@ def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
     if found is not None:
         _require(query, found)
     else:
-        found = _stored(query) or Resolution(spec.default(problem, gpu), "default")
+        found = _stored(query)
     found = said or _agreed(query, found)
     return dataclasses.replace(found, tried=tuple(query.tried))
 
@@ -246,8 +247,8 @@ def _require(query: _Query, found: Resolution) -> None:
         raise ValueError(f"{what} cannot run {problem} on {gpu.key}: {reason}")
 
 
-def _stored(query: _Query) -> Resolution | None:
-    """The best entry of the user's, the shipped and the family's files that can run."""
+def _stored(query: _Query) -> Resolution:
+    """The best entry of the user's, the shipped and the family's files that can run, or the default."""
     spec, problem, gpu, _ = query
     fields = dataclasses.asdict(problem)
     ranked = []
@@ -261,16 +262,18 @@ def _stored(query: _Query) -> Resolution | None:
                 if distance is not None:
                     ranked.append(((True, modelled, distance, level), "near", row))
 
-    failed = 0
+    failed, nearest = 0, None
     for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
-        reason = stale_kernel(row.entry, spec) or spec.check(problem, row.config, gpu) or (near and _behind(query, row)) or None
+        reason = stale_kernel(row.entry, spec) or spec.check(problem, row.config, gpu)
+        if reason is None and near:
+            nearest, reason = nearest or row.entry, _behind(query, row)
         if reason is None:
             return Resolution(row.config, source, row.path, row.entry, distance if near else None)
         failed += near
         if failed <= 3:  # enough to see why
             query.note(source, f"{row.path}: {title(row.entry)} passed over: {reason}")
     query.note("near", f"none of {failed} entries for comparable problems can run this one")
-    return None
+    return Resolution(spec.default(problem, gpu), "default", nearest=nearest)
 
 
 def _stored_rows(query: _Query, source: str, gpu_key: str, path: Path) -> tuple[_Row, ...]:

@@ -77,7 +77,7 @@ def all_reduce(
       op: "add", "min" or "max".
       transport: "peer" (kernels that read and write peers' memory over NVLink), "multimem" (the NVLink switch adds and copies;
         compiled and simulated, never yet run on hardware by us), or "xla". By default the kernels run where a config is stored
-        for as many GPUs and about as many bytes, which may say that XLA is faster; else XLA. NCCL_NVLS_ENABLE=0 and
+        for as many GPUs and about as many bytes, unless it says that XLA is faster; else XLA. NCCL_NVLS_ENABLE=0 and
         MGPU_OPS_MULTICAST=0 forbid multimem.
       across: those of several axes that lie between hosts; by default what the job's processes say. Hosts reduce by themselves
         first, then XLA's all-reduce goes across, each device with its part.
@@ -367,17 +367,24 @@ def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, st
 
 
 def _is_wanted(call: _Call, spec: op.OpSpec, problem: Problem, device: Gpu) -> bool:
-    """Whether kernels run without being named: with a config that somebody chose, multimem with one that was measured only."""
+    """Whether kernels run without being named: with a config that somebody chose, multimem with one that was measured only.
+
+    The default does where an entry for about as many bytes says that kernels are faster than XLA there.
+    """
     given = call.config is not None or call.backend is not None
     found = resolution.resolve(spec, problem, device)
     if problem.transport == "multimem":
         return not given and found.entry is not None and found.entry.evidence.kind == "measured"
+    if found.source == "default" and found.nearest is not None:
+        return given or found.nearest.config["algorithm"] != XLA
     return given or found.source != "default"
 
 
 def _through_kernel(
     call: _Call, problem: Problem, config: Config, gpu: Gpu, x: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
+    if config.algorithm == XLA and call.config is None and (call.transport or call.backend):
+        config = model.default(call.kind, problem, gpu)  # kernels were asked for, whatever is faster
     if config.algorithm == XLA:
         return _through_xla(call, problem, x)
     if not interpret:

@@ -23,7 +23,7 @@ import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collectives, reduce_scatter, use_configs
 from mgpu_ops.collectives import transport as transports
 from mgpu_ops.collectives.kernel import exchange_of
-from mgpu_ops.core import aot, database, gpu, job, links, op
+from mgpu_ops.core import aot, database, gpu, job, links, op, resolution
 from mgpu_ops.core.database import Entry, Evidence
 from tests.jobs import run_job
 
@@ -401,11 +401,24 @@ def test_multimem_takes_all_axes_of_a_mesh(monkeypatch):
     assert problem.devices == 4
 
 
-def test_a_config_may_say_that_xla_is_faster():
+def test_a_config_may_say_that_xla_is_faster_and_who_names_the_kernels_gets_them():
     xla = dataclasses.replace(CONFIG, algorithm="xla")
     with gpu.target("h200"), use_configs({"all_reduce": xla}):  # on this CPU the kernel would not compile
-        out = on_devices(lambda x: all_reduce(x, "d", transport="peer"), draw(4, 8), out=P())
+        out = on_devices(lambda x: all_reduce(x, "d"), draw(4, 8), out=P())
+        with pytest.raises(ValueError, match="on CPU backend"):
+            on_devices(lambda x: all_reduce(x, "d", transport="peer"), draw(4, 8), out=P())
     np.testing.assert_array_equal(out, np.asarray(draw(4, 8)).sum(0))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_is_shipped_runs_kernels_from_4_mib_on_whatever_the_size(n):
+    spec = mgpu_ops.spec_of("all_reduce")
+    call = collectives._Call("all_reduce", (("d", n),))
+    for size in [2**10, 2**14, 3 * 2**15, 2**18, 2**20, 2**22, 3 * 2**21, 2**23, 2**25, 5 * 2**24, 2**27, 2**28]:
+        problem = CollectiveProblem(size // 2, n)
+        config = resolution.resolve(spec, problem, H200).config
+        kernels = collectives._is_wanted(call, spec, problem, H200) and config.algorithm != "xla"
+        assert kernels == (size >= 2**22), size
 
 
 @pytest.mark.parametrize(
