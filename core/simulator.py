@@ -87,11 +87,18 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Runs a schedule on each host by itself, with these of the program's buffers as its x and out."""
+    """Runs a schedule on each host by itself, with these of the program's buffers as its x and out.
+
+    scratch: other names are memory, and flags, that nothing else touches between calls: halves of a workspace.
+    """
 
     schedule: Schedule
     x: str = "x"
     out: str = "out"
+    scratch: str = "scratch"
+
+    def flag(self, name: str) -> str:
+        return name if self.scratch == "scratch" else f"{name} of {self.scratch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,13 +318,14 @@ class _Machine:
         self.n = self.schedules[0].n
         self.devices = hosts * self.n
         self.cut = Cut(size, self.n, chunk, blocks, granule)
-        self.sizes = {"scratch": max(schedule.scratch_slices for schedule in self.schedules) * self.cut.slice}
+        self.sizes, kept = {"scratch": 0}, {stage.scratch for stage in stages if isinstance(stage, Call)} - {"scratch"}
         for stage in stages:
             if isinstance(stage, Call):
-                kind = stage.schedule.kind
+                kind, scratch = stage.schedule.kind, stage.schedule.scratch_slices * self.cut.slice
+                self.sizes[stage.scratch] = max(self.sizes.get(stage.scratch, 0), scratch)
                 self.sizes[stage.x] = self.cut.slice if kind == "all_gather" else size
                 self.sizes[stage.out] = self.cut.slice if kind == "reduce_scatter" else size
-        self.idle = [sorted(set(self.sizes) - _live(stages[number:])) for number in range(len(stages))]
+        self.idle = [sorted(set(self.sizes) - kept - _live(stages[number:])) for number in range(len(stages))]
         actors = self.devices * (1 + blocks)
         self.programs = [_Actor(f"the program of device {d}", d, actors) for d in range(self.devices)]
         self.block_actors = [
@@ -439,7 +447,7 @@ class _Machine:
                 case Move():
                     yield from self.move(me, step, stage, base, own, block)
                 case Wait(flag, count):
-                    yield from self.wait(me, self.flags[device, block, flag], flag, count)
+                    yield from self.wait(me, self.flags[device, block, stage.flag(flag)], flag, count)
                 case Signal(to, flag):
                     if self.kernel.drains(number):
                         self.drain(me)
@@ -447,7 +455,8 @@ class _Machine:
                     while me.to_tell:  # at about the same time, hence in any order
                         yield _SHARED
                         target = me.to_tell.pop(self.pick(len(me.to_tell)))
-                        self.flags[base + collective.relative(target, own, n), block, flag].append(me.release())
+                        there = base + collective.relative(target, own, n)
+                        self.flags[there, block, stage.flag(flag)].append(me.release())
         self.drain(me)
 
     def wait(self, me: _Actor, signals: deque[np.ndarray], flag: str, count: int) -> _Routine:
@@ -500,7 +509,7 @@ class _Machine:
         self, place: Place, whole: bool, stage: Call, base: int, own: int, start: int, stop: int
     ) -> Iterator[tuple[_Memory, slice]]:
         """Where a piece of a place lies, on one device or on all. TMA clips it at the buffer's end."""
-        name = {"x": stage.x, "out": stage.out}.get(place.buffer, place.buffer)
+        name = {"x": stage.x, "out": stage.out, "scratch": stage.scratch}[place.buffer]
         part = 0 if place.part is None else collective.relative(place.part, own, self.n) * self.cut.length(whole)
         devices = range(self.n) if place.device == MULTICAST else [collective.relative(place.device, own, self.n)]
         for device in devices:
@@ -552,7 +561,8 @@ class _Machine:
     def check_results(self, call: int, x: np.ndarray, out: np.ndarray) -> None:
         """Compares with `reference`: exactly where the order of sums is defined or does not matter, else within a bound."""
         across = len(self.stages) > len(self.schedules)
-        kind: Kind = "all_reduce" if across else self.schedules[0].kind
+        first, last = self.schedules[0].kind, self.schedules[-1].kind
+        kind: Kind = "all_reduce" if across or (first, last) == ("reduce_scatter", "all_gather") else first
         group = self.devices if across else self.n
         expected = np.concatenate([reference(kind, some, self.cut, self.op) for some in np.split(x, len(x) // group)])
         in_order = not across and all(schedule.in_device_order for schedule in self.schedules)
@@ -567,6 +577,6 @@ class _Machine:
             )
         if kind == "all_reduce" and all(schedule.same_on_all for schedule in self.schedules):
             for device in range(len(out)):
-                first = device - device % group
-                if (out[device] != out[first]).any():
-                    raise Wrong(f"wrong result in call {call}: devices {first} and {device} hold different bits")
+                leader = device - device % group
+                if (out[device] != out[leader]).any():
+                    raise Wrong(f"wrong result in call {call}: devices {leader} and {device} hold different bits")

@@ -2,9 +2,9 @@
 
 Times say different things. `own_us` and `around_us`, from CUPTI, are the kernel that moves the data and those before it, XLA's
 barrier of all GPUs and the fill of zeros; both on the GPU that comes last, whose kernels wait for no other's start. `call_us`,
-by the clock on the wall, is what a program pays for a call in a chain of 16 in one jit, where each waits for the one before,
-with programs queued as JAX does by itself: the host's part is in it where it is the slower. `chain_us` is one such program
-alone, from its dispatch to its end. All are taken in turn, in one run.
+by the clock on the wall, is what one more call adds to a chain in one jit, where each waits for the one before, with programs
+queued as JAX does by itself: the host's part is in it where the host is slower than the GPUs, that of dispatching a program is
+not. `chain_us` is a program of 16 calls alone, from its dispatch to its end. All are taken in turn, in one run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from mgpu_ops.tuning.report import save_figure
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 OURS, IN_WORKSPACE, XLA = "mgpu_ops", "mgpu_ops, workspace", "xla"
-_FEW, _MANY = 2, 10  # programs queued: the difference is free of what it takes to start
+_QUEUED = 4  # programs, for `call_us`
+_LONGER = 3  # times as many calls in a program: the difference is free of what it takes to dispatch and to start one
 _AROUND = re.compile(r"barrier|memset|memcpy|fill|broadcast", re.IGNORECASE)  # kernels that prepare a collective
 
 
@@ -56,8 +57,8 @@ class Row:
     config: str
     own_us: float  # of the kernels that move data, on the device that comes last
     around_us: float  # of those before them, likewise
-    call_us: float  # of a call in a chain, programs queued
-    chain_us: float  # of one chain alone
+    call_us: float  # that a call adds to a chain, programs queued
+    chain_us: float  # of one program of 16 calls
     bus_gbs: float  # 10^9 bytes/s, as nccl-tests counts: bytes that must cross a device's link, by call_us
     error: float
     gpu: str
@@ -111,33 +112,32 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     baseline = spec.baseline(problem)
     assert baseline is not None
     functions: dict[str, Callable[..., Any]] = {OURS: public(spec, problem, backend)}
+    kind: Any = spec.name
     memory = None if backend == "xla" or problem.transport != "peer" else _workspace(problem)
-    if memory is not None and config_for(_kind(spec), problem, memory[1]):
+    if memory is not None and config_for(kind, problem, memory[1]):
         functions[IN_WORKSPACE] = public(spec, problem, backend, memory)
     functions[XLA] = functools.partial(baseline.run, problem)
+    longer = dataclasses.replace(spec, turns=_LONGER * spec.turns)
     calls = {impl: compiled(spec.timed(function), arrays) for impl, function in functions.items()}
+    longs = {impl: compiled(longer.timed(function), arrays) for impl, function in functions.items()}
     errors = {impl: measure.error(spec.result(call()), expected) for impl, call in calls.items()}
     once = sum(_wall(call, 1) for call in calls.values() for _ in range(2)) / 2
-    own, around, few, many, alone = (collections.defaultdict[str, list[float]](list) for _ in range(5))
+    own, around, short, long, alone = (collections.defaultdict[str, list[float]](list) for _ in range(5))
     for _ in range(measure.rounds_for(seconds / 3, once, low=5, high=20)):
         for impl, call in calls.items():
             kernels = measure.kernels(call)
             own[impl].append(measure.last(((n, us) for n, us in kernels if not _AROUND.search(n)), devices) / spec.turns)
             around[impl].append(measure.last(((n, us) for n, us in kernels if _AROUND.search(n)), devices) / spec.turns)
-    for _ in range(measure.rounds_for(seconds, (1 + _FEW + _MANY) * once, low=7, high=100)):
+    for _ in range(measure.rounds_for(seconds, (1 + _QUEUED * (1 + _LONGER)) * once, low=7, high=100)):
         for impl, call in calls.items():
-            for walls, programs in ((alone, 1), (few, _FEW), (many, _MANY)):
-                walls[impl].append(_wall(call, programs))
+            for walls, program, queued in ((alone, call, 1), (short, call, _QUEUED), (long, longs[impl], _QUEUED)):
+                walls[impl].append(_wall(program, queued))
     rows = []
     for impl in functions:
-        added = (_undisturbed(many[impl]) - _undisturbed(few[impl])) / ((_MANY - _FEW) * spec.turns)
+        added = (_undisturbed(long[impl]) - _undisturbed(short[impl])) / (_QUEUED * (_LONGER - 1) * spec.turns)
         times = (measure.median_us(own[impl]), measure.median_us(around[impl]), added, _undisturbed(alone[impl]))
         rows.append(_row(spec, problem, gpu, impl, times, errors[impl]))
     return rows
-
-
-def _kind(spec: OpSpec) -> Any:
-    return spec.name
 
 
 def _workspace(problem: Any) -> Any:

@@ -32,6 +32,55 @@ def both(kind: str, algorithm: str, transport: str, n: int) -> tuple[Schedule, .
 # Ours
 
 
+def in_workspace(n: int, *halves: str) -> tuple[Call, ...]:
+    """Small all-reduces one after the other, each with a half of a workspace, with nothing between them."""
+    plan = dataclasses.replace(collective.schedule("all_reduce", "ll_one_shot", n, entry_barrier=True), entry_barrier=False)
+    buffers = ["x", *(f"after {i}" for i in range(1, len(halves))), "out"]
+    return tuple(Call(plan, x, out, half) for (x, out), half in zip(itertools.pairwise(buffers), halves, strict=True))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_calls_that_take_turns_with_two_halves_of_a_workspace_need_no_barrier(n):
+    """The minimum of minima is the minimum."""
+    for choose in CHOOSERS:
+        simulate(in_workspace(n, "first", "second"), 7, blocks=2, chunk=2, calls=4, op="min", choose=choose)
+
+
+@settings(max_examples=60)
+@given(
+    n=st.integers(2, 5),
+    size=st.integers(1, 12),
+    blocks=st.integers(1, 3),
+    script=st.binary(max_size=60),
+    seed=st.integers(0, 99),
+)
+def test_two_halves_are_enough_whatever_the_order_of_events(n, size, blocks, script, seed):
+    stages = in_workspace(n, "first", "second")
+    simulate(stages, size, blocks=blocks, chunk=2, calls=3, op="min", choose=simulator.scripted(script, seed))
+
+
+def test_reduce_scatter_and_all_gather_take_turns_too():
+    plans = [
+        dataclasses.replace(collective.schedule(kind, "ll_one_shot", 3, entry_barrier=True), entry_barrier=False)
+        for kind in ("reduce_scatter", "all_gather")
+    ]
+    for choose in CHOOSERS:
+        simulate(
+            (Call(plans[0], "x", "middle", "first"), Call(plans[1], "middle", "out", "second")), 11, calls=4, choose=choose
+        )
+
+
+@pytest.mark.parametrize("halves", [("first", "first"), ("first", "second", "first")])
+def test_a_half_used_twice_in_a_row_is_a_race(halves):
+    faults = set()
+    for seed in range(20):
+        try:
+            simulate(in_workspace(3, *halves), 7, calls=3, op="min", choose=simulator.scripted(b"", seed))
+        except Fault as fault:
+            faults.add(type(fault))
+    assert Race in faults
+
+
 @every_algorithm
 def test_results_are_right_on_two_to_eight_devices_with_any_number_of_blocks_and_tails(kind, algorithm, transport):
     for n, blocks in itertools.product(range(2, 9), range(1, 4)):

@@ -1,0 +1,182 @@
+"""Collectives in a workspace: one kernel a call where they fit, the usual way elsewhere, and errors that say how to use it.
+
+That two halves are enough without a barrier is shown in tests/core/test_simulator.py; test_collectives_gpu.py runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mgpu_ops
+from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
+from mgpu_ops.collectives import Workspace, workspace
+from mgpu_ops.core import aot, exchange, gpu
+
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def mesh_of(**axes: int) -> Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def on(mesh: Mesh, function: Any, memory: Workspace, *, check_vma: bool = False) -> Any:
+    """function(x, workspace) of each device's row of x, [devices, ...]."""
+    every = P(mesh.axis_names)
+    each = lambda x, memory: function(x[0], memory)[None]  # noqa: E731
+    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(every, every), out_specs=every, check_vma=check_vma))
+    return lambda x: run(x, memory)
+
+
+def test_where_there_is_no_gpu_the_same_program_runs_without_it():
+    mesh = mesh_of(d=4)
+    memory = collective_workspace(mesh, "d")
+    x = np.arange(32.0).reshape(4, 8)
+    for function, wanted in (
+        (lambda x, memory: all_reduce(x, "d", workspace=memory), np.broadcast_to(x.sum(0), (4, 8))),
+        (lambda x, memory: reduce_scatter(x, "d", workspace=memory), x.sum(0).reshape(4, 2)),
+        (lambda x, memory: all_gather(x, "d", workspace=memory), np.broadcast_to(x.reshape(-1), (4, 32))),
+    ):
+        np.testing.assert_array_equal(on(mesh, function, memory)(x), wanted)
+
+
+def test_it_is_memory_of_every_device_for_groups_along_its_axis():
+    mesh = mesh_of(data=2, model=4)
+    memory = collective_workspace(mesh, "model")
+    assert (memory.axis_name, memory.devices, memory.payload_bytes) == (("model",), 4, 2**17)
+    assert memory.ref.shape == (8, 2 * 4 * 256 + 1, 256)  # two halves of four parts of 256 rows in lines, and the counters
+    assert not np.asarray(memory.ref[...]).any()
+    assert collective_workspace(mesh, ("data", "model"), 1000).ref.shape == (8, 2 * 8 * 2 + 1, 256)
+
+
+def test_a_collective_that_is_too_large_is_told_from_one_that_fits():
+    memory = collective_workspace(mesh_of(d=2), "d", 4096)
+    fits = lambda kind, size, dtype="bfloat16": workspace.config_for(kind, CollectiveProblem(size, 2, dtype), memory)  # noqa: E731
+    assert fits("all_reduce", 2048) is not None
+    assert fits("all_reduce", 2049) is None
+    assert fits("all_reduce", 1025, "float32") is None
+    for kind in ("reduce_scatter", "all_gather"):  # a slice of each device passes
+        assert fits(kind, 4096) is not None
+        assert fits(kind, 4098) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_whatever_fits_has_a_config_that_can_run(kind, n):
+    memory = Workspace(None, ("d",), n, 2**20)
+    for size in (n, 8 * n, 1000 * n, 2**18):
+        problem = CollectiveProblem(size, n)
+        config = workspace.config_for(kind, problem, memory)
+        assert mgpu_ops.spec_of(kind).check(problem, config, gpu.find("h200")) is None
+
+
+def test_it_has_no_gradient_and_says_so():
+    mesh = mesh_of(d=4)
+    memory = collective_workspace(mesh, "d")
+    with gpu.target("h200"), pytest.raises(ValueError, match="a collective in a workspace has no gradient: leave workspace="):
+        jax.grad(lambda x: on(mesh, lambda x, m: all_reduce(x, "d", workspace=m), memory)(x).sum())(jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (
+            lambda x, m: all_reduce(x, "model", workspace=m.ref),
+            TypeError,
+            "workspace is a .*: pass what mgpu_ops.collective_wor",
+        ),
+        (
+            lambda x, m: all_reduce(x, "data", workspace=m),
+            ValueError,
+            r"is for axis_name=\('model',\), and all_reduce runs over",
+        ),
+        (lambda x, m: all_gather(x, ("data", "model"), workspace=m), ValueError, "each needs its own"),
+        (lambda x, m: all_reduce(x, "model", transport="xla", workspace=m), ValueError, "no config: leave xla out"),
+        (
+            lambda x, m: all_reduce(x, "model", config=CollectiveConfig("one_shot", 1, 2048, 2), workspace=m),
+            ValueError,
+            "no config: leave .*one_shot",
+        ),
+    ],
+)
+def test_errors_say_what_is_wrong(function, error, message):
+    mesh = mesh_of(data=2, model=2)
+    with pytest.raises(error, match=message):
+        on(mesh, function, collective_workspace(mesh, "model"))(jnp.ones((4, 8)))
+
+
+def test_where_jax_checks_types_of_devices_it_says_what_to_pass():
+    mesh = mesh_of(d=2)
+    with pytest.raises(ValueError, match="check_vma=False"):
+        on(mesh, lambda x, m: all_reduce(x, "d", workspace=m), collective_workspace(mesh, "d"), check_vma=True)(
+            jnp.ones((2, 8))
+        )
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "message"),
+    [("e", None, "axis_name='e' is not of the mesh, whose axes are 'd'"), ((), None, "not of the mesh"),
+     ("d", 0, "must be 1 to"), ("d", 2**20 + 1, "payload_bytes=1048577 must be 1 to 1048576: larger collectives need no workspace")],
+)  # fmt: skip
+def test_a_workspace_that_cannot_be_is_refused(axis, size, message):
+    with pytest.raises(ValueError, match=message):
+        collective_workspace(mesh_of(d=2), axis, size)
+
+
+def sharded(n: int, function: Any) -> tuple[Any, Any]:
+    """function(x, workspace) on n GPUs, of a whole x and memory, and what memory is."""
+    mesh = AbstractMesh((n,), ("d",), axis_types=(AxisType.Auto,))
+    own, capacity = P("d"), 2**19 // n
+
+    def run(x: jax.Array, memory: jax.Array) -> Any:
+        made = Workspace(jax.new_ref(memory), ("d",), n, capacity)
+        out = jax.shard_map(function, mesh=mesh, in_specs=(own, own), out_specs=own, check_vma=False)(x, made)
+        return out, jax.freeze(made.ref)
+
+    shape = (n, exchange.workspace_rows(n, capacity // 512), exchange.LINE_WORDS)
+    return run, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, own))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_call_is_one_kernel_without_a_fence(kind, n):
+    call = functools.partial(getattr(mgpu_ops, kind), axis_name="d")
+    run, memory = sharded(n, lambda x, m: call(x, workspace=m))
+    x = jax.ShapeDtypeStruct((n * 4096,), jnp.bfloat16, sharding=NamedSharding(memory.sharding.mesh, P("d")))
+    report = aot.compile_for("h200", run, x, memory, devices=n)
+    assert len(report.kernels) == 1
+    assert report.spills == 0
+    assert "MEMBAR" not in report.sass
+
+
+@needs_compiler
+def test_in_chains_and_scans_the_memory_stays_where_it_is_and_no_barrier_comes_before():
+    """A copy of it would be memory that no peer writes to."""
+
+    def program(x: jax.Array, memory: Workspace) -> jax.Array:
+        for _ in range(3):
+            x = all_reduce(x, "d", workspace=memory) / 2
+        return lax.scan(lambda x, _: (all_reduce(x, "d", workspace=memory) / 2, None), x, length=5)[0]
+
+    run, memory = sharded(2, program)
+    devices = np.array(aot._topology(gpu.find("h200"), 2).devices)
+    on_them = NamedSharding(Mesh(devices, ("d",), axis_types=(AxisType.Auto,)), P("d"))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_them)  # noqa: E731
+    x = place(jax.ShapeDtypeStruct((8192,), jnp.float32))
+    with aot.target(gpu.find("h200")), jax.default_device(devices[0]):
+        text = jax.jit(run, donate_argnums=1).lower(x, place(memory)).compile().as_text()
+    shape = f"s32[1,{memory.shape[1]},{memory.shape[2]}]"
+    assert text.count("skip_device_barrier = true") == 4
+    assert shape in text
+    assert not [line for line in text.splitlines() if re.search(rf"= {re.escape(shape)}\S* (copy|fusion)\(", line)]
