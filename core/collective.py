@@ -37,11 +37,13 @@ class Place:
     buffer: which one.
     device: relative to the own index, or MULTICAST: read, the switch reduces all; written, it stores to all.
     part: the buffer is a row of parts, each as long as the move: the part's number relative to the own index. None: the first.
+    bank: of scratch, which of several such rows of n parts.
     """
 
     buffer: Buffer
     device: int | Literal["multicast"] = 0
     part: int | None = None
+    bank: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,8 @@ class Schedule:
     def scratch_slices(self) -> int:
         """Length of the scratch buffer in slices."""
         parts = [self.n * move.whole or 1 for move in self.moves if any(w.buffer == "scratch" for w in move.writes)]
-        return self.n * max(parts, default=0)
+        banks = 1 + max((write.bank for move in self.moves for write in move.writes), default=0)
+        return self.n * max(parts, default=0) * banks
 
     @property
     def in_device_order(self) -> bool:
@@ -362,10 +365,24 @@ def _push_slices(n: int) -> Steps:
     return tuple(Move((Place("x", 0, device),), (Place("scratch", device, 0),)) for device in range(1, n))
 
 
+def _push_lines(n: int) -> Steps:
+    """The same in lines, and to itself: one code for all n."""
+    return tuple(Move((Place("x", 0, d),), (Place("scratch", d, 0),), in_lines=True) for d in (*range(1, n), 0))
+
+
 def _push_two_shot(n: int) -> tuple[Steps, Steps]:
     """As two_shot, but what is reduced was written by peers instead of read from them."""
     reduce = Move((Place("x", 0, 0), *_from_peers(n)), _of_all("out", n, 0))
     return _handshake(n, "start"), (*_push_slices(n), *_handshake(n, "data"), reduce, *_handshake(n, "end"))
+
+
+def _ll_two_shot(n: int) -> tuple[Steps, Steps]:
+    """As push_two_shot, but in lines: two trips over the link, for 4 (n - 1) / n times the payload."""
+    results = tuple(Place("scratch", device, 0, bank=1) for device in range(1, n))
+    reduce = Move(_all_parts(n), (*results, Place("out", 0, 0)), in_lines=True)
+    copies = tuple(Move((Place("scratch", 0, d, bank=1),), (Place("out", 0, d),), in_lines=True) for d in range(1, n))
+    told = (_handshake(n, flag, in_lines=True) for flag in ("data", "result"))
+    return _handshake(n, "start"), (*_push_lines(n), *next(told), reduce, *next(told), *copies)
 
 
 def _ring(n: int) -> tuple[Steps, Steps]:
@@ -422,9 +439,8 @@ def _push_reduce_scatter(n: int) -> tuple[Steps, Steps]:
 
 
 def _ll_reduce_scatter(n: int) -> tuple[Steps, Steps]:
-    push = tuple(Move((Place("x", 0, d),), (Place("scratch", d, 0),), in_lines=True) for d in (*range(1, n), 0))
     reduce = Move(_all_parts(n), (Place("out"),), in_lines=True)
-    return _handshake(n, "start"), (*push, *_handshake(n, "data", in_lines=True), reduce)
+    return _handshake(n, "start"), (*_push_lines(n), *_handshake(n, "data", in_lines=True), reduce)
 
 
 def _ring_reduce_scatter(n: int) -> tuple[Steps, Steps]:
@@ -463,6 +479,7 @@ _ALGORITHMS: dict[tuple[Kind, Transport], dict[str, Callable[[int], tuple[Steps,
         "ll_one_shot": _ll_one_shot,
         "two_shot": _two_shot,
         "push_two_shot": _push_two_shot,
+        "ll_two_shot": _ll_two_shot,
         "ring": _ring,
     },
     ("all_reduce", "multimem"): {"one_shot": _multimem_one_shot, "two_shot": _multimem_two_shot},

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,8 +33,9 @@ from jax._src.state import AbstractRef
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
-from mgpu_ops.core import multimem, ptxas, replicas, tma
+from mgpu_ops.core import lines, multimem, ptxas, replicas, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
 tma.install()
@@ -94,7 +95,8 @@ remote_ref = plgpu.remote_ref
 multicast_ref = plgpu.multicast_ref
 multimem_load_reduce = plgpu.multimem_load_reduce
 multimem_store = plgpu.multimem_store
-semaphore_signal = plgpu.semaphore_signal
+store_lines = lines.store
+load_lines = lines.load
 semaphore_signal_multicast = plgpu.semaphore_signal_multicast
 semaphore_wait = plgpu.semaphore_wait
 atomic_add = plgpu.atomic_add
@@ -262,6 +264,24 @@ def global_memory_fence() -> None:
         mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
     fence()
+
+
+def signal_all(semaphore: Any, device_ids: Sequence[Any]) -> None:
+    """Adds 1 to a semaphore of several GPUs, given by their mesh indices, once the warpgroup's stores are visible to them.
+
+    One fence releases to all, before it signals: `semaphore_signal` has one for each GPU, each of which takes about as long.
+    """
+
+    @inline_mgpu(arg_types=[plgpu.RefType()] * len(device_ids))
+    def signal(_: Any, *semaphores: Any) -> None:
+        mosaic.warpgroup_barrier()
+        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+            mosaic.fence_release_sys()
+            always = mosaic.c(1, ir.IntegerType.get_signless(1))
+            for one in semaphores:
+                mosaic.SemaphoreRef(mosaic.memref_ptr(one)).signal(1, predicate=always, relaxed=True)
+
+    signal(*(remote_ref(semaphore, device) for device in device_ids))
 
 
 def warpgroup_barrier() -> None:

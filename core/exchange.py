@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops import core
-from mgpu_ops.core import lines
 from mgpu_ops.core.collective import MULTICAST, Buffer, Cut, Move, Place, Schedule, Signal, Wait, relative
 
 type Axes = tuple[tuple[str, int], ...]  # of a mesh: names and sizes
@@ -105,7 +104,7 @@ def reduced(reduction: str, values: Iterable[jax.Array]) -> jax.Array:
 
 
 def workspace_rows(n: int, rows: int) -> int:
-    """Rows of a workspace whose parts have `rows` rows: two for each of n devices, and the counters of the blocks."""
+    """Rows of a workspace for parts of `rows` rows: two halves of n such parts, and the counters of the blocks."""
     return 2 * n * rows + 1
 
 
@@ -220,8 +219,7 @@ class _Block:
         if step.to == MULTICAST:
             core.semaphore_signal_multicast(flag, collective_axes=self.what.names)
             return
-        for number in step.to:
-            core.semaphore_signal(flag, device_id=self.device(number))
+        core.signal_all(flag, [self.device(number) for number in step.to])
 
     def wait(self, step: Wait) -> None:
         """Flags are zero when the kernel starts and only count up: reading one is cheaper than subtracting from it."""
@@ -237,7 +235,8 @@ class _Block:
         """Which rows of a buffer a piece has at a place: indices into [parts, rows, columns]."""
         part, row = self.piece(move, number)
         if place.part is not None:
-            part = part + relative(place.part, self.own, self.n) * (self.what.slices if move.whole else 1)
+            there = relative(place.part, self.own, self.n) + place.bank * self.n
+            part = part + there * (self.what.slices if move.whole else 1)
         return part, core.ds(row, rows)
 
     def piece(self, move: Move, number: Any) -> tuple[Any, Any]:
@@ -415,13 +414,13 @@ class _Block:
         layout = self.layout(rows, 8)
         if reads[0][0].buffer != "scratch":
             return [core.load(self.memory(*read), layout=layout, optimized=False) for read in reads]
-        return lines.load(
+        return core.load_lines(
             [self.line_memory(*read) for read in reads], (rows, self.what.columns), self.what.dtype, layout, self.flag
         )
 
     def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
         if place.buffer == "scratch":
-            lines.store(value, self.line_memory(place, where), self.layout(rows, 8), self.flag)
+            core.store_lines(value, self.line_memory(place, where), self.layout(rows, 8), self.flag)
         else:
             self.memory(place, where)[...] = value
 
@@ -441,7 +440,7 @@ class _InWorkspace(_Block):
     def line_memory(self, place: Place, where: Any) -> Any:
         part, rows = where
         capacity = self.buffers["scratch"].shape[1] // (2 * self.n)
-        start = (self.half * self.n + part) * capacity + rows.start
+        start = self.half * (self.n * capacity) + part * self.what.rows + rows.start
         return self.memory(place, (0, core.ds(start, rows.size)))
 
 

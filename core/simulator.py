@@ -510,7 +510,8 @@ class _Machine:
     ) -> Iterator[tuple[_Memory, slice]]:
         """Where a piece of a place lies, on one device or on all. TMA clips it at the buffer's end."""
         name = {"x": stage.x, "out": stage.out, "scratch": stage.scratch}[place.buffer]
-        part = 0 if place.part is None else collective.relative(place.part, own, self.n) * self.cut.length(whole)
+        number = 0 if place.part is None else collective.relative(place.part, own, self.n) + place.bank * self.n
+        part = number * self.cut.length(whole)
         devices = range(self.n) if place.device == MULTICAST else [collective.relative(place.device, own, self.n)]
         for device in devices:
             yield self.memory[base + device][name], slice(part + start, part + stop)

@@ -14,16 +14,18 @@ from typing import Any, Final
 from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule
 from mgpu_ops.core import collective, rates
 from mgpu_ops.core.collective import Kind
+from mgpu_ops.core.exchange import ROW_BYTES
 from mgpu_ops.core.gpu import Gpu
 
 # From two and four H200s: docs/kernels/all_reduce.md.
-ENTRY: Final = 3.6e-6  # s of XLA's barrier before ours; its fill of zeros is one for a whole program
+ENTRY: Final = 3.2e-6  # s of XLA's barrier before ours; its fill of zeros is one for a whole program
+START: Final = 1.0e-6  # s of a kernel that does nothing
 HANDSHAKE: Final = 1.2e-6  # s from a signal, its drains included, to the other side of a wait
 WRITES: Final = 0.79  # of NVLink's rate is reached
 READS: Final = 0.65
-REMOTE_LATENCY: Final = 1.0e-6  # s from a request for a peer's memory to the data, or for what is sent in lines
-PIECE: Final = 0.2e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
-XLA_CALL: Final = 6e-6  # s of XLA's small collectives, in a chain
+REMOTE_LATENCY: Final = 0.7e-6  # s from a request for a peer's memory to the data, or for what is sent in lines
+PIECE: Final = 0.1e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
+XLA_CALL: Final = 4e-6  # s of XLA's small collectives
 XLA_BUS: Final = 260e9  # bytes/s of NCCL's bus without multicast
 
 BLOCKS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 132)
@@ -53,22 +55,29 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
     plan = schedule(kind, p, c)
     traffic = collective.traffic(plan, size)
     handshakes = sum(isinstance(step, collective.Wait) and not step.in_lines for step in plan.steps)
-    time = ENTRY + rates.LAUNCH + handshakes * HANDSHAKE
+    time = ENTRY + START + handshakes * HANDSHAKE
     link = gpu.nvlink_bytes_per_s
-    for move in plan.moves:
+    first = True  # of the moves that reach peers at the same time
+    for move in plan.steps:
+        if isinstance(move, collective.Wait):
+            first = True
+        if not isinstance(move, collective.Move):
+            continue
         length = (size if move.whole else -(-size // p.devices)) * (1 + move.in_lines)
         chunk = min(c.chunk * (1 + move.in_lines), length)
         pieces = -(-length // chunk)
         busy = min(c.blocks, pieces)
         rounds = -(-pieces // c.blocks)
         if move.in_lines:  # as many rows as there are registers for go at once
-            rounds *= -(-c.chunk * len(move.reads) // (16 * 512))
+            rounds *= -(-chunk // 2 * len(move.reads) // (16 * ROW_BYTES))
         under_way = busy * min(c.stages, rounds) * chunk * len(move.reads)
         rate = under_way / REMOTE_LATENCY
         # What a device reads, others read of it, so that reads take as much of each direction as writes.
         reads, writes = (sum(place.device != 0 for place in places) * length for places in (move.reads, move.writes))
         transfer = reads / (READS * link) + writes / (WRITES * link)
-        time += REMOTE_LATENCY * bool(reads or writes) + rounds * PIECE + max(transfer, len(move.reads) * length / rate)
+        time += rounds * PIECE + max(transfer, len(move.reads) * length / rate)
+        if first and (reads or writes):
+            time, first = time + REMOTE_LATENCY, False
     return max(time, (traffic.local + traffic.scratch) / memory)
 
 

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, itemsize
+from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize
 from mgpu_ops.core import exchange
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS
 
-SENT: Final = 2**19  # bytes that a device sends at most, by default: beyond, other algorithms are faster
+PAYLOAD: Final = 2**18  # bytes, by default
+SECOND_TRIP: Final = 355_000  # bytes that pass a link during the latency of one trip
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ref"], meta_fields=["axis_name", "devices", "payload_bytes"])
@@ -39,7 +40,7 @@ class Workspace:
     payload_bytes: int
 
 
-def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int | None = None) -> Workspace:
+def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int = PAYLOAD) -> Workspace:
     """Memory on the GPUs of `mesh` for small collectives over `axis_name`, that makes them a single kernel each.
 
     Pass it to the function under `jax.shard_map`, sharded over all axes of the mesh, and on to the collectives:
@@ -55,7 +56,7 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
       mesh: its devices run the same programs in the same order, as those of one process do.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
       payload_bytes: of the largest all_reduce that uses it (of reduce_scatter and all_gather, n times as many); larger ones go
-        the usual way. By default 512 KiB / n, for n devices. It takes 4 n times as much memory on each.
+        the usual way. By default 256 KiB. For n devices it takes 4 n times as much memory on each.
 
     Raises:
       ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.
@@ -65,8 +66,6 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
     if unknown or not names:
         raise ValueError(f"axis_name={axis_name!r} is not of the mesh, whose axes are {', '.join(map(repr, mesh.axis_names))}")
     n = math.prod(mesh.shape[name] for name in names)
-    if payload_bytes is None:
-        payload_bytes = SENT // n
     if not 0 < payload_bytes <= MAX_LINES:
         raise ValueError(f"payload_bytes={payload_bytes} must be 1 to {MAX_LINES}: larger collectives need no workspace")
     rows = exchange.workspace_rows(n, -(-payload_bytes // ROW_BYTES))
@@ -78,9 +77,13 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
 
 def config_for(kind: Kind, problem: Problem, workspace: Workspace) -> Config | None:
     """How a collective runs in a workspace, or None where it is too large."""
-    slices = 1 if kind == "all_reduce" else problem.devices
-    rows = -(-problem.size // slices * itemsize(problem) // ROW_BYTES)
-    if rows * ROW_BYTES > -(-workspace.payload_bytes // ROW_BYTES) * ROW_BYTES:
+    p, n = problem, problem.devices
+    one, two = 2 * (n - 1), 4 * (n - 1) / n  # payloads over the link
+    two_shot = kind == "all_reduce" and (one - two) * p.size * itemsize(p) > SECOND_TRIP
+    config = Config("ll_two_shot" if two_shot else "ll_one_shot", WORKSPACE_BLOCKS, 4 * ROW_BYTES, 2)
+    what = exchange_of(kind, p, config, (("device", n),))
+    if what.parts("scratch") * what.rows > n * -(-workspace.payload_bytes // ROW_BYTES):
         return None
     granule = 4 * ROW_BYTES
-    return Config("ll_one_shot", WORKSPACE_BLOCKS, -(-rows * ROW_BYTES // (WORKSPACE_BLOCKS * granule)) * granule, 2)
+    rows = what.rows * (n if kind == "all_gather" else 1)
+    return dataclasses.replace(config, chunk=-(-rows * ROW_BYTES // (WORKSPACE_BLOCKS * granule)) * granule)

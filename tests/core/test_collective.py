@@ -56,6 +56,7 @@ SLICES = {  # sent, received, scratch in slices, of which a payload has n; waits
     ("all_reduce", "ll_one_shot", "peer"): lambda n: (2 * n * (n - 1), 2 * n * (n - 1), 2 * n * n, 1, 1),
     ("all_reduce", "two_shot", "peer"): lambda n: (2 * (n - 1), 2 * (n - 1), 0, 1, 1),
     ("all_reduce", "push_two_shot", "peer"): lambda n: (2 * (n - 1), 2 * (n - 1), n, 2, 1),
+    ("all_reduce", "ll_two_shot", "peer"): lambda n: (4 * (n - 1), 4 * (n - 1), 4 * n, 2, 1),
     ("all_reduce", "ring", "peer"): lambda n: (2 * (n - 1), 2 * (n - 1), n, 2 * (n - 1), n - 1),
     ("reduce_scatter", "one_shot", "peer"): lambda n: (n - 1, n - 1, 0, 1, 1),
     ("reduce_scatter", "push_one_shot", "peer"): lambda n: (n - 1, n - 1, n, 1, 1),

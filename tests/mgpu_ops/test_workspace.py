@@ -53,8 +53,8 @@ def test_where_there_is_no_gpu_the_same_program_runs_without_it():
 def test_it_is_memory_of_every_device_for_groups_along_its_axis():
     mesh = mesh_of(data=2, model=4)
     memory = collective_workspace(mesh, "model")
-    assert (memory.axis_name, memory.devices, memory.payload_bytes) == (("model",), 4, 2**17)
-    assert memory.ref.shape == (8, 2 * 4 * 256 + 1, 256)  # two halves of four parts of 256 rows in lines, and the counters
+    assert (memory.axis_name, memory.devices, memory.payload_bytes) == (("model",), 4, 2**18)
+    assert memory.ref.shape == (8, 2 * 4 * 512 + 1, 256)  # two halves of four parts of 512 rows in lines, and the counters
     assert not np.asarray(memory.ref[...]).any()
     assert collective_workspace(mesh, ("data", "model"), 1000).ref.shape == (8, 2 * 8 * 2 + 1, 256)
 
@@ -126,7 +126,7 @@ def test_where_jax_checks_types_of_devices_it_says_what_to_pass():
 @pytest.mark.parametrize(
     ("axis", "size", "message"),
     [("e", None, "axis_name='e' is not of the mesh, whose axes are 'd'"), ((), None, "not of the mesh"),
-     ("d", 0, "must be 1 to"), ("d", 2**20 + 1, "payload_bytes=1048577 must be 1 to 1048576: larger collectives need no workspace")],
+     ("d", 0, "must be 1 to"), ("d", 2**20 + 1, "payload_bytes=1048577 must be 1 to 1048576: larger")],
 )  # fmt: skip
 def test_a_workspace_that_cannot_be_is_refused(axis, size, message):
     with pytest.raises(ValueError, match=message):
@@ -136,7 +136,7 @@ def test_a_workspace_that_cannot_be_is_refused(axis, size, message):
 def sharded(n: int, function: Any) -> tuple[Any, Any]:
     """function(x, workspace) on n GPUs, of a whole x and memory, and what memory is."""
     mesh = AbstractMesh((n,), ("d",), axis_types=(AxisType.Auto,))
-    own, capacity = P("d"), 2**19 // n
+    own, capacity = P("d"), 2**18
 
     def run(x: jax.Array, memory: jax.Array) -> Any:
         made = Workspace(jax.new_ref(memory), ("d",), n, capacity)
