@@ -53,7 +53,8 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
             return mgpu_ops.all_reduce(x, "model", workspace=workspace)
 
     Args:
-      mesh: its devices run the same programs in the same order, as those of one process do.
+      mesh: its devices run the same programs in the same order, as those of one process do. After a program that failed on some of
+        them, make a new workspace: they no longer agree on how many calls there were.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
       payload_bytes: of the largest all_reduce that uses it (of reduce_scatter and all_gather, n times as many); larger ones go
         the usual way. By default 256 KiB. For n devices it takes 4 n times as much memory on each.
