@@ -47,14 +47,16 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
 
         workspace = mgpu_ops.collective_workspace(mesh, "model")
 
-        @jax.jit
-        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("model"), P(mesh.axis_names)), out_specs=P())
         def step(x, workspace):
             return mgpu_ops.all_reduce(x, "model", workspace=workspace)
 
+        specs = P("model"), P(mesh.axis_names)
+        step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("model"), check_vma=False))
+        y = step(x, workspace)
+
     Args:
-      mesh: its devices run the same programs in the same order, as those of one process do. After a program that failed on some of
-        them, make a new workspace: they no longer agree on how many calls there were.
+      mesh: its devices run the same programs in the same order, as those of one process do. After a program that failed on some
+        of them, make a new workspace: they no longer agree on how many calls there were.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
       payload_bytes: of the largest all_reduce that uses it (of reduce_scatter and all_gather, n times as many); larger ones go
         the usual way. By default 256 KiB. For n devices it takes 4 n times as much memory on each.
