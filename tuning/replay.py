@@ -123,6 +123,8 @@ def play(sweep: Sweep, sampler: str = OURS, trials: int = 32, seed: int = 0) -> 
     spec, problem = recorded_spec(sweep)
     device = Recorded(sweep, spec, seed)
     alone = sampler != OURS
+    if alone:  # outside of the grid it would hardly ever name what was measured
+        spec = dataclasses.replace(spec, space=lambda problem, gpu: sweep.grid)
     search = Search(
         spec, problem, device.gpu, trials=trials, seed=seed, sampler=sampler if alone else "tpe", stored=[], alone=alone
     )
