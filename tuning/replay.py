@@ -97,7 +97,7 @@ def recorded_spec(sweep: Sweep) -> tuple[OpSpec, Any]:
     cost = functools.cache(lambda config: spec.cost(problem, config, gpu))
     recorded = dataclasses.replace(
         spec,
-        space=lambda problem, gpu: sweep.knobs,
+        space=lambda problem, gpu: dict(sweep.knobs),
         check=lambda problem, config, gpu: None if config in measured else "it was not measured",
         candidates=lambda problem, gpu: analytic,
         default=lambda problem, gpu: default,
@@ -124,7 +124,7 @@ def play(sweep: Sweep, sampler: str = OURS, trials: int = 32, seed: int = 0) -> 
     device = Recorded(sweep, spec, seed)
     alone = sampler != OURS
     if alone:  # outside of the grid it would hardly ever name what was measured
-        spec = dataclasses.replace(spec, space=lambda problem, gpu: sweep.grid)
+        spec = dataclasses.replace(spec, space=lambda problem, gpu: dict(sweep.grid))
     search = Search(
         spec, problem, device.gpu, trials=trials, seed=seed, sampler=sampler if alone else "tpe", stored=[], alone=alone
     )
