@@ -184,7 +184,7 @@ def inputs(kind: Kind, problem: Problem, key: Any) -> tuple[jax.Array, ...]:
 
 
 def tolerance(problem: Problem) -> float:
-    """Of the error, over the rms. A ring rounds at each of its n - 1 steps, the other algorithms once; integers are exact."""
+    """Of the error, over the rms: a ring rounds at each of its n - 1 steps, the other algorithms once; integers are exact."""
     epsilon = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-22}.get(problem.dtype, 2**-40)
     return problem.devices * epsilon
 
