@@ -22,7 +22,7 @@ for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:
     if name != "MGPU_OPS_TEST_GPU":
         del os.environ[name]
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=60)
 hypothesis.settings.load_profile("repeatable")
 
 
