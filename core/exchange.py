@@ -33,7 +33,7 @@ LINE_WORDS: Final = 2 * ROW_BYTES // 4  # int32 of a row in lines
 REDUCTIONS: Final = {"add": jnp.add, "min": jnp.minimum, "max": jnp.maximum}
 WORKSPACE_BLOCKS: Final = 64  # of every call with a workspace: each counts its calls
 _OUTBOX = 2
-_ROWS_AT_ONCE = 16  # that a warpgroup holds in registers, of each operand and of the sum
+ROWS_AT_ONCE: Final = 16  # that a warpgroup holds in registers, of each operand and of the sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,7 @@ class _Block:
         """result = boxes[0] + boxes[1] + ..., summed in float32, in this order."""
         what = self.what
         chunk = what.cut.chunk
-        rows = max(r for r in range(1, _ROWS_AT_ONCE + 1) if chunk % r == 0)
+        rows = max(r for r in range(1, ROWS_AT_ONCE + 1) if chunk % r == 0)
         layout = self.layout(rows)
 
         @core.loop(0, chunk // rows)
@@ -341,7 +341,7 @@ class _Block:
         first, count = self.pieces(move)
         (source,), (target,) = move.reads, move.writes
         chunk = what.cut.chunk
-        rows = max(r for r in range(1, _ROWS_AT_ONCE + 1) if math.gcd(chunk, what.rows) % r == 0)
+        rows = max(r for r in range(1, ROWS_AT_ONCE + 1) if math.gcd(chunk, what.rows) % r == 0)
 
         @core.loop(0, count)
         def each(i: Any) -> None:
@@ -388,7 +388,7 @@ class _Block:
             number = first + i * what.blocks
 
             def copy(rows: int) -> None:
-                at_once = max(r for r in range(1, _ROWS_AT_ONCE // len(move.reads) + 1) if rows % r == 0)
+                at_once = max(r for r in range(1, ROWS_AT_ONCE // len(move.reads) + 1) if rows % r == 0)
 
                 def some(place: Place, group: Any) -> Any:
                     part, where = self.where(place, move, number, at_once)

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops.collectives.problem import size_text
@@ -141,7 +140,7 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
 
 
 def _workspace(problem: Any) -> Any:
-    mesh = Mesh(np.array(jax.local_devices()[: problem.devices]), ("device",), axis_types=(AxisType.Auto,))
+    mesh = first_devices(problem.devices)
     return mesh, mgpu_ops.collective_workspace(mesh, "device")
 
 

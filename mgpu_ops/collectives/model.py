@@ -14,7 +14,7 @@ from typing import Any, Final
 from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule
 from mgpu_ops.core import collective, rates
 from mgpu_ops.core.collective import Kind
-from mgpu_ops.core.exchange import ROW_BYTES
+from mgpu_ops.core.exchange import ROW_BYTES, ROWS_AT_ONCE
 from mgpu_ops.core.gpu import Gpu
 
 # From two and four H200s: docs/kernels/all_reduce.md.
@@ -69,7 +69,7 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
         busy = min(c.blocks, pieces)
         rounds = -(-pieces // c.blocks)
         if move.in_lines:  # as many rows as there are registers for go at once
-            rounds *= -(-chunk // 2 * len(move.reads) // (16 * ROW_BYTES))
+            rounds *= -(-chunk // 2 * len(move.reads) // (ROWS_AT_ONCE * ROW_BYTES))
         under_way = busy * min(c.stages, rounds) * chunk * len(move.reads)
         rate = under_way / REMOTE_LATENCY
         # What a device reads, others read of it, so that reads take as much of each direction as writes.
