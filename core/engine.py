@@ -97,6 +97,7 @@ multimem_load_reduce = plgpu.multimem_load_reduce
 multimem_store = plgpu.multimem_store
 store_lines = lines.store
 load_lines = lines.load
+LineAddress = lines.Address
 semaphore_signal_multicast = plgpu.semaphore_signal_multicast
 semaphore_wait = plgpu.semaphore_wait
 atomic_add = plgpu.atomic_add
@@ -336,7 +337,6 @@ def kernel(
     name: str,
     equal_over: tuple[str, ...] = (),
     interpret: bool = False,
-    entry_barrier: bool = True,
     compiler_params: CompilerParams | None = None,
 ) -> Callable[..., Any]:
     """A function of arrays that launches `body(*input_refs, *output_refs, **scratch)` as one GPU kernel.
@@ -350,7 +350,6 @@ def kernel(
       name: what profilers and dumps call the kernel.
       equal_over: axes of a mesh over whose devices the outputs are equal, though the inputs differ: the kernel sees to it.
       interpret: run in JAX's GPU interpreter on any machine, with race detection, instead of compiling.
-      entry_barrier: of a kernel that reaches peers: XLA puts a barrier of all GPUs before it.
 
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
     """
@@ -379,8 +378,7 @@ def kernel(
         num_threads=num_threads,
         thread_name=thread_name,
         kernel_name=name,
-        compiler_params=compiler_params
-        or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup, skip_device_barrier=not entry_barrier),
+        compiler_params=compiler_params or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
 

@@ -31,7 +31,7 @@ type Axes = tuple[tuple[str, int], ...]  # of a mesh: names and sizes
 ROW_BYTES: Final = 512  # 128 threads take four bytes each
 LINE_WORDS: Final = 2 * ROW_BYTES // 4  # int32 of a row in lines
 REDUCTIONS: Final = {"add": jnp.add, "min": jnp.minimum, "max": jnp.maximum}
-WORKSPACE_BLOCKS: Final = 64  # of every call with a workspace: each counts its calls
+WORKSPACE_BLOCKS: Final = 64  # of every call with a `Memory`: each counts its calls
 _OUTBOX = 2
 ROWS_AT_ONCE: Final = 16  # that a warpgroup holds in registers, of each operand and of the sum
 
@@ -103,19 +103,34 @@ def reduced(reduction: str, values: Iterable[jax.Array]) -> jax.Array:
     return total.astype(first.dtype)
 
 
-def workspace_rows(n: int, rows: int) -> int:
-    """Rows of a workspace for parts of `rows` rows: two halves of n such parts, and the counters of the blocks."""
-    return 2 * n * rows + 1
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """For schedules in lines: lines that stay from call to call, at addresses that stay the same, which XLA does not know.
+
+    The kernel then reaches peers without XLA's help: no look-up of addresses, no zeros, no barrier, and it goes into CUDA graphs.
+    Calls take turns with the two halves: who begins the second call after this one has all that the others sent in the next one,
+    so that they are done with this one.
+
+    state: a ref of int32 [1, `state_words(n)`]: how many calls each block has had, zeros at first; the device's index along the axes;
+    and the addresses of its lines, those of the next device, and so on, low words first. It may move; it keeps calls in order.
+    rows: lines are zeros at first, of 2 halves of n times as many rows.
+    """
+
+    state: Any
+    rows: int
 
 
-def exchange(x: jax.Array, what: Exchange, *, workspace: Any = None, equal: bool = False, interpret: bool = False) -> jax.Array:
+def state_words(n: int) -> int:
+    return WORKSPACE_BLOCKS + 1 + 2 * n
+
+
+def exchange(
+    x: jax.Array, what: Exchange, *, memory: Memory | None = None, equal: bool = False, interpret: bool = False
+) -> jax.Array:
     """Runs the kernel inside `jax.shard_map` over `what.axes`: x has `what.shape("x")`, the result `what.shape("out")`.
 
-    workspace: a ref of int32 [1, `workspace_rows`, LINE_WORDS], zeros before the first call, for schedules in lines: they need
-    nothing of XLA then, no zeros and no barrier. Calls take turns with its two halves: who begins the second call after this
-    one has all that the others sent in the next one, so that they are done with this one.
     equal: the result is the same on all devices, and so typed. Interpreted, x and the result have all devices' in front:
-    [n, ...], no shard_map is needed, and there is no workspace.
+    [n, ...], no shard_map is needed, and there is no `memory`.
     """
     n = what.schedule.n
     scratch_types: dict[str, Any] = {}
@@ -133,19 +148,22 @@ def exchange(x: jax.Array, what: Exchange, *, workspace: Any = None, equal: bool
             scratch_types[f"flag_{step.flag}"] = core.ClusterBarrier(collective_axes=("device",))
         elif isinstance(step, Wait) and not step.in_lines:
             scratch_types[f"flag_{step.flag}"] = core.SemaphoreType.REGULAR
-    inputs: list[Any] = [x]
+    inputs: dict[str, Any] = {"x": x}
     results: list[Buffer] = ["out"]
-    if what.schedule.in_lines and not interpret:
+    if memory is not None:
+        inputs["state"] = memory.state
+    elif what.schedule.in_lines and not interpret:
         parts, rows, _ = what.shape("scratch")
-        inputs.append(jax.new_ref(jnp.zeros((parts, rows, LINE_WORDS), jnp.int32)) if workspace is None else workspace)
+        inputs["scratch"] = jax.new_ref(jnp.zeros((parts, rows, LINE_WORDS), jnp.int32))
     elif what.schedule.scratch_slices:
         results.append("scratch")
-    names = ["x", "scratch", "out"] if len(inputs) > 1 else ["x", *results]
 
     def body(*refs: Any, **scratch: Any) -> None:
-        kind = _Interpreted if interpret else _Block if workspace is None else _InWorkspace
-        machine: _Block = kind(what, dict(zip(names, refs, strict=True)), scratch)
-        machine.run()
+        buffers = dict(zip((*inputs, *results), refs, strict=True))
+        if memory is not None:
+            _InMemory(what, buffers, scratch, memory.rows).run()
+        else:
+            (_Interpreted if interpret else _Block)(what, buffers, scratch).run()
 
     return core.kernel(
         body,
@@ -159,8 +177,7 @@ def exchange(x: jax.Array, what: Exchange, *, workspace: Any = None, equal: bool
         name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
         equal_over=what.names if equal else (),
         interpret=interpret,
-        entry_barrier=workspace is None,
-    )(*inputs)[0]
+    )(*inputs.values())[0]
 
 
 class _Block:
@@ -425,23 +442,32 @@ class _Block:
             self.memory(place, where)[...] = value
 
 
-class _InWorkspace(_Block):
-    """The same with scratch that stays from call to call, the half of it whose turn it is, and no barrier before."""
+class _InMemory(_Block):
+    """The same with a `Memory`: the half of it whose turn it is, at addresses that `state` holds."""
+
+    def __init__(self, what: Exchange, buffers: dict[str, Any], scratch: dict[str, Any], rows: int) -> None:
+        super().__init__(what, buffers, scratch)
+        self.rows = rows
+
+    def index(self) -> Any:
+        return self.buffers["state"][0, WORKSPACE_BLOCKS]  # lax.axis_index is of the peers that XLA knows
 
     def run(self) -> None:
-        workspace = self.buffers["scratch"]
-        counter = 0, workspace.shape[1] - 1, lax.axis_index("block")
-        calls = workspace[counter]  # before this one, the same on all devices
+        state = self.buffers["state"]
+        counter = 0, lax.axis_index("block")
+        calls = state[counter]  # before this one, the same on all devices
         self.half, self.flag = lax.rem(calls, jnp.int32(2)), calls + 1
+        words = [state[0, WORKSPACE_BLOCKS + 1 + i] for i in range(2 * self.n)]
+        self.addresses = list(zip(words[::2], words[1::2], strict=True))
         super().run()
         core.warpgroup_barrier()  # all threads have read the counter
-        workspace[counter] = calls + 1
+        state[counter] = calls + 1
 
     def line_memory(self, place: Place, where: Any) -> Any:
+        assert isinstance(place.device, int)
         part, rows = where
-        capacity = self.buffers["scratch"].shape[1] // (2 * self.n)
-        start = self.half * (self.n * capacity) + part * self.what.rows + rows.start
-        return self.memory(place, (0, core.ds(start, rows.size)))
+        row = self.half * (self.n * self.rows) + part * self.what.rows + rows.start
+        return core.LineAddress(*self.addresses[place.device % self.n], row * (4 * LINE_WORDS))
 
 
 class _Interpreted(_Block):

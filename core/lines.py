@@ -5,11 +5,13 @@ twice the bytes. NCCL calls the protocol LL. It rests on 64-bit stores and loads
 model": vectors are several accesses, each of 64 bits here) and on memory that is zero before.
 
 A buffer of lines is int32, twice as wide as the rows of data that it takes. Values are of a layout `Layout.WG_STRIDED`, in
-which each of 128 threads has 4 or 8 bytes in a row.
+which each of 128 threads has 4 or 8 bytes in a row. Where lines are is a ref, or an `Address`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +27,22 @@ _THREADS = 128
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def store(value: Any, ref: Any, layout: Any, flag: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A place in memory, of this or another GPU, that XLA need not know: its address in two int32, and bytes from there."""
+
+    low: Any
+    high: Any
+    offset: Any
+
+
+def store(value: Any, where: Any, layout: Any, flag: Any) -> None:
     """Stores `value` to lines, on the own or another GPU, with `flag`, an int32."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), _SCALAR))
-    def store_lines(_: Any, value: Any, ref: Any, flag: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(layout, _SCALAR, *_types(where)))
+    def store_lines(_: Any, value: Any, flag: Any, *where: Any) -> None:
         words = _words(value.layout.vec_size, value.mlir_dtype)
-        start = _start(ref, words)
+        start = _start(where, words)
         for i, register in enumerate(value.registers.flat):
             data = [_word(register, word) for word in range(words)]
             pairs = "".join(f"mov.b64 a{w}, {{$1, ${w + 2}}}; " for w in range(words))
@@ -44,20 +55,23 @@ def store(value: Any, ref: Any, layout: Any, flag: Any) -> None:
                 has_side_effects=True,
             )
 
-    store_lines(value, ref, flag)
+    store_lines(value, flag, *_operands(where))
 
 
-def load(refs: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, flag: Any) -> list[Any]:
-    """Waits until all lines at each of `refs` have `flag`, and returns their data, arrays of `shape`."""
+def load(places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, flag: Any) -> list[Any]:
+    """Waits until all lines at each of `places` have `flag`, and returns their data, arrays of `shape`."""
     out = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+    types = [_types(where) for where in places]
 
-    @plgpu.inline_mgpu(arg_types=[_SCALAR, *[plgpu.RefType()] * len(refs)], return_type=[out] * len(refs))
-    def load_lines(_: Any, flag: Any, *refs: Any) -> list[Any]:
+    @plgpu.inline_mgpu(arg_types=[_SCALAR, *itertools.chain(*types)], return_type=[out] * len(places))
+    def load_lines(_: Any, flag: Any, *operands: Any) -> list[Any]:
         element = utils.dtype_to_ir_type(jnp.dtype(dtype))
         mosaic_layout = layout.to_mgpu()
         words = _words(mosaic_layout.vec_size, element)
         (registers,) = mosaic_layout.registers_shape(shape)
-        loaded = iter(_wait_for([_start(ref, words) for ref in refs], registers, words, _scalar(flag)))
+        left = iter(operands)
+        starts = [_start(tuple(itertools.islice(left, len(of_one))), words) for of_one in types]
+        loaded = iter(_wait_for(starts, registers, words, _scalar(flag)))
         signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
         return [
             mgpu.FragmentedArray(
@@ -65,10 +79,10 @@ def load(refs: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, f
                 _layout=mosaic_layout,
                 _is_signed=signed,
             )
-            for _ in refs
+            for _ in places
         ]
 
-    return load_lines(flag, *refs)
+    return load_lines(flag, *itertools.chain(*map(_operands, places)))
 
 
 def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any) -> Sequence[Any]:
@@ -92,6 +106,14 @@ def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any) -> S
     )
 
 
+def _types(where: Any) -> list[Any]:
+    return [_SCALAR] * 3 if isinstance(where, Address) else [plgpu.RefType()]
+
+
+def _operands(where: Any) -> list[Any]:
+    return [where.low, where.high, where.offset] if isinstance(where, Address) else [where]
+
+
 def _scalar(x: Any) -> Any:
     return x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x
 
@@ -103,11 +125,17 @@ def _words(vector: int, element: Any) -> int:
     return words
 
 
-def _start(ref: Any, words: int) -> Any:
-    """Where this thread's first line is."""
+def _start(where: Sequence[Any], words: int) -> Any:
+    """Where this thread's first line is, from the operands that stand for a ref or an `Address`."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     thread = arith.remui(utils.thread_idx(), utils.c(_THREADS, i32))
-    return utils.getelementptr(utils.memref_ptr(ref), [arith.muli(thread, utils.c(words, i32))], i64)
+    line = arith.muli(thread, utils.c(words, i32))
+    if len(where) == 1:
+        return utils.getelementptr(utils.memref_ptr(where[0]), [line], i64)
+    low, high, offset = (arith.extui(i64, _scalar(x)) for x in where)
+    base = arith.ori(low, arith.shli(high, utils.c(32, i64)))
+    from_base = arith.addi(offset, arith.muli(arith.extui(i64, line), utils.c(8, i64)))
+    return arith.addi(base, from_base)
 
 
 def _offset(register: int, words: int) -> int:

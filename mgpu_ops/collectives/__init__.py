@@ -23,7 +23,7 @@ from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.kernel import launch
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
 from mgpu_ops.collectives.transport import axes_of, split, unable, unreachable
-from mgpu_ops.collectives.workspace import Workspace, collective_workspace, config_for
+from mgpu_ops.collectives.workspace import Workspace, collective_workspace, config_for, unusable
 from mgpu_ops.core import capture, exchange, links, mesh, op, resolution
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.collective import Kind
@@ -82,8 +82,8 @@ def all_reduce(
       across: those of several axes that lie between hosts; by default what the job's processes say. Hosts reduce by themselves
         first, then XLA's all-reduce goes across, each device with its part.
       config: runs the kernel with this CollectiveConfig instead of the database's.
-      workspace: of `collective_workspace`, for this axis. What fits in it is one kernel without XLA's barrier, the fastest way
-        for small x, and has no gradient; the rest, and other machines, do without it.
+      workspace: of `collective_workspace`, for this axis. What fits in it is one plain kernel, the fastest way for small x, and
+        has no gradient; the rest, and other machines, do without it.
       backend: "mosaic", "interpret" (any machine, slow, finds data races) or "xla".
       debug: each device reports on the host that it has arrived, and waits for the others there first. Where one does not come
         within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang.
@@ -191,6 +191,9 @@ def _call(
             raise ValueError(
                 f"the workspace is for axis_name={workspace.axis_name}, and {kind} runs over {call.names}: each needs its own"
             )
+        here = jax.sharding.get_abstract_mesh()
+        if workspace.mesh != tuple(here.shape.items()):
+            raise ValueError(f"the workspace is of a mesh {dict(workspace.mesh)}, and {kind} runs on {dict(here.shape)}")
         if transport not in (None, "peer") or config is not None:
             raise ValueError(f"a workspace goes with transport='peer' and no config: leave {transport or config} out")
         if _checked(call):
@@ -307,12 +310,12 @@ def _in_workspace(call: _Call, x: jax.Array, workspace: Workspace) -> Any:
     if SPECS[call.kind].supports(problem, device) or unable(call.axes, "peer") or unreachable(call.forbidden, "peer"):
         return None
     config = config_for(call.kind, problem, workspace)
-    if config is None:
+    if config is None or unusable() is not None:
         return None
 
     def run(x: jax.Array) -> jax.Array:
         flat = x.reshape(-1)
-        out = launch(call.kind, call.axes, problem, config, device, flat, workspace=workspace.ref, equal=call.equal)
+        out = launch(call.kind, call.axes, problem, config, device, flat, memory=workspace.memory, equal=call.equal)
         return out.reshape(_result(call, x))
 
     return run

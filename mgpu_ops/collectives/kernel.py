@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mgpu_ops.collectives.problem import Config, Problem, check, exchange_of
 from mgpu_ops.core.collective import Buffer, Kind
-from mgpu_ops.core.exchange import Axes, Exchange, exchange
+from mgpu_ops.core.exchange import Axes, Exchange, Memory, exchange
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -22,12 +21,12 @@ def launch(
     gpu: Gpu,
     x: jax.Array,
     *,
-    workspace: Any = None,
+    memory: Memory | None = None,
     equal: bool,
     interpret: bool = False,
 ) -> jax.Array:
     """The collective of a flat x, through the kernel, inside `jax.shard_map` over `axes`; equal: the result is, on all devices.
-    workspace: a ref, as for `exchange`.
+    memory: of a workspace, for schedules in lines.
 
     Interpreted, x and the result are those of all devices, [n, elements], and no shard_map is needed.
     """
@@ -36,7 +35,7 @@ def launch(
         raise ValueError(f"{config} cannot run {kind} {problem} on {gpu.name}: {reason}")
     what = exchange_of(kind, problem, config, axes)
     rows = _fill(x, what.shape("x"), groups=_groups(what, "x"))
-    out = exchange(rows, what, workspace=workspace, equal=equal, interpret=interpret)
+    out = exchange(rows, what, memory=memory, equal=equal, interpret=interpret)
     return _cut(out, problem.size if kind == "all_reduce" else problem.size // problem.devices, groups=_groups(what, "out"))
 
 

@@ -1,7 +1,12 @@
-"""Memory that stays from call to call, with which small collectives need neither XLA's barrier nor zeroed scratch.
+"""Memory that stays from call to call, at addresses that stay the same, with which a small collective is one plain kernel.
 
-A call in a workspace is one kernel of one trip over the links. What would be settled before it follows from the calls before:
-`core/exchange.py` says how.
+Nothing comes before it: no look-up of peers' addresses by the host, no zeroed scratch, no barrier; and XLA takes it into its
+CUDA graphs. What would be settled before it follows from the calls before: `core/exchange.py` says how.
+
+XLA knows nothing of what passes between the GPUs then, so what it does for kernels that reach peers must hold by itself. All
+GPUs must have loaded a program's kernels before one of them waits in a later program: a load waits until its GPU is idle, and
+holds a lock that others load under. It does hold: JAX dispatches a program to all GPUs of a process before the next one. (Its
+other client for GPUs need not: `_TFRT`.)
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,30 +24,40 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize
-from mgpu_ops.core import exchange
+from mgpu_ops.core import exchange, job
 from mgpu_ops.core.collective import Kind
-from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS
+from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, Memory
 
-PAYLOAD: Final = 2**18  # bytes, by default
 SECOND_TRIP: Final = 355_000  # bytes that pass a link during the latency of one trip
+_TFRT: Final = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+_kept: list[jax.Array] = []  # lines, to which peers may write whatever becomes of a workspace
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["ref"], meta_fields=["axis_name", "devices", "payload_bytes"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["axis_name", "devices", "payload_bytes", "mesh"]
+)
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """What `collective_workspace` returns: a pytree with one `jax.Ref`, to be passed through jit and shard_map.
+    """What `collective_workspace` returns: a pytree with one small `jax.Ref`, to be passed through jit and shard_map.
 
-    axis_name: of the collectives that may use it. devices: that take part in one. payload_bytes: of the largest one.
+    axis_name: of the collectives that may use it. devices: that take part in one. payload_bytes: of the largest one. mesh: the
+    axes of the mesh, with their sizes.
     """
 
-    ref: Any
+    state: Any
     axis_name: tuple[str, ...]
     devices: int
     payload_bytes: int
+    mesh: Axes
+
+    @property
+    def memory(self) -> Memory:
+        """For the kernel, inside `jax.shard_map`."""
+        return Memory(self.state, -(-self.payload_bytes // ROW_BYTES))
 
 
-def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int = PAYLOAD) -> Workspace:
-    """Memory on the GPUs of `mesh` for small collectives over `axis_name`, that makes them a single kernel each.
+def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int = MAX_LINES) -> Workspace:
+    """Memory on the GPUs of `mesh` for small collectives over `axis_name`, that makes them a single plain kernel each.
 
     Pass it to the function under `jax.shard_map`, sharded over all axes of the mesh, and on to the collectives:
 
@@ -54,12 +70,15 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
         step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("model"), check_vma=False))
         y = step(x, workspace)
 
+    Make one and keep it: its memory is not given back before the process ends.
+
     Args:
-      mesh: its devices run the same programs in the same order, as those of one process do. After a program that failed on some
-        of them, make a new workspace: they no longer agree on how many calls there were.
+      mesh: its devices run the same programs in the same order, as those of one process do when one thread dispatches them.
+        After a program that failed on some of them, make a new workspace: they no longer agree on how many calls there were. In
+        a job of several processes, and on machines without GPUs, collectives go the usual way.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
       payload_bytes: of the largest all_reduce that uses it (of reduce_scatter and all_gather, n times as many); larger ones go
-        the usual way. By default 256 KiB. For n devices it takes 4 n times as much memory on each.
+        the usual way. By default 1 MiB, the most. For n devices it takes 4 n times as much memory on each.
 
     Raises:
       ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.
@@ -71,11 +90,39 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
     n = math.prod(mesh.shape[name] for name in names)
     if not 0 < payload_bytes <= MAX_LINES:
         raise ValueError(f"payload_bytes={payload_bytes} must be 1 to {MAX_LINES}: larger collectives need no workspace")
-    rows = exchange.workspace_rows(n, -(-payload_bytes // ROW_BYTES))
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    ref = jax.new_ref(jax.device_put(np.zeros((mesh.size, rows, LINE_WORDS), np.int32), sharding))
-    jax.block_until_ready(jnp.copy(ref[...]))  # a peer may write to it from now on
-    return Workspace(ref, names, n, payload_bytes)
+    state = np.zeros((mesh.size, exchange.state_words(n)), np.int32)
+    if unusable(mesh) is None:
+        lines = mesh.size, 2 * n * -(-payload_bytes // ROW_BYTES), LINE_WORDS
+        _kept.append(jax.jit(functools.partial(jnp.zeros, lines, jnp.int32), out_shardings=sharding)())
+        jax.block_until_ready(_kept[-1])  # a peer may write to it from now on
+        state[:, WORKSPACE_BLOCKS:] = _whereabouts(mesh, names, _kept[-1])
+    made = jax.make_array_from_callback(state.shape, sharding, lambda part: state[part])
+    return Workspace(jax.new_ref(made), names, n, payload_bytes, tuple(mesh.shape.items()))
+
+
+def unusable(mesh: Mesh | None = None) -> str | None:
+    """Why kernels cannot run in a workspace here, or None; without a mesh, as far as the job says."""
+    if job.size() > 1:
+        return "the job has several processes, which do not know each other's addresses"
+    if os.environ.get(_TFRT, "0").strip() not in ("", "0"):
+        return f"with {_TFRT} a GPU may wait for another whose kernel is not loaded yet"
+    if mesh is not None and mesh.devices.flat[0].platform != "gpu":
+        return "there are no GPUs"
+    return None
+
+
+def _whereabouts(mesh: Mesh, names: Sequence[str], lines: jax.Array) -> np.ndarray:
+    """[devices, 1 + 2 n] words: a device's index along the axes, and where its lines and those of the next ones are."""
+    address = {shard.device: shard.data.unsafe_buffer_pointer() for shard in lines.addressable_shards}
+    last = [i - len(names) for i in range(len(names))]
+    groups = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in names], last)
+    found = {}
+    for group in groups.reshape(-1, math.prod(mesh.shape[name] for name in names)):
+        for i, device in enumerate(group):
+            addresses = np.array([address[peer] for peer in (*group[i:], *group[:i])], np.uint64)
+            found[device] = np.concatenate([np.array([i], np.int32), addresses.view(np.int32)])
+    return np.stack([found[device] for device in mesh.devices.flat])
 
 
 def config_for(kind: Kind, problem: Problem, workspace: Workspace) -> Config | None:

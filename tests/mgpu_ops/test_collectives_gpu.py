@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.collectives.problem import MAX_LINES
-from mgpu_ops.core import collective, gpu
+from mgpu_ops.core import collective, exchange, gpu
 
 P = PartitionSpec
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -186,7 +186,7 @@ def test_in_a_workspace_a_thousand_of_mixed_sizes_and_kinds_are_exact(n):
         return x
 
     for _ in range(4):
-        sizes = [n * rng.choice([1, 3, 64, 1000, 4096, 60_000]) for _ in range(4)]
+        sizes = [n * rng.choice([1, 3, 64, 1000, 4096, 60_000, 200_000]) for _ in range(4)]
         kinds = [rng.choice(["all_reduce", "reduce_scatter"]) for _ in range(5)]
 
         def program(x: jax.Array, workspace: Any, sizes: Any = sizes, kinds: Any = kinds) -> jax.Array:
@@ -204,3 +204,30 @@ def test_in_a_workspace_a_thousand_of_mixed_sizes_and_kinds_are_exact(n):
         outs = [run(spread(x, n), workspace) for _ in range(8)]
         for out in outs:
             np.testing.assert_array_equal(np.asarray(out), wanted)
+
+
+@on_gpus
+def test_in_a_workspace_programs_whose_kernels_are_loaded_while_others_wait_do_not_hang(n):
+    """A load waits until its GPU is idle, which it is not while a kernel of the program before waits for the other GPUs."""
+    mesh = mesh_of(n)
+    workspace = collective_workspace(mesh, "d", 2**16)
+    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace)[None]  # noqa: E731
+    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+    rows = [draw(n, 128 * (i + 1)) for i in range(40)]  # a kernel each
+    programs = [(run.lower(x, workspace).compile(), x) for x in (spread(x, n) for x in rows)]
+    outs = [program(x, workspace) for program, x in programs]
+    for out, x in zip(outs, rows, strict=True):
+        np.testing.assert_array_equal(np.asarray(out), np.broadcast_to(x.sum(0), x.shape))
+
+
+@on_gpus
+@pytest.mark.parametrize("kilobytes", [1, 96, 1024])
+def test_in_a_workspace_floats_are_the_sum_in_the_order_of_the_devices_in_every_run(n, kilobytes):
+    mesh = mesh_of(n)
+    workspace = collective_workspace(mesh, "d")
+    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace)[None]  # noqa: E731
+    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+    x = np.random.default_rng(n).normal(size=(n, 512 * kilobytes)).astype(jnp.bfloat16)
+    wanted = np.asarray(exchange.reduced("add", jnp.asarray(x)))
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(run(spread(x, n), workspace)), np.broadcast_to(wanted, x.shape))

@@ -53,10 +53,10 @@ def test_where_there_is_no_gpu_the_same_program_runs_without_it():
 def test_it_is_memory_of_every_device_for_groups_along_its_axis():
     mesh = mesh_of(data=2, model=4)
     memory = collective_workspace(mesh, "model")
-    assert (memory.axis_name, memory.devices, memory.payload_bytes) == (("model",), 4, 2**18)
-    assert memory.ref.shape == (8, 2 * 4 * 512 + 1, 256)  # two halves of four parts of 512 rows in lines, and the counters
-    assert not np.asarray(memory.ref[...]).any()
-    assert collective_workspace(mesh, ("data", "model"), 1000).ref.shape == (8, 2 * 8 * 2 + 1, 256)
+    assert (memory.axis_name, memory.devices, memory.payload_bytes) == (("model",), 4, 2**20)
+    assert memory.state.shape == (8, 64 + 1 + 2 * 4)  # calls of 64 blocks, index, and addresses
+    assert not np.asarray(memory.state[...]).any()
+    assert collective_workspace(mesh, ("data", "model"), 1000).state.shape == (8, 64 + 1 + 2 * 8)
 
 
 def test_a_collective_that_is_too_large_is_told_from_one_that_fits():
@@ -73,7 +73,7 @@ def test_a_collective_that_is_too_large_is_told_from_one_that_fits():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_whatever_fits_has_a_config_that_can_run(kind, n):
-    memory = Workspace(None, ("d",), n, 2**20)
+    memory = Workspace(None, ("d",), n, 2**20, (("d", n),))
     for size in (n, 8 * n, 1000 * n, 2**18):
         problem = CollectiveProblem(size, n)
         config = workspace.config_for(kind, problem, memory)
@@ -91,7 +91,7 @@ def test_it_has_no_gradient_and_says_so():
     ("function", "error", "message"),
     [
         (
-            lambda x, m: all_reduce(x, "model", workspace=m.ref),
+            lambda x, m: all_reduce(x, "model", workspace=m.state),
             TypeError,
             "workspace is a .*: pass what mgpu_ops.collective_wor",
         ),
@@ -123,6 +123,40 @@ def test_where_jax_checks_types_of_devices_it_says_what_to_pass():
         )
 
 
+def test_a_mesh_of_another_shape_is_refused_for_its_groups_are_others():
+    memory = collective_workspace(mesh_of(data=2, model=2), "model")
+    with pytest.raises(ValueError, match=r"of a mesh {'data': 2, 'model': 2}, and all_reduce runs on {'data': 1, 'model': 4}"):
+        on(mesh_of(data=1, model=4), lambda x, m: all_reduce(x, "model", workspace=m), memory)(jnp.ones((4, 8)))
+
+
+def test_each_device_has_the_addresses_of_those_after_it_along_the_axis():
+    mesh = mesh_of(data=2, model=4)
+    lines = jax.device_put(np.zeros((8, 2)), NamedSharding(mesh, P(("data", "model"))))
+    at = {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in lines.addressable_shards}
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+
+    def told(names: tuple[str, ...], device: int) -> tuple[int, list[int]]:
+        row = workspace._whereabouts(mesh, names, lines)[ids.reshape(-1).tolist().index(device)]
+        return row[0], np.ascontiguousarray(row[1:]).view(np.uint64).tolist()
+
+    for group in ids:
+        for i, device in enumerate(group):
+            assert told(("model",), device) == (i, [at[peer] for peer in (*group[i:], *group[:i])])
+    order = ids.T.reshape(-1)  # of ("model", "data"), the last the fastest
+    assert told(("model", "data"), order[3]) == (3, [at[peer] for peer in (*order[3:], *order[:3])])
+
+
+@pytest.mark.parametrize(
+    ("setting", "processes", "reason"),
+    [("0", 1, None), ("1", 1, "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"), ("0", 2, "several processes")],
+)
+def test_where_addresses_or_the_order_of_programs_are_not_sure_it_is_not_used(monkeypatch, setting, processes, reason):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", setting)
+    monkeypatch.setattr(workspace.job, "size", lambda: processes)
+    found = workspace.unusable()
+    assert found is None if reason is None else reason in str(found)
+
+
 @pytest.mark.parametrize(
     ("axis", "size", "message"),
     [("e", None, "axis_name='e' is not of the mesh, whose axes are 'd'"), ((), None, "not of the mesh"),
@@ -136,15 +170,14 @@ def test_a_workspace_that_cannot_be_is_refused(axis, size, message):
 def sharded(n: int, function: Any) -> tuple[Any, Any]:
     """function(x, workspace) on n GPUs, of a whole x and memory, and what memory is."""
     mesh = AbstractMesh((n,), ("d",), axis_types=(AxisType.Auto,))
-    own, capacity = P("d"), 2**18
+    own = P("d")
 
-    def run(x: jax.Array, memory: jax.Array) -> Any:
-        made = Workspace(jax.new_ref(memory), ("d",), n, capacity)
+    def run(x: jax.Array, state: jax.Array) -> Any:
+        made = Workspace(jax.new_ref(state), ("d",), n, 2**20, (("d", n),))
         out = jax.shard_map(function, mesh=mesh, in_specs=(own, own), out_specs=own, check_vma=False)(x, made)
-        return out, jax.freeze(made.ref)
+        return out, jax.freeze(made.state)
 
-    shape = (n, exchange.workspace_rows(n, capacity // 512), exchange.LINE_WORDS)
-    return run, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, own))
+    return run, jax.ShapeDtypeStruct((n, exchange.state_words(n)), jnp.int32, sharding=NamedSharding(mesh, own))
 
 
 @needs_compiler
@@ -161,22 +194,21 @@ def test_a_call_is_one_kernel_without_a_fence(kind, n):
 
 
 @needs_compiler
-def test_in_chains_and_scans_the_memory_stays_where_it_is_and_no_barrier_comes_before():
-    """A copy of it would be memory that no peer writes to."""
+def test_in_chains_and_scans_a_call_is_a_plain_kernel_of_which_xla_knows_no_peers():
+    """So that it looks up no addresses, puts no barrier in front, and takes it into its CUDA graphs."""
 
     def program(x: jax.Array, memory: Workspace) -> jax.Array:
         for _ in range(3):
             x = all_reduce(x, "d", workspace=memory) / 2
         return lax.scan(lambda x, _: (all_reduce(x, "d", workspace=memory) / 2, None), x, length=5)[0]
 
-    run, memory = sharded(2, program)
+    run, state = sharded(2, program)
     devices = np.array(aot._topology(gpu.find("h200"), 2).devices)
     on_them = NamedSharding(Mesh(devices, ("d",), axis_types=(AxisType.Auto,)), P("d"))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_them)  # noqa: E731
     x = place(jax.ShapeDtypeStruct((8192,), jnp.float32))
     with aot.target(gpu.find("h200")), jax.default_device(devices[0]):
-        text = jax.jit(run, donate_argnums=1).lower(x, place(memory)).compile().as_text()
-    shape = f"s32[1,{memory.shape[1]},{memory.shape[2]}]"
-    assert text.count("skip_device_barrier = true") == 4
-    assert shape in text
-    assert not [line for line in text.splitlines() if re.search(rf"= {re.escape(shape)}\S* (copy|fusion)\(", line)]
+        text = jax.jit(run, donate_argnums=1).lower(x, place(state)).compile().as_text()
+    assert len(re.findall(r"custom_call_target=.mosaic_gpu_v2", text)) == 4
+    assert "uses_xla_collective_metadata = true" not in text
+    assert "all-reduce" not in text
