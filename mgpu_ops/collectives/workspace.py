@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize
+from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize, payload_bytes
 from mgpu_ops.core import exchange, job
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, Memory
@@ -128,6 +128,8 @@ def _whereabouts(mesh: Mesh, names: Sequence[str], lines: jax.Array) -> np.ndarr
 def config_for(kind: Kind, problem: Problem, workspace: Workspace) -> Config | None:
     """How a collective runs in a workspace, or None where it is too large."""
     p, n = problem, problem.devices
+    if payload_bytes(p) > MAX_LINES:
+        return None
     one, two = 2 * (n - 1), 4 * (n - 1) / n  # payloads over the link
     two_shot = kind == "all_reduce" and (one - two) * p.size * itemsize(p) > SECOND_TRIP
     config = Config("ll_two_shot" if two_shot else "ll_one_shot", WORKSPACE_BLOCKS, 4 * ROW_BYTES, 2)
