@@ -111,17 +111,22 @@ class Memory:
     Calls take turns with the two halves: who begins the second call after this one has all that the others sent in the next one,
     so that they are done with this one.
 
-    state: a ref of int32 [1, `state_words(n)`]: how many calls each block has had, zeros at first; the device's index along the axes;
-    and the addresses of its lines, those of the next device, and so on, low words first. It may move; it keeps calls in order.
-    rows: lines are zeros at first, of 2 halves of n times as many rows.
+    where: a ref of int32 [1, `where_words(n)`], which keeps the calls of a program in order: the device's index along the axes, and
+    the addresses of its lines, of those of the next device, and so on, low words first.
+    rows: lines have 2 halves of n times as many rows, and one more in which blocks count calls; zeros at first.
     """
 
-    state: Any
+    where: Any
     rows: int
 
 
-def state_words(n: int) -> int:
-    return WORKSPACE_BLOCKS + 1 + 2 * n
+def where_words(n: int) -> int:
+    return 1 + 2 * n
+
+
+def memory_rows(n: int, rows: int) -> int:
+    """Of LINE_WORDS int32 each."""
+    return 2 * n * rows + 1
 
 
 def exchange(
@@ -151,7 +156,7 @@ def exchange(
     inputs: dict[str, Any] = {"x": x}
     results: list[Buffer] = ["out"]
     if memory is not None:
-        inputs["state"] = memory.state
+        inputs["where"] = memory.where
     elif what.schedule.in_lines and not interpret:
         parts, rows, _ = what.shape("scratch")
         inputs["scratch"] = jax.new_ref(jnp.zeros((parts, rows, LINE_WORDS), jnp.int32))
@@ -443,31 +448,31 @@ class _Block:
 
 
 class _InMemory(_Block):
-    """The same with a `Memory`: the half of it whose turn it is, at addresses that `state` holds."""
+    """The same with a `Memory`: the half of it whose turn it is, at addresses that `where` holds."""
 
     def __init__(self, what: Exchange, buffers: dict[str, Any], scratch: dict[str, Any], rows: int) -> None:
         super().__init__(what, buffers, scratch)
         self.rows = rows
 
     def index(self) -> Any:
-        return self.buffers["state"][0, WORKSPACE_BLOCKS]  # lax.axis_index is of the peers that XLA knows
+        return self.buffers["where"][0, 0]  # lax.axis_index is of the peers that XLA knows
 
     def run(self) -> None:
-        state = self.buffers["state"]
-        counter = 0, lax.axis_index("block")
-        calls = state[counter]  # before this one, the same on all devices
-        self.half, self.flag = lax.rem(calls, jnp.int32(2)), calls + 1
-        words = [state[0, WORKSPACE_BLOCKS + 1 + i] for i in range(2 * self.n)]
+        words = [self.buffers["where"][0, 1 + i] for i in range(2 * self.n)]
         self.addresses = list(zip(words[::2], words[1::2], strict=True))
+        after_lines = (memory_rows(self.n, self.rows) - 1) * 4 * LINE_WORDS
+        counter = core.Address(*self.addresses[0], jnp.int32(after_lines) + 4 * lax.axis_index("block"))
+        calls = core.read_word(counter)  # before this one, the same on all devices
+        self.half, self.flag = lax.rem(calls, jnp.int32(2)), calls + 1
         super().run()
         core.warpgroup_barrier()  # all threads have read the counter
-        state[counter] = calls + 1
+        core.write_word(calls + 1, counter)
 
     def line_memory(self, place: Place, where: Any) -> Any:
         assert isinstance(place.device, int)
         part, rows = where
         row = self.half * (self.n * self.rows) + part * self.what.rows + rows.start
-        return core.LineAddress(*self.addresses[place.device % self.n], row * (4 * LINE_WORDS))
+        return core.Address(*self.addresses[place.device % self.n], row * (4 * LINE_WORDS))
 
 
 class _Interpreted(_Block):

@@ -85,6 +85,30 @@ def load(places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any,
     return load_lines(flag, *itertools.chain(*map(_operands, places)))
 
 
+def read_word(where: Address) -> Any:
+    """The int32 at an address, which kernels before this one stored."""
+
+    @plgpu.inline_mgpu(arg_types=_types(where), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR))
+    def read(_: Any, *where: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        (word,) = utils.inline_ptx(
+            "ld.relaxed.gpu.global.b32 $0, [$1];", _address(where), result_types=[i32], has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(word, (), is_signed=True)
+
+    return read(*_operands(where))
+
+
+def write_word(value: Any, where: Address) -> None:
+    """Stores an int32 at an address."""
+
+    @plgpu.inline_mgpu(arg_types=(_SCALAR, *_types(where)))
+    def write(_: Any, value: Any, *where: Any) -> None:
+        utils.inline_ptx("st.relaxed.gpu.global.b32 [$0], $1;", _address(where), _scalar(value), has_side_effects=True)
+
+    write(value, *_operands(where))
+
+
 def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any) -> Sequence[Any]:
     """The data words of all lines, which are loaded again until all have the flag."""
     i32 = ir.IntegerType.get_signless(32)
@@ -132,10 +156,14 @@ def _start(where: Sequence[Any], words: int) -> Any:
     line = arith.muli(thread, utils.c(words, i32))
     if len(where) == 1:
         return utils.getelementptr(utils.memref_ptr(where[0]), [line], i64)
+    return arith.addi(_address(where), arith.muli(arith.extui(i64, line), utils.c(8, i64)))
+
+
+def _address(where: Sequence[Any]) -> Any:
+    """The operands of an `Address` as one number."""
+    i64 = ir.IntegerType.get_signless(64)
     low, high, offset = (arith.extui(i64, _scalar(x)) for x in where)
-    base = arith.ori(low, arith.shli(high, utils.c(32, i64)))
-    from_base = arith.addi(offset, arith.muli(arith.extui(i64, line), utils.c(8, i64)))
-    return arith.addi(base, from_base)
+    return arith.addi(arith.ori(low, arith.shli(high, utils.c(32, i64))), offset)
 
 
 def _offset(register: int, words: int) -> int:

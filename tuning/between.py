@@ -110,15 +110,23 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     assert spec.baseline is not None
     baseline = spec.baseline(problem)
     assert baseline is not None
-    functions: dict[str, Callable[..., Any]] = {OURS: public(spec, problem, backend)}
+    functions: dict[str, Callable[..., Any]] = {OURS: public(spec, problem, gpu, backend)}
     kind: Any = spec.name
-    memory = None if backend == "xla" or problem.transport != "peer" else _workspace(problem)
-    if memory is not None and config_for(kind, problem, memory[1]):
-        functions[IN_WORKSPACE] = public(spec, problem, backend, memory)
+    mesh = first_devices(devices)
+    workspace = mgpu_ops.collective_workspace(mesh, "device")
+    if backend != "xla" and problem.transport == "peer" and config_for(kind, problem, workspace):
+        functions[IN_WORKSPACE] = in_workspace(spec, problem, mesh)
     functions[XLA] = functools.partial(baseline.run, problem)
     longer = dataclasses.replace(spec, turns=_LONGER * spec.turns)
-    calls = {impl: compiled(spec.timed(function), arrays) for impl, function in functions.items()}
-    longs = {impl: compiled(longer.timed(function), arrays) for impl, function in functions.items()}
+
+    def chain(spec: OpSpec, impl: str) -> Callable[[], Any]:
+        if impl != IN_WORKSPACE:
+            return compiled(spec.timed(functions[impl]), arrays)
+        opening = lambda x, memory: spec.timed(functools.partial(functions[impl], memory.open()))(x)  # noqa: E731
+        return compiled(opening, (*arrays, workspace))
+
+    calls = {impl: chain(spec, impl) for impl in functions}
+    longs = {impl: chain(longer, impl) for impl in functions}
     errors = {impl: measure.error(spec.result(call()), expected) for impl, call in calls.items()}
     once = sum(_wall(call, 1) for call in calls.values() for _ in range(2)) / 2
     own, around, short, long, alone = (collections.defaultdict[str, list[float]](list) for _ in range(5))
@@ -139,11 +147,6 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     return rows
 
 
-def _workspace(problem: Any) -> Any:
-    mesh = first_devices(problem.devices)
-    return mesh, mgpu_ops.collective_workspace(mesh, "device")
-
-
 def _undisturbed(walls: Sequence[float]) -> float:
     """The lower quartile: the host's other work only ever adds."""
     return sorted(walls)[len(walls) // 4]
@@ -156,21 +159,27 @@ def _wall(call: Callable[[], Any], programs: int) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def public(spec: OpSpec, problem: Any, backend: str | None = None, memory: Any = None) -> Callable[[jax.Array], jax.Array]:
-    """The public function on x of all devices, [devices, elements], by the problem's transport; memory: a mesh, a workspace."""
-    own = PartitionSpec("device")
-    function: Any = getattr(mgpu_ops, spec.name)
-    how: dict[str, Any] = {"transport": problem.transport, "backend": backend}
+def public(spec: OpSpec, problem: Any, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
+    """The public function on x of all devices, [devices, elements]: by the problem's transport, unless XLA is tuned for it."""
+    transport = problem.transport if resolution.resolve(spec, problem, gpu).config.algorithm != "xla" else None
+    return _shared(_one(spec, problem, transport=transport, backend=backend), first_devices(problem.devices))
+
+
+def in_workspace(spec: OpSpec, problem: Any, mesh: Any) -> Callable[[Any, jax.Array], jax.Array]:
+    """The same of an open workspace and x."""
+    return _shared(lambda memory, x: _one(spec, problem, workspace=memory)(x), mesh)
+
+
+def _one(spec: OpSpec, problem: Any, **how: Any) -> Callable[[jax.Array], jax.Array]:
     if spec.name != "all_gather":
         how["op"] = problem.reduction
-    if memory is None:
-        mesh: Any = AbstractMesh((problem.devices,), ("device",), axis_types=(AxisType.Auto,))
-        each = lambda x: function(x[0], "device", **how)[None]  # noqa: E731
-        return jax.shard_map(each, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
-    mesh, workspace = memory
-    within = lambda x, workspace: function(x[0], "device", workspace=workspace, **how)[None]  # noqa: E731
-    run = jax.shard_map(within, mesh=mesh, in_specs=(own, own), out_specs=own, check_vma=False)
-    return lambda x: run(x, workspace)
+    function: Any = getattr(mgpu_ops, spec.name)
+    return lambda x: function(x[0], "device", **how)[None]
+
+
+def _shared(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    own = PartitionSpec("device")
+    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
 
 
 def bus_bytes(op: str, size: int, devices: int) -> float:

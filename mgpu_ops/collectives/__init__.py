@@ -82,8 +82,8 @@ def all_reduce(
       across: those of several axes that lie between hosts; by default what the job's processes say. Hosts reduce by themselves
         first, then XLA's all-reduce goes across, each device with its part.
       config: runs the kernel with this CollectiveConfig instead of the database's.
-      workspace: of `collective_workspace`, for this axis. What fits in it is one plain kernel, the fastest way for small x, and
-        has no gradient; the rest, and other machines, do without it.
+      workspace: of `collective_workspace`, for this axis, open. What fits in it is one plain kernel, the fastest way for small
+        x, and has no gradient; the rest, and other machines, do without it.
       backend: "mosaic", "interpret" (any machine, slow, finds data races) or "xla".
       debug: each device reports on the host that it has arrived, and waits for the others there first. Where one does not come
         within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang.
@@ -186,7 +186,11 @@ def _call(
     call = _Call(kind, axes, reduction, transport, config, backend, forbidden=links.multicast_forbidden())
     if workspace is not None:
         if not isinstance(workspace, Workspace):
-            raise TypeError(f"workspace is a {type(workspace).__name__}: pass what mgpu_ops.collective_workspace returns")
+            raise TypeError(
+                f"workspace is a {type(workspace).__name__}: pass what mgpu_ops.collective_workspace returns, opened"
+            )
+        if not workspace.opened:
+            raise ValueError("the workspace is closed: pass workspace.open(), called once at the start of what shard_map runs")
         if workspace.axis_name != call.names:
             raise ValueError(
                 f"the workspace is for axis_name={workspace.axis_name}, and {kind} runs over {call.names}: each needs its own"

@@ -21,6 +21,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.state.types import AbstractRef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize, payload_bytes
@@ -34,36 +35,45 @@ _kept: list[jax.Array] = []  # lines, to which peers may write whatever becomes 
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["axis_name", "devices", "payload_bytes", "mesh"]
+    jax.tree_util.register_dataclass, data_fields=["where"], meta_fields=["axis_name", "devices", "payload_bytes", "mesh"]
 )
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """What `collective_workspace` returns: a pytree with one small `jax.Ref`, to be passed through jit and shard_map.
+    """What `collective_workspace` returns: a pytree with one small array, to be passed through jit and shard_map and opened.
 
     axis_name: of the collectives that may use it. devices: that take part in one. payload_bytes: of the largest one. mesh: the
     axes of the mesh, with their sizes.
     """
 
-    state: Any
+    where: Any  # the memory of all devices is; in an open workspace a ref
     axis_name: tuple[str, ...]
     devices: int
     payload_bytes: int
     mesh: Axes
 
+    def open(self) -> Workspace:
+        """For the collectives of this program, which it keeps in order: call it once, at the start of what shard_map runs."""
+        return self if self.opened else dataclasses.replace(self, where=jax.new_ref(self.where))
+
+    @property
+    def opened(self) -> bool:
+        return isinstance(jax.typeof(self.where), AbstractRef)
+
     @property
     def memory(self) -> Memory:
-        """For the kernel, inside `jax.shard_map`."""
-        return Memory(self.state, -(-self.payload_bytes // ROW_BYTES))
+        """For the kernel, of an open workspace."""
+        return Memory(self.where, _rows(self.payload_bytes))
 
 
 def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int = MAX_LINES) -> Workspace:
     """Memory on the GPUs of `mesh` for small collectives over `axis_name`, that makes them a single plain kernel each.
 
-    Pass it to the function under `jax.shard_map`, sharded over all axes of the mesh, and on to the collectives:
+    Pass it to the function under `jax.shard_map`, sharded over all axes of the mesh, open it there, and pass it to collectives:
 
         workspace = mgpu_ops.collective_workspace(mesh, "model")
 
         def step(x, workspace):
+            workspace = workspace.open()
             return mgpu_ops.all_reduce(x, "model", workspace=workspace)
 
         specs = P("model"), P(mesh.axis_names)
@@ -77,8 +87,8 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
         After a program that failed on some of them, make a new workspace: they no longer agree on how many calls there were. In
         a job of several processes, and on machines without GPUs, collectives go the usual way.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
-      payload_bytes: of the largest all_reduce that uses it (of reduce_scatter and all_gather, n times as many); larger ones go
-        the usual way. By default 1 MiB, the most. For n devices it takes 4 n times as much memory on each.
+      payload_bytes: of the largest all_reduce that uses it; larger ones go the usual way. By default 1 MiB, the most. For n
+        devices it takes 4 n times as much memory on each.
 
     Raises:
       ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.
@@ -91,14 +101,18 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
     if not 0 < payload_bytes <= MAX_LINES:
         raise ValueError(f"payload_bytes={payload_bytes} must be 1 to {MAX_LINES}: larger collectives need no workspace")
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    state = np.zeros((mesh.size, exchange.state_words(n)), np.int32)
+    where = np.zeros((mesh.size, exchange.where_words(n)), np.int32)
     if unusable(mesh) is None:
-        lines = mesh.size, 2 * n * -(-payload_bytes // ROW_BYTES), LINE_WORDS
-        _kept.append(jax.jit(functools.partial(jnp.zeros, lines, jnp.int32), out_shardings=sharding)())
+        shape = mesh.size, exchange.memory_rows(n, _rows(payload_bytes)), LINE_WORDS
+        _kept.append(jax.jit(functools.partial(jnp.zeros, shape, jnp.int32), out_shardings=sharding)())
         jax.block_until_ready(_kept[-1])  # a peer may write to it from now on
-        state[:, WORKSPACE_BLOCKS:] = _whereabouts(mesh, names, _kept[-1])
-    made = jax.make_array_from_callback(state.shape, sharding, lambda part: state[part])
-    return Workspace(jax.new_ref(made), names, n, payload_bytes, tuple(mesh.shape.items()))
+        where = _whereabouts(mesh, names, _kept[-1])
+    made = jax.make_array_from_callback(where.shape, sharding, lambda part: where[part])
+    return Workspace(made, names, n, payload_bytes, tuple(mesh.shape.items()))
+
+
+def _rows(payload_bytes: int) -> int:
+    return -(-payload_bytes // ROW_BYTES)
 
 
 def unusable(mesh: Mesh | None = None) -> str | None:
@@ -134,7 +148,7 @@ def config_for(kind: Kind, problem: Problem, workspace: Workspace) -> Config | N
     two_shot = kind == "all_reduce" and (one - two) * p.size * itemsize(p) > SECOND_TRIP
     config = Config("ll_two_shot" if two_shot else "ll_one_shot", WORKSPACE_BLOCKS, 4 * ROW_BYTES, 2)
     what = exchange_of(kind, p, config, (("device", n),))
-    if what.parts("scratch") * what.rows > n * -(-workspace.payload_bytes // ROW_BYTES):
+    if what.parts("scratch") * what.rows > n * _rows(workspace.payload_bytes):
         return None
     granule = 4 * ROW_BYTES
     rows = what.rows * (n if kind == "all_gather" else 1)

@@ -194,7 +194,7 @@ def test_in_a_workspace_a_thousand_of_mixed_sizes_and_kinds_are_exact(n):
                 x = exchange(x, size, kinds, workspace)
             return lax.scan(lambda x, _: (exchange(x, sizes[0], kinds, workspace), None), x, length=4)[0]
 
-        each = lambda x, workspace: program(x[0], workspace)[None]  # noqa: E731
+        each = lambda x, workspace: program(x[0], workspace.open())[None]  # noqa: E731
         run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
         x = draw(n, max(sizes))
         wanted = np.array(x, np.int64)
@@ -211,7 +211,7 @@ def test_in_a_workspace_programs_whose_kernels_are_loaded_while_others_wait_do_n
     """A load waits until its GPU is idle, which it is not while a kernel of the program before waits for the other GPUs."""
     mesh = mesh_of(n)
     workspace = collective_workspace(mesh, "d", 2**16)
-    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace)[None]  # noqa: E731
+    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace.open())[None]  # noqa: E731
     run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
     rows = [draw(n, 128 * (i + 1)) for i in range(40)]  # a kernel each
     programs = [(run.lower(x, workspace).compile(), x) for x in (spread(x, n) for x in rows)]
@@ -225,7 +225,7 @@ def test_in_a_workspace_programs_whose_kernels_are_loaded_while_others_wait_do_n
 def test_in_a_workspace_floats_are_the_sum_in_the_order_of_the_devices_in_every_run(n, kilobytes):
     mesh = mesh_of(n)
     workspace = collective_workspace(mesh, "d")
-    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace)[None]  # noqa: E731
+    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace.open())[None]  # noqa: E731
     run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
     x = np.random.default_rng(n).normal(size=(n, 512 * kilobytes)).astype(jnp.bfloat16)
     wanted = np.asarray(exchange.reduced("add", jnp.asarray(x)))

@@ -5,6 +5,7 @@ That two halves are enough without a barrier is shown in tests/core/test_simulat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -33,7 +34,7 @@ def mesh_of(**axes: int) -> Mesh:
 def on(mesh: Mesh, function: Any, memory: Workspace, *, check_vma: bool = False) -> Any:
     """function(x, workspace) of each device's row of x, [devices, ...]."""
     every = P(mesh.axis_names)
-    each = lambda x, memory: function(x[0], memory)[None]  # noqa: E731
+    each = lambda x, memory: function(x[0], memory.open())[None]  # noqa: E731
     run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(every, every), out_specs=every, check_vma=check_vma))
     return lambda x: run(x, memory)
 
@@ -54,9 +55,8 @@ def test_it_is_memory_of_every_device_for_groups_along_its_axis():
     mesh = mesh_of(data=2, model=4)
     memory = collective_workspace(mesh, "model")
     assert (memory.axis_name, memory.devices, memory.payload_bytes) == (("model",), 4, 2**20)
-    assert memory.state.shape == (8, 64 + 1 + 2 * 4)  # calls of 64 blocks, index, and addresses
-    assert not np.asarray(memory.state[...]).any()
-    assert collective_workspace(mesh, ("data", "model"), 1000).state.shape == (8, 64 + 1 + 2 * 8)
+    assert memory.where.shape == (8, 1 + 2 * 4)  # an index and addresses
+    assert collective_workspace(mesh, ("data", "model"), 1000).where.shape == (8, 1 + 2 * 8)
 
 
 def test_a_collective_that_is_too_large_is_told_from_one_that_fits():
@@ -91,7 +91,7 @@ def test_it_has_no_gradient_and_says_so():
     ("function", "error", "message"),
     [
         (
-            lambda x, m: all_reduce(x, "model", workspace=m.state),
+            lambda x, m: all_reduce(x, "model", workspace=m.where),
             TypeError,
             "workspace is a .*: pass what mgpu_ops.collective_wor",
         ),
@@ -101,6 +101,7 @@ def test_it_has_no_gradient_and_says_so():
             r"is for axis_name=\('model',\), and all_reduce runs over",
         ),
         (lambda x, m: all_gather(x, ("data", "model"), workspace=m), ValueError, "each needs its own"),
+        (lambda x, m: all_reduce(x, "model", workspace=closed(m)), ValueError, r"is closed: pass workspace.open\(\)"),
         (lambda x, m: all_reduce(x, "model", transport="xla", workspace=m), ValueError, "no config: leave xla out"),
         (
             lambda x, m: all_reduce(x, "model", config=CollectiveConfig("one_shot", 1, 2048, 2), workspace=m),
@@ -167,17 +168,21 @@ def test_a_workspace_that_cannot_be_is_refused(axis, size, message):
         collective_workspace(mesh_of(d=2), axis, size)
 
 
+def closed(memory: Workspace) -> Workspace:
+    return dataclasses.replace(memory, where=memory.where[...])
+
+
 def sharded(n: int, function: Any) -> tuple[Any, Any]:
     """function(x, workspace) on n GPUs, of a whole x and memory, and what memory is."""
     mesh = AbstractMesh((n,), ("d",), axis_types=(AxisType.Auto,))
     own = P("d")
 
-    def run(x: jax.Array, state: jax.Array) -> Any:
-        made = Workspace(jax.new_ref(state), ("d",), n, 2**20, (("d", n),))
-        out = jax.shard_map(function, mesh=mesh, in_specs=(own, own), out_specs=own, check_vma=False)(x, made)
-        return out, jax.freeze(made.state)
+    def run(x: jax.Array, where: jax.Array) -> Any:
+        made = Workspace(where, ("d",), n, 2**20, (("d", n),))
+        each = lambda x, memory: function(x, memory.open())  # noqa: E731
+        return jax.shard_map(each, mesh=mesh, in_specs=(own, own), out_specs=own, check_vma=False)(x, made)
 
-    return run, jax.ShapeDtypeStruct((n, exchange.state_words(n)), jnp.int32, sharding=NamedSharding(mesh, own))
+    return run, jax.ShapeDtypeStruct((n, exchange.where_words(n)), jnp.int32, sharding=NamedSharding(mesh, own))
 
 
 @needs_compiler
@@ -202,13 +207,13 @@ def test_in_chains_and_scans_a_call_is_a_plain_kernel_of_which_xla_knows_no_peer
             x = all_reduce(x, "d", workspace=memory) / 2
         return lax.scan(lambda x, _: (all_reduce(x, "d", workspace=memory) / 2, None), x, length=5)[0]
 
-    run, state = sharded(2, program)
+    run, where = sharded(2, program)
     devices = np.array(aot._topology(gpu.find("h200"), 2).devices)
     on_them = NamedSharding(Mesh(devices, ("d",), axis_types=(AxisType.Auto,)), P("d"))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_them)  # noqa: E731
     x = place(jax.ShapeDtypeStruct((8192,), jnp.float32))
     with aot.target(gpu.find("h200")), jax.default_device(devices[0]):
-        text = jax.jit(run, donate_argnums=1).lower(x, place(state)).compile().as_text()
+        text = jax.jit(run).lower(x, place(where)).compile().as_text()
     assert len(re.findall(r"custom_call_target=.mosaic_gpu_v2", text)) == 4
     assert "uses_xla_collective_metadata = true" not in text
     assert "all-reduce" not in text

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import itertools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import mgpu_ops
-from mgpu_ops import CollectiveProblem
+from mgpu_ops import CollectiveConfig, CollectiveProblem, collective_workspace
 from mgpu_ops.core import gpu
 from mgpu_ops.tuning import between, measure
 from mgpu_ops.tuning.between import COLUMNS, Row
@@ -133,7 +134,23 @@ def test_the_public_function_is_what_is_measured(kind):
     spec = mgpu_ops.spec_of(kind)
     problem = CollectiveProblem(64, 4, "float32")
     (x,) = shared_out(spec.inputs(problem, jax.random.key(0)), 4, first_devices(4))
-    for memory in (None, between._workspace(problem)):
-        np.testing.assert_allclose(
-            jax.jit(between.public(spec, problem, "xla", memory))(x), spec.reference(problem, x), rtol=1e-6
-        )
+    mesh = first_devices(4)
+    memory = collective_workspace(mesh, "device")
+    for function in (
+        between.public(spec, problem, H200, "xla"),
+        lambda x: between.in_workspace(spec, problem, mesh)(memory.open(), x),
+    ):
+        np.testing.assert_allclose(jax.jit(function)(x), spec.reference(problem, x), rtol=1e-6)
+
+
+def test_what_the_tuner_left_to_xla_is_measured_so(monkeypatch):
+    """A named transport would run a kernel all the same."""
+    problem = CollectiveProblem(512, 2)
+    entries = {"xla": CollectiveConfig("xla", 1, 2048, 2), "ll_one_shot": CollectiveConfig("ll_one_shot", 1, 2048, 2)}
+    for algorithm, config in entries.items():
+        found = types.SimpleNamespace(config=config)
+        monkeypatch.setattr(between.resolution, "resolve", lambda *_, found=found: found)
+        asked = {}
+        monkeypatch.setattr(between, "_one", lambda spec, problem, asked=asked, **how: asked.update(how) or (lambda x: x))
+        between.public(mgpu_ops.spec_of("all_reduce"), problem, H200)
+        assert asked["transport"] == (None if algorithm == "xla" else "peer")
