@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge
 from jax.experimental import serialize_executable, topologies
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -141,6 +142,7 @@ class Executable:
     spills: int  # bytes per thread, stores and loads, of all kernels together
     devices: int = 1  # that it runs on
     serialized: str = ""  # as in Report
+    warnings: tuple[str, ...] = ()  # of mgpu_ops, logged in the process that compiled it
 
 
 def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1, topology: bytes | None = None) -> Executable:
@@ -278,9 +280,10 @@ def _with_plugin(describe: Callable[[], topologies.TopologyDescription]) -> topo
     # needs. Where there is a GPU its check is left on, since programs will run there too.
     skip = {} if driver_version() else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     with _environment(**skip):
+        xla_bridge._discover_and_register_pjrt_plugins()  # now, once: a plugin that registers a second time says so at length
         try:
             return describe()
-        except (NotImplementedError, jax.errors.JaxRuntimeError):  # JAX has not looked for plugins, or with the check on
+        except (NotImplementedError, jax.errors.JaxRuntimeError):  # JAX had looked for plugins before, with the check on
             importlib.import_module(str(_plugin())).initialize()
             return describe()
 

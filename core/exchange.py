@@ -107,12 +107,12 @@ def reduced(reduction: str, values: Iterable[jax.Array]) -> jax.Array:
 class Memory:
     """For schedules in lines: lines that stay from call to call, at addresses that stay the same, which XLA does not know.
 
-    The kernel then reaches peers without XLA's help: no look-up of addresses, no zeros, no barrier, and it goes into CUDA graphs.
-    Calls take turns with the two halves: who begins the second call after this one has all that the others sent in the next one,
-    so that they are done with this one.
+    The kernel then reaches peers without XLA's help: no look-up of addresses, no zeros, no barrier, and it goes into CUDA
+    graphs. Calls take turns with the two halves: who begins the second call after this one has all that the others sent in the
+    next one, so that they are done with this one.
 
-    where: a ref of int32 [1, `where_words(n)`], which keeps the calls of a program in order: the device's index along the axes, and
-    the addresses of its lines, of those of the next device, and so on, low words first.
+    where: a ref of int32 [1, `where_words(n)`], which keeps the calls of a program in order: the device's index along the axes,
+    and the addresses of its lines, of those of the next device, and so on, low words first.
     rows: lines have 2 halves of n times as many rows, and one more in which blocks count calls; zeros at first.
     """
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import mgpu_ops
 from mgpu_ops.collectives.problem import size_text

@@ -7,7 +7,9 @@ the only kernels on the GPU are those that are measured, and a compiler that han
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
+import logging
 import os
 import queue
 from collections.abc import Callable, Iterator
@@ -26,6 +28,8 @@ SECONDS = 30.0  # a candidate may take to compile
 _START = 180.0  # seconds for all processes to import JAX at once, on few cores
 _MOST = 32  # processes; each takes half a gigabyte
 _FORGET = 64  # tasks after which a process drops what JAX has cached of them
+_log = logging.getLogger("mgpu_ops")
+_said: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,10 @@ class Line:
             made = future.result()
         except concurrent.futures.CancelledError:
             raise WorkerError("the tuner is closing") from None
+        if isinstance(made, Executable):
+            for warning in set(made.warnings) - _said:  # each process of the pool has it to say
+                _said.add(warning)
+                _log.warning("%s", warning)
         if isinstance(made, Executable) and made.spills and config != self._default:
             return config, Outcome("compile", detail=f"{made.spills} bytes of registers spill")
         return config, made
@@ -157,6 +165,9 @@ def compile_tasks(pipe: Any, specs: Callable[[str], OpSpec] | None = None) -> No
     jax.config.update("jax_platforms", "cpu")
     import mgpu_ops
 
+    heard = _Heard()
+    _log.addHandler(heard)
+    _log.propagate = False
     pipe.send("ready")
     done = 0
     while True:
@@ -164,10 +175,22 @@ def compile_tasks(pipe: Any, specs: Callable[[str], OpSpec] | None = None) -> No
             (task,) = pipe.recv()
         except EOFError:
             return
-        pipe.send(build(task, specs or mgpu_ops.spec_of))
+        made = build(task, specs or mgpu_ops.spec_of)
+        pipe.send(dataclasses.replace(made, warnings=tuple(heard.messages)) if isinstance(made, Executable) else made)
         done += 1
         if done % _FORGET == 0:
             jax.clear_caches()
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def build(task: Task, specs: Callable[[str], OpSpec]) -> Executable | Outcome:

@@ -276,3 +276,25 @@ import mgpu_ops.core.aot
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 """)
+
+
+@needs_compiler
+def test_a_process_that_compiles_for_a_described_gpu_first_registers_the_plugin_once(tmp_path):
+    """JAX prints a traceback where it registers a second time."""
+    described = tmp_path / "topology"
+    described.write_bytes(aot._topology(gpu.find("h200"), 1).serialize())
+    program = f"""
+import jax, pathlib
+from mgpu_ops.core import aot
+aot._described(pathlib.Path({str(described)!r}).read_bytes())
+assert jax.devices()[0].platform == "cpu"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -18,6 +18,7 @@ from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import find
+from mgpu_ops.tuning import compiling
 from mgpu_ops.tuning.compiling import Line, Pool, Task, build, cores
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.worker import WorkerError
@@ -124,6 +125,17 @@ def test_a_line_gives_each_candidate_with_what_became_of_it(pool: Callable[..., 
 
 
 # --- for real
+
+
+def test_what_processes_warn_of_is_said_once(pool: Callable[..., Pool], tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(compiling, "_said", set())
+    answers = {"ok": pickle.dumps(dataclasses.replace(MADE, warnings=("an old ptxas",)))}
+    two = pool(2, serve=functools.partial(serving.compile_words, answers, str(tmp_path / "log")))
+    line = Line(two, MATMUL, PROBLEM, GPU)
+    for config in ("meet", "meet", "ok"):
+        line.submit(config)
+    assert len(list(line)) == 3
+    assert [record.getMessage() for record in caplog.records] == ["an old ptxas"]
 
 
 @needs_compiler
