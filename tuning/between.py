@@ -15,7 +15,6 @@ import datetime
 import functools
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from mgpu_ops.tuning.report import save_figure
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 OURS, IN_WORKSPACE, XLA = "mgpu_ops", "mgpu_ops, workspace", "xla"
-_QUEUED = 4  # programs, for `call_us`
 _LONGER = 3  # times as many calls in a program: the difference is free of what it takes to dispatch and to start one
 _AROUND = re.compile(r"barrier|memset|memcpy|fill|broadcast", re.IGNORECASE)  # kernels that prepare a collective
 
@@ -128,20 +126,24 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     calls = {impl: chain(spec, impl) for impl in functions}
     longs = {impl: chain(longer, impl) for impl in functions}
     errors = {impl: measure.error(spec.result(call()), expected) for impl, call in calls.items()}
-    once = sum(_wall(call, 1) for call in calls.values() for _ in range(2)) / 2
+    once = sum(measure.wall(call, 1) for call in calls.values() for _ in range(2)) / 2
     own, around, short, long, alone = (collections.defaultdict[str, list[float]](list) for _ in range(5))
     for _ in range(measure.rounds_for(seconds / 3, once, low=5, high=20)):
         for impl, call in calls.items():
             kernels = measure.kernels(call)
             own[impl].append(measure.last(((n, us) for n, us in kernels if not _AROUND.search(n)), devices) / spec.turns)
             around[impl].append(measure.last(((n, us) for n, us in kernels if _AROUND.search(n)), devices) / spec.turns)
-    for _ in range(measure.rounds_for(seconds, (1 + _QUEUED * (1 + _LONGER)) * once, low=7, high=100)):
+    for _ in range(measure.rounds_for(seconds, (1 + measure.QUEUED * (1 + _LONGER)) * once, low=7, high=100)):
         for impl, call in calls.items():
-            for walls, program, queued in ((alone, call, 1), (short, call, _QUEUED), (long, longs[impl], _QUEUED)):
-                walls[impl].append(_wall(program, queued))
+            for walls, program, queued in (
+                (alone, call, 1),
+                (short, call, measure.QUEUED),
+                (long, longs[impl], measure.QUEUED),
+            ):
+                walls[impl].append(measure.wall(program, queued))
     rows = []
     for impl in functions:
-        added = (_undisturbed(long[impl]) - _undisturbed(short[impl])) / (_QUEUED * (_LONGER - 1) * spec.turns)
+        added = (_undisturbed(long[impl]) - _undisturbed(short[impl])) / (measure.QUEUED * (_LONGER - 1) * spec.turns)
         times = (measure.median_us(own[impl]), measure.median_us(around[impl]), added, _undisturbed(alone[impl]))
         rows.append(_row(spec, problem, gpu, impl, times, errors[impl]))
     return rows
@@ -150,13 +152,6 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
 def _undisturbed(walls: Sequence[float]) -> float:
     """The lower quartile: the host's other work only ever adds."""
     return sorted(walls)[len(walls) // 4]
-
-
-def _wall(call: Callable[[], Any], programs: int) -> float:
-    """Microseconds from the start of calls that are queued to the end of what they run."""
-    start = time.perf_counter()
-    jax.block_until_ready([call() for _ in range(programs)])
-    return (time.perf_counter() - start) * 1e6
 
 
 def public(spec: OpSpec, problem: Any, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:

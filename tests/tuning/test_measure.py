@@ -285,10 +285,11 @@ def test_the_flush_overwrites_more_than_the_l2() -> None:
 
 
 def test_on_several_devices_a_sample_is_the_time_of_one_turn_and_no_cache_is_flushed(
-    install: Callable[[FakeGpu], FakeGpu],
+    install: Callable[[FakeGpu], FakeGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUPTI reports the kernels of all devices in any order: each sample is a session of its own."""
     fake = install(FakeGpu())
+    monkeypatch.setattr(measure, "wall", lambda f, calls: 0.0)
     functions = [fake.function("ours", [0.004] * 8), fake.function("theirs", [0.006] * 8)]  # 2 devices, 4 turns
     fake.order.clear()
     ours, theirs = measure.interleaved(functions, GPU, rounds=3, devices=2, turns=4)
@@ -296,6 +297,18 @@ def test_on_several_devices_a_sample_is_the_time_of_one_turn_and_no_cache_is_flu
     assert fake.order[-32:] == (["ours"] * 16 + ["theirs"] * 16)  # one call to meet, one that is timed
     assert ours == pytest.approx([4.0 * (1 + call / 10) for call in (3, 5, 7)])
     assert theirs == pytest.approx([6.0 * (1 + call / 10) for call in (3, 5, 7)])
+
+
+@pytest.mark.parametrize(("gpu_us", "host_us", "sample"), [(8.0, 20.0, 20.0), (20.0, 8.0, 20.0), (60.0, 100.0, 60.0)])
+def test_on_several_devices_a_call_that_waits_for_the_host_takes_what_the_host_does(
+    install: Callable[[FakeGpu], FakeGpu], monkeypatch: pytest.MonkeyPatch, gpu_us: float, host_us: float, sample: float
+) -> None:
+    fake = install(FakeGpu())
+    monkeypatch.setattr(measure, "kernels", lambda f: [("ours", gpu_us)] * 8)
+    monkeypatch.setattr(measure, "_count", lambda f: 8)
+    monkeypatch.setattr(measure, "wall", lambda f, calls: calls * 4 * host_us)
+    ((one,),) = measure.interleaved([fake.function("ours", [0.001])], GPU, rounds=1, devices=2, turns=4)
+    assert one == sample
 
 
 def test_on_several_devices_too_kernels_of_somebody_else_are_an_error(install: Callable[[FakeGpu], FakeGpu]) -> None:
