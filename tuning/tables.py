@@ -35,14 +35,28 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
 
 
 def entries_table(title: str, entries: Sequence[Any]) -> Table:
-    """Problems of a database file with their times and configs."""
-    table = Table(title=title, title_justify="left")
+    """Problems of a database file with their times and configs. What all problems share is told once, in the caption."""
+    problems = [entry.problem for entry in entries]
+    shared = (
+        {k: v for k, v in problems[0].items() if len(problems) > 1 and all(p.get(k) == v for p in problems)} if problems else {}
+    )
+    told = [f"all: {problem_text(shared)}"] if problem_text(shared) else []
+    if entries:
+        told.append(f"config: {' '.join(entries[0].config)}")
+    table = Table(title=title, caption="\n".join(told), title_justify="left", caption_justify="left", padding=(0, 0))
     for heading in ("problem", "evidence", "us", "x baseline", "x default", "config", "date"):
-        table.add_column(heading, justify="right" if heading[0] in "ux" else "left")
+        numbers = heading[0] in "ux"
+        table.add_column(
+            heading,
+            justify="right" if numbers else "left",
+            min_width={"problem": 15, "config": 12}.get(heading),
+            max_width=8 if heading[0] == "x" else None,
+            no_wrap=heading == "date",
+        )
     for entry in entries:
         e = entry.evidence
         table.add_row(
-            problem_text(entry.problem),
+            problem_text({k: v for k, v in entry.problem.items() if k not in shared}),
             e.kind,
             f"{e.median_us:.1f}",
             f"{e.baseline_us / e.median_us:.3f}" if e.baseline_us else "-",

@@ -389,7 +389,7 @@ def test_run_takes_an_attention_problem_as_it_is_described(op: str, mgpu_tune: C
     assert entry.problem == dataclasses.asdict(problem)
     assert mgpu_tune("validate", path).out == f"{path}: ok\n"
     assert "from      user: modelled" in mgpu_tune("which", op, *words, "--gpu", "h200").out
-    shown = mgpu_tune("show", op, "--gpu", "h200").out.split()
+    shown = mgpu_tune("show", op, "--gpu", "h200").out.replace("│", " ").split()
     assert {"window_left=0", "causal=True", "bias=float32"} <= set(shown)
     assert not [word for word in shown if word.startswith(("window_right", "segments"))]
 
