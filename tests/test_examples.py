@@ -1,4 +1,4 @@
-"""The examples do what they claim: the MoE layer trains, through the kernels as through XLA, and shared layers give the same."""
+"""The examples do what they claim: the MoE layer trains, with kernels as with XLA, and shared layers compute what one does."""
 
 from __future__ import annotations
 
