@@ -32,30 +32,37 @@ def both(kind: str, algorithm: str, transport: str, n: int) -> tuple[Schedule, .
 # Ours
 
 
-def in_workspace(n: int, *halves: str) -> tuple[Call, ...]:
+ONE, TWO = "ll_one_shot", "ll_two_shot"
+
+
+def in_workspace(n: int, *halves: str, algorithms: tuple[str, ...] = (ONE,)) -> tuple[Call, ...]:
     """Small all-reduces one after the other, each with a half of a workspace, with nothing between them."""
-    plan = dataclasses.replace(collective.schedule("all_reduce", "ll_one_shot", n, entry_barrier=True), entry_barrier=False)
+    schedules = [collective.schedule("all_reduce", algorithm, n, entry_barrier=True) for algorithm in algorithms]
+    plans = itertools.cycle([dataclasses.replace(schedule, entry_barrier=False) for schedule in schedules])
     buffers = ["x", *(f"after {i}" for i in range(1, len(halves))), "out"]
-    return tuple(Call(plan, x, out, half) for (x, out), half in zip(itertools.pairwise(buffers), halves, strict=True))
+    return tuple(Call(next(plans), x, out, half) for (x, out), half in zip(itertools.pairwise(buffers), halves, strict=True))
 
 
+@pytest.mark.parametrize("algorithms", [(ONE,), (TWO,), (ONE, TWO), (TWO, ONE)])
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
-def test_calls_that_take_turns_with_two_halves_of_a_workspace_need_no_barrier(n):
+def test_calls_that_take_turns_with_two_halves_of_a_workspace_need_no_barrier(n, algorithms):
     """The minimum of minima is the minimum."""
     for choose in CHOOSERS:
-        simulate(in_workspace(n, "first", "second"), 7, blocks=2, chunk=2, calls=4, op="min", choose=choose)
+        stages = in_workspace(n, "first", "second", algorithms=algorithms)
+        simulate(stages, 7, blocks=2, chunk=2, calls=4, op="min", choose=choose)
 
 
 @settings(max_examples=60)
 @given(
     n=st.integers(2, 5),
+    algorithms=st.sampled_from([(ONE,), (TWO,), (ONE, TWO)]),
     size=st.integers(1, 12),
     blocks=st.integers(1, 3),
     script=st.binary(max_size=60),
     seed=st.integers(0, 99),
 )
-def test_two_halves_are_enough_whatever_the_order_of_events(n, size, blocks, script, seed):
-    stages = in_workspace(n, "first", "second")
+def test_two_halves_are_enough_whatever_the_order_of_events(n, algorithms, size, blocks, script, seed):
+    stages = in_workspace(n, "first", "second", algorithms=algorithms)
     simulate(stages, size, blocks=blocks, chunk=2, calls=3, op="min", choose=simulator.scripted(script, seed))
 
 
@@ -72,6 +79,7 @@ def test_reduce_scatter_and_all_gather_take_turns_too():
 
 @pytest.mark.parametrize("halves", [("first", "first"), ("first", "second", "first")])
 def test_a_half_used_twice_in_a_row_is_a_race(halves):
+    """Of one trip. Two trips are a handshake themselves."""
     faults = set()
     for seed in range(20):
         try:
