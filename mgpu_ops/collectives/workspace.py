@@ -30,7 +30,7 @@ from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, Memory
 
 SECOND_TRIP: Final = 355_000  # bytes that pass a link during the latency of one trip
-_TFRT: Final = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+_TFRT, _ALLOCATOR = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "XLA_PYTHON_CLIENT_ALLOCATOR"
 _kept: list[jax.Array] = []  # lines, to which peers may write whatever becomes of a workspace
 
 
@@ -85,14 +85,17 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
     Args:
       mesh: its devices run the same programs in the same order, as those of one process do when one thread dispatches them.
         After a program that failed on some of them, make a new workspace: they no longer agree on how many calls there were. In
-        a job of several processes, and on machines without GPUs, collectives go the usual way.
+        a job of several processes, with JAX's memory allocators cuda_async and vmm, and without GPUs, collectives go the usual
+        way.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
       payload_bytes: of the largest all_reduce that uses it; larger ones go the usual way. By default 1 MiB, the most. For n
         devices it takes 4 n times as much memory on each.
 
     Raises:
-      ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.
+      TypeError: a mesh without devices. ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is of type {type(mesh).__name__}: pass a jax.sharding.Mesh, on whose devices the memory is to be")
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown or not names:
@@ -121,6 +124,8 @@ def unusable(mesh: Mesh | None = None) -> str | None:
         return "the job has several processes, which do not know each other's addresses"
     if os.environ.get(_TFRT, "0").strip() not in ("", "0"):
         return f"with {_TFRT} a GPU may wait for another whose kernel is not loaded yet"
+    if os.environ.get(_ALLOCATOR, "").strip().lower() not in ("", "default", "bfc", "platform"):
+        return f"{_ALLOCATOR}={os.environ[_ALLOCATOR]}, whose memory GPUs may not reach in each other"
     if mesh is not None and mesh.devices.flat[0].platform != "gpu":
         return "there are no GPUs"
     return None

@@ -148,14 +148,26 @@ def test_each_device_has_the_addresses_of_those_after_it_along_the_axis():
 
 
 @pytest.mark.parametrize(
-    ("setting", "processes", "reason"),
-    [("0", 1, None), ("1", 1, "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"), ("0", 2, "several processes")],
+    ("settings", "processes", "reason"),
+    [
+        ({}, 1, None),
+        ({"USE_TFRT_GPU_CLIENT": "0", "ALLOCATOR": "platform"}, 1, None),
+        ({"USE_TFRT_GPU_CLIENT": "1"}, 1, "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"),
+        ({"ALLOCATOR": "cuda_async"}, 1, "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async"),
+        ({}, 2, "several processes"),
+    ],
 )
-def test_where_addresses_or_the_order_of_programs_are_not_sure_it_is_not_used(monkeypatch, setting, processes, reason):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", setting)
+def test_where_addresses_or_the_order_of_programs_are_not_sure_it_is_not_used(monkeypatch, settings, processes, reason):
+    for name, value in settings.items():
+        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", value)
     monkeypatch.setattr(workspace.job, "size", lambda: processes)
     found = workspace.unusable()
     assert found is None if reason is None else reason in str(found)
+
+
+def test_a_mesh_without_devices_is_refused():
+    with pytest.raises(TypeError, match=r"mesh is of type AbstractMesh: pass a jax.sharding.Mesh"):
+        collective_workspace(AbstractMesh((2,), ("d",)), "d")
 
 
 @pytest.mark.parametrize(
