@@ -217,8 +217,8 @@ def _dimension(name: str, x: jax.Array, dimension: int) -> int:
 
 
 def _collective(call: _Call, x: jax.Array, workspace: Workspace | None = None) -> jax.Array:
-    if workspace is not None and (run := _in_workspace(call, x, workspace)) is not None:
-        return run(_without_gradient(_varying(call, x)))
+    if workspace is not None and _config_in(call, x, workspace) is not None:
+        return _in_workspace(call)(_without_gradient(_varying(call, x)), workspace)
     if set(call.names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         return _differentiable(call, _varying(call, x))
     return _run(call, x)  # an axis of vmap or pmap, which XLA reduces over, with JAX's own gradients
@@ -283,16 +283,24 @@ def _checked(call: _Call) -> bool:
 def _batchable(call: _Call) -> Any:
     """The call as a function of x; a batch of them is one call."""
     run = jax.custom_batching.custom_vmap(functools.partial(_run, call))
-
-    @run.def_vmap
-    def _(size: int, batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        if call.kind == "reduce_scatter":
-            return run(jnp.moveaxis(x, 0, 1)), True
-        if call.kind == "all_gather":
-            return jnp.moveaxis(run(x), 1, 0), True
-        return run(x), True
-
+    run.def_vmap(functools.partial(_batch, call, run))
     return run
+
+
+@functools.cache
+def _in_workspace(call: _Call) -> Any:
+    """The same in a workspace, which a batch may be too large for."""
+    run = jax.custom_batching.custom_vmap(functools.partial(_run_in_workspace, call))
+    run.def_vmap(functools.partial(_batch, call, functools.partial(_collective, call)))
+    return run
+
+
+def _batch(call: _Call, run: Any, size: int, batched: Sequence[Any], x: jax.Array, *workspace: Workspace) -> Any:
+    if call.kind == "reduce_scatter":
+        return run(jnp.moveaxis(x, 0, 1), *workspace), True
+    if call.kind == "all_gather":
+        return jnp.moveaxis(run(x, *workspace), 1, 0), True
+    return run(x, *workspace), True
 
 
 # --- From a call to a backend
@@ -306,23 +314,23 @@ def _problem(call: _Call, x: jax.Array) -> Problem:
     return Problem(x.size * (call.devices if call.kind == "all_gather" else 1), call.devices, x.dtype.name, call.reduction)
 
 
-def _in_workspace(call: _Call, x: jax.Array, workspace: Workspace) -> Any:
-    """A function of x that runs in the workspace, or None where that cannot be."""
+def _config_in(call: _Call, x: jax.Array, workspace: Workspace) -> Config | None:
+    """With which the call runs in the workspace, or None where that cannot be."""
     device, problem = gpus.current(), _problem(call, x)
     if device is None or call.devices == 1 or call.backend in ("xla", "interpret") or capture.capturing():
         return None
     if SPECS[call.kind].supports(problem, device) or unable(call.axes, "peer") or unreachable(call.forbidden, "peer"):
         return None
-    config = config_for(call.kind, problem, workspace)
-    if config is None or unusable() is not None:
-        return None
+    return config_for(call.kind, problem, workspace) if unusable() is None else None
 
-    def run(x: jax.Array) -> jax.Array:
-        flat = x.reshape(-1)
-        out = launch(call.kind, call.axes, problem, config, device, flat, memory=workspace.memory, equal=call.equal)
-        return out.reshape(_result(call, x))
 
-    return run
+def _run_in_workspace(call: _Call, x: jax.Array, workspace: Workspace) -> jax.Array:
+    config, device = _config_in(call, x, workspace), gpus.current()
+    assert config is not None
+    assert device is not None
+    flat = x.reshape(-1)
+    out = launch(call.kind, call.axes, _problem(call, x), config, device, flat, memory=workspace.memory, equal=call.equal)
+    return out.reshape(_result(call, x))
 
 
 def _run(call: _Call, x: jax.Array) -> jax.Array:

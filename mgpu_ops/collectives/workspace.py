@@ -95,7 +95,9 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
       TypeError: a mesh without devices. ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh is of type {type(mesh).__name__}: pass a jax.sharding.Mesh, on whose devices the memory is to be")
+        raise TypeError(
+            f"mesh is of type {type(mesh).__name__}: pass a jax.sharding.Mesh, on whose devices the memory is to be"
+        )
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown or not names:

@@ -211,6 +211,20 @@ def test_a_call_is_one_kernel_without_a_fence(kind, n):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "each"), [("all_reduce", 1024), ("all_reduce", 2**17), ("reduce_scatter", 512), ("all_gather", 64)]
+)
+def test_a_batch_is_one_call_which_goes_the_usual_way_where_it_is_too_large(kind, each):
+    """Batched by Pallas, a kernel's blocks would be as many times as many, and count each other's calls."""
+    call = functools.partial(getattr(mgpu_ops, kind), axis_name="d")
+    run, memory = sharded(2, lambda x, m: jax.vmap(lambda x: call(x, workspace=m))(x.reshape(4, -1)).reshape(-1))
+    x = jax.ShapeDtypeStruct((2 * 4 * each,), jnp.float32, sharding=memory.sharding)
+    with gpu.target("h200"):
+        jaxpr = str(jax.make_jaxpr(run)(x, memory))
+    assert re.findall(r"grid=\((.*?)\), grid_names", jaxpr) == (["64,"] if each < 2**17 else [])
+
+
+@needs_compiler
 def test_in_chains_and_scans_a_call_is_a_plain_kernel_of_which_xla_knows_no_peers():
     """So that it looks up no addresses, puts no barrier in front, and takes it into its CUDA graphs."""
 
