@@ -110,8 +110,7 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     assert baseline is not None
     functions: dict[str, Callable[..., Any]] = {OURS: public(spec, problem, gpu, backend)}
     kind: Any = spec.name
-    mesh = first_devices(devices)
-    workspace = mgpu_ops.collective_workspace(mesh, "device")
+    mesh, workspace = first_devices(devices), _workspace(devices)
     if backend != "xla" and problem.transport == "peer" and config_for(kind, problem, workspace):
         functions[IN_WORKSPACE] = in_workspace(spec, problem, mesh)
     functions[XLA] = functools.partial(baseline.run, problem)
@@ -147,6 +146,12 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
         times = (measure.median_us(own[impl]), measure.median_us(around[impl]), added, _undisturbed(alone[impl]))
         rows.append(_row(spec, problem, gpu, impl, times, errors[impl]))
     return rows
+
+
+@functools.cache
+def _workspace(devices: int) -> Any:
+    """One for all problems: its memory is not given back."""
+    return mgpu_ops.collective_workspace(first_devices(devices), "device")
 
 
 def _undisturbed(walls: Sequence[float]) -> float:
