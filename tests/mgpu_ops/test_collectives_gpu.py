@@ -231,3 +231,22 @@ def test_in_a_workspace_floats_are_the_sum_in_the_order_of_the_devices_in_every_
     wanted = np.asarray(exchange.reduced("add", jnp.asarray(x)))
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(run(spread(x, n), workspace)), np.broadcast_to(wanted, x.shape))
+
+
+@on_gpus
+@pytest.mark.parametrize("size", [512, 200_000])  # which fits, and which goes the usual way
+def test_in_a_workspace_a_batch_is_right(n, size):
+    mesh = mesh_of(n)
+    workspace = collective_workspace(mesh, "d")
+
+    def each(x: jax.Array, workspace: Any) -> jax.Array:
+        opened = workspace.open()
+        total = jax.vmap(lambda x: all_reduce(x, "d", workspace=opened))(x[0]) % 1009
+        part = jax.vmap(lambda x: reduce_scatter(x, "d", workspace=opened))(total) % 1009
+        return jax.vmap(lambda x: all_gather(x, "d", workspace=opened))(part)[None]
+
+    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+    x = draw(n, 3 * size).reshape(n, 3, size)
+    expected = (n * (x.astype(np.int64).sum(0) % 1009)) % 1009
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(run(spread(x, n), workspace)), np.broadcast_to(expected, x.shape))
