@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, UsageError, answer, command, say
+from mgpu_ops.tuning.commands import INTERRUPTED, OK, UsageError, answer, command, say
 from mgpu_ops.tuning.commands.storages import address_arguments, required_storage, storage_argument, warn_of_listening
 
 PORT = 13000
@@ -41,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         url = f"grpc://{arguments.host}:{arguments.port}"
         say(f"serving {storage.redact(where)} at {url}; Ctrl-C ends it")
         answer(arguments, {"storage": storage.redact(where), "url": url})
+        signal.signal(signal.SIGINT, _stop)
         try:
             optuna.storages.run_grpc_proxy_server(backend, host=arguments.host, port=arguments.port)
         except ImportError:
@@ -48,3 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         except RuntimeError as error:  # grpc's word for a port that is taken
             raise UsageError(f"cannot listen on {arguments.host}:{arguments.port} ({error}): name another --port") from None
     return OK
+
+
+def _stop(*_: Any) -> None:
+    """At once: an exception may be lost in grpc's callbacks, and its threads outlive it. The database has all that was said."""
+    os.write(2, b"mgpu-tune: stopped\n")
+    os._exit(INTERRUPTED)
