@@ -463,7 +463,7 @@ def place(rows, folder):
 
 
 @given(st.lists(placed, max_size=6, unique_by=lambda row: (row[0], row[1], row[3])))
-@settings(quiet, max_examples=60)
+@settings(quiet, max_examples=25)
 def test_the_stored_winner_can_run_and_no_better_one_exists(rows):
     with tempfile.TemporaryDirectory() as folder:
         found = place(rows, folder)

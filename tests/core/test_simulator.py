@@ -52,7 +52,7 @@ def test_calls_that_take_turns_with_two_halves_of_a_workspace_need_no_barrier(n,
         simulate(stages, 7, blocks=2, chunk=2, calls=4, op="min", choose=choose)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     n=st.integers(2, 5),
     algorithms=st.sampled_from([(ONE,), (TWO,), (ONE, TWO)]),
@@ -97,7 +97,7 @@ def test_results_are_right_on_two_to_eight_devices_with_any_number_of_blocks_and
         simulate(schedule, size, blocks=blocks, chunk=2, choose=CHOOSERS[(n + blocks // 2) % 3])
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     key=st.sampled_from(EVERY),
     n=st.integers(2, 8),

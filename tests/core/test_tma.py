@@ -94,7 +94,7 @@ def windows(draw: Any, panel: int | None) -> tuple[tuple[int, int], tuple[int, i
     return array, shape, draw(st.integers(0, array[0] + 70)), column, draw(st.integers(0, array[0]))
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=25)
 @given(windows(None))
 def test_window_addresses_the_rows_before_its_end_and_the_columns_of_the_array(window):
     array, shape, row, column, end = window
@@ -105,7 +105,7 @@ def test_window_addresses_the_rows_before_its_end_and_the_columns_of_the_array(w
     np.testing.assert_array_equal(at[inside], wanted[inside])
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=25)
 @given(windows(64))
 def test_window_in_panels_addresses_the_same_rows_panel_after_panel(window):
     array, shape, row, column, end = window
@@ -116,7 +116,7 @@ def test_window_in_panels_addresses_the_same_rows_panel_after_panel(window):
     np.testing.assert_array_equal(at[inside], wanted[inside])
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=25)
 @given(windows(64), st.data())
 def test_rows_anywhere_address_a_block_inside_the_array_tile_after_tile(window, data):
     array, shape, *_ = window

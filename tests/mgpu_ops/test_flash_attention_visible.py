@@ -191,7 +191,7 @@ def segments_of(draw: Any, tokens: int, kind: str = "any") -> np.ndarray:
     return np.sort(ids) if kind == "sorted" else ids
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data(), SIZES, TILES_OF_SEGMENTS, st.sampled_from(["sorted", "any"]))
 def test_tiles_between_segments_hold_every_shared_pair(data, sizes, tiles, kind):
     own, tile = tiles
@@ -209,7 +209,7 @@ def test_tiles_between_segments_hold_every_shared_pair(data, sizes, tiles, kind)
             assert (first, end) == least(pairs, tile)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data(), entries(segments=True), SIZES, TILES_OF_SEGMENTS, st.sampled_from(["sorted", "any"]))
 def test_a_block_visits_all_that_is_visible_within_its_segments(data, entry, sizes, tiles, kind):
     entry = resized(entry, *sizes, *tiles)
@@ -237,7 +237,7 @@ def test_pairs_counts_what_is_visible(entry):
     assert reference.pairs(entry.problem) == entry.seen().sum()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data(), entries(), SIZES, st.booleans())
 def test_visible_is_what_the_documentation_says(data, entry, sizes, segments):
     entry = resized(entry, *sizes)

@@ -63,7 +63,7 @@ POOL = [
 ]
 entries = st.sampled_from(POOL)
 databases = st.lists(entries, max_size=8)
-quick = settings(max_examples=60)
+quick = settings(max_examples=25)
 
 
 @quick
