@@ -110,9 +110,8 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
     assert baseline is not None
     functions: dict[str, Callable[..., Any]] = {OURS: public(spec, problem, gpu, backend)}
     kind: Any = spec.name
-    mesh, workspace = first_devices(devices), _workspace(devices)
-    if backend != "xla" and problem.transport == "peer" and config_for(kind, problem, workspace):
-        functions[IN_WORKSPACE] = in_workspace(spec, problem, mesh)
+    if backend != "xla" and problem.transport == "peer" and config_for(kind, problem, _workspace(devices)):
+        functions[IN_WORKSPACE] = in_workspace(spec, problem, first_devices(devices))
     functions[XLA] = functools.partial(baseline.run, problem)
     longer = dataclasses.replace(spec, turns=_LONGER * spec.turns)
 
@@ -120,7 +119,7 @@ def _measured(spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str
         if impl != IN_WORKSPACE:
             return compiled(spec.timed(functions[impl]), arrays)
         opening = lambda x, memory: spec.timed(functools.partial(functions[impl], memory.open()))(x)  # noqa: E731
-        return compiled(opening, (*arrays, workspace))
+        return compiled(opening, (*arrays, _workspace(devices)))
 
     calls = {impl: chain(spec, impl) for impl in functions}
     longs = {impl: chain(longer, impl) for impl in functions}

@@ -22,9 +22,7 @@ import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
 
-HOST_BOUND = (
-    50.0  # us of the GPUs: in a row, collectives that take less may wait for the host, which needs 10 to 30 us for each
-)
+HOST_BOUND = 50.0  # us of the GPUs: collectives in a row that take less may wait for the host, with 10 to 30 us each
 QUEUED = 4  # calls
 DRIFT = 0.15  # of the baseline's time: at the power cap it varies by 12 %, as what ran before was hot or cool
 

@@ -37,9 +37,8 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
 def entries_table(title: str, entries: Sequence[Any]) -> Table:
     """Problems of a database file with their times and configs. What all problems share is told once, in the caption."""
     problems = [entry.problem for entry in entries]
-    shared = (
-        {k: v for k, v in problems[0].items() if len(problems) > 1 and all(p.get(k) == v for p in problems)} if problems else {}
-    )
+    first = problems[0] if len(problems) > 1 else {}
+    shared = {k: v for k, v in first.items() if all(p.get(k) == v for p in problems)}
     told = [f"all: {problem_text(shared)}"] if problem_text(shared) else []
     if entries:
         told.append(f"config: {' '.join(entries[0].config)}")

@@ -21,7 +21,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.state.types import AbstractRef
+from jax._src.state import AbstractRef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize, payload_bytes

@@ -97,7 +97,7 @@ def test_results_are_right_on_two_to_eight_devices_with_any_number_of_blocks_and
         simulate(schedule, size, blocks=blocks, chunk=2, choose=CHOOSERS[(n + blocks // 2) % 3])
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(
     key=st.sampled_from(EVERY),
     n=st.integers(2, 8),
