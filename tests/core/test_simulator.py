@@ -52,7 +52,7 @@ def test_calls_that_take_turns_with_two_halves_of_a_workspace_need_no_barrier(n,
         simulate(stages, 7, blocks=2, chunk=2, calls=4, op="min", choose=choose)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     n=st.integers(2, 5),
     algorithms=st.sampled_from([(ONE,), (TWO,), (ONE, TWO)]),
