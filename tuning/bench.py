@@ -1,7 +1,7 @@
-"""Benchmarks: an op through its public function beside other implementations, as CSV files.
+"""Benchmarks: an op through its public function beside other implementations, as CSV files of one schema for all ops.
 
 All implementations of a problem are timed in turn within one run; ratios between rows of different
-runs mean little.
+runs mean little. Collectives are measured by `between.py`, into rows of the same schema.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import jax.numpy as jnp
 
 import mgpu_ops
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core import op, resolution
+from mgpu_ops.core import op, ptxas, resolution
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.flash_attention import top_left_attention
 from mgpu_ops.flash_attention.model import SOFT_CAP
 from mgpu_ops.flash_attention.operands import Inputs
+from mgpu_ops.groups import SPREADS
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.peers import PEERS, Peer, Task, Timer, brief, compiled, settings_in
 
@@ -42,14 +43,27 @@ _BACKWARD = {"flash_attention": "flash_attention_backward"}  # but for ops whose
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation of one problem; the fields are the CSV file's columns, in this order."""
+    """One implementation of one problem; the fields are the CSV file's columns, in this order.
+
+    The kinds of time, all in microseconds:
+
+    - `median_us`, what a call takes, which every ratio and rate is of. On one GPU: all kernels that a call launches, by CUPTI,
+      after what the L2 held was pushed out of it. Of a collective: what one more call adds to a chain of calls in one jit, each
+      waiting for the one before, by the clock on the wall; the host's part is in it where the host is slower than the GPUs.
+    - `warm_us`, as `median_us` on one GPU, right after the same call with the same inputs.
+    - `own_us` and `around_us`, of a collective, by CUPTI on the GPU that comes last, whose kernels wait for no other's start:
+      the kernels that move data, and those before them (XLA's barrier of all GPUs, fills).
+    - `chain_us`, of a collective, by the clock on the wall: a program of 16 calls alone, from its dispatch to its end.
+
+    What was not measured, or is not of the op, is None: an empty cell.
+    """
 
     op: str  # "matmul", or "matmul+grad"
     problem: str  # as `label` writes it
-    impl: str  # "mgpu_ops", a peer, or "roofline"
+    impl: str  # "mgpu_ops", or a way of it as "mgpu_ops, workspace"; a peer, or "roofline"
     config: str
     median_us: float
-    spread_us: float  # between the 10th and the 90th percentile
+    spread_us: float | None  # between the 10th and the 90th percentile of what median_us is the median of
     tflops: float
     gbs: float  # 10^9 bytes per second: inputs read once and outputs written once
     error: float | None  # measure.error against float32, NaN for infinities and NaN; None of a yardstick, which is no result
@@ -57,10 +71,25 @@ class Row:
     driver: str
     jax: str
     date: str
+    warm_us: float | None = None
+    cudnn: str = ""  # its version, as "9.19.0"
+    cublas: str = ""
+    ptxas: str = ""  # the newest PTX ISA that the ptxas of Mosaic GPU knows, as "9.3": that of CUDA 13.3
+    devices: int | None = None  # of a collective, as all that follow
+    bytes: int | None = None  # of the payload, on each device
+    own_us: float | None = None
+    around_us: float | None = None
+    chain_us: float | None = None
+    bus_gbs: float | None = None  # 10^9 bytes/s, as nccl-tests counts: bytes that must cross a device's link, by median_us
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
-_NUMBERS = {"median_us", "spread_us", "tflops", "gbs", "error"}
+_FIELDS = dataclasses.fields(Row)
+COLUMNS = tuple(field.name for field in _FIELDS)
+_NEEDED = tuple(field.name for field in _FIELDS if field.default is dataclasses.MISSING)  # that every file has, first
+_READ: dict[str, Callable[[str], Any]] = {  # annotations are text here
+    field.name: {"str": str, "int": int, "float": float}[str(field.type).partition(" ")[0]] for field in _FIELDS
+}
+_MAY_BE_EMPTY = {field.name for field in _FIELDS if str(field.type).endswith("None")}
 
 
 # --- Running --------------------------------------------------------------------------------------
@@ -96,13 +125,7 @@ def run(
         raise ValueError(f"{spec.name} is a gradient itself: measure it without --grad, or the forward op with it")
     peers = {name: _peer(spec, name) for name in against}
     backend = op.backend(backend)
-    stamp = {
-        "op": spec.name + GRAD * grad,
-        "gpu": gpu.name,
-        "driver": gpus.driver_version() or "",
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
+    stamp = stamp_of(spec.name + GRAD * grad, gpu)
     won = {(row.op, row.problem, row.impl): settings_in(row.config) for row in earlier if row.gpu == gpu.name}
     rows: list[Row] = []
     for name, problem in problems.items():
@@ -123,17 +146,59 @@ def run(
     return rows
 
 
+def stamp_of(name: str, gpu: Gpu) -> dict[str, str]:
+    """What all rows of a run have in common: op, GPU, date, and the versions of what runs."""
+    return {
+        "op": name,
+        "gpu": gpu.name,
+        "driver": gpus.driver_version() or "",
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        **_libraries(),
+    }
+
+
+@functools.cache
+def _libraries() -> dict[str, str]:
+    """Versions of the libraries that XLA calls and of the assembler, "" of those that are not here."""
+    from jax._src.lib import cuda_versions
+
+    def version(name: str) -> str:
+        try:
+            number = getattr(cuda_versions, f"{name}_get_version")()
+        except (AttributeError, RuntimeError):  # no CUDA plugin, no library, or no GPU
+            return ""
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    isa = ptxas.isa()
+    return {"cudnn": version("cudnn"), "cublas": version("cublas"), "ptxas": "" if isa is None else f"{isa // 10}.{isa % 10}"}
+
+
 def failures(rows: Iterable[Row], spec: OpSpec, problems: Mapping[str, Any], *, grad: bool) -> list[str]:
     """The problems for which ours has no row or a wrong result: what an exit status should tell."""
-    ours = {row.problem: row for row in rows if (row.op, row.impl) == (spec.name + GRAD * grad, OURS)}
+    ours = [row for row in rows if row.op == spec.name + GRAD * grad and _way(row.impl) is not None]
     found = []
     for name, problem in problems.items():
-        text = label(spec, name, problem)
-        if text not in ours:
+        text, limit = label(spec, name, problem), _tolerance(spec, problem, grad)
+        its = [row for row in ours if row.problem == text]
+        if not its:
             found.append(f"{text}: no result")
-        elif not (error := ours[text].error or 0.0) <= (limit := _tolerance(spec, problem, grad)):
-            found.append(f"{text}: error {error:.2g} is above {limit:.2g}")
+        found += [
+            f"{_with_way(text, _way(row.impl))}: error {row.error:.2g} is above {limit:.2g}"
+            for row in its
+            if not (row.error or 0.0) <= limit
+        ]
     return found
+
+
+def _way(impl: str) -> str | None:
+    """Of an implementation that is ours, the way it is called: "" or, as of "mgpu_ops, workspace", "workspace"."""
+    name, _, way = impl.partition(", ")
+    return way if name == OURS else None
+
+
+def _with_way(problem: str, way: str | None) -> str:
+    return f"{problem} ({way})" if way else problem
 
 
 @dataclass(frozen=True)
@@ -278,16 +343,16 @@ def _row(
     return Row(
         impl=impl,
         config=config,
-        median_us=_six_digits(median_us),
-        spread_us=_six_digits(spread_us),
-        tflops=_six_digits(flops / median_us / 1e6),
-        gbs=_six_digits(moved / median_us / 1e3),
-        error=None if error is None else _six_digits(error),
+        median_us=six_digits(median_us),
+        spread_us=six_digits(spread_us),
+        tflops=six_digits(flops / median_us / 1e6),
+        gbs=six_digits(moved / median_us / 1e3),
+        error=None if error is None else six_digits(error),
         **stamp,
     )
 
 
-def _six_digits(x: float) -> float:
+def six_digits(x: float) -> float:
     return float(f"{x:.6g}")
 
 
@@ -473,6 +538,44 @@ def describe(problem: Any) -> str:
     return " ".join(filter(None, (sizes, ragged, dtypes, *words, *flags, many)))
 
 
+def problem_of(spec: OpSpec, text: str) -> Any:
+    """The problem that `label` wrote. ValueError where it is none of this op."""
+    first, _, rest = text.partition(" ")
+    named = spec.shapes.get(first)
+    if named is not None and rest == describe(named):
+        return named
+    for words in (text.split(), rest.split()):  # a name that is no longer known may stand first
+        try:
+            problem = spec.Problem(**_fields_of(spec, words))
+        except (KeyError, TypeError, ValueError, IndexError):
+            continue
+        if describe(problem) == " ".join(words):
+            return problem
+    raise ValueError(f"{text!r} is no problem of {spec.name}: write it as {describe(next(iter(spec.shapes.values())))!r}")
+
+
+def _fields_of(spec: OpSpec, words: Sequence[str]) -> dict[str, Any]:
+    """What `describe` tells of a problem: first its sizes, then the dtypes, then the rest."""
+    known = {field.name: field for field in dataclasses.fields(spec.Problem)}
+    apart = {"batch": 1} if "batch" in known else {}  # told at the end, if it is not 1
+    found: dict[str, Any] = dict(apart)
+    sizes = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in ("batch", "groups")]
+    found |= {name: int(size) for name, size in zip(sizes, words[0].split("x"), strict=True)}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if equals:
+            key = {"g": "groups"}.get(key, key)
+            found[key] = int(value) if str(known[key].type) == "int" else value
+        elif word in known:
+            found[word] = True
+        elif "dtype" not in found:
+            found["dtype"], _, out_dtype = word.partition("->")
+            found |= {"out_dtype": out_dtype or found["dtype"]} if "out_dtype" in known else {}
+        else:
+            found["layout" if set(word) <= set("nt") else "spread" if word in SPREADS else "activation"] = word
+    return found
+
+
 # --- Files ----------------------------------------------------------------------------------------
 
 
@@ -490,36 +593,34 @@ def output_path(
 
 def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     """Replaces the file at `path`; floats keep every digit. No text may hold a carriage return."""
-    write_table(COLUMNS, map(dataclasses.astuple, rows), path)
-
-
-def write_table(columns: Sequence[str], rows: Iterable[tuple], path: str | os.PathLike[str]) -> None:
-    """As `write_csv`, of any columns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
+        writer.writerow(COLUMNS)
+        writer.writerows(map(dataclasses.astuple, rows))
     temporary.replace(path)
 
 
 def read_csv(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows that `write_csv` wrote. ValueError, with path and line, for another file."""
+    """The rows that `write_csv` wrote, also of before it knew all of today's further columns: these are empty.
+
+    ValueError, with path and line, for another file.
+    """
     with open(path, newline="", encoding="utf-8") as stream:
         reader = csv.reader(stream)
-        header = next(reader, [])
-        if tuple(header) != COLUMNS:
-            raise ValueError(f"{path}: has columns {header}, not {list(COLUMNS)}: run the benchmark again")
-        return [_parsed(path, reader.line_num, values) for values in reader]
+        header = tuple(next(reader, []))
+        further = header[len(_NEEDED) :]
+        if header[: len(_NEEDED)] != _NEEDED or not set(further) <= set(COLUMNS) or len(set(header)) != len(header):
+            raise ValueError(f"{path}: has columns {list(header)}, not {list(COLUMNS)}: run the benchmark again")
+        return [_parsed(path, reader.line_num, header, values) for values in reader]
 
 
-def _parsed(path: str | os.PathLike[str], line: int, values: Sequence[str]) -> Row:
+def _parsed(path: str | os.PathLike[str], line: int, header: Sequence[str], values: Sequence[str]) -> Row:
     try:
-        fields: dict[str, Any] = dict(zip(COLUMNS, values, strict=True))
-        fields |= {c: float(fields[c]) for c in _NUMBERS if c != "error" or fields[c]}
-        fields["error"] = fields["error"] if fields["error"] != "" else None
+        texts = dict(zip(header, values, strict=True))
+        fields = {c: None if text == "" and c in _MAY_BE_EMPTY else _READ[c](text) for c, text in texts.items()}
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}: run the benchmark again") from None
     return Row(**fields)
@@ -586,22 +687,45 @@ class Summary:
     wrong: int  # problems that are left out, as a result is wrong
 
 
-# Rounding to 16 bits, 2^-8 at most, comes nowhere near. `failures` knows the op's own tolerance.
-_WRONG = 0.15
-
-
 def wrong(row: Row) -> bool:
-    """Whether a result is no rounding of the right one, so that its time says nothing. A yardstick's is not meant to be."""
-    return row.error is not None and not row.error <= _WRONG
+    """Whether the error is above the tolerance of the op and problem, so that its time says nothing; of a yardstick never.
+
+    `failures` asks the same. The largest tolerance of all problems that the op names stands for that of a problem that cannot
+    be read, and the largest of all ops for that of an op that is not known.
+    """
+    return row.error is not None and not row.error <= _limit(row.op, row.problem)
+
+
+@functools.lru_cache(1024)
+def _limit(name: str, text: str) -> float:
+    base = name.removesuffix(GRAD)
+    if base not in mgpu_ops.SPECS:
+        return max(_largest(known) for known in mgpu_ops.SPECS)
+    spec, grad = mgpu_ops.SPECS[base], name.endswith(GRAD)
+    try:
+        return _tolerance(spec, problem_of(spec, text), grad)
+    except ValueError:
+        return _largest(base, grad)
+
+
+@functools.cache
+def _largest(name: str, grad: bool = False) -> float:
+    spec = mgpu_ops.SPECS[name]
+    return max(_tolerance(spec, problem, grad) for problem in spec.shapes.values())
 
 
 def lines(rows: Iterable[Row]) -> list[Line]:
-    """One Line for each (op, problem, gpu), in the order of the rows."""
+    """One Line for each (op, problem, gpu), in the order of the rows.
+
+    Where ours ran in several ways, as with a workspace and without, each has a Line of its own, beside the same peers.
+    """
     found = []
     for (name, problem, gpu), group in _grouped(rows).items():
         by_impl = {row.impl: row for row in group}
-        ours, roof = by_impl.pop(OURS, None), by_impl.pop(ROOFLINE, None)
-        found.append(Line(name, problem, gpu, ours, by_impl, roof))
+        ours = {way: by_impl.pop(impl) for impl in list(by_impl) if (way := _way(impl)) is not None}
+        roof = by_impl.pop(ROOFLINE, None)
+        ways: dict[str, Row | None] = {**ours} or {"": None}
+        found += [Line(name, _with_way(problem, way), gpu, row, by_impl, roof) for way, row in ways.items()]
     return found
 
 

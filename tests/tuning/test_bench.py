@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
+from mgpu_ops import SPECS, CollectiveProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.flash_attention import cudnn, reference
@@ -26,6 +27,7 @@ from mgpu_ops.tuning import bench, peers
 
 SPEC = SPECS["matmul"]
 H200 = gpus.find("h200")
+ROOT = Path(__file__).parents[2]
 SMALL = {"small": MatmulProblem(64, 32, 128)}
 
 
@@ -65,6 +67,25 @@ def test_a_problem_gives_a_row_for_ours_each_peer_and_the_roofline() -> None:
     assert rows[0].spread_us == 2.0
     assert all(0 < r.error <= 8e-3 for r in rows[:2])
     assert "mgpu_ops 10 us, xla 20 us" in said[-1]
+
+
+def test_rows_tell_the_versions_of_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = types.SimpleNamespace(cudnn_get_version=lambda: 91900, cublas_get_version=lambda: 130205)
+    monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
+    monkeypatch.setattr(bench.ptxas, "isa", lambda: 93)
+    bench._libraries.cache_clear()
+    rows, _ = run()
+    bench._libraries.cache_clear()
+    assert {(r.cudnn, r.cublas, r.ptxas) for r in rows} == {("9.19.0", "13.2.5", "9.3")}
+
+
+def test_versions_of_what_is_not_here_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax._src.lib.cuda_versions", None)
+    monkeypatch.setattr(bench.ptxas, "isa", lambda: None)
+    bench._libraries.cache_clear()
+    found = bench._libraries()
+    bench._libraries.cache_clear()
+    assert found == {"cudnn": "", "cublas": "", "ptxas": ""}
 
 
 def test_rates_are_work_over_time() -> None:
@@ -445,6 +466,32 @@ def test_a_grouped_problem_as_text_tells_groups_spread_and_epilogue() -> None:
     assert bench.label(GROUPED, name, GROUPED.shapes[name]) == f"{name} 16384x4096x14336 g=8 bfloat16 nn random"
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_a_problems_text_is_read_back(name: str) -> None:
+    spec = SPECS[name]
+    for shape, problem in spec.shapes.items():
+        assert bench.problem_of(spec, bench.label(spec, shape, problem)) == problem
+        assert bench.problem_of(spec, bench.describe(problem)) == problem
+    with pytest.raises(ValueError, match=f"is no problem of {name}"):
+        bench.problem_of(spec, "unheard-of")
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (SPEC, MatmulProblem(8, 16, 24, "float16", "float32", "tn", 4)),
+        (GROUPED, GroupedMatmulProblem(8, 16, 24, 2, "float16", "float32", "nt", True, "silu", "even")),
+        (CONTRACTION, RaggedContractionProblem(8, 16, 24, 2, spread="sparse")),
+        (ATTENTION, dataclasses.replace(HEADS, batch=3, causal=True, window_left=0, bias="float32", align="top_left")),
+        (BACKWARD, BACKWARD.Problem(**dataclasses.asdict(HEADS), deterministic=True)),
+        (SPECS["all_reduce"], CollectiveProblem(96, 3, "int32", "max", "multimem")),
+    ],
+)
+def test_a_problem_of_no_name_is_read_back(spec: Any, problem: Any) -> None:
+    assert bench.problem_of(spec, bench.label(spec, "mine", problem)) == problem
+    assert bench.problem_of(spec, f"a-name-of-old {bench.describe(problem)}") == problem
+
+
 def test_result_files_sort_by_date_and_tell_gpu_and_op() -> None:
     path = bench.output_path("results", "2025-01-31", "h200", "matmul")
     assert path == Path("results/2025-01-31-h200-matmul.csv")
@@ -456,15 +503,42 @@ def test_the_columns_of_the_file_are_fixed(tmp_path: Path) -> None:
     bench.write_csv([row()], tmp_path / "new" / "rows.csv")
     with (tmp_path / "new" / "rows.csv").open() as stream:
         header = next(csv.reader(stream))
-    assert ",".join(header) == ("op,problem,impl,config,median_us,spread_us,tflops,gbs,error,gpu,driver,jax,date")
+    assert ",".join(header) == (
+        "op,problem,impl,config,median_us,spread_us,tflops,gbs,error,gpu,driver,jax,date,"
+        "warm_us,cudnn,cublas,ptxas,devices,bytes,own_us,around_us,chain_us,bus_gbs"
+    )
+
+
+def test_a_file_of_before_the_further_columns_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.csv"
+    bench.write_csv([row(warm_us=9.0, cudnn="9.19.0", devices=2)], path)
+    cut = [",".join(line.split(",")[:13]) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(cut))
+    assert bench.read_csv(path) == [row()]
+
+
+@pytest.mark.parametrize("further", ["colour", "warm_us,warm_us"])
+def test_a_further_column_that_is_not_known_is_refused(further: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join([*bench.COLUMNS[:13], further]) + "\n")
+    with pytest.raises(ValueError, match="run the benchmark again"):
+        bench.read_csv(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.csv")), ids=lambda path: path.stem)
+def test_every_committed_result_is_read_and_its_problems_are_of_their_op(path: Path) -> None:
+    rows = bench.read_csv(path)
+    assert rows
+    for r in rows:
+        bench.problem_of(SPECS[r.op.removesuffix(bench.GRAD)], r.problem)
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=20)
+_VALUES = {"str": _TEXT, "float": st.floats(), "float | None": st.none() | st.floats(), "int | None": st.none() | st.integers()}
 _ROWS = st.lists(
     st.builds(
         bench.Row,
-        **{f.name: st.floats() if f.name in bench._NUMBERS else _TEXT for f in dataclasses.fields(bench.Row)}
-        | {"error": st.none() | st.floats()},
+        **{f.name: _VALUES[str(f.type)] for f in dataclasses.fields(bench.Row)},
     ),
     max_size=4,
 )
@@ -540,6 +614,30 @@ def test_the_best_peer_is_the_fastest_that_is_right_and_no_yardstick() -> None:
 
 def test_one_peer_and_a_yardstick_have_no_best() -> None:
     assert bench.compared(bench.lines([row(), row("lax"), row("dense", error=None)])) == ["lax", "dense"]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("spec", [SPEC, GROUPED, ATTENTION, BACKWARD, SPECS["all_gather"]], ids=lambda spec: spec.name)
+def test_what_is_marked_as_wrong_is_what_failures_tells(spec: Any, grad: bool) -> None:
+    """Each op by its own tolerance: 0.1 is right for gradients of attention, and wrong for any other."""
+    name, problem = next(iter(spec.shapes.items()))
+    text = bench.label(spec, name, problem)
+    for error in (1e-4, 5e-3, 0.02, 0.1, 0.2, math.nan):
+        ours = row(op=spec.name + bench.GRAD * grad, problem=text, error=error)
+        assert bench.wrong(ours) == bool(bench.failures([ours], spec, {name: problem}, grad=grad))
+
+
+def test_a_result_of_an_unknown_problem_is_held_to_the_loosest_tolerance_there_is() -> None:
+    assert [bench.wrong(row(problem="unheard-of", error=error)) for error in (8e-3, 0.02)] == [False, True]
+    assert [bench.wrong(row(op="sort", error=error)) for error in (0.15, 0.16)] == [False, True]
+    assert not bench.wrong(row(error=None))
+
+
+def test_each_way_of_ours_has_a_line_beside_the_same_peers() -> None:
+    rows = [row("mgpu_ops", 10.0), row("mgpu_ops, workspace", 5.0), row("xla", 20.0)]
+    assert [(line.problem, line.ratio("xla")) for line in bench.lines(rows)] == [("p", 2.0), ("p (workspace)", 4.0)]
+    [found] = bench.summary(rows)
+    assert (found.problems, found.peer, found.worst_problem) == (2, "xla", "p")
 
 
 def test_a_wrong_peer_is_no_win() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import itertools
@@ -17,8 +16,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, collective_workspace
 from mgpu_ops.core import gpu
-from mgpu_ops.tuning import between, measure
-from mgpu_ops.tuning.between import COLUMNS, Row
+from mgpu_ops.tuning import bench, between, measure
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 H200 = gpu.find("h200")
@@ -51,7 +49,7 @@ def cupti(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(between, "compiled", compiled)
 
 
-def measured(said: list[str], **problems: CollectiveProblem) -> list[Row]:
+def measured(said: list[str], **problems: CollectiveProblem) -> list[bench.Row]:
     return between.run(SPEC, problems, gpu=H200, seconds=0.001, progress=said.append, backend="xla")
 
 
@@ -61,15 +59,19 @@ def test_a_row_tells_the_kernel_from_what_is_around_it_and_from_the_call():
     ours, xla = measured(said, small=CollectiveProblem(32768, 4, "float32"))
     assert (ours.impl, xla.impl) == ("mgpu_ops", "xla")
     for row in (ours, xla):
-        assert (row.devices, row.bytes, row.dtype, row.transport) == (4, 131072, "float32", "peer")
+        assert (row.problem, row.devices, row.bytes) == ("32768x4 float32", 4, 131072)
         assert row.own_us == pytest.approx(10.0)
         assert row.around_us == pytest.approx(6.0 + 1 / 16)
-        assert row.call_us == pytest.approx(40.0)
+        assert row.median_us == pytest.approx(40.0)
+        assert row.spread_us == pytest.approx(0.0)
+        assert row.gbs == pytest.approx(2 * 131072 / 40e-6 / 1e9, rel=1e-4)
+        assert row.warm_us is None
         assert row.chain_us == pytest.approx(500 + 16 * 40.0)
         assert row.bus_gbs == pytest.approx(1.5 * 131072 / 40e-6 / 1e9, rel=1e-4)
         assert row.error < 1e-6
     assert "algorithm=xla" in ours.config
-    assert said == ["small: mgpu_ops 10 us of its own, 40 us a call, xla 10 us of its own, 40 us a call"]
+    times = "mgpu_ops 40 us a call, 10 us of its own, xla 40 us a call, 10 us of its own"
+    assert said == [f"32768x4 float32: {times}"]
 
 
 @pytest.mark.usefixtures("cupti")
@@ -77,51 +79,23 @@ def test_a_problem_that_fails_is_said_and_told_at_the_end():
     said: list[str] = []
     problems = {"wide": CollectiveProblem(1024, 16), "good": CollectiveProblem(1024, 2, "float32")}
     rows = measured(said, **problems)
-    assert said[0] == "wide: failed: ValueError: it takes 16 GPUs, and 8 are here"
-    assert between.faults(rows, SPEC, problems) == ["wide: no result"]
+    assert said[0] == "1024x16 bfloat16: failed: ValueError: it takes 16 GPUs, and 8 are here"
+    assert bench.failures(rows, SPEC, problems, grad=False) == ["1024x16 bfloat16: no result"]
     wrong = [dataclasses.replace(row, error=0.5) for row in rows]
-    assert between.faults(wrong, SPEC, {"good": problems["good"]}) == ["good: mgpu_ops: error 0.5 is above 4.8e-07"]
+    told = bench.failures(wrong, SPEC, {"good": problems["good"]}, grad=False)
+    assert told == ["1024x2 float32: error 0.5 is above 4.8e-07"]
+    in_workspace = dataclasses.replace(wrong[0], impl=between.IN_WORKSPACE)
+    told = bench.failures([rows[0], in_workspace], SPEC, {"good": problems["good"]}, grad=False)
+    assert told == ["1024x2 float32 (workspace): error 0.5 is above 4.8e-07"]
 
 
-def rows() -> list[Row]:
-    made = []
-    for devices in (2, 4):
-        for size in (1024, 1 << 20, 1 << 28):
-            for impl, slower in (("mgpu_ops", 1.0), ("mgpu_ops, workspace", 0.5), ("xla", 1.5)):
-                us = slower * (10 + size / 3e5)
-                made.append(
-                    Row("all_reduce", devices, size, "bfloat16", "add", "peer", impl, "", us / 2, 6.0, us, 20 * us,
-                        size / us / 1e3, 0.0, "NVIDIA H200", "1.2", "0.11.2", "2026-01-31")
-                )  # fmt: skip
-    return made
-
-
-def test_the_file_has_a_line_for_each_row(tmp_path: Path):
-    between.write_csv(rows(), tmp_path / "made" / "rows.csv")
-    with (tmp_path / "made" / "rows.csv").open() as stream:
-        lines = list(csv.DictReader(stream))
-    assert tuple(lines[0]) == COLUMNS
-    assert [line["bytes"] for line in lines[::3]] == ["1024", "1048576", "268435456"] * 2
-
-
-def test_the_table_puts_ours_over_xla():
-    from rich.console import Console
-
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(between.table(rows()))
-    text = capture.get()
-    assert "256 MiB" in text
-    assert "256 MiB*" in text
-    assert text.count("0.67") == text.count("0.33") == 18  # of own time, call and chain
-
-
-def test_the_picture_is_drawn_as_png_and_svg(tmp_path: Path):
-    paths = between.picture(rows(), tmp_path / "picture.csv")
-    assert [path.suffix for path in paths] == [".png", ".svg"]
-    assert all(path.stat().st_size > 10_000 for path in paths)
-    with pytest.raises(ValueError, match="no rows to draw"):
-        between.picture([], tmp_path / "none")
+@pytest.mark.usefixtures("cupti")
+def test_rows_are_written_and_read_as_those_of_any_op(tmp_path: Path):
+    rows = measured([], small=CollectiveProblem(32768, 4, "float32"))
+    bench.write_csv(rows, tmp_path / "rows.csv")
+    assert bench.read_csv(tmp_path / "rows.csv") == rows
+    [line] = bench.lines(rows)
+    assert line.ratio("xla") == 1.0
 
 
 @pytest.mark.parametrize(("op", "factor"), [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75)])

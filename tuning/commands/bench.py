@@ -47,18 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     import mgpu_ops
     from mgpu_ops.core import gpu
-    from mgpu_ops.tuning import bench, report
+    from mgpu_ops.tuning import bench, between, report
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
     here = gpu.current()
     if here is None or here.architecture != "hopper":
         raise UsageError("bench times kernels: it needs a Hopper GPU here")
-    if any(spec.devices(problem) > 1 for problem in problems.values()):
-        return _between_gpus(arguments, spec, problems, here)
-    if not (arguments.against or spec.name in PEERS):
+    between_gpus = any(spec.devices(problem) > 1 for problem in problems.values())
+    if between_gpus and (arguments.grad or arguments.against not in (None, "xla")):
+        raise UsageError(f"bench {spec.name} times it beside xla, without gradients: leave out --grad and --against")
+    if not (between_gpus or arguments.against or spec.name in PEERS):
         raise UsageError(f"nothing is known to time beside {spec.name}: bench takes {', '.join(PEERS)}")
-    against = [name.strip() for name in (arguments.against or PEERS[spec.name][0]).split(",") if name.strip()]
+    wanted = arguments.against or PEERS.get(spec.name, ("",))[0]
+    against = [name.strip() for name in wanted.split(",") if name.strip()]
     op = spec.name + ("+grad" if arguments.grad else "")
     today = datetime.date.today().isoformat()
     path = bench.output_path(arguments.output, today, here.key, op, arguments.what)
@@ -66,19 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
         earlier = bench.read_csv(arguments.peers_from) if arguments.peers_from else []
     except OSError as e:
         raise UsageError(f"{arguments.peers_from}: cannot be read ({e.strerror}): name a CSV file of `bench`") from None
-    rows = bench.run(
-        spec,
-        problems,
-        gpu=here,
-        against=against,
-        grad=arguments.grad,
-        seconds=arguments.seconds,
-        progress=say,
-        save=lambda rows: bench.write_csv(rows, path),
-        peer_seconds=arguments.peer_seconds,
-        earlier=earlier,
-        backend=arguments.backend,
-    )
+    shared: dict[str, Any] = {"gpu": here, "seconds": arguments.seconds, "backend": arguments.backend, "progress": say}
+    shared["save"] = lambda rows: bench.write_csv(rows, path)
+    if between_gpus:
+        rows = between.run(spec, problems, **shared)
+    else:
+        rows = bench.run(
+            spec,
+            problems,
+            against=against,
+            grad=arguments.grad,
+            peer_seconds=arguments.peer_seconds,
+            earlier=earlier,
+            **shared,
+        )
     faults = bench.failures(rows, spec, problems, grad=arguments.grad)
     document = {"rows": rows, "summary": bench.summary(rows), "faults": faults, "files": []}
     if not rows:
@@ -98,32 +101,3 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"WRONG: {fault}")
     answer(arguments, document | {"files": [path, *pictures]})
     return WRONG if faults else OK
-
-
-def _between_gpus(arguments: argparse.Namespace, spec: Any, problems: dict[str, Any], here: Any) -> int:
-    """Collectives, beside XLA's: their times are of other kinds, in files of their own."""
-    from rich.console import Console
-
-    from mgpu_ops.tuning import bench, between
-
-    if arguments.grad or arguments.against not in (None, "xla"):
-        raise UsageError(f"bench {spec.name} times it beside xla, without gradients: leave out --grad and --against")
-    path = bench.output_path(arguments.output, datetime.date.today().isoformat(), here.key, spec.name, arguments.what)
-    rows = between.run(
-        spec,
-        problems,
-        gpu=here,
-        seconds=arguments.seconds,
-        progress=say,
-        save=lambda rows: between.write_csv(rows, path),
-        backend=arguments.backend,
-    )
-    faults = between.faults(rows, spec, problems)
-    pictures = between.picture(rows, path.with_suffix(".png")) if rows else []
-    if rows:
-        Console().print(between.table(rows))
-        say(f"wrote {path} and {', '.join(map(str, pictures))}")
-    for fault in faults:
-        say(f"WRONG: {fault}")
-    answer(arguments, {"rows": rows, "faults": faults, "files": [path, *pictures] if rows else []})
-    return WRONG if faults or not rows else OK
