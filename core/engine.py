@@ -188,10 +188,7 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
 
 
 def rows_view(x: jax.Array) -> jax.Array:
-    """[rows, columns] as `load_rows` and `store_rows` take it: [1, 1, rows, columns].
-
-    That shape is how a copy knows a window of rows: no other array of four dimensions that a kernel copies may begin so.
-    """
+    """[rows, columns] as `load_rows` and `store_rows` take it: [1, 1, rows, columns]. The first two indices tell of a window."""
     return x.reshape(1, 1, *x.shape)
 
 
@@ -243,7 +240,7 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
 
 def _window(ref: Any, row: Any, end: Any, column: Any, shape: tuple[int, int]) -> Any:
     """How `core/tma.py` wants a window of rows: Mosaic only takes rows in eights, so the row is written eightfold."""
-    return ref.at[jnp.int32(end), jnp.int32(0), ds(row * tma.ROW_UNIT, shape[0]), ds(column, shape[1])]
+    return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), ds(row * tma.ROW_UNIT, shape[0]), ds(column, shape[1])]
 
 
 def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
@@ -367,6 +364,8 @@ def kernel(
         for key, t in accumulators.items():
             scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shapes)
         with _interpreted(interpret):
+            if not interpret:
+                _mark()
             body(*refs, **scratch)
 
     run = plgpu.kernel(
@@ -390,6 +389,11 @@ def kernel(
         return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], run(*arrays))
 
     return launch
+
+
+def _mark() -> None:
+    """Makes the kernel being traced one whose copies `core/tma.py` extends."""
+    inline_mgpu()(tma.mark)()
 
 
 def specialize(

@@ -1,7 +1,7 @@
 """TMA copies that Mosaic GPU does not offer: arrays of any shape, and windows of rows that end anywhere.
 
 `install` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes. `engine` calls it once;
-the ops use what `engine` makes of it.
+the ops use what `engine` makes of it. Kernels of others, which `engine` did not `mark`, get what Mosaic makes of their copies.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf
 
 ROW_UNIT = 8  # rows of a window are given in eighths: Mosaic insists that tiles of 8 rows begin at multiples of 8
+WINDOW = 0x57494E44  # index into the second dimension, which has size 1: so a slice says that it is a window of rows
 _ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
 _WRAP_BYTES = 1 << 34  # times _ROWS, a stride of 2^64 bytes: nothing, in 64-bit addresses
+_MARK = "_mgpu_ops_kernel"  # attribute of the LaunchContext of a kernel of this library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +118,22 @@ def _view(ref: ir.Value, shape: Any, strides: Any) -> ir.Value:
     return memref.reinterpret_cast(view, ref, [], [], [], static_offsets=[0], static_sizes=shape, static_strides=strides)
 
 
+def mark(context: launch_context.LaunchContext) -> None:
+    """Says, while a kernel is lowered, that it is one of this library's: its copies may be of what Mosaic lacks."""
+    setattr(context, _MARK, True)
+
+
 def install() -> None:
-    """Extends Mosaic's TMA copies, once, for every kernel compiled afterwards in this process."""
+    """Extends Mosaic's TMA copies, once, for every marked kernel compiled afterwards in this process."""
     copy = launch_context.LaunchContext.async_copy
 
     @functools.wraps(copy)
     def async_copy(
         self: Any, *, src_ref: Any, dst_ref: Any, gmem_slice: Any = (), gmem_transform: Any = (), **options: Any
     ) -> None:
+        if not getattr(self, _MARK, False):
+            copy(self, src_ref=src_ref, dst_ref=dst_ref, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **options)
+            return
         to_smem = utils.is_smem_ref(dst_ref)
         gmem, smem = (src_ref, dst_ref) if to_smem else (dst_ref, src_ref)
 
@@ -132,7 +142,7 @@ def install() -> None:
             given = dict(options, predicate=arith.andi(options["predicate"], only)) if only else options
             copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
 
-        if list(gmem.type.shape[:2]) == [1, 1] and len(gmem.type.shape) == 4:
+        if _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
         elif _is_ragged(gmem, smem, gmem_transform):
             one(utils.memref_fold(smem, 0, 3), gmem_slice, ())
@@ -140,6 +150,17 @@ def install() -> None:
             one(smem, gmem_slice, gmem_transform)
 
     launch_context.LaunchContext.async_copy = async_copy  # type: ignore[method-assign]
+
+
+def _is_window(gmem_slice: Any) -> bool:
+    """Whether the slice is (end, WINDOW, rows, columns)."""
+    match gmem_slice:
+        case (_, ir.Value() as index, _, _):
+            while not isinstance(index.owner, ir.Block) and index.owner.name == "arith.index_cast":
+                index = index.owner.operands[0]
+            constant = not isinstance(index.owner, ir.Block) and index.owner.name == "arith.constant"
+            return constant and bool(ir.IntegerAttr(index.owner.attributes["value"]).value == WINDOW)
+    return False
 
 
 def _is_ragged(gmem: Any, smem: Any, gmem_transform: Any) -> bool:
