@@ -188,7 +188,7 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
 
 
 def rows_view(x: jax.Array) -> jax.Array:
-    """[rows, columns] as `load_rows` and `store_rows` take it: [1, 1, rows, columns]. The first two indices tell of a window."""
+    """[rows, columns] as `load_rows` and `store_rows` take it: [1, 1, rows, columns]. Its first two indices tell of windows."""
     return x.reshape(1, 1, *x.shape)
 
 
