@@ -378,7 +378,8 @@ def explain(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> str:
     ]
     if result.entry is not None:
         lines.append(f"  evidence  {_summary(result.entry.evidence)}")
-    return "\n".join([*lines, "  tried", *(f"    {s}: {what}" for s, what in result.tried)])
+    lines += ["  tried", *(f"    {s}: {what}" for s, what in result.tried)]
+    return "\n".join(line.replace("\n", r"\n") for line in lines)  # a file's text has no line of its own
 
 
 def _place(result: Resolution) -> str:

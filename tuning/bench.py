@@ -428,6 +428,30 @@ _PUBLIC: dict[str, Callable[[Any, str | None], Callable[..., Any]]] = {
 }
 
 
+def refusal(spec: OpSpec, problem: Any) -> str | None:
+    """Why the public function raises for arrays of a problem that no kernel runs, as it says it; None: it runs through XLA.
+
+    Nothing is computed. Collectives, whose arrays are of several GPUs, are not asked.
+    """
+    if spec.name not in _PUBLIC:
+        return None
+    if spec.name in _BACKWARD.values():  # the public function is the forward one
+        spec = mgpu_ops.spec_of(next(forward for forward, backward in _BACKWARD.items() if backward == spec.name))
+        fields = dataclasses.asdict(problem)
+        problem = spec.Problem(**{field.name: fields[field.name] for field in dataclasses.fields(spec.Problem)})
+    floats = dataclasses.replace(problem, dtype="bfloat16")  # random numbers of another dtype may have another way to be made
+    try:
+        arrays = jax.eval_shape(partial(spec.inputs, floats), jax.random.key(0))
+    except (ArithmeticError, IndexError):  # nothing to make random numbers of
+        return None
+    as_asked = [jax.ShapeDtypeStruct(x.shape, problem.dtype) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    try:
+        jax.eval_shape(_PUBLIC[spec.name](problem, "xla"), *_public_arrays(spec, tuple(as_asked)))
+    except (TypeError, ValueError) as error:
+        return brief(error)
+    return None
+
+
 def _public_arrays(spec: OpSpec, inputs: tuple) -> tuple:
     """What the public function takes of an op's inputs: not the numbers of attention, which are arguments of their own."""
     return (*inputs[:3], *inputs[4:]) if spec.name == "flash_attention" else inputs

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from mgpu_ops.tuning import commands
 from mgpu_ops.tuning.commands import INTERRUPTED, OK, USAGE, Parser, UsageError
+from mgpu_ops.tuning.terminal import printable
 
 # Module of `commands` -> what it does. Only the module that is asked for loads: `mgpu-tune --help` answers at once.
 COMMANDS = {
@@ -42,7 +43,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    arguments = _parser(words).parse_args(words)
+    parser = _parser(words)
+    arguments, more = parser.parse_known_args(words)
+    if more:
+        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(more)}")
     _prepare_jax()
     from mgpu_ops.core.database import DatabaseError
     from mgpu_ops.tuning.measure import MeasurementError
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with people:
             return int(arguments.run(arguments))
     except (UsageError, DatabaseError, MeasurementError, WorkerError, ValueError) as e:
-        print(f"mgpu-tune: {e}", file=sys.stderr)
+        print(f"mgpu-tune: {printable(e)}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("mgpu-tune: stopped", file=sys.stderr)

@@ -17,6 +17,7 @@ from mgpu_ops.core.database import Entry, File
 from mgpu_ops.core.op import OpSpec
 from mgpu_ops.tuning import bench, plot
 from mgpu_ops.tuning.sources import Found
+from mgpu_ops.tuning.terminal import printable
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto; padding: 0 1em }
@@ -48,7 +49,7 @@ def page(found: Found, specs: Mapping[str, OpSpec], pictures: Iterable[tuple[str
 
 
 def _text(anything: Any) -> str:
-    return html.escape(str(anything), quote=True)
+    return html.escape(printable(anything), quote=True)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

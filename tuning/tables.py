@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
+
+from mgpu_ops.tuning.terminal import printable
 
 SHOWN = 12  # trials
 
@@ -34,41 +37,103 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
     return table
 
 
-def entries_table(title: str, entries: Sequence[Any]) -> Table:
-    """Problems of a database file with their times and configs. What all problems share is told once, in the caption."""
-    problems = [entry.problem for entry in entries]
-    first = problems[0] if len(problems) > 1 else {}
-    shared = {k: v for k, v in first.items() if all(p.get(k) == v for p in problems)}
-    told = [f"all: {problem_text(shared)}"] if problem_text(shared) else []
-    if entries:
-        told.append(f"config: {' '.join(entries[0].config)}")
-    table = Table(title=title, caption="\n".join(told), title_justify="left", caption_justify="left", padding=(0, 0))
-    for heading in ("problem", "evidence", "us", "x baseline", "x default", "config", "date"):
-        numbers = heading[0] in "ux"
-        table.add_column(
-            heading,
-            justify="right" if numbers else "left",
-            min_width={"problem": 15, "config": 12}.get(heading),
-            max_width=8 if heading[0] == "x" else None,
-            no_wrap=heading == "date",
-        )
-    for entry in entries:
-        e = entry.evidence
-        table.add_row(
-            problem_text({k: v for k, v in entry.problem.items() if k not in shared}),
-            e.kind,
-            f"{e.median_us:.1f}",
-            f"{e.baseline_us / e.median_us:.3f}" if e.baseline_us else "-",
-            f"{e.default_us / e.median_us:.3f}" if e.default_us else "-",
-            " ".join(str(v) for v in entry.config.values()),
-            e.date,
-        )
+HEADINGS = ("problem", "us", "x baseline", "x default", "evidence", "date", "config")
+BETWEEN_GPUS = (
+    "us of a collective: a call's kernels on the GPU that comes last, or, where these take less than 50 us and the host more, "
+    "the host's time for a call; an entry does not say which"
+)
+
+
+def entry_cells(entry: Any, spec: Any, told: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
+    """An entry under `HEADINGS`: "x" columns are times over ours, above 1 where ours is faster. `spec` is its op's.
+
+    Fields that are `told` elsewhere, ("problem" or "config", name), are left out.
+    """
+    e = entry.evidence
+    problem = {k: v for k, v in entry.problem.items() if ("problem", k) not in told}
+    config = {k: v for k, v in _in_order(entry.config, spec.Config).items() if ("config", k) not in told}
+    of = "kernel or host" if between_gpus(spec) else "kernel"
+    kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
+    against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
+    default = f"{e.default_us / e.median_us:.3f}" if e.default_us else "-"
+    fields = _assignments(config, list(config))
+    return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, kind, e.date, fields
+
+
+def between_gpus(spec: Any) -> bool:
+    """Whether the op is a collective."""
+    return any(spec.devices(problem) > 1 for problem in spec.shapes.values())
+
+
+def by_problem(entries: Sequence[Any], spec: Any) -> list[Any]:
+    """Sorted by the fields of a problem in their order, m, n, k ... or batch, tokens ...; collectives by GPUs, then size."""
+
+    def key(entry: Any) -> tuple[Any, ...]:
+        problem = _in_order(entry.problem, spec.Problem)
+        values = [problem.get("devices", 0), *problem.values()]
+        return [(isinstance(value, str), value) for value in values], entry.evidence.kind
+
+    return sorted(entries, key=key)
+
+
+def entries_table(title: str, entries: Sequence[Any], spec: Any) -> Table:
+    """Entries of a database file, for a terminal. What is the same in all of several is told once, in the caption."""
+    first, several = entries[0] if entries else None, len(entries) > 1
+    shared = {
+        (part, field)
+        for part in ("problem", "config")
+        for field, value in (getattr(first, part).items() if several else ())
+        if all(getattr(entry, part).get(field) == value for entry in entries)
+    }
+    rows = [entry_cells(entry, spec, shared) for entry in entries]
+    same = [
+        several and heading in ("evidence", "date") and len({row[i] for row in rows}) == 1 for i, heading in enumerate(HEADINGS)
+    ]
+    told = []
+    if first is not None and several:
+        problem = problem_text({k: v for k, v in first.problem.items() if ("problem", k) in shared}, spec)
+        config = {k: v for k, v in _in_order(first.config, spec.Config).items() if ("config", k) in shared}
+        told = [problem, *(cell for cell, dropped in zip(rows[0], same) if dropped), _assignments(config, list(config))]
+    caption = f"all: {'; '.join(filter(None, told))}" if any(told) else None
+    style: Any = {"box": box.SIMPLE_HEAD, "title_justify": "left", "caption_justify": "left", "padding": (0, 1, 0, 0)}
+    table = Table(title=title, caption=caption, **style)
+    for heading, dropped in zip(HEADINGS, same):
+        numbers = heading == "us" or heading[0] == "x"
+        width: Any = {"problem": {"min_width": 15}, "config": {"min_width": 22}}.get(heading, {"no_wrap": True})
+        if not dropped:
+            table.add_column(heading, justify="right" if numbers else "left", **width)
+    for row in rows:
+        table.add_row(*(cell for cell, dropped in zip(row, same) if not dropped))
     return table
 
 
-def problem_text(fields: Mapping[str, Any]) -> str:
-    """A problem's fields, but for the masks and such that it does without."""
-    return " ".join(f"{k}={v}" for k, v in fields.items() if v is not False and v not in (-1, "none"))
+def entries_lines(entries: Sequence[Any], spec: Any) -> Iterator[str]:
+    """The same for a file or a pipe: a line of headings and one for each entry, however long, in columns."""
+    rows = [HEADINGS, *(tuple(map(printable, entry_cells(entry, spec))) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.rjust(n) if h == "us" else cell.ljust(n) for cell, n, h in zip(row, widths, HEADINGS, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def problem_text(fields: Mapping[str, Any], spec: Any = None) -> str:
+    """A problem's fields, but for the masks and such that it does without.
+
+    With its op, in the op's order and without what is the op's default; the dtype is told all the same.
+    """
+    usual = {f.name: f.default for f in dataclasses.fields(spec.Problem)} if spec else {}
+    usual.pop("dtype", None)
+    if "dtype" in fields and "out_dtype" in usual:
+        usual["out_dtype"] = fields["dtype"]
+    told = _in_order(fields, spec.Problem) if spec else fields
+    shown = {k: v for k, v in told.items() if k not in usual or v != usual[k]}
+    return " ".join(f"{k}={v}" for k, v in shown.items() if v is not False and v not in (-1, "none"))
+
+
+def _in_order(fields: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """The fields in the order of the class, then those that it does not have."""
+    names = [field.name for field in dataclasses.fields(cls) if field.name in fields]
+    return {name: fields[name] for name in dict.fromkeys([*names, *fields])}
 
 
 def digits(x: float) -> str:
@@ -76,5 +141,5 @@ def digits(x: float) -> str:
     return f"{x:.{max(0, 3 - math.floor(math.log10(x)))}f}"
 
 
-def _assignments(config: dict[str, Any], fields: Sequence[str]) -> str:
+def _assignments(config: Mapping[str, Any], fields: Sequence[str]) -> str:
     return " ".join(f"{field}={config[field]}" for field in fields)

@@ -154,7 +154,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if p.head_dim > HEAD_DIMS[-1]:
         return f"head_dim={p.head_dim} is more than {HEAD_DIMS[-1]}: use backend='xla'"
-    if min(p.batch, p.q_tokens, p.kv_tokens, p.q_heads, p.kv_heads) < 1:
+    if min(p.batch, p.q_tokens, p.kv_tokens, p.q_heads, p.kv_heads, p.head_dim) < 1:
         return f"a dimension of {p} is zero: there is nothing to attend to"
     if p.q_heads % p.kv_heads:
         return f"q_heads={p.q_heads} is no multiple of kv_heads={p.kv_heads}: repeat the keys and values"

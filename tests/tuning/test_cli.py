@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from mgpu_ops.core import database, gpu
 from mgpu_ops.core.op import BACKENDS
 from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.groups import SPREADS
-from mgpu_ops.tuning import bench, cli, commands, device, neighbours, worker
+from mgpu_ops.tuning import bench, cli, commands, device, neighbours, terminal, worker
 from mgpu_ops.tuning.commands import arguments, demo
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.peers import PEERS
@@ -622,6 +623,57 @@ def test_show_of_all_gpus_goes_on_after_a_broken_file(mgpu_tune: Command) -> Non
     assert "m=512" in done.out
 
 
+def test_show_in_a_pipe_has_a_line_for_each_entry_with_named_fields_in_order(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in (1024, 64, 512):
+        store(user_file(), size)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = mgpu_tune("show", "matmul", "--gpu", "h200").out.splitlines()
+    start = lines.index(f"matmul on h200, user: {user_file()}")
+    headings, *entries = lines[start + 1 : start + 5]
+    assert headings.split() == ["problem", "us", "x", "baseline", "x", "default", "evidence", "date", "config"]
+    assert [line.split()[0] for line in entries] == ["m=64", "m=512", "m=1024"]
+    default = dataclasses.asdict(MATMUL.default(MatmulProblem(64, 64, 64), H200))
+    told = " ".join(f"{field}={value}" for field, value in default.items())
+    assert entries[0].split(maxsplit=4)[:4] == ["m=64", "n=64", "k=64", "dtype=bfloat16"]
+    assert entries[0].endswith(f"  12.5  2.000 xla   1.200      measured: kernel  2025-11-20  {told}")
+    assert "│" not in "".join(lines)
+
+
+def test_show_lists_collectives_by_gpus_and_size_and_says_what_time_is_told(mgpu_tune: Command) -> None:
+    done = mgpu_tune("show", "all_reduce", "--gpu", "h200")
+    rows = [line.split() for line in done.out.splitlines() if line.startswith("  size=")]
+    asked = [(int(row[1].partition("=")[2]), int(row[0].partition("=")[2])) for row in rows]
+    assert asked == sorted(asked)
+    assert all("measured: kernel or host" in " ".join(row) for row in rows)
+    assert "an entry does not say which" in done.out
+    assert "kernel or host" not in mgpu_tune("show", "matmul", "--gpu", "h200").out
+
+
+def test_show_on_a_terminal_is_a_table_as_wide_as_that(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "console", functools.partial(terminal.console, force_terminal=True, width=80))
+    for size in (512, 640):
+        store(user_file(), size)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", mgpu_tune("show", "matmul", "--gpu", "h200").out)
+    table = shown[shown.index("problem ") : shown.index("all: ")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert re.search(r"m=640 n=640 k=640 +12\.5 +2\.000 xla +1\.200 ", table)
+    assert "dtype=bfloat16" not in table
+    assert "all: dtype=bfloat16; measured: kernel; 2025-11-20; tile_m=" in shown
+
+
+def test_show_counts_the_problems_and_the_readme_says_as_many(mgpu_tune: Command) -> None:
+    """Those of the shipped databases, collectives too."""
+    done = mgpu_tune("show", "--gpu", "h200", "--json")
+    counts = json.loads(done.out)["problems"]
+    assert counts == {op: len(database.read(database.shipped_path("h200", op)).entries) for op in counts}
+    assert f"{sum(counts.values())} tuned problems: {counts['matmul']} of matmul, " in done.err
+    (row,) = re.findall(r"\| tuned \| (.*?);", (ROOT / "README.md").read_text())
+    assert row.startswith(f"{sum(counts.values())} problems on the H200")
+    assert {op: int(number) for number, op in re.findall(r"(\d+) of (\w+)", row)} == counts
+
+
 def test_which_tells_the_winner_why_and_on_what_evidence(mgpu_tune: Command) -> None:
     store(user_file(), raster_width=16)
     done = mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200")
@@ -653,6 +705,52 @@ def test_which_tells_that_a_run_changed_the_winner(mgpu_tune: Command) -> None:
 def test_which_says_why_a_problem_runs_through_xla(words: Sequence[Any], reason: str, mgpu_tune: Command) -> None:
     done = mgpu_tune("which", "matmul", *words)
     assert done.code == 0
+    assert "runs through XLA" in done.out
+    assert reason in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("matmul", *SIDES, "--dtype", "i32"), "a has dtype int32: matmul takes floats; cast it first"),
+        (("grouped_matmul", *SIDES, "--groups", 8, "--dtype", "i32"), "lhs has dtype int32: grouped_matmul takes floats"),
+        (("ragged_contraction", *SIDES, "--groups", 8, "--dtype", "u32"), "lhs has dtype uint32: ragged_contraction takes"),
+        (("flash_attention", *HEADS, "--dtype", "i32"), "q has dtype int32: flash_attention takes floats; cast it first"),
+        (("flash_attention_backward", *HEADS, "--dtype", "i32"), "q has dtype int32: flash_attention takes floats"),
+        (("flash_attention", *HEADS, "--q-tokens", 0), "an empty dimension leaves nothing to attend to"),
+        (("flash_attention", *HEADS, "--head-dim", 0), "an empty dimension leaves nothing to attend to"),
+        (("flash_attention_backward", *HEADS, "--kv-heads", 0), "an empty dimension leaves nothing to attend to"),
+        (("matmul", *SIDES, "--m", -1), "'-1' must be a whole number of at least 0"),
+        (("matmul", *SIDES, "--batch", 0), "'0' must be a whole number of at least 1"),
+        (("matmul", *SIDES, "--m", 10**30), f"{10**30} is more than an array can have"),
+        (("matmul", *SIDES, "--m", 2**62), "bytes: no array has 2**63"),
+        (("all_reduce", "--size", 2**62, "--devices", 2), "bytes: no array has 2**63"),
+    ],
+    ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_which_refuses_what_a_call_refuses_in_its_words(words: Sequence[Any], message: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune("which", *words, "--gpu", "h200")
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("matmul", *SIDES, "--m", 0), "is zero: there is nothing to multiply"),
+        (("grouped_matmul", *SIDES, "--groups", 0), "is zero"),
+        (("ragged_contraction", *SIDES, "--groups", 8, "--k", 0), "is zero"),
+        (("all_reduce", "--size", 0, "--devices", 2), "the payload is empty: there is nothing to exchange"),
+        (("all_reduce", "--size", 1024, "--devices", 2**40), "the kernels are for up to 8 GPUs of one host"),
+    ],
+    ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_which_says_what_becomes_of_a_problem_that_has_nothing_to_do(
+    words: Sequence[Any], reason: str, mgpu_tune: Command
+) -> None:
+    done = mgpu_tune("which", *words, "--gpu", "h200")
+    assert (done.code, done.err) == (0, "")
     assert "runs through XLA" in done.out
     assert reason in done.out
 

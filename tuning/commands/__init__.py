@@ -9,7 +9,9 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from mgpu_ops.tuning.terminal import printable
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -19,10 +21,13 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows examples as they are written."""
+    """Shows examples as they are written. What is asked wrongly is one line, and one that says where help is."""
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {printable(message)}\nsee `{self.prog} --help`\n")
 
 
 def command(commands: Any, name: str, run: Any, what: str, examples: str) -> argparse.ArgumentParser:
@@ -31,12 +36,13 @@ def command(commands: Any, name: str, run: Any, what: str, examples: str) -> arg
         name, help=what, description=what[0].upper() + what[1:] + ".", epilog=f"examples:\n{lines}"
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON; what is for people goes to stderr")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """Prints a line for people."""
+    print(printable(text), flush=True)
 
 
 def answer(arguments: argparse.Namespace, document: Any) -> None:
@@ -44,7 +50,9 @@ def answer(arguments: argparse.Namespace, document: Any) -> None:
     if arguments.json:
         import msgspec
 
-        print(msgspec.json.encode(document, enc_hook=str).decode(), file=arguments.stdout, flush=True)
+        # A path may hold bytes that are no text.
+        as_text = lambda path: str(path).encode(errors="backslashreplace").decode()  # noqa: E731
+        print(msgspec.json.encode(document, enc_hook=as_text).decode(), file=arguments.stdout, flush=True)
 
 
 def count(number: int, what: str) -> str:

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,11 @@ BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
 
 
-def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
-    """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`."""
+def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False, empty: bool = False) -> None:
+    """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`.
+
+    `empty`: sides may be 0, as those of an array.
+    """
     if every_op:
         parser.add_argument("op", nargs="?", help=f"{', '.join(SUITES)}; of a suite or a file, all by default")
     else:
@@ -79,17 +82,23 @@ def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every
     if every_op:
         group.add_argument("--grad", action="store_true", help="of a model: also the problems of the backward pass")
         group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="what `mgpu-tune capture --output` wrote")
-    for name, options in problem_fields().items():
+    for name, options in problem_fields(whole_number if empty else positive_int).items():
         group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def positive_int(text: str) -> int:
+    return whole_number(text, 1)
+
+
+def whole_number(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+        value = -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is more than an array can have, 2**63 - 1")
     return value
 
 
@@ -158,9 +167,10 @@ def seconds(text: str) -> float:
     return value
 
 
-def problem_fields() -> dict[str, dict[str, Any]]:
+def problem_fields(side_of: Callable[[str], int] = positive_int) -> dict[str, dict[str, Any]]:
     """The fields of all ops' problems, and how each is given."""
-    size: dict[str, Any] = {"type": positive_int}
+    size: dict[str, Any] = {"type": side_of}
+    number: dict[str, Any] = {"type": positive_int}
     flag: dict[str, Any] = {"action": "store_true", "default": None}
     return {
         "m": size,
@@ -169,7 +179,7 @@ def problem_fields() -> dict[str, dict[str, Any]]:
         "dtype": {"type": dtype, "help": "bf16 (default), f16; of collectives also f32, i32, u32"},
         "out_dtype": {"type": dtype, "help": "default: dtype; or f32"},
         "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
-        "batch": size | {"help": "products in one launch (default 1); of attention, sequences"},
+        "batch": number | {"help": "products in one launch (default 1); of attention, sequences"},
         "groups": size | {"help": "how many the rows of m belong to"},
         "bias": {
             "nargs": "?",
@@ -198,7 +208,7 @@ def problem_fields() -> dict[str, dict[str, Any]]:
         "deterministic": flag | {"help": "gradients bitwise equal from run to run"},
         "bias_grad": flag | {"help": "with the gradient of the bias"},
         "size": size | {"help": "elements of a collective's payload on each device"},
-        "devices": size | {"help": "GPUs of a collective"},
+        "devices": number | {"help": "GPUs of a collective"},
         "reduction": {"choices": ("add", "min", "max"), "help": "of a collective (default add)"},
         "transport": {
             "choices": ("peer", "multimem"),
@@ -244,6 +254,8 @@ def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if missing:
         raise UsageError(f"{flags(missing)} missing: a {spec.name} problem has {flags(needed)}")
     problem = problem_of(spec, given)  # refuses what the op's problems do not have
+    if (held := spec.bytes(problem)) >= 2**63:
+        raise UsageError(f"the arrays of {spec.name} {describe(problem)} would hold {held:.3g} bytes: no array has 2**63")
     return {describe(problem): problem}
 
 

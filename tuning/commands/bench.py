@@ -43,11 +43,9 @@ def register(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     import mgpu_ops
     from mgpu_ops.core import gpu
-    from mgpu_ops.tuning import bench, between, report
+    from mgpu_ops.tuning import bench, between, report, terminal
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
@@ -87,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not rows:
         answer(arguments, document)
         return WRONG
-    console = Console()
-    console.print(report.table(rows))
+    terminal.console().print(report.table(rows))
     of = bench.yardsticks(bench.lines(rows))
     for line in bench.summary(rows):
         x = f" of {line.peer}" if line.peer in of else "x"

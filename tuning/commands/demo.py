@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     say(
         f"mgpu_ops.matmul(a, b, backend={backend!r}) with that entry: max error {error:.2e} against float32 (limit {limit:.0e})"
     )
-    say("\n".join(mgpu_ops.explain("matmul", problem, device.gpu.key).splitlines()[:3]))
+    for line in mgpu_ops.explain("matmul", problem, device.gpu.key).split("\n")[:3]:
+        say(line)
     answer(arguments, {"problems": told, "backend": backend, "error": error, "limit": limit})
     return OK if error <= limit else WRONG
 

@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     for d in found:
         times = " -> ".join(f"{e.evidence.median_us:.4g} us" for e in (d.before, d.after) if e)
         ratio = f" ({d.ratio:.3f}x as fast)" if d.ratio else ""
-        say(f"{d.what:7}  {d.op} on {d.gpu} {problem_text(d.entry.problem)}: {d.entry.evidence.kind} {times}{ratio}")
+        problem = problem_text(d.entry.problem, mgpu_ops.SPECS.get(d.op))
+        say(f"{d.what:7}  {d.op} on {d.gpu} {problem}: {d.entry.evidence.kind} {times}{ratio}")
         if d.before and d.after:
             old, new = d.before.config, d.after.config
             moved = [f"{k} {old.get(k)} -> {new.get(k)}" for k in {**old, **new} if old.get(k) != new.get(k)]

@@ -40,11 +40,10 @@ def register(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
-    from mgpu_ops.tuning import replay, sweep
+    from mgpu_ops.tuning import replay, sweep, terminal
 
     sweeps = sweep.read_all(arguments.folder)
     if not sweeps:
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if replay.OURS not in samplers:
         samplers.insert(0, replay.OURS)
     total = len(sweeps) * sum(1 if name == "brute" else arguments.seeds for name in samplers)
-    with Progress(console=Console()) as bar:
+    with Progress(console=terminal.console()) as bar:
         task = bar.add_task(f"{count(total, 'search')[:-1]}es" if total != 1 else "1 search", total=total)
         scores = dict(replay.play_all(sweeps, samplers, arguments.trials, arguments.seeds, lambda: bar.update(task, advance=1)))
     held = replay.held_out(sweeps)
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{s.rerun_spread:.2%}",
             "more" if s.trials_to_1_percent is None else f"{s.trials_to_1_percent:g}",
         )
-    Console().print(table)
+    terminal.console().print(table)
     say(
         f"with no trial, from the other problems' optima: {held.median_share:.3f} of the optimum in the median, "
         f"{held.smallest_share:.3f} at least; {held.smallest_of_default:.3f} of the default's speed at least"

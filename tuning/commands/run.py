@@ -34,6 +34,7 @@ from mgpu_ops.tuning.commands.arguments import (
     workers_argument,
 )
 from mgpu_ops.tuning.commands.storages import required_storage, storage_argument, storage_of
+from mgpu_ops.tuning.terminal import printable
 
 TRIALS = 32  # candidates a problem
 ALL = 2**31  # of the sampler "brute"
@@ -231,18 +232,19 @@ def studies_of(arguments: argparse.Namespace) -> Iterator[Studies]:
 
 def progress_bar() -> Any:
     """A bar a problem: trials, time, time left, the best so far and failures by kind."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    from mgpu_ops.tuning import terminal
+
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[best]}"),
+        TextColumn("{task.fields[best]}", markup=False),
     )
-    return Progress(*columns, console=Console())
+    return Progress(*columns, console=terminal.console())
 
 
 def tune_one(
@@ -276,7 +278,7 @@ def tune_one(
         bar.update(task, advance=1, best=", ".join(words + [f"{n} {kind}" for kind, n in failures.items()]))
 
     with studies(spec, problem, device) as study:
-        task = bar.add_task(f"{spec.name} {name}", total=None if trials == ALL else trials, best="")
+        task = bar.add_task(printable(f"{spec.name} {name}"), total=None if trials == ALL else trials, best="")
         try:
             result = tuner.tune(
                 spec, problem, device,

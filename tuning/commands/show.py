@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, answer, command, say, stored_files
+from mgpu_ops.tuning.commands import OK, WRONG, answer, command, count, say, stored_files
 
 
 def register(commands: Any) -> None:
@@ -25,16 +25,15 @@ def register(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     import mgpu_ops
     from mgpu_ops.core import database, gpu
-    from mgpu_ops.tuning import tables
+    from mgpu_ops.tuning import tables, terminal
 
     specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     here = gpu.find(arguments.gpu) if arguments.gpu else gpu.current()
     keys = [here.key] if here else [g.key for g in gpu.GPUS]
-    console, found = Console(), []
+    console, found = terminal.console(), []
+    tuned: dict[str, set[str]] = {}  # of each op, its problems on each GPU
     for spec in specs:
         for key, whose, path in stored_files(spec, keys):
             file = {"op": spec.name, "gpu": key, "whose": whose, "path": path}
@@ -45,8 +44,21 @@ def run(arguments: argparse.Namespace) -> int:
                 found.append(file | {"fault": e.reason})
                 continue
             found.append(file | {"entries": entries})
-            console.print(tables.entries_table(f"{spec.name} on {key}, {whose}: {path}", entries))
+            tuned.setdefault(spec.name, set()).update(f"{key} {sorted(entry.problem.items())}" for entry in entries)
+            title = f"{spec.name} on {key}, {whose}: {path}"
+            shown = tables.by_problem(entries, spec)
+            if console.is_terminal:
+                console.print(tables.entries_table(title, shown, spec))
+            else:
+                say(title)
+                for line in tables.entries_lines(shown, spec):
+                    say(f"  {line}")
+            if tables.between_gpus(spec):
+                say(f"  {tables.BETWEEN_GPUS}")
     if not found:
         say(f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}")
-    answer(arguments, {"files": found})
+    counts = {op: len(problems) for op, problems in tuned.items()}
+    if counts:
+        say(f"{count(sum(counts.values()), 'tuned problem')}: {', '.join(f'{n} of {op}' for op, n in counts.items())}")
+    answer(arguments, {"files": found, "problems": counts})
     return WRONG if any("fault" in file for file in found) else OK

@@ -48,21 +48,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def sweep_all(problems: Sequence[tuple[Any, str, Any]], devices: Sequence[Any], arguments: argparse.Namespace) -> int:
     """Sweeps each problem into a file of its own, on each device one at a time; one that fails does not end the rest."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from mgpu_ops.tuning import compiling, many, sweep, worker
+    from mgpu_ops.tuning import compiling, many, sweep, terminal, worker
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     told: list[dict[str, Any]] = []
     code = OK
     for device in devices:  # a sweep waits for no result to go on: all cores compile ahead
         device.slots = max(device.slots, 2 * compiling.cores() // len(devices))
-    with Progress(*columns, console=Console()) as bar:
+    with Progress(*columns, console=terminal.console()) as bar:
 
         def measure(job: tuple[Any, str, Any], device: Any) -> Any:
             spec, name, problem = job
-            task = bar.add_task(f"{spec.name} {name} ({problems.index(job) + 1} of {len(problems)})", total=None)
+            task = bar.add_task(
+                terminal.printable(f"{spec.name} {name}") + f" ({problems.index(job) + 1} of {len(problems)})", total=None
+            )
 
             def progress(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)

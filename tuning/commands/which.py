@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, answer, command, gpu_or_current, say
+from mgpu_ops.tuning.commands import OK, UsageError, answer, command, gpu_or_current, say
 from mgpu_ops.tuning.commands.arguments import problem_arguments, problems_of
 
 
@@ -24,23 +24,27 @@ def register(commands: Any) -> None:
           --causal --gpu h200
         """,
     )
-    problem_arguments(parser)
+    problem_arguments(parser, empty=True)
     parser.add_argument("--gpu", help="h200, h100-sxm ... (default: the one here)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import resolution
+    from mgpu_ops.tuning import bench
 
     spec = mgpu_ops.spec_of(arguments.op)
     (problem,) = problems_of(spec, arguments).values()
     gpu = gpu_or_current(arguments.gpu)
     asked = {"op": spec.name, "problem": problem, "gpu": gpu.key}
     reason = spec.supports(problem, gpu)
+    if reason is not None and (refusal := bench.refusal(spec, problem)):
+        raise UsageError(f"{spec.name} refuses {problem}: {refusal}")
     if reason is not None:
         say(f"{spec.name} {problem} runs through XLA: {reason}")
         answer(arguments, asked | {"backend": "xla", "reason": reason})
         return OK
-    say(mgpu_ops.explain(spec.name, problem, gpu.key))
+    for line in mgpu_ops.explain(spec.name, problem, gpu.key).split("\n"):
+        say(line)
     answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(resolution.resolve(spec, problem, gpu)))
     return OK

@@ -1,0 +1,27 @@
+"""Text of others on a terminal, in a page or in a picture: names from files, the environment and storages, reasons of faults.
+
+It is shown as it is: no part of it is markup, an escape sequence or a line of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def printable(text: object) -> str:
+    r"""The text on one line. What does not print is escaped as Python does: ESC is \x1b, the end of a line \n."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def console(**options: Any) -> Any:
+    """Rich's console, in which every text of a table is `printable` and none is markup; a `rich.text.Text` keeps its style."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> Any:
+            return super().render_str(printable(text), **how | {"markup": False, "emoji": False, "highlight": False})
+
+    return Plain(**options)
