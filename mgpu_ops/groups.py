@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mgpu_ops import models
+from mgpu_ops import integers, models
 from mgpu_ops.core import rates, smem
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, warpgroup_tile
@@ -75,15 +75,12 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Arr
     if groups is not None and sizes.shape[0] != groups:
         raise ValueError(f"group_sizes has {sizes.shape[0]} entries but rhs has {groups} groups: {op} takes one per group")
     if not isinstance(sizes, jax.core.Tracer):
-        known = np.asarray(sizes).astype(np.int64)
-        if known.min() < 0:
-            raise ValueError(f"group_sizes[{known.argmin()}]={known.min()} is negative: a group has 0 rows or more")
-        if known.sum() > rows:
-            raise ValueError(
-                f"group_sizes sum to {known.sum()}, more than the {rows} rows of lhs: {op} cannot serve all groups"
-            )
-    sizes = jnp.asarray(sizes)
-    return (sizes if sizes.dtype.itemsize < 4 or sizes.dtype == jnp.int32 else jnp.clip(sizes, 0, rows)).astype(jnp.int32)
+        known = np.asarray(sizes).tolist()  # Python's integers, whose sum is exact
+        if min(known) < 0:
+            raise ValueError(f"group_sizes[{known.index(min(known))}]={min(known)} is negative: a group has 0 rows or more")
+        if sum(known) > rows:
+            raise ValueError(f"group_sizes sum to {sum(known)}, more than the {rows} rows of lhs: {op} cannot serve all groups")
+    return integers.clipped(sizes, rows)
 
 
 def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry: Any) -> Any:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
 from mgpu_ops.flash_attention import cudnn, reference
@@ -108,7 +109,7 @@ def flash_attention(
         and whose own rows give zeros. Rows are then aligned by these lengths. A length out of range counts as the nearest.
       q_segment_ids, kv_segment_ids: integers [batch, q_tokens] and [batch, kv_tokens] (or without batch): a row sees the keys
         of its own id only. kv_segment_ids defaults to q_segment_ids. Packed sequences, whose ids grow, skip what they
-        cannot see.
+        cannot see. Ids of any integer dtype are compared by value.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: scores become soft_cap * tanh(scale q . k / soft_cap), before the bias.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, -inf
@@ -276,6 +277,9 @@ def _forward_product(call: _Call) -> Any:
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:
+        if size == 0:
+            out = _of_none(run, batched, arrays)
+            return out, (True,) * len(out)
         folded = _fold(size, batched, arrays)
         return jax.tree.map(lambda x: _unfold(size, x), run(*folded)), (True, True)
 
@@ -297,6 +301,9 @@ def _backward_product(call: _Call) -> Any:
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:
+        if size == 0:
+            out = _of_none(run, batched, arrays)
+            return out, (True,) * len(out)
         dq, dk, dv, *dbias = (_unfold(size, x) for x in run(*_fold(size, batched, arrays, whole_bias=True)))
         if dbias and arrays[3].shape[-4] == 1:  # one bias for the whole batch of an example
             dbias = [dbias[0].sum(1, keepdims=True)]
@@ -305,6 +312,14 @@ def _backward_product(call: _Call) -> Any:
 
     run = jax.jit(product)
     return run
+
+
+def _of_none(product: Any, batched: Any, arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """What a product gives that is mapped over no examples."""
+    one = jax.tree.map(
+        lambda x, mapped: jax.ShapeDtypeStruct(x.shape[1:] if mapped else x.shape, x.dtype), arrays, tuple(batched)
+    )
+    return tuple(jnp.zeros((0, *x.shape), x.dtype) for x in jax.eval_shape(product, *one))
 
 
 def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = False) -> tuple[Any, ...]:
@@ -398,22 +413,19 @@ def _checked_config(name: str, config: Any, kind: type) -> Any:
     return config
 
 
-def _integers(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {x.dtype}: it must hold integers")
+def _check_shape(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}: it must be {meaning} = {shape}")
-    return x.astype(jnp.int32)
 
 
 def _checked_lengths(q: jax.Array, k: jax.Array, q_lengths: Any, kv_lengths: Any) -> tuple[jax.Array, jax.Array]:
     def one(name: str, lengths: Any, x: jax.Array) -> jax.Array:
         if lengths is None:
             return jnp.full((x.shape[0],), x.shape[1], jnp.int32)
-        lengths = jnp.asarray(lengths)
-        lengths = lengths[None] if lengths.ndim == 0 and x.shape[0] == 1 else lengths
-        return _integers(name, lengths, x.shape[:1], "[batch]")
+        lengths = integers.array(name, lengths)
+        lengths = lengths.reshape(1) if lengths.ndim == 0 and x.shape[0] == 1 else lengths
+        _check_shape(name, lengths, x.shape[:1], "[batch]")
+        return integers.clipped(lengths, x.shape[1])
 
     return one("q_lengths", q_lengths, q), one("kv_lengths", kv_lengths, k)
 
@@ -424,11 +436,15 @@ def _checked_segments(q: jax.Array, k: jax.Array, q_ids: Any, kv_ids: Any) -> tu
     if kv_ids is None and q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens and k {k.shape[1]}: give kv_segment_ids beside q_segment_ids")
 
-    def one(name: str, ids: Any, x: jax.Array) -> jax.Array:
-        ids = jnp.asarray(ids)
-        return _integers(name, ids[None] if ids.ndim == 1 and x.shape[0] == 1 else ids, x.shape[:2], "[batch, tokens]")
+    def one(name: str, ids: Any, x: jax.Array) -> Any:
+        ids = integers.array(name, ids)
+        ids = ids[None] if ids.ndim == 1 and x.shape[0] == 1 else ids
+        _check_shape(name, ids, x.shape[:2], "[batch, tokens]")
+        return ids
 
-    return one("q_segment_ids", q_ids, q), one("kv_segment_ids", q_ids if kv_ids is None else kv_ids, k)
+    names = "q_segment_ids", "kv_segment_ids"
+    q_ids, kv_ids = one(names[0], q_ids, q), one(names[1], q_ids if kv_ids is None else kv_ids, k)
+    return integers.comparable(names[0], q_ids, names[1], kv_ids)
 
 
 def _checked_bias(q: jax.Array, k: jax.Array, bias: Any, mask: Any) -> jax.Array | None:
@@ -448,7 +464,8 @@ def _checked_bias(q: jax.Array, k: jax.Array, bias: Any, mask: Any) -> jax.Array
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias has dtype {bias.dtype}: it must hold floats; pass booleans as mask")
         bias = four("bias", bias)
-        bias = bias if bias.dtype.name in BIASES else bias.astype(jnp.float32)
+        if bias.dtype.name not in BIASES and bias.dtype != q.dtype:
+            bias = bias.astype(jnp.float32)
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from mgpu_ops import groups
+from mgpu_ops import groups, integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
 from mgpu_ops.grouped_matmul.kernel import launch
@@ -159,7 +159,8 @@ def ragged_dot(
         if backend not in (None, "xla"):
             raise ValueError(f"backend={backend!r} cannot run this ragged_dot, which only JAX's own does: pass backend=None")
         return _jax_ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
-    lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes).astype(jnp.int32)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    sizes = integers.clipped(group_sizes, lhs.shape[0])
     out = groups.checked_out_dtype(preferred_element_type, lhs.dtype)
     return _grouped(_Call(False, out, "none", "random", None, wanted), *mesh.same_mesh_axes(lhs, rhs, sizes))
 
@@ -210,7 +211,8 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     if bias is None:
         return dlhs, drhs, None, None
     ones = jnp.ones((lhs.shape[0], 8), lhs.dtype)  # the narrowest lhs that the kernel takes
-    dbias = product(*mesh.same_mesh_axes(ones, g, sizes), out_dtype="float32")[:, 0]
+    wide = np.promote_types(g.dtype, np.float32).name
+    dbias = product(*mesh.same_mesh_axes(ones, g, sizes), out_dtype=wide)[:, 0]
     return dlhs, drhs, None, dbias.astype(bias.dtype)
 
 

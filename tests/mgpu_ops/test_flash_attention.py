@@ -152,6 +152,69 @@ def test_dtypes(name, dtype, assert_near):
     assert_true(with_gradients(arrays, **kwargs), arrays, assert_near, **kwargs)
 
 
+WIDE = {  # lengths that count as 7 and 0 queries, or 9 and 3 keys
+    "numpy, int64": np.array([2**32 + 1, -(2**32) + 5]),
+    "list": [2**32 + 1, -(2**40)],
+    "numpy, uint64": np.array([2**64 - 1, 0], np.uint64),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_lengths_wider_than_int32_count_as_the_nearest(name, assert_near):
+    arrays = qkv(LONGER)
+    out = flash_attention(*arrays, kv_lengths=WIDE[name])
+    assert_near(out, attention.truth(*arrays, kv_lengths=[9, 0])["out"], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_traced_lengths_wider_than_int32_count_as_the_nearest(x64, assert_near):
+    arrays = qkv(LONGER)
+    with jax.enable_x64(x64):
+        f = jax.jit(lambda lengths: flash_attention(*arrays, q_lengths=lengths, causal=True))
+        wanted = attention.truth(*arrays, q_lengths=[7, 3], causal=True)["out"]
+        for dtype in ["uint32", "uint64", "int64"] if x64 else ["uint32"]:
+            lengths = jnp.array([2**31 + 2 if dtype == "uint32" else 2**32 + 2, 3], dtype)
+            assert_near(f(lengths), wanted, TOLERANCE["float32"])
+    with_zero = flash_attention(*arrays, kv_lengths=jnp.array([-1, 9], "int8"))  # whose type does not hold large numbers
+    assert_near(with_zero, attention.truth(*arrays, kv_lengths=[0, 9])["out"], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_segments_whose_ids_differ_in_high_bits_are_different(dtype, traced, assert_near):
+    high = 2**31 if dtype == "uint32" else 2**32
+    ids = np.array([[0, high, high, 1, 1, high + 1, high + 1], [3, 3, 3, high + 3, high + 3, high + 3, high + 3]], dtype)
+    with jax.enable_x64(True):
+        arrays = qkv(EQUAL)
+        f = lambda ids: flash_attention(*arrays, q_segment_ids=ids)  # noqa: E731
+        out = jax.jit(f)(jnp.asarray(ids)) if traced else f(ids)
+    assert_near(out, attention.truth(*arrays, q_segment_ids=ids)["out"], TOLERANCE["float32"])
+
+
+def test_segments_of_two_integer_types_are_compared_by_value(assert_near):
+    """2^32 - 1 and -1 have the same 32 bits."""
+    arrays = qkv(EQUAL)
+    q_ids = np.array([[0, 2**32 - 1, 0, 5, 5, 0, 0]] * 2, np.uint32)
+    kv_ids = np.array([[-1, -1, 0, 0, 5, 5, 0]] * 2, np.int32)
+    wanted = attention.truth(*arrays, q_segment_ids=q_ids.astype(np.int64), kv_segment_ids=kv_ids)["out"]
+    found = flash_attention(*arrays, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    assert_near(found, wanted, TOLERANCE["float32"])
+    with jax.enable_x64(True):
+        f = jax.jit(lambda q_ids, kv_ids: flash_attention(*arrays, q_segment_ids=q_ids, kv_segment_ids=kv_ids))
+        assert_near(f(jnp.asarray(q_ids), jnp.asarray(kv_ids)), wanted, TOLERANCE["float32"])
+    with pytest.raises(ValueError, match=r"q_segment_ids are uint32 and kv_segment_ids int32: .* cast both to int32"):
+        flash_attention(*arrays, q_segment_ids=jnp.asarray(q_ids), kv_segment_ids=jnp.asarray(kv_ids))
+
+
+@pytest.mark.parametrize("window", [(2**62, None), (2**31 - 1, 0), (np.int64(2**62), 2**62)], ids=str)
+@pytest.mark.parametrize("lengths", [None, [4, 9]], ids=["", "lengths"])
+def test_a_window_wider_than_any_integer_of_the_kernel_hides_nothing(window, lengths, assert_near):
+    arrays = qkv(SHORTER)
+    kwargs = {"kv_lengths": lengths, "causal": window[1] == 0}
+    found = flash_attention(*arrays, window=window, **kwargs)
+    assert_near(found, attention.truth(*arrays, **kwargs)["out"], TOLERANCE["float32"])
+
+
 BIASES = {
     "full": (2, 2, 7, 9),
     "of all batch entries": (1, 2, 7, 9),
@@ -182,6 +245,12 @@ def test_bias_of_any_float_dtype(dtype, assert_near):
     with jax.enable_x64(True):
         arrays = *qkv(GROUPED, "float32"), normal(3, 6, 7, 9, dtype=dtype)
         assert_true(with_gradients(arrays, soft_cap=1.5), arrays, assert_near, soft_cap=1.5)
+
+
+def test_bias_in_float64_is_added_in_float64(assert_near):
+    with jax.enable_x64(True):
+        arrays = *qkv(GROUPED, "float64"), normal(3, 6, 7, 9, dtype="float64")
+        assert_true(with_gradients(arrays, mask=dots("x.xxxxxxx")), arrays, assert_near, mask=dots("x.xxxxxxx"))
 
 
 def test_bias_of_minus_infinity_is_a_mask(assert_near):
@@ -437,6 +506,21 @@ def test_nested_vmap_over_other_axes(assert_near):
     out = jax.vmap(inner, (0, 0, None))(jnp.moveaxis(q, 1, 2), k, v[0])
     wanted = [[attention.truth(q[i, j], k[i, j], v[0, j])["out"] for j in range(3)] for i in range(2)]
     assert_near(jnp.moveaxis(out, 3, 1), np.array(wanted), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, None, 0)], ids=str)
+@pytest.mark.parametrize("backend", [None, "interpret"])
+def test_vmap_over_no_calls_gives_empty_arrays_and_gradients(axes, backend):
+    arrays = [jnp.zeros((0, *x.shape), BF16) if axis == 0 else x for x, axis in zip(qkv(LONGER, BF16), axes)]
+    f = functools.partial(flash_attention, return_lse=True, backend=backend)
+    (out, lse), pull = jax.vjp(jax.vmap(f, axes), *arrays)
+    assert (out.shape, lse.shape) == ((0, 2, 7, 2, 8), (0, 2, 2, 7))
+    assert [x.shape for x in pull((out, lse))] == [x.shape for x in arrays]
+    biased = jax.vmap(jax.grad(lambda q, bias: flash_attention(q, *qkv(LONGER)[1:], bias=bias, causal=True).sum(), 1))
+    assert biased(jnp.zeros((0, 2, 7, 2, 8)), jnp.zeros((0, 7, 9))).shape == (0, 7, 9)
+    nested = jax.vmap(jax.vmap(lambda q: flash_attention(q, *qkv(LONGER)[1:])))
+    assert nested(jnp.zeros((3, 0, 2, 7, 2, 8))).shape == (3, 0, 2, 7, 2, 8)
+    assert nested(jnp.zeros((0, 3, 2, 7, 2, 8))).shape == (0, 3, 2, 7, 2, 8)
 
 
 def test_scan_and_checkpoint_and_their_gradients(assert_near):
@@ -699,7 +783,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q_lengths": [1, 2, 3]}, ValueError, r"q_lengths has shape \(3,\): it must be \[batch\] = \(2,\)"),
     ({"kv_lengths": 4}, ValueError, r"kv_lengths has shape \(\): it must be \[batch\] = \(2,\)"),
     ({"kv_lengths": [[1], [2]]}, ValueError, r"kv_lengths has shape \(2, 1\): it must be \[batch\] = \(2,\)"),
-    ({"q_lengths": [1.0, 2.0]}, TypeError, "q_lengths has dtype float32: it must hold integers"),
+    ({"q_lengths": [1.0, 2.0]}, TypeError, "q_lengths has dtype float64: it must hold integers"),
     ({"kv_lengths": [True, False]}, TypeError, "kv_lengths has dtype bool: it must hold integers"),
     # segments
     ({"q_segment_ids": IDS_2x7}, ValueError, "q has 7 tokens and k 9: give kv_segment_ids beside q_segment_ids"),
@@ -717,7 +801,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"q_segment_ids": IDS_2x7 * 1.0, "kv_segment_ids": IDS_2x9},
         TypeError,
-        "q_segment_ids has dtype float32: it must hold integers",
+        "q_segment_ids has dtype float64: it must hold integers",
     ),
     # bias and mask
     ({"bias": np.ones((3, 9))}, ValueError, r"bias has shape \(3, 9\): it must broadcast to .* = \(2, 4, 7, 9\)"),

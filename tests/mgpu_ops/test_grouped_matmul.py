@@ -171,6 +171,27 @@ def test_traced_sizes_count_from_zero_to_the_end_of_the_rows_whatever_they_are(n
     assert_near(drhs, ragged.contraction(lhs, g, sizes), TOLERANCE[BF16])
 
 
+WIDE_SIZES = {
+    "a multiple of 2^32, and some": ("int64", [20, 2**32 + 3, 2**32, 7]),
+    "least and largest int64": ("int64", [5, -(2**63), 2**63 - 1, 2**63 - 1]),
+    "negative, the low half positive": ("int64", [5, 3 - 2**32, 10, 0]),
+    "uint32": ("uint32", [20, 2**31 + 3, 2**32 - 1, 7]),
+    "uint64": ("uint64", [20, 2**64 - 1, 2**64 - 1, 7]),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_SIZES)
+def test_traced_sizes_wider_than_int32_end_at_the_last_row(name, assert_near):
+    dtype, sizes = WIDE_SIZES[name]
+    lhs, rhs = operands(72, 16, 8, 4)
+    with jax.enable_x64(True):
+        out, (dlhs, drhs) = traced_with_gradients(lhs, rhs, jnp.array(sizes, dtype))
+    assert_near(out, ragged.grouped(lhs, rhs, sizes), TOLERANCE[BF16])
+    g = np.ones((72, 16))
+    assert_near(dlhs, ragged.grouped(g, rhs, sizes, transpose_rhs=True), TOLERANCE[BF16])
+    assert_near(drhs, ragged.contraction(lhs, g, sizes), TOLERANCE[BF16])
+
+
 @jax.jit
 def traced_with_gradients(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
     out, vjp = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes), lhs, rhs)
@@ -250,6 +271,15 @@ def test_rows_of_no_group_have_no_gradient_whatever_they_and_their_cotangents_ar
         assert np.isfinite(np.asarray(x, np.float32)).all()
         np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(pulled_back(ones)[0][31:], 0)
+
+
+def test_gradient_of_a_bias_in_float64_is_accurate_to_float64(assert_near):
+    with jax.enable_x64(True):
+        lhs, rhs = operands(40, 16, 8, 3, "float64")
+        weight = np.random.default_rng(0).standard_normal((40, 16))
+        loss = lambda bias: (grouped_matmul(lhs, rhs, [9, 0, 22], bias=bias) * weight).sum()  # noqa: E731
+        dbias = jax.grad(loss)(normal(2, 3, 16, dtype="float64"))
+    assert_near(dbias, [weight[:9].sum(0), np.zeros(16), weight[9:31].sum(0)], 1e-14)
 
 
 def test_gradients_of_an_empty_group_are_zeros():
@@ -575,6 +605,8 @@ TWO = np.array([3, 5])
         (LHS, RHS, [4, 5], {}, ValueError, "group_sizes sum to 9, more than the 8 rows of lhs"),
         (LHS, RHS, np.array([2**31 - 1] * 2, np.int32), {}, ValueError, "sum to 4294967294, more than the 8 rows"),
         (LHS, RHS, jnp.array([9, 0]), {}, ValueError, "group_sizes sum to 9, more than the 8 rows"),
+        (LHS, RHS, np.array([2**63, 2**63], np.uint64), {}, ValueError, "sum to 18446744073709551616, more than the 8 rows"),
+        (LHS, RHS, [2**62 + 3, 5 - 2**62], {}, ValueError, r"group_sizes\[1\]=-4611686018427387899 is negative"),
         (LHS, RHS, TWO, {"bias": jnp.ones(8)}, ValueError, r"bias has shape \(8,\): it must be \[groups, n\] = \(2, 8\)"),
         (LHS, RHS, TWO, {"bias": jnp.ones((2, 8), int)}, TypeError, "bias has dtype int32.*takes floats; cast it first"),
         (LHS, RHS, TWO, {"activation": "swish"}, ValueError, "activation='swish' is not one of none, relu, silu, gelu"),

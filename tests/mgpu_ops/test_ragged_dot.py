@@ -131,6 +131,17 @@ def test_sizes_of_any_integer_dtype(dtype, assert_near):
     assert_same(ragged_dot(lhs, rhs, sizes), lax.ragged_dot(lhs, rhs, sizes.astype(np.int32)), assert_near)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "uint64"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_sizes_wider_than_int32_mean_what_they_mean_to_jax(dtype, jit, assert_near):
+    lhs, rhs = operands()
+    sizes = np.array([4, 2**31 + 1 if dtype == "uint32" else 2**32 + 1, 5], dtype)
+    with jax.enable_x64(True):
+        ours, jaxs = (jax.jit(f) if jit else f for f in (ragged_dot, lax.ragged_dot))
+        assert_same(ours(lhs, rhs, sizes), jaxs(lhs, rhs, sizes), assert_near)
+    assert_same(ragged_dot(lhs, rhs, sizes), lax.ragged_dot(lhs, rhs, np.array([4, M, 5])), assert_near)
+
+
 def test_a_negative_size_counts_as_zero(assert_near):
     lhs, rhs = operands()
     assert_same(ragged_dot(lhs, rhs, np.array([4, -2, 5])), lax.ragged_dot(lhs, rhs, SIZES), assert_near)

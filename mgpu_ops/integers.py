@@ -1,0 +1,65 @@
+"""Integers of a caller, of any dtype, as the int32 that kernels read: none wraps around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+INT32 = np.iinfo(np.int32)
+
+
+def array(name: str, x: Any) -> Any:
+    """x as a NumPy or JAX array of integers, as wide as it is. TypeError where it holds none."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
+        x = jnp.asarray(x) if traced else np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype}: it must hold integers")
+    return x
+
+
+def clipped(x: Any, high: int) -> jax.Array:
+    """As int32: values that it cannot hold count as 0 or `high`, whichever is nearer; others may stay as they are."""
+    if not _fits(x.dtype):
+        x = (jnp if isinstance(x, jax.Array) else np).clip(x, 0, high)
+    return jnp.asarray(x, jnp.int32)
+
+
+def comparable(x_name: str, x: Any, y_name: str, y: Any) -> tuple[jax.Array, jax.Array]:
+    """As int32 numbers that are equal where x and y are, and in the same order.
+
+    Where int32 does not hold them, they are numbered: NumPy's here, JAX's by a sort when the function runs. ValueError for
+    dtypes that no dtype of JAX's holds both of.
+    """
+    if all(_fits(each.dtype) or _holds_small(each) for each in (x, y)):
+        return jnp.asarray(x, jnp.int32), jnp.asarray(y, jnp.int32)
+    if not isinstance(x, jax.Array) and not isinstance(y, jax.Array):
+        both = np.array([*np.ravel(x).tolist(), *np.ravel(y).tolist()], object)  # Python's integers
+        numbers = np.unique(both, return_inverse=True)[1].astype(np.int32)
+        return jnp.asarray(numbers[: x.size].reshape(x.shape)), jnp.asarray(numbers[x.size :].reshape(y.shape))
+    x, y = (jnp.asarray(each, jnp.int32) if _holds_small(each) else each for each in (x, y))
+    common = np.promote_types(x.dtype, y.dtype)
+    if jax.dtypes.canonicalize_dtype(common) != common or not jnp.issubdtype(common, jnp.integer):
+        raise ValueError(
+            f"{x_name} are {x.dtype} and {y_name} {y.dtype}: no dtype of JAX's holds both here; cast both to int32, renumbered "
+            "where int32 does not hold them"
+        )
+    x, y = jnp.asarray(x, common), jnp.asarray(y, common)
+    if common == np.uint32:
+        return tuple(lax.bitcast_convert_type(each ^ np.uint32(1 << 31), jnp.int32) for each in (x, y))  # type: ignore[return-value]
+    order = jnp.sort(jnp.concatenate([x.ravel(), y.ravel()]))
+    return tuple(jnp.searchsorted(order, each, method="sort").astype(jnp.int32) for each in (x, y))  # type: ignore[return-value]
+
+
+def _fits(dtype: Any) -> bool:
+    """Whether int32 holds every value of a dtype."""
+    return INT32.min <= jnp.iinfo(dtype).min and jnp.iinfo(dtype).max <= INT32.max
+
+
+def _holds_small(x: Any) -> bool:
+    """Whether x is known, and int32 holds its values."""
+    return not isinstance(x, jax.Array) and (x.size == 0 or (INT32.min <= x.min() and x.max() <= INT32.max))
