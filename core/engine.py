@@ -97,6 +97,7 @@ multimem_load_reduce = plgpu.multimem_load_reduce
 multimem_store = plgpu.multimem_store
 store_lines = lines.store
 load_lines = lines.load
+LineDeadline = lines.Deadline
 Address = lines.Address
 read_word = lines.read_word
 write_word = lines.write_word

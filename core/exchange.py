@@ -111,6 +111,8 @@ class Memory:
     graphs. Calls take turns with the two halves: who begins the second call after this one has all that the others sent in the
     next one, so that they are done with this one.
 
+    Calls are counted in an int32 that wraps: `turn`. A line that 2^32 - 2 calls left as it was would seem to be there at once.
+
     where: a ref of int32 [1, `where_words(n)`], which keeps the calls of a program in order: the device's index along the axes,
     and the addresses of its lines, of those of the next device, and so on, low words first.
     rows: lines have 2 halves of n times as many rows, and one more in which blocks count calls; zeros at first.
@@ -118,6 +120,25 @@ class Memory:
 
     where: Any
     rows: int
+
+
+def turn(calls: Any) -> tuple[Any, Any, Any]:
+    """Of a call with a `Memory`, from the count before it: its half, the flag of its lines, and the count after it. All int32.
+
+    Whatever the count is, the next call has the other half, and no flag is 0, which lines have that were never written.
+    """
+    return calls & 1, calls + 1, jnp.where(calls == -2, 1, calls + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """For schedules in lines: how long to wait for them, and where to say whose did not come. The result is then undefined.
+
+    late: a ref of int32 [n + 1], zeros at first: 1 for each device whose lines did not come in time, and last whether any.
+    """
+
+    late: Any
+    seconds: float
 
 
 def where_words(n: int) -> int:
@@ -130,12 +151,18 @@ def memory_rows(n: int, rows: int) -> int:
 
 
 def exchange(
-    x: jax.Array, what: Exchange, *, memory: Memory | None = None, equal: bool = False, interpret: bool = False
+    x: jax.Array,
+    what: Exchange,
+    *,
+    memory: Memory | None = None,
+    deadline: Deadline | None = None,
+    equal: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """Runs the kernel inside `jax.shard_map` over `what.axes`: x has `what.shape("x")`, the result `what.shape("out")`.
 
     equal: the result is the same on all devices, and so typed. Interpreted, x and the result have all devices' in front:
-    [n, ...], no shard_map is needed, and there is no `memory`.
+    [n, ...], no shard_map is needed, and there is no `memory` nor `deadline`.
     """
     n = what.schedule.n
     scratch_types: dict[str, Any] = {}
@@ -162,13 +189,17 @@ def exchange(
         inputs["scratch"] = jax.new_ref(jnp.zeros((parts, rows, LINE_WORDS), jnp.int32))
     elif what.schedule.scratch_slices:
         results.append("scratch")
+    if deadline is not None:
+        inputs["late"] = deadline.late
 
     def body(*refs: Any, **scratch: Any) -> None:
         buffers = dict(zip((*inputs, *results), refs, strict=True))
         if memory is not None:
-            _InMemory(what, buffers, scratch, memory.rows).run()
+            block: _Block = _InMemory(what, buffers, scratch, memory.rows)
         else:
-            (_Interpreted if interpret else _Block)(what, buffers, scratch).run()
+            block = (_Interpreted if interpret else _Block)(what, buffers, scratch)
+        block.seconds = deadline.seconds if deadline else None
+        block.run()
 
     return core.kernel(
         body,
@@ -396,6 +427,7 @@ class _Block:
     # In lines
 
     flag: Any = 1  # that lines have when they are there; memory is zero before
+    seconds: float | None = None  # of a `Deadline`
 
     def line_memory(self, place: Place, where: Any) -> Any:
         return self.memory(place, where)
@@ -436,9 +468,16 @@ class _Block:
         layout = self.layout(rows, 8)
         if reads[0][0].buffer != "scratch":
             return [core.load(self.memory(*read), layout=layout, optimized=False) for read in reads]
-        return core.load_lines(
-            [self.line_memory(*read) for read in reads], (rows, self.what.columns), self.what.dtype, layout, self.flag
-        )
+        deadline = None
+        if self.seconds is not None:
+            senders = [jnp.int32(self.sender(place, part)) for place, (part, _) in reads]
+            deadline = core.LineDeadline(self.buffers["late"], senders, self.seconds)
+        places, shape = [self.line_memory(*read) for read in reads], (rows, self.what.columns)
+        return core.load_lines(places, shape, self.what.dtype, layout, self.flag, deadline)
+
+    def sender(self, place: Place, part: Any) -> Any:
+        """The index of the device that writes a part of the own scratch, of which there is one for each, once in each bank."""
+        return lax.rem(part, jnp.int32(self.n))
 
     def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
         if place.buffer == "scratch":
@@ -463,10 +502,10 @@ class _InMemory(_Block):
         after_lines = (memory_rows(self.n, self.rows) - 1) * 4 * LINE_WORDS
         counter = core.Address(*self.addresses[0], jnp.int32(after_lines) + 4 * lax.axis_index("block"))
         calls = core.read_word(counter)  # before this one, the same on all devices
-        self.half, self.flag = lax.rem(calls, jnp.int32(2)), calls + 1
+        self.half, self.flag, after = turn(calls)
         super().run()
         core.warpgroup_barrier()  # all threads have read the counter
-        core.write_word(calls + 1, counter)
+        core.write_word(after, counter)
 
     def line_memory(self, place: Place, where: Any) -> Any:
         assert isinstance(place.device, int)

@@ -36,6 +36,19 @@ class Address:
     offset: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """After so many seconds a wait gives up: it writes 1 to `late`[sender] for each place whose lines are not there, and then
+    to the last word of `late`, int32 in global memory, after which no wait takes longer.
+
+    senders: for each place an int32. What lines hold that did not come is undefined.
+    """
+
+    late: Any
+    senders: Sequence[Any]
+    seconds: float
+
+
 def store(value: Any, where: Any, layout: Any, flag: Any) -> None:
     """Stores `value` to lines, on the own or another GPU, with `flag`, an int32."""
 
@@ -58,12 +71,16 @@ def store(value: Any, where: Any, layout: Any, flag: Any) -> None:
     store_lines(value, flag, *_operands(where))
 
 
-def load(places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, flag: Any) -> list[Any]:
+def load(
+    places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, flag: Any, deadline: Deadline | None = None
+) -> list[Any]:
     """Waits until all lines at each of `places` have `flag`, and returns their data, arrays of `shape`."""
     out = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
     types = [_types(where) for where in places]
+    waiting = [] if deadline is None else [deadline.late, *deadline.senders]
+    waiting_types = [] if deadline is None else [plgpu.RefType(), *[_SCALAR] * len(places)]
 
-    @plgpu.inline_mgpu(arg_types=[_SCALAR, *itertools.chain(*types)], return_type=[out] * len(places))
+    @plgpu.inline_mgpu(arg_types=[_SCALAR, *itertools.chain(*types), *waiting_types], return_type=[out] * len(places))
     def load_lines(_: Any, flag: Any, *operands: Any) -> list[Any]:
         element = utils.dtype_to_ir_type(jnp.dtype(dtype))
         mosaic_layout = layout.to_mgpu()
@@ -71,7 +88,8 @@ def load(places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any,
         (registers,) = mosaic_layout.registers_shape(shape)
         left = iter(operands)
         starts = [_start(tuple(itertools.islice(left, len(of_one))), words) for of_one in types]
-        loaded = iter(_wait_for(starts, registers, words, _scalar(flag)))
+        late = None if deadline is None else _Late(*left, seconds=deadline.seconds)
+        loaded = iter(_wait_for(starts, registers, words, _scalar(flag), late))
         signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
         return [
             mgpu.FragmentedArray(
@@ -82,7 +100,17 @@ def load(places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any,
             for _ in places
         ]
 
-    return load_lines(flag, *itertools.chain(*map(_operands, places)))
+    return load_lines(flag, *itertools.chain(*map(_operands, places)), *waiting)
+
+
+class _Late:
+    """A `Deadline` within a kernel that is lowered."""
+
+    def __init__(self, late: Any, *senders: Any, seconds: float) -> None:
+        (words,) = late.type.shape
+        self.pointer, self.last = utils.memref_ptr(late), 4 * (words - 1)
+        self.senders = [_scalar(sender) for sender in senders]
+        self.nanoseconds = max(1, round(seconds * 1e9))
 
 
 def read_word(where: Address) -> Any:
@@ -109,8 +137,8 @@ def write_word(value: Any, where: Address) -> None:
     write(value, *_operands(where))
 
 
-def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any) -> Sequence[Any]:
-    """The data words of all lines, which are loaded again until all have the flag."""
+def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any, late: _Late | None = None) -> Sequence[Any]:
+    """The data words of all lines, which are loaded again until all have the flag, or it is late."""
     i32 = ir.IntegerType.get_signless(32)
     lines = [(start, i) for start in range(len(starts)) for i in range(registers)]
     count = len(lines) * words
@@ -119,14 +147,41 @@ def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any) -> S
         f"[${count + 1 + start}+{_offset(i, words)}]; "
         for line, (start, i) in enumerate(lines)
     )
-    parts = "".join(f"mov.b64 {{f, ${word}}}, a{word}; xor.b32 f, f, ${count}; or.b32 all, all, f; " for word in range(count))
-    return utils.inline_ptx(
-        f"{{ .reg .b64 a<{count}>; .reg .b32 f, all; .reg .pred late;\nAGAIN: {loads}mov.b32 all, 0; {parts}"
-        "setp.ne.b32 late, all, 0; @late bra AGAIN; }",
-        flag,
-        *starts,
-        result_types=[i32] * count,
-        has_side_effects=True,
+    if late is None:
+        parts = "".join(
+            f"mov.b64 {{f, ${word}}}, a{word}; xor.b32 f, f, ${count}; or.b32 all, all, f; " for word in range(count)
+        )
+        code = (
+            f"{{ .reg .b64 a<{count}>; .reg .b32 f, all; .reg .pred late;\nAGAIN: {loads}mov.b32 all, 0; {parts}"
+            "setp.ne.b32 late, all, 0; @late bra AGAIN; }"
+        )
+        operands = [flag, *starts]
+    else:
+        code = _until_late(loads, count, len(starts), late)
+        operands = [flag, *starts, late.pointer, *late.senders]
+    return utils.inline_ptx(code, *operands, result_types=[i32] * count, has_side_effects=True)
+
+
+def _until_late(loads: str, count: int, starts: int, late: _Late) -> str:
+    """The loop of `_wait_for` with an end. Of those that wait, the first to be late says so for all."""
+    pointer, each = count + 1 + starts, count // starts
+    missing = "".join(
+        f"mov.b64 {{f, ${word}}}, a{word}; xor.b32 f, f, ${count}; or.b32 m{word // each}, m{word // each}, f; "
+        for word in range(count)
+    )
+    zeros = "".join(f"mov.b32 m{start}, 0; " for start in range(starts))
+    all_ = "mov.b32 f, 0; " + "".join(f"or.b32 f, f, m{start}; " for start in range(starts))
+    names = "".join(
+        f"setp.ne.b32 p, m{start}, 0; mad.wide.s32 there, ${pointer + 1 + start}, 4, ${pointer}; "
+        "@p st.relaxed.gpu.global.b32 [there], 1; "
+        for start in range(starts)
+    )
+    return (
+        f"{{ .reg .b64 a<{count}>, began, now, there; .reg .b32 f, m<{starts}>; .reg .pred p;\n"
+        f"mov.u64 began, %globaltimer;\nAGAIN: {loads}{zeros}{missing}{all_}setp.eq.b32 p, f, 0; @p bra DONE; "
+        f"ld.relaxed.gpu.global.b32 f, [${pointer}+{late.last}]; setp.ne.b32 p, f, 0; @p bra DONE; "
+        f"mov.u64 now, %globaltimer; sub.u64 now, now, began; setp.lt.u64 p, now, {late.nanoseconds}; @p bra AGAIN; "
+        f"{names}st.relaxed.gpu.global.b32 [${pointer}+{late.last}], 1;\nDONE: }}"
     )
 
 

@@ -42,6 +42,7 @@ class _Call:
     config: Config | None = None
     backend: str | None = None
     equal: bool = False  # the result is the same on all devices, and typed so
+    seconds: float | None = None  # that kernels in lines wait at most: with debug
     forbidden: str | None = None  # what forbids multicast; here, because JAX keeps what it traced for equal calls
 
     @property
@@ -86,7 +87,8 @@ def all_reduce(
         x, and has no gradient; the rest, and other machines, do without it.
       backend: "mosaic", "interpret" (any machine, slow, finds data races) or "xla".
       debug: each device reports on the host that it has arrived, and waits for the others there first. Where one does not come
-        within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang.
+        within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang. So it
+        does where a kernel in lines, as in a workspace, waits for another GPU's data that long.
 
     Returns:
       an array like x, equal on all devices of the axis.
@@ -100,10 +102,10 @@ def all_reduce(
     Source: schedules in mgpu_ops/core/collective.py; measurements in docs/kernels/all_reduce.md.
     """
     x = jnp.asarray(x)
-    axes, call = _call("all_reduce", axis_name, op, transport, config, backend, workspace)
-    inner, outer = split(axes, across)
+    call = _call("all_reduce", axis_name, op, transport, config, backend, workspace)
+    inner, outer = split(call.axes, across)
     if debug:
-        x = meeting.all_arrive("all_reduce", axes, x)
+        x, call = _arrived(call, x)
     if not outer or not inner:
         transport = "xla" if outer else transport
         return _collective(dataclasses.replace(call, equal=True, transport=transport), x, workspace if inner else None)
@@ -133,7 +135,7 @@ def reduce_scatter(
     Args, errors and what it works under as for `all_reduce`; x.shape[dimension] must be a multiple of n.
     """
     x = jnp.asarray(x)
-    axes, call = _call("reduce_scatter", axis_name, op, transport, config, backend, workspace)
+    call = _call("reduce_scatter", axis_name, op, transport, config, backend, workspace)
     n = call.devices
     dimension = _dimension("reduce_scatter", x, dimension)
     if x.shape[dimension] % n:
@@ -141,7 +143,7 @@ def reduce_scatter(
             f"x{x.shape} has {x.shape[dimension]} in dimension {dimension}, no multiple of the {n} devices: pad it"
         )
     if debug:
-        x = meeting.all_arrive("reduce_scatter", axes, x)
+        x, call = _arrived(call, x)
     parts = x.reshape(*x.shape[:dimension], n, x.shape[dimension] // n, *x.shape[dimension + 1 :])
     return _collective(call, jnp.moveaxis(parts, dimension, 0), workspace)
 
@@ -162,17 +164,15 @@ def all_gather(
     Args, errors and what it works under as for `all_reduce`.
     """
     x = jnp.asarray(x)
-    axes, call = _call("all_gather", axis_name, "add", transport, config, backend, workspace)
+    call = _call("all_gather", axis_name, "add", transport, config, backend, workspace)
     dimension = _dimension("all_gather", x, dimension)
     if debug:
-        x = meeting.all_arrive("all_gather", axes, x)
+        x, call = _arrived(call, x)
     parts = jnp.moveaxis(_collective(call, x, workspace), 0, dimension)
     return parts.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
 
 
-def _call(
-    kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any, workspace: Any
-) -> tuple[Axes, _Call]:
+def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any, workspace: Any) -> _Call:
     axes = axes_of(kind, axis_name)
     if reduction not in REDUCTIONS:
         raise ValueError(f"op={reduction!r} is not one of {', '.join(REDUCTIONS)}")
@@ -204,7 +204,12 @@ def _call(
             raise ValueError(
                 "a workspace needs jax.shard_map(..., check_vma=False): JAX types no ref that differs between devices"
             )
-    return axes, call
+    return call
+
+
+def _arrived(call: _Call, x: jax.Array) -> tuple[jax.Array, _Call]:
+    """For debug=True: x, once all devices have come, and the call with a limit to what its kernel waits."""
+    return meeting.all_arrive(call.kind, call.axes, x), dataclasses.replace(call, seconds=meeting.seconds())
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
@@ -329,7 +334,8 @@ def _run_in_workspace(call: _Call, x: jax.Array, workspace: Workspace) -> jax.Ar
     assert config is not None
     assert device is not None
     flat = x.reshape(-1)
-    out = launch(call.kind, call.axes, _problem(call, x), config, device, flat, memory=workspace.memory, equal=call.equal)
+    given: Any = {"memory": workspace.memory, "equal": call.equal, "seconds": call.seconds}
+    out = launch(call.kind, call.axes, _problem(call, x), config, device, flat, **given)
     return out.reshape(_result(call, x))
 
 
@@ -403,7 +409,7 @@ def _through_kernel(
     if config.algorithm == XLA:
         return _through_xla(call, problem, x)
     if not interpret:
-        return launch(call.kind, call.axes, problem, config, gpu, x, equal=call.equal)
+        return launch(call.kind, call.axes, problem, config, gpu, x, equal=call.equal, seconds=call.seconds)
     kernel = functools.partial(launch, call.kind, call.axes, problem, config, gpu, equal=False, interpret=True)
     elements = {"all_reduce": x.size, "reduce_scatter": x.size // call.devices, "all_gather": x.size * call.devices}
     own = meeting.interpret_together(call.axes, jax.ShapeDtypeStruct((elements[call.kind],), x.dtype), kernel, x)

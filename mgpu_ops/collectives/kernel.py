@@ -7,9 +7,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops import core
+from mgpu_ops.collectives import meeting
 from mgpu_ops.collectives.problem import Config, Problem, check, exchange_of
 from mgpu_ops.core.collective import Buffer, Kind
-from mgpu_ops.core.exchange import Axes, Exchange, Memory, exchange
+from mgpu_ops.core.exchange import Axes, Deadline, Exchange, Memory, exchange
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -23,10 +25,11 @@ def launch(
     *,
     memory: Memory | None = None,
     equal: bool,
+    seconds: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The collective of a flat x, through the kernel, inside `jax.shard_map` over `axes`; equal: the result is, on all devices.
-    memory: of a workspace, for schedules in lines.
+    memory: of a workspace, for schedules in lines. seconds: how long these wait for lines before they raise; None: for ever.
 
     Interpreted, x and the result are those of all devices, [n, elements], and no shard_map is needed.
     """
@@ -35,7 +38,12 @@ def launch(
         raise ValueError(f"{config} cannot run {kind} {problem} on {gpu.name}: {reason}")
     what = exchange_of(kind, problem, config, axes)
     rows = _fill(x, what.shape("x"), groups=_groups(what, "x"))
-    out = exchange(rows, what, memory=memory, equal=equal, interpret=interpret)
+    if seconds is None or interpret or not what.schedule.in_lines:
+        out = exchange(rows, what, memory=memory, equal=equal, interpret=interpret)
+    else:
+        deadline = Deadline(jax.new_ref(jnp.zeros(problem.devices + 1, jnp.int32)), seconds)
+        out = exchange(rows, what, memory=memory, deadline=deadline, equal=equal)
+        out = meeting.lines_came(kind, axes, out, core.frozen(deadline.late, rows), seconds)
     return _cut(out, problem.size if kind == "all_reduce" else problem.size // problem.devices, groups=_groups(what, "out"))
 
 

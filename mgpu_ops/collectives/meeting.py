@@ -92,15 +92,32 @@ def all_arrive(op: str, axes: Axes, x: jax.Array) -> jax.Array:
         try:
             return meeting.attend(own, None, limit)
         except TimeoutError as error:
-            (missing,) = error.args
-            names = ", ".join(name for name, _ in axes)
-            raise RuntimeError(
-                f"{op} over {names} (call {number} of this program): after {limit:g} s device {own} of {meeting.size} still "
-                f"waits for {', '.join(map(str, missing))}. Does a cond or an error keep them from this call?"
-            ) from None
+            raise _missing(op, axes, number, limit, own, *error.args) from None
 
     came = _meet(axes, x.reshape(-1)[:1], jax.ShapeDtypeStruct((), jnp.int32), lambda _: np.int32(0), attend)
     return lax.optimization_barrier((same_mesh_axes(x, came)[0], came))[0]
+
+
+def lines_came(op: str, axes: Axes, out: jax.Array, late: jax.Array, limit: float) -> jax.Array:
+    """out of a kernel that waited so many seconds at most. Raises in the program where its `Deadline.late` names devices."""
+    number = next(_calls)
+
+    def report(late: Any, own: Any) -> Any:
+        missing = np.flatnonzero(np.asarray(late)[:-1]).tolist()
+        if missing:
+            raise _missing(op, axes, number, limit, int(own), missing)
+        return np.int32(0)
+
+    came = io_callback(report, jax.ShapeDtypeStruct((), jnp.int32), late, lax.axis_index(tuple(name for name, _ in axes)))
+    return lax.optimization_barrier((out, came))[0]
+
+
+def _missing(op: str, axes: Axes, number: int, limit: float, own: int, missing: list[int]) -> RuntimeError:
+    names, size = ", ".join(name for name, _ in axes), math.prod(size for _, size in axes)
+    return RuntimeError(
+        f"{op} over {names} (call {number} of this program): after {limit:g} s device {own} of {size} still "
+        f"waits for {', '.join(map(str, missing))}. Does a cond or an error keep them from this call?"
+    )
 
 
 # --- To interpret

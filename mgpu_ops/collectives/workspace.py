@@ -31,6 +31,7 @@ from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes
 
 SECOND_TRIP: Final = 355_000  # bytes that pass a link during the latency of one trip
 _TFRT, _ALLOCATOR = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "XLA_PYTHON_CLIENT_ALLOCATOR"
+_CALLS = 0  # that have been before the first, as blocks count them
 _kept: list[jax.Array] = []  # lines, to which peers may write whatever becomes of a workspace
 
 
@@ -109,11 +110,16 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
     where = np.zeros((mesh.size, exchange.where_words(n)), np.int32)
     if unusable(mesh) is None:
         shape = mesh.size, exchange.memory_rows(n, _rows(payload_bytes)), LINE_WORDS
-        _kept.append(jax.jit(functools.partial(jnp.zeros, shape, jnp.int32), out_shardings=sharding)())
+        _kept.append(jax.jit(functools.partial(_new_lines, shape, _CALLS), out_shardings=sharding)())
         jax.block_until_ready(_kept[-1])  # a peer may write to it from now on
         where = _whereabouts(mesh, names, _kept[-1])
     made = jax.make_array_from_callback(where.shape, sharding, lambda part: where[part])
     return Workspace(made, names, n, payload_bytes, tuple(mesh.shape.items()))
+
+
+def _new_lines(shape: tuple[int, ...], calls: int) -> jax.Array:
+    """[devices, rows, LINE_WORDS], no line written yet; in the last row each block has counted so many calls."""
+    return jnp.zeros(shape, jnp.int32).at[:, -1].set(calls)
 
 
 def _rows(payload_bytes: int) -> int:

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src import dispatch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
+from mgpu_ops.collectives import workspace as workspaces
 from mgpu_ops.collectives.problem import MAX_LINES
 from mgpu_ops.core import collective, exchange, gpu
 
@@ -250,3 +252,35 @@ def test_in_a_workspace_a_batch_is_right(n, size):
     expected = (n * (x.astype(np.int64).sum(0) % 1009)) % 1009
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(run(spread(x, n), workspace)), np.broadcast_to(expected, x.shape))
+
+
+def reduce_in(workspace: Any, n: int, **options: Any) -> Any:
+    each = lambda x, workspace: all_reduce(x[0], "d", workspace=workspace.open(), **options)[None]  # noqa: E731
+    return jax.jit(jax.shard_map(each, mesh=mesh_of(n), in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+
+
+@on_gpus
+@pytest.mark.parametrize("calls", [2**31 - 3, -4], ids=["the sign changes", "all bits are ones"])
+def test_in_a_workspace_the_count_of_calls_may_wrap(n, calls, monkeypatch):
+    monkeypatch.setattr(workspaces, "_CALLS", calls)
+    workspace = collective_workspace(mesh_of(n), "d", 2**16)
+    run = reduce_in(workspace, n)
+    for call in range(8):
+        x = draw(n, 64 * (call + 1)) + call
+        np.testing.assert_array_equal(np.asarray(run(spread(x, n), workspace)), np.broadcast_to(x.sum(0), x.shape))
+
+
+@on_gpus
+def test_debug_ends_a_wait_for_lines_that_do_not_come(n, monkeypatch):
+    """Device 1 counts other calls than all others, as after a program that failed on it."""
+    monkeypatch.setenv("MGPU_OPS_DEBUG_TIMEOUT", "2")
+    monkeypatch.setattr(workspaces, "_CALLS", np.array([[2 * (device == 1)] for device in range(n)], np.int32))
+    workspace = collective_workspace(mesh_of(n), "d", 2**16)
+    x = draw(n, 256)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"all_reduce over d .*after 2 s device \d of \d still waits for \d"):
+        jax.block_until_ready(reduce_in(workspace, n, debug=True)(spread(x, n), workspace))
+    dispatch.runtime_tokens.clear()  # or JAX says it all again when it exits
+    monkeypatch.setattr(workspaces, "_CALLS", 0)
+    workspace = collective_workspace(mesh_of(n), "d", 2**16)
+    out = reduce_in(workspace, n, debug=True)(spread(x, n), workspace)
+    np.testing.assert_array_equal(np.asarray(out), np.broadcast_to(x.sum(0), x.shape))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src import dispatch
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
-from mgpu_ops.collectives import Workspace, workspace
+from mgpu_ops.collectives import Workspace, meeting, workspace
 from mgpu_ops.core import aot, exchange, gpu
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -208,6 +211,86 @@ def test_a_call_is_one_kernel_without_a_fence(kind, n):
     assert len(report.kernels) == 1
     assert report.spills == 0
     assert "MEMBAR" not in report.sass
+
+
+def run_calls(first: int, calls: int, seed: int) -> int:
+    """Two devices that send each other a number in some lines of their memory, call after call, in any order of their steps.
+
+    As `core/exchange.py` does: to the half whose turn it is, with the flag of the call. Returns the count after them.
+    """
+    rng = random.Random(seed)
+    memory = np.zeros((2, 2, 3, 2), np.int64)  # device, half, line, (data, flag)
+
+    def device(own: int) -> Iterator[None]:
+        count = jnp.int32(first)
+        for call in range(calls):
+            half, flag, after = (int(x) for x in exchange.turn(count))
+            assert half in (0, 1)
+            used = range(1 + (call * 7) % 3)  # some lines are not written in every call
+            for line in used:
+                memory[1 - own, half, line] = 100 * call + line, flag
+                yield
+            for line in used:
+                while memory[own, half, line, 1] != flag:
+                    yield
+                assert memory[own, half, line, 0] == 100 * call + line
+            count = jnp.int32(after)
+        left.append(int(count))
+
+    left: list[int] = []
+    devices = [device(0), device(1)]
+    while devices:
+        one = rng.choice(devices)
+        if next(one, "done") == "done":
+            devices.remove(one)
+    assert left[0] == left[1]
+    return left[0]
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 8), (2**31 - 3, -(2**31) + 5), (-4, 6)])
+def test_calls_are_counted_beyond_what_an_int32_holds(first, last):
+    """Where the sign changes, and where all bits are ones, each flag is new, no flag is 0, and halves take turns."""
+    for seed in range(20):
+        assert run_calls(first, 8, seed) == last
+    assert all(int(exchange.turn(jnp.int32(calls))[1]) != 0 for calls in range(-6, 6) if calls != -1)  # which none is
+
+
+def test_new_lines_are_zeros_and_the_count_of_calls_in_their_last_row(monkeypatch):
+    assert not workspace._new_lines((2, 3, 256), 0).any()
+    lines = workspace._new_lines((2, 3, 256), 2**31 - 3)
+    assert not lines[:, :-1].any()
+    assert (lines[:, -1] == 2**31 - 3).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_debug_gives_kernels_that_wait_for_lines_an_end(kind, monkeypatch):
+    """Which read a clock then. Nothing can call the host from a machine without a GPU."""
+    monkeypatch.setattr(meeting, "all_arrive", lambda op, axes, x: x)
+    monkeypatch.setattr(meeting, "lines_came", lambda op, axes, out, late, limit: out + late[0].astype(out.dtype))
+    for debug in (False, True):
+        call = functools.partial(getattr(mgpu_ops, kind), axis_name="d", debug=debug)
+        run, memory = sharded(8, lambda x, m, call=call: call(x, workspace=m))
+        x = jax.ShapeDtypeStruct((8 * 4096,), jnp.bfloat16, sharding=NamedSharding(memory.sharding.mesh, P("d")))
+        report = aot.compile_for("h200", run, x, memory, devices=8)
+        assert report.spills == 0
+        assert ("%globaltimer" in report.ptx) == debug
+
+
+def test_lines_that_do_not_come_are_an_error_that_names_who_sends_them():
+    mesh = mesh_of(d=3)
+
+    def each(late: jax.Array) -> jax.Array:
+        return meeting.lines_came("all_gather", (("d", 3),), jnp.ones((1,)), late[0], 0.5)
+
+    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    np.testing.assert_array_equal(run(np.zeros((3, 4), np.int32)), np.ones(3))
+    late = np.array([[0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]], np.int32)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"all_gather over d .*after 0.5 s device 1 of 3 still waits for 0, 2\."
+    ):
+        jax.block_until_ready(run(late))
+    dispatch.runtime_tokens.clear()  # or JAX says it all again when it exits
 
 
 @needs_compiler
