@@ -1,9 +1,93 @@
-"""Fast GPU ops for JAX on NVIDIA Hopper, tuned per GPU: `mgpu_ops.matmul(a, b)`, `mgpu_ops.grouped_matmul(lhs, rhs, sizes)`."""
+"""Fast GPU ops for JAX on NVIDIA Hopper, tuned per GPU: `mgpu_ops.matmul(a, b)`, `mgpu_ops.grouped_matmul(lhs, rhs, sizes)`.
+
+The first use of a name of `mgpu_ops.api` imports it, and with it JAX: `mgpu-tune --help` needs neither.
+"""
+
+# ruff: noqa: F403, F405
+from __future__ import annotations
 
 import sys as _sys
-from pathlib import PurePath as _PurePath
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
 
-# `mgpu-tune COMMAND --help` answers at once: it needs no op, and importing JAX takes longer than all else that it does.
-if [_PurePath(word).name for word in _sys.argv[:1]] != ["mgpu-tune"] or not {"-h", "--help"} & {*_sys.argv[1:]}:
-    from mgpu_ops.api import *  # noqa: F403
+if TYPE_CHECKING:
+    from mgpu_ops.api import *
     from mgpu_ops.api import __all__ as __all__
+
+    __version__: str
+else:
+    __all__ = [
+        "SPECS",
+        "CollectiveConfig",
+        "CollectiveProblem",
+        "DatabaseError",
+        "FlashAttentionBackwardConfig",
+        "FlashAttentionConfig",
+        "FlashAttentionProblem",
+        "GroupedMatmulConfig",
+        "GroupedMatmulProblem",
+        "MatmulConfig",
+        "MatmulProblem",
+        "RaggedContractionProblem",
+        "all_gather",
+        "all_reduce",
+        "autotune",
+        "capture",
+        "collective_workspace",
+        "dot_product_attention",
+        "explain",
+        "flash_attention",
+        "grouped_matmul",
+        "matmul",
+        "ragged_contraction",
+        "ragged_dot",
+        "reduce_scatter",
+        "spec_of",
+        "use_configs",
+    ]
+
+    def __getattr__(name):
+        import importlib.util
+
+        if name == "__version__":
+            globals()[name] = _version()
+        elif name in __all__:
+            from mgpu_ops import api
+
+            globals().update({public: getattr(api, public) for public in __all__})
+        elif name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        else:
+            importlib.import_module(f"{__name__}.{name}")  # mgpu_ops.core
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__all__, "__version__"})
+
+
+class _Package(_ModuleType):
+    """`mgpu_ops.matmul` is the function also after `import mgpu_ops.matmul.problem`, which would put its module there."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, getattr(value, name, value) if isinstance(value, _ModuleType) else value)
+
+
+_sys.modules[__name__].__class__ = _Package
+
+
+def _version() -> str:
+    """The version of the checkout that this is, installed or not; else that of the installed package."""
+    import importlib.metadata
+    import tomllib
+    from pathlib import Path
+
+    try:
+        project = tomllib.loads((Path(__path__[0]).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        if project["name"] == "mgpu-ops":
+            return str(project["version"])
+    except (OSError, ValueError, KeyError):
+        pass
+    try:
+        return importlib.metadata.version("mgpu-ops")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # a copy of the package's folder alone

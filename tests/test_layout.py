@@ -85,6 +85,7 @@ def test_import_from_a_wheel_loads_no_tuner_and_touches_no_device(unpacked_wheel
     code = """
 import json, sys
 import mgpu_ops, mgpu_ops.core.op
+mgpu_ops.matmul
 from jax._src.xla_bridge import backends_are_initialized
 print(json.dumps([mgpu_ops.__file__, sorted(sys.modules), backends_are_initialized()]))
 """

@@ -136,10 +136,10 @@ def test_what_the_parsers_know_of_the_ops_without_importing_them_is_true() -> No
         assert shape in SPECS[op].shapes
 
 
-@pytest.mark.parametrize("argv", [["prog"], ["mgpu-tune", "show"], ["other", "--help"], []])
-def test_every_other_program_that_imports_mgpu_ops_has_all_of_it(argv: list[str]) -> None:
+def test_the_package_is_whole_under_help_too() -> None:
     code = (
-        f"import sys; sys.argv = {argv}; import mgpu_ops; mgpu_ops.matmul; assert set(mgpu_ops.__all__) <= set(dir(mgpu_ops))"
+        "import sys; sys.argv = ['mgpu-tune', '--help']; import mgpu_ops; mgpu_ops.matmul; "
+        "assert set(mgpu_ops.__all__) <= set(dir(mgpu_ops))"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 

@@ -1,0 +1,87 @@
+"""`import mgpu_ops`: what it offers, what it costs, and that the names come when they are first used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mgpu_ops
+from mgpu_ops import api
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_package_offers_what_its_api_does() -> None:
+    assert mgpu_ops.__all__ == api.__all__
+    assert all(getattr(mgpu_ops, name) is getattr(api, name) for name in api.__all__)
+    assert set(api.__all__) <= set(dir(mgpu_ops))
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    assert mgpu_ops.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+@pytest.mark.parametrize(
+    "beside", [None, "", "not toml", "[project]\nname = 'other'\nversion = '9'"], ids=["none", "empty", "garbage", "another's"]
+)
+def test_the_version_of_an_installed_package_is_its_metadatas(
+    beside: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if beside is not None:
+        (tmp_path / "pyproject.toml").write_text(beside)
+    monkeypatch.setattr(mgpu_ops, "__path__", [str(tmp_path / "mgpu_ops")])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"mgpu-ops": "1.2.3"}[name])
+    assert mgpu_ops._version() == "1.2.3"
+
+
+def test_what_does_not_need_jax_does_not_import_it() -> None:
+    code = """
+import sys
+import mgpu_ops
+mgpu_ops.__version__, dir(mgpu_ops), mgpu_ops.__all__, hasattr(mgpu_ops, "nothing"), hasattr(mgpu_ops, "__wrapped__")
+from mgpu_ops import models
+assert not {"jax", "numpy"} & sys.modules.keys()
+"""
+    python(code)
+
+
+@pytest.mark.parametrize("name", ["matmul", "grouped_matmul", "ragged_contraction", "flash_attention", "dot_product_attention"])
+def test_an_op_is_the_function_whatever_of_its_module_was_imported_first(name: str) -> None:
+    """Its module has its name: importing that binds the module in the package."""
+    python(f"""
+import mgpu_ops.{name}, mgpu_ops.groups, sys
+assert mgpu_ops.{name} is sys.modules["mgpu_ops.{name}"].{name}
+assert callable(mgpu_ops.matmul)
+""")
+
+
+def test_names_come_by_star_by_help_by_pickle_and_by_submodule() -> None:
+    code = """
+import pickle, pydoc
+import mgpu_ops
+text = pydoc.render_doc(mgpu_ops)
+from mgpu_ops import *
+assert callable(matmul) and callable(explain) and pickle.loads(pickle.dumps(matmul)) is matmul
+assert pickle.loads(pickle.dumps(MatmulProblem(64, 64, 64))) == MatmulProblem(64, 64, 64)
+assert "autotune(" in text and "mgpu_ops" in text
+assert mgpu_ops.core.wgmma
+"""
+    python(code)
+
+
+def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(AttributeError, match="module 'mgpu_ops' has no attribute 'matmull'"):
+        mgpu_ops.matmull  # noqa: B018
