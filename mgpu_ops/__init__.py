@@ -69,7 +69,7 @@ class _Package(_ModuleType):
     """`mgpu_ops.matmul` is the function also after `import mgpu_ops.matmul.problem`, which would put its module there."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, getattr(value, name, value) if isinstance(value, _ModuleType) else value)
+        super().__setattr__(name, vars(value).get(name, value) if isinstance(value, _ModuleType) else value)
 
 
 _sys.modules[__name__].__class__ = _Package
