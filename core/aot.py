@@ -36,6 +36,7 @@ from jax.experimental import serialize_executable, topologies
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu, driver_version, find, target
 
 _lock = threading.RLock()  # the environment belongs to the process, not to a thread
@@ -154,7 +155,7 @@ def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1
     """
     gpu = find(gpu) if isinstance(gpu, str) else gpu
     if _plugin() is None:
-        raise AotUnavailable("compiling for a GPU needs JAX's CUDA plugin: pip install 'mgpu_ops[aot]'")
+        raise AotUnavailable(f"compiling for a GPU needs JAX's CUDA plugin: {extras.install('aot')}")
     _claim(gpu)
     described = _described(topology) if topology else _topology(gpu, devices)
     with _environment(MOSAIC_GPU_DUMP_PTXAS="1"), _persistent_cache_unwritten(), target(gpu), _diverted() as said:
@@ -225,7 +226,7 @@ def available() -> str | None:
     if not missing:
         return None
     return (
-        f"compiling without a GPU needs {', '.join(missing)}: pip install 'mgpu_ops[aot]'"
+        f"compiling without a GPU needs {', '.join(missing)}: {extras.install('aot')}"
         " (or set CUDA_ROOT to a CUDA toolkit before importing jax, for the tools)"
     )
 

@@ -10,6 +10,7 @@ from mgpu_ops.collectives import SPECS as _COLLECTIVES
 from mgpu_ops.collectives import Config as CollectiveConfig
 from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
+from mgpu_ops.core import extras
 from mgpu_ops.core.capture import capture
 from mgpu_ops.core.database import DatabaseError
 from mgpu_ops.core.resolution import use_configs
@@ -86,6 +87,7 @@ def autotune(
     Raises ValueError without a Hopper GPU and without `gpu`; what tracing the function raises; ImportError without the extra
     "tune".
     """
+    extras.require("mgpu_ops.autotune", ["optuna"])
     from mgpu_ops.tuning.autotune import autotuned  # only here: nothing else in the package loads the tuner
 
     return autotuned(function, args, gpu=gpu, trials=trials, budget=budget, store=store)

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -29,7 +30,8 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
+        with _no_ctrl_c():
+            self._process.start()
         theirs.close()
         self.busy = True  # until it says that it is ready
 
@@ -67,6 +69,17 @@ class Child:
         self._process.kill()
         self._process.join()
         self._pipe.close()
+
+
+@contextlib.contextmanager
+def _no_ctrl_c() -> Iterator[None]:
+    """A process started inside never hears of Ctrl-C: it is not settled before it has imported much."""
+    multiprocessing.resource_tracker.ensure_running()  # else `start` does it, and lets the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def settle() -> None:

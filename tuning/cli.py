@@ -10,12 +10,16 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from mgpu_ops.core import extras
 from mgpu_ops.tuning import commands
 from mgpu_ops.tuning.commands import INTERRUPTED, OK, USAGE, Parser, UsageError
 from mgpu_ops.tuning.terminal import printable
+
+STOPPED = "mgpu-tune: stopped"
 
 # Module of `commands` -> what it does. Only the module that is asked for loads: `mgpu-tune --help` answers at once.
 COMMANDS = {
@@ -41,31 +45,91 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command; returns its exit code. Without `argv` it is the program itself, whose Ctrl-C is handled here."""
     words = sys.argv[1:] if argv is None else argv
+    interrupts = _Interrupts(argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    try:
+        code = _carry_out(words, interrupts)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a reader who has gone is no error
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:  # `mgpu-tune show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = OK
+    if code == OK and interrupts.seen:
+        code = INTERRUPTED  # a library took it for its own
+    if code == INTERRUPTED:
+        print(STOPPED, file=sys.stderr)
+    return code
+
+
+def _carry_out(words: Sequence[str], interrupts: _Interrupts) -> int:
     parser = _parser(words)
     arguments, more = parser.parse_known_args(words)
     if more:
         getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(more)}")
-    _prepare_jax()
-    from mgpu_ops.core.database import DatabaseError
-    from mgpu_ops.tuning.measure import MeasurementError
-    from mgpu_ops.tuning.worker import WorkerError
-
+    if not hasattr(arguments, "run"):
+        parser.error("the command comes first: mgpu-tune COMMAND ...")  # mgpu-tune -- show
+    try:
+        extras.require(f"mgpu-tune {words[0]}", arguments.needs)
+        _prepare_jax()
+        from mgpu_ops.core.database import DatabaseError
+        from mgpu_ops.tuning.measure import MeasurementError
+        from mgpu_ops.tuning.worker import WorkerError
+    except extras.MissingExtra as e:
+        return _refuse(e)
     arguments.stdout = sys.stdout
     people = contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext()
     try:
-        with people:
+        with people, interrupts:
             return int(arguments.run(arguments))
-    except (UsageError, DatabaseError, MeasurementError, WorkerError, ValueError) as e:
-        print(f"mgpu-tune: {printable(e)}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        print("mgpu-tune: stopped", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # `mgpu-tune show | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except (UsageError, DatabaseError, MeasurementError, WorkerError, extras.MissingExtra, ValueError) as e:
+        return _refuse(e)
+    except ModuleNotFoundError as e:
+        if not extras.brought(e.name):
+            raise
+        return _refuse(extras.missing(f"mgpu-tune {words[0]}", [str(e.name)]))
+
+
+def _refuse(why: Exception) -> int:
+    print(f"mgpu-tune: {printable(why)}", file=sys.stderr)
+    return USAGE
+
+
+class _Interrupts:
+    """What Ctrl-C does: at once it ends the program, and inside of `with`, where a command is at work, it is KeyboardInterrupt.
+
+    Before and after, nothing would be lost, and the many seconds of imports are no place for an exception.
+    """
+
+    def __init__(self, own: bool):
+        self.own, self.seen = own, False
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        if self.own:
+            signal.signal(signal.SIGINT, self._raise)
+
+    def __exit__(self, *_: object) -> None:
+        if self.own:
+            signal.signal(signal.SIGINT, self._end)
+
+    def _raise(self, *_: object) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def _end(self, *_: object) -> None:
+        os.write(2, f"{STOPPED}\n".encode())
+        os._exit(INTERRUPTED)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from mgpu_ops.tuning import versions
+
+        print(versions.text(commands.has_gpu()))
+        parser.exit()
 
 
 def _prepare_jax() -> None:
@@ -82,6 +146,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         prog="mgpu-tune",
         description="Tunes mgpu_ops for a GPU, and shows, checks and benchmarks what is tuned.",
         epilog="exit codes: 0 done; 1 something is wrong; 2 asked wrongly, or not possible here; 130 Ctrl-C",
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the versions of mgpu_ops, Python, JAX, ptxas and the GPU's driver"
     )
     known = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, what in COMMANDS.items():

@@ -21,7 +21,7 @@ def visible() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
-    listed = _ask("--query-gpu=index")
+    listed = asked("--query-gpu=index")
     if listed is not None:
         return listed
     files = pathlib.Path("/dev").glob("nvidia[0-9]*")
@@ -30,7 +30,7 @@ def visible() -> list[str]:
 
 def others(gpu: str, mine: Collection[int]) -> list[str]:
     """Processes on a GPU, or on several ("0,1"), "python (pid 17)", that are none of `mine`."""
-    listed = _ask("-i", gpu, "--query-compute-apps=pid,process_name") or []
+    listed = asked("-i", gpu, "--query-compute-apps=pid,process_name") or []
     found = [line.split(", ", 1) for line in dict.fromkeys(listed) if line.partition(",")[0].strip().isdigit()]
     foreign = [f"{name.rpartition('/')[2]} (pid {pid})" for pid, name in found if int(pid) not in mine]
     if len(foreign) == len(found) and mine:
@@ -40,7 +40,7 @@ def others(gpu: str, mine: Collection[int]) -> list[str]:
 
 def held(gpu: str) -> int:
     """MiB in use on a GPU, by whomever; 0 where that is what an idle one has, or not known."""
-    listed = _ask("-i", gpu, "--query-gpu=memory.used") or []
+    listed = asked("-i", gpu, "--query-gpu=memory.used") or []
     used = max((int(line) for line in listed if line.isdigit()), default=0)
     return used if used > _IDLE else 0
 
@@ -67,7 +67,7 @@ class Watch:
             self._closed.wait(_EVERY)
 
 
-def _ask(*arguments: str) -> list[str] | None:
+def asked(*arguments: str) -> list[str] | None:
     """The lines that nvidia-smi answers; None where it cannot be asked."""
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
     try:

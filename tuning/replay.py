@@ -129,6 +129,8 @@ def play(sweep: Sweep, sampler: str = OURS, trials: int = 32, seed: int = 0) -> 
         spec, problem, device.gpu, trials=trials, seed=seed, sampler=sampler if alone else "tpe", stored=[], alone=alone
     )
     result = tuner.tune(spec, problem, device, trials=trials, seed=seed, search=search)
+    if result.ended == "interrupted":
+        raise KeyboardInterrupt  # a search that was cut off says nothing of the sampler
     curve, best, seen = [], math.inf, math.inf
     for trial in result.trials:
         if trial.outcome.us is not None and trial.outcome.us < seen:

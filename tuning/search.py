@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
 import itertools
 import math
 import random
@@ -19,7 +18,7 @@ from typing import Any
 
 import optuna
 
-from mgpu_ops.core import database
+from mgpu_ops.core import database, extras
 from mgpu_ops.core.database import Entry
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
@@ -240,12 +239,16 @@ def sampler_of(name: str, seed: int) -> optuna.samplers.BaseSampler:
     if name in ("random", "brute"):
         return optuna.samplers.RandomSampler(seed=seed)
     if name == "gp":
-        if importlib.util.find_spec("torch") is None:
-            raise ValueError(
-                "sampler 'gp' needs PyTorch: pip install 'mgpu-ops[gp]', or choose another of " + ", ".join(SAMPLERS)
-            )
+        if lacks := lacks_for_gp():
+            raise ValueError(f"sampler 'gp' {lacks}, or choose another of {', '.join(SAMPLERS)}")
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=8, deterministic_objective=False)
     raise ValueError(f"sampler {name!r} is not one of {', '.join(SAMPLERS)}")
+
+
+def lacks_for_gp() -> str | None:
+    """What the sampler "gp" needs and is not installed, and the way to it; None where all is there."""
+    lacking = [module for module in extras.BRINGS["gp"] if not extras.installed(module)]
+    return f"needs {' and '.join(lacking)}: {extras.install('gp')}" if lacking else None
 
 
 def nearest(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import optuna
 from optuna.storages.journal import JournalFileBackend
 
+from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
 
@@ -201,7 +202,7 @@ def _database(url: str, heartbeat: int, grace: int) -> optuna.storages.BaseStora
         # with optuna's cache of what is finished
         return optuna.storages.get_storage(_made(url, heartbeat, grace))
     except ImportError:
-        raise StorageError(f"{scheme}:// needs its driver: pip install 'mgpu-ops[{extra}]'") from None
+        raise StorageError(f"{scheme}:// needs its driver: {extras.install(extra)}") from None
 
 
 def _made(url: str, heartbeat: int, grace: int) -> optuna.storages.RDBStorage:
@@ -235,7 +236,7 @@ def _grpc(url: str) -> optuna.storages.BaseStorage:
         storage = optuna.storages.GrpcStorageProxy(host=host, port=port)
         storage.wait_server_ready(timeout=10)
     except ImportError:
-        raise StorageError("grpc:// needs grpcio and protobuf: pip install 'mgpu-ops[grpc]'") from None
+        raise StorageError(f"grpc:// needs grpcio and protobuf: {extras.install('grpc')}") from None
     except ConnectionError:
         raise StorageError(f"no proxy answers at {host}:{port}: start one there with `mgpu-tune proxy`") from None
     return storage

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table  # of the extra "tune", without which a database can still be joined
 
 from mgpu_ops.tuning.terminal import printable
 
@@ -20,6 +20,8 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
 
     `baseline` names what was timed beside them, if anything. Fields that all shown trials share are told once, in the caption.
     """
+    from rich.table import Table
+
     ok = sorted((t for t in trials if t.outcome.kind == "ok"), key=lambda t: t.outcome.us)[:SHOWN]
     configs = [dataclasses.asdict(t.config) for t in ok]
     fields = list(configs[0]) if configs else []
@@ -78,6 +80,9 @@ def by_problem(entries: Sequence[Any], spec: Any) -> list[Any]:
 
 def entries_table(title: str, entries: Sequence[Any], spec: Any) -> Table:
     """Entries of a database file, for a terminal. What is the same in all of several is told once, in the caption."""
+    from rich import box
+    from rich.table import Table
+
     first, several = entries[0] if entries else None, len(entries) > 1
     shared = {
         (part, field)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mgpu_ops.core import extras
 from mgpu_ops.tuning import search
 from mgpu_ops.tuning.effects import Effects
 from mgpu_ops.tuning.outcome import Outcome
@@ -98,8 +98,8 @@ def test_configs_are_told_to_optuna_as_indices_and_foreign_values_stand_at_the_n
 def test_an_unknown_sampler_and_gp_without_pytorch_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="sampler 'anneal' is not one of tpe, gp, random, brute"):
         searching(sampler="anneal")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"sampler 'gp' needs PyTorch: pip install 'mgpu-ops\[gp\]'"):
+    monkeypatch.setattr(extras, "installed", lambda module: False)
+    with pytest.raises(ValueError, match=r"sampler 'gp' needs scipy and torch: run `pip install '\.\[gp\]'` in a checkout"):
         searching(sampler="gp")
 
 

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from mgpu_ops.tuning.terminal import printable
 
+from mgpu_ops.core import extras
+
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -30,13 +32,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {printable(message)}\nsee `{self.prog} --help`\n")
 
 
-def command(commands: Any, name: str, run: Any, what: str, examples: str) -> argparse.ArgumentParser:
+def command(commands: Any, name: str, run: Any, what: str, examples: str, needs: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """`needs`: modules of extras, without which the command is refused before anything is done."""
     lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=what, description=what[0].upper() + what[1:] + ".", epilog=f"examples:\n{lines}"
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON; what is for people goes to stderr")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, needs=tuple(needs))
     return parser
 
 
@@ -104,7 +107,8 @@ def device_for(name: str | None, gpus: int = 1) -> Any:
             f"no Hopper GPU here to measure on: name the GPU to model with --gpu ({', '.join(g.key for g in gpu.GPUS)})"
         )
     device = Modelled(wanted)
-    compiled = "each candidate is compiled for it" if device.compiles else "candidates are not compiled (extra 'aot')"
+    uncompiled = f"candidates are not compiled ({extras.install('aot')})"
+    compiled = "each candidate is compiled for it" if device.compiles else uncompiled
     say(f"no {wanted.name} here: times are MODELLED, not measured; {compiled}. Tune again on the GPU itself.")
     return device
 

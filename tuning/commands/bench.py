@@ -27,6 +27,7 @@ def register(commands: Any) -> None:
         mgpu-tune bench flash_attention_backward --suite llm
         mgpu-tune bench all_reduce --suite 4-gpus
         """,
+        needs=("matplotlib", "rich"),
     )
     problem_arguments(parser, many=True)
     peers = "; ".join(f"{op}: {', '.join(names)}" for op, names in PEERS.items())

@@ -22,6 +22,7 @@ def register(commands: Any) -> None:
         mgpu-tune dashboard --storage studies.journal
         mgpu-tune dashboard --storage postgresql://tuner@db.example/studies --port 8081
         """,
+        needs=("optuna", "optuna_dashboard"),
     )
     parser.add_argument("op", nargs="?", help="whose own journal to open, where no storage is named")
     parser.add_argument("--gpu", help="of that journal (default: the one here)")
@@ -33,10 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import storage
 
     where = storage_of(arguments) or _own_journal(arguments)
-    try:
-        import optuna_dashboard
-    except ImportError:
-        raise UsageError("the dashboard is an extra: pip install 'mgpu-ops[dashboard]'") from None
+    import optuna_dashboard
+
     with storage.opened(where) as backend:
         warn_of_listening("the dashboard", arguments.host, arguments.port)
         url = f"http://{arguments.host}:{arguments.port}/"

@@ -18,6 +18,7 @@ def register(commands: Any) -> None:
         """
         mgpu-tune demo
         """,
+        needs=("optuna", "rich"),
     )
 
 

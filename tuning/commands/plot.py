@@ -23,6 +23,7 @@ def register(commands: Any) -> None:
         mgpu-tune plot --from results/2025-11-21-h200-matmul.csv tuned.json --output pictures
         mgpu-tune plot --storage --output pictures          # the trials of $MGPU_OPS_STORAGE, whose URL may have a password
         """,
+        needs=("optuna", "matplotlib"),
     )
     source_arguments(parser)
     parser.add_argument("--output", type=Path, default=Path("pictures"), metavar="DIR", help="default: pictures")

@@ -25,6 +25,7 @@ def register(commands: Any) -> None:
         ssh -N -R 13000:127.0.0.1:13000 gpu-host &   # then there: mgpu-tune worker --storage grpc://127.0.0.1:13000
         mgpu-tune proxy --host 10.0.0.5   # beyond this machine: no password, no encryption
         """,
+        needs=("optuna", "grpc", "google.protobuf"),
     )
     storage_argument(parser, otherwise="an error")
     address_arguments(parser, PORT)
@@ -46,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, _stop)
         try:
             optuna.storages.run_grpc_proxy_server(backend, host=arguments.host, port=arguments.port)
-        except ImportError:
-            raise UsageError("the proxy needs grpcio and protobuf: pip install 'mgpu-ops[grpc]'") from None
         except RuntimeError as error:  # grpc's word for a port that is taken
             raise UsageError(f"cannot listen on {arguments.host}:{arguments.port} ({error}): name another --port") from None
     return OK

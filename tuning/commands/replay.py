@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ def register(commands: Any) -> None:
         mgpu-tune replay --sampler ours --sampler random --seeds 20
         mgpu-tune replay --from sweeps --picture regret      # regret.png and regret.svg
         """,
+        needs=("optuna", "rich"),
     )
     parser.add_argument("--from", dest="folder", type=Path, default=OUTPUT, metavar="FOLDER", help=f"sweeps (default {OUTPUT})")
     parser.add_argument("--trials", type=positive_int, default=32, metavar="N", help="of a search (default 32)")
@@ -43,20 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
     from rich.table import Table
 
-    from mgpu_ops.tuning import replay, sweep, terminal
+    from mgpu_ops.tuning import replay, search, sweep, terminal
 
     sweeps = sweep.read_all(arguments.folder)
     if not sweeps:
         raise UsageError(
             f"no complete sweep in {arguments.folder}: record some with `mgpu-tune sweep` on a GPU, or name --from"
         )
-    torch = importlib.util.find_spec("torch") is not None
     samplers = list(dict.fromkeys(arguments.sampler or replay.SAMPLERS))
-    if not torch and "gp" in samplers:
+    if "gp" in samplers and (lacks := search.lacks_for_gp()):
         if arguments.sampler:
-            raise UsageError("sampler gp needs PyTorch: pip install 'mgpu-ops[gp]', or leave it out")
+            raise UsageError(f"sampler gp {lacks}, or leave it out")
         samplers.remove("gp")
-        say("gp is left out: it needs PyTorch (pip install 'mgpu-ops[gp]')")
+        say(f"gp is left out: it {lacks}")
     if replay.OURS not in samplers:
         samplers.insert(0, replay.OURS)
     total = len(sweeps) * sum(1 if name == "brute" else arguments.seeds for name in samplers)

@@ -24,6 +24,7 @@ def register(commands: Any) -> None:
         mgpu-tune report --from tuned.json results/2025-11-21-h200-matmul.csv --output report.html
         mgpu-tune report --no-pictures --output report.html
         """,
+        needs=("optuna", "matplotlib", "rich"),
     )
     source_arguments(parser)
     parser.add_argument("--no-pictures", action="store_true", help="tables only")

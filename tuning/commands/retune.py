@@ -27,6 +27,7 @@ def register(commands: Any) -> None:
         mgpu-tune retune --database tuned.json --trials 64   # all that is in it
         mgpu-tune retune --stale --gpu h200   # no such GPU here: modelled, and said so
         """,
+        needs=("optuna", "rich"),
     )
     parser.add_argument("op", nargs="?", help="an op; all by default")
     parser.add_argument("--stale", action="store_true", help="only problems with no entry for this jax and kernel version")

@@ -64,6 +64,7 @@ def register(commands: Any) -> None:
         mgpu-tune run --suite llama3-8b --storage postgresql://tuner@db.example/studies --queue   # for `mgpu-tune worker`
         mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no GPU here: modelled, and said so
         """,
+        needs=("optuna", "rich"),
     )
     problem_arguments(parser, many=True, every_op=True)
     search_arguments(parser)

@@ -19,6 +19,7 @@ def register(commands: Any) -> None:
         mgpu-tune show matmul --gpu h200
         mgpu-tune show --json | jq '.files[].entries[].problem'
         """,
+        needs=("rich",),
     )
     parser.add_argument("op", nargs="?", help="an op; all by default")
     parser.add_argument("--gpu", help="h200, h100-sxm ...; default: the one here, else all that have entries")

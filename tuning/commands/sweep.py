@@ -27,6 +27,7 @@ def register(commands: Any) -> None:
         mgpu-tune sweep flash_attention --shape mha128-4096 --output sweeps
         mgpu-tune sweep grouped_matmul --suite mixtral-8x7b --configs 200
         """,
+        needs=("rich",),
     )
     parser.add_argument("op", nargs="?", help="default, of the suite replay: every op that is in it")
     parser.add_argument("--shape", metavar="NAME", help="a named problem of the op")

@@ -24,6 +24,7 @@ def register(commands: Any) -> None:
         mgpu-tune worker --storage grpc://127.0.0.1:13000 --op matmul --op flash_attention
         mgpu-tune worker --storage studies.journal --workers all         # on every GPU of this machine
         """,
+        needs=("optuna",),
     )
     storage_argument(parser, otherwise="an error")
     workers_argument(parser)
