@@ -310,18 +310,42 @@ def test_export_as_one_table_has_a_row_an_entry_of_every_op(tmp_path: Path, mgpu
 OLD = "0.0.1"
 
 
-def test_validate_stale_lists_what_another_jax_or_kernel_left(tmp_path: Path, mgpu_tune: Command) -> None:
-    path = store(tmp_path / "a.json", entry(), entry(1024, jax=OLD), entry(2048, kernel_version=99))
-    plain, stale = mgpu_tune("validate", path), mgpu_tune("validate", path, "--stale")
-    assert (plain.code, stale.code) == (1, 1)
-    assert f"{path}: 1 fault\n" in plain.out
-    assert f"{path}: 2 faults\n" in stale.out
-    assert f"tuned with jax {OLD}, not {jax.__version__}: `mgpu-tune retune --stale`" in stale.out
-    assert "for kernel version 99, not" in stale.out
-    fresh = store(tmp_path / "b.json", entry())
-    assert mgpu_tune("validate", fresh, "--stale").code == 0
-    only_jax = store(tmp_path / "c.json", entry(jax=OLD))
-    assert [mgpu_tune("validate", only_jax, *words).code for words in ((), ("--stale",))] == [0, 1]
+def test_validate_stale_counts_what_another_jax_left_which_is_no_fault(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = store(tmp_path / "a.json", entry(), entry(1024, jax=OLD), entry(2048, jax=OLD))
+    told = f"tuned with jax {OLD}, not {jax.__version__}"
+    plain, stale, details = (mgpu_tune("validate", path, *words) for words in ((), ("--stale",), ("--stale", "--details")))
+    assert (plain.code, plain.out) == (0, f"{path}: ok\n")
+    tail = "2 entries of another jax: used all the same; `mgpu-tune retune --stale` tunes them again\n"
+    assert (stale.code, stale.out) == (0, f"{path}: ok; 2 {told}\n{tail}")
+    head, *lines, last = details.out.splitlines(keepends=True)
+    assert (details.code, head + last) == (0, stale.out)
+    assert [("'m': 1024" in line, "'m': 2048" in line, told in line) for line in lines] == [
+        (True, False, True),
+        (False, True, True),
+    ]
+    fresh = mgpu_tune("validate", store(tmp_path / "b.json", entry()), "--stale")
+    assert (fresh.code, fresh.out) == (0, f"{tmp_path / 'b.json'}: ok\n")
+
+
+def test_an_entry_of_another_kernel_version_is_a_fault_and_counted_once(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = store(tmp_path / "a.json", entry(), entry(1024, jax=OLD), entry(2048, kernel_version=99, jax=OLD))
+    for words in ((), ("--stale",)):
+        done = mgpu_tune("validate", path, *words)
+        assert done.code == 1
+        assert f"{path}: 1 fault" in done.out
+        assert "for kernel version 99, not" in done.out
+    assert "; 1 tuned with jax" in done.out
+    (file,) = json.loads(mgpu_tune("validate", path, "--stale", "--json").out)["files"]
+    assert (len(file["faults"]), len(file["stale"])) == (1, 1)
+
+
+def test_validate_stale_of_what_is_shipped_is_a_line_a_file(mgpu_tune: Command) -> None:
+    files = mgpu_tune("validate").out.splitlines()
+    done = mgpu_tune("validate", "--stale")
+    assert done.code == 0
+    assert len(done.out.splitlines()) <= len(files) + 1
+    refused = mgpu_tune("validate", "--details")
+    assert (refused.code, refused.err) == (2, "mgpu-tune: --details lists what --stale counts: say --stale too\n")
 
 
 def test_retune_stale_tunes_those_again_and_no_others(tmp_path: Path, mgpu_tune: Command) -> None:
