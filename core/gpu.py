@@ -118,7 +118,7 @@ GPUS: tuple[Gpu, ...] = (
 def find(name: str) -> Gpu:
     """The GPU with this key, name or device_kind, in any case. ValueError if not in `GPUS`."""
     for gpu in GPUS:
-        if name.casefold() in (s.casefold() for s in (gpu.key, *gpu.kinds)):
+        if str(name).casefold() in (s.casefold() for s in (gpu.key, *gpu.kinds)):
             return gpu
     known = ", ".join(f"{gpu.key} ({gpu.name})" for gpu in GPUS)
     raise ValueError(f"gpu={name!r} is not a GPU in the table: name one of {known}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -45,15 +46,14 @@ def explain(op: str, problem: Any, gpu: Any = None) -> str:
       problem: the op's Problem, or its fields as a mapping, e.g. `{"m": 4096, "n": 4096, "k": 4096}`.
       gpu: a name such as "h200" or "NVIDIA H200"; the running GPU by default.
 
-    Raises ValueError for an unknown op or GPU, or a mapping that is no problem of the op.
+    Raises ValueError for an unknown op or GPU, for what is no problem of the op, and for a field of another type.
     """
     from mgpu_ops.core import gpu as gpus
     from mgpu_ops.core import resolution
     from mgpu_ops.core.op import problem_of
 
     spec = spec_of(op)
-    if not isinstance(problem, spec.Problem):
-        problem = problem_of(spec, problem)
+    problem = problem_of(spec, dataclasses.asdict(problem) if isinstance(problem, spec.Problem) else problem)
     device = gpus.current() if gpu is None else gpus.find(gpu)
     if device is None:
         raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")
@@ -95,7 +95,7 @@ def autotune(
 
 def spec_of(op: str) -> Any:
     """The OpSpec of an op by name; ValueError names what there is."""
-    if op not in SPECS:
+    if not isinstance(op, str) or op not in SPECS:
         raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}")
     return SPECS[op]
 

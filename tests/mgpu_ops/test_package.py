@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import mgpu_ops
@@ -85,3 +88,46 @@ assert mgpu_ops.core.wgmma
 def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
     with pytest.raises(AttributeError, match="module 'mgpu_ops' has no attribute 'matmull'"):
         mgpu_ops.matmull  # noqa: B018
+
+
+# --- explain
+
+
+SIDES = {"m": 4096, "n": 4096, "k": 4096}
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "message"),
+    [
+        *(
+            ("matmul", SIDES | {"m": value}, re.escape(f"m={value!r} must be a whole number from 1 to"))
+            for value in ("4096", 4096.0, None, True, [4096], 0, -4, 2**63)
+        ),
+        ("matmul", SIDES | {"dtype": 5}, "dtype=5 must be a text"),
+        ("matmul", mgpu_ops.MatmulProblem("4096", 4096, 4096), "m='4096' must be a whole number from 1 to"),  # type: ignore[arg-type]
+        ("matmul", None, "None is no matmul problem: give its fields as a mapping, or a Problem"),
+        ("matmul", SIDES | {5: 1}, "matmul problems have no 5: the fields are batch, "),
+        (
+            "grouped_matmul",
+            mgpu_ops.MatmulProblem(64, 64, 64),
+            r"Problem\(m=64, .* is no grouped_matmul problem: give its fields",
+        ),
+        ("grouped_matmul", SIDES | {"groups": 8, "bias": "yes"}, "bias='yes' must be True or False"),
+        ("flash_attention", {"window_left": -2}, "window_left=-2 must be a whole number from -1 to"),
+        ([], SIDES, r"op \[\] is not one of matmul, "),
+    ],
+)
+def test_explain_says_in_one_sentence_what_is_no_problem(op: Any, problem: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        mgpu_ops.explain(op, problem, gpu="h200")
+
+
+def test_explain_takes_the_whole_numbers_of_numpy() -> None:
+    wanted = mgpu_ops.explain("matmul", SIDES, gpu="h200")
+    assert mgpu_ops.explain("matmul", {side: np.int64(4096) for side in SIDES}, gpu="h200") == wanted
+    assert mgpu_ops.explain("matmul", mgpu_ops.MatmulProblem(4096, 4096, 4096), gpu="h200") == wanted
+
+
+def test_explain_of_a_gpu_that_is_no_name_lists_the_names() -> None:
+    with pytest.raises(ValueError, match="gpu=200 is not a GPU in the table: name one of h100-sxm"):
+        mgpu_ops.explain("matmul", SIDES, gpu=200)
