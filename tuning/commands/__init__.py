@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mgpu_ops.tuning.terminal import printable
-
 from mgpu_ops.core import extras
+from mgpu_ops.tuning.terminal import printable
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
