@@ -176,7 +176,7 @@ def ptx(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1) 
     """
     gpu = find(gpu) if isinstance(gpu, str) else gpu
     if _plugin() is None:
-        raise AotUnavailable("compiling for a GPU needs JAX's CUDA plugin: pip install 'mgpu_ops[aot]'")
+        raise AotUnavailable(f"compiling for a GPU needs JAX's CUDA plugin: {extras.install('aot')}")
     _claim(gpu)
     topology = _topology(gpu, devices)
     with _environment(MOSAIC_GPU_DUMP_PTX="1"), _persistent_cache_unwritten(), target(gpu), _diverted() as said:
