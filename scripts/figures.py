@@ -22,6 +22,7 @@ MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->\n)",
 HEAD = ("| | beside | problems | mean | worst | best | below 1x |", "|---|---|---|---|---|---|---|")
 
 Row = dict[str, str]
+Ratio = Callable[["Problem"], float]
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ def newest(results: Path, what: str) -> Iterator[tuple[Path, list[Row]]]:
 
 def problems(results: Path, what: str) -> list[Problem]:
     """Of the benchmarks `what`, each problem from the newest file that has it. LookupError where there is none."""
-    found: dict[str, Problem] = {}
+    found: dict[tuple[str, str], Problem] = {}
     for path, rows in newest(results, what):
-        here: dict[str, dict[str, Row]] = {}
+        here: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
-            here.setdefault(row["problem"], {})[row["impl"]] = row
-        for problem, impls in here.items():
-            name, shape = problem.split()[:2]
-            found[problem] = Problem(name, tuple(int(n) for n in shape.split("x")), path, impls)
+            here.setdefault((row["op"], row["problem"]), {})[row["impl"]] = row
+        for key, impls in here.items():
+            name, shape = key[1].split()[:2]
+            found[key] = Problem(name, tuple(int(n) for n in shape.split("x")), path, impls)
     if not found:
         raise LookupError(f"{results} has no benchmark {what}")
     return list(found.values())
@@ -66,23 +67,20 @@ def problems(results: Path, what: str) -> list[Problem]:
 # --- lines of tables
 
 
-def mean(values: Iterable[float]) -> float:
-    return math.exp(math.fsum(logs := [math.log(v) for v in values]) / len(logs))
+def line(what: str, beside: str, found: Iterable[Problem], *peers: str, ratio: Ratio | None = None) -> str:
+    """A line of a table: geometric mean, extremes with the problems they belong to, and how many are below 1.
 
-
-def line(what: str, beside: str, found: Iterable[Problem], ratio: Callable[[Problem], float]) -> str:
-    """A line of a table: geometric mean, extremes with the problems they belong to, and how many are below 1."""
-    ratios = sorted((ratio(p), p.name) for p in found)
+    ratio: by default the time of the fastest of `peers` over ours. Of the problems that all of these ran; LookupError for none.
+    """
+    ratio = ratio or (lambda p: min(p.us(peer) for peer in peers) / p.us("mgpu_ops"))
+    ratios = sorted((ratio(p), p.name) for p in found if {*peers} <= p.rows.keys())
+    if not ratios:
+        raise LookupError(f"no problem of {what!r} was timed beside {', '.join(peers)}")
     (worst, worst_name), (best, best_name) = ratios[0], ratios[-1]
+    mean = math.exp(math.fsum(math.log(r) for r, _ in ratios) / len(ratios))
     below = sum(r < 1 for r, _ in ratios)
-    cells = (what, beside, len(ratios), f"{mean(r for r, _ in ratios):.3f}x", f"{worst:.3f}x ({worst_name})",
-             f"{best:.3f}x ({best_name})", below)  # fmt: skip
+    cells = (what, beside, len(ratios), f"{mean:.3f}x", f"{worst:.3f}x ({worst_name})", f"{best:.3f}x ({best_name})", below)
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def faster_than(*peers: str) -> Callable[[Problem], float]:
-    """The time of the fastest of these peers over ours."""
-    return lambda p: min(p.us(peer) for peer in peers) / p.us("mgpu_ops")
 
 
 def of_dense(p: Problem) -> float:
@@ -108,11 +106,11 @@ def matmul(results: Path) -> Iterator[str]:
     forward, both = problems(results, r"h200-matmul"), problems(results, r"h200-matmul\+grad")
     yield from HEAD
     for what, found in (("forward", forward), ("forward + backward", both)):
-        large, small = [p for p in found if p.shape[0] >= 2048], [p for p in found if p.shape[0] < 2048]
-        yield line(what, "XLA (cuBLAS)", found, faster_than("xla"))
-        yield line(f"{what}, m >= 2048", "XLA (cuBLAS)", large, faster_than("xla"))
-        yield line(f"{what}, m < 2048", "XLA (cuBLAS)", small, faster_than("xla"))
-    yield line("forward", "JAX's sample kernel, tuned", forward, faster_than("jax-pallas"))
+        yield line(what, "XLA (cuBLAS)", found, "xla")
+        yield line(f"{what}, m >= 2048", "XLA (cuBLAS)", [p for p in found if p.shape[0] >= 2048], "xla")
+        for m in sorted({p.shape[0] for p in found if p.shape[0] < 2048}):
+            yield line(f"{what}, m = {m}", "XLA (cuBLAS)", [p for p in found if p.shape[0] == m], "xla")
+    yield line("forward", "JAX's sample kernel, tuned", forward, "jax-pallas")
     yield from sources(*files(forward, both))
 
 
@@ -121,17 +119,17 @@ def grouped_matmul(results: Path) -> Iterator[str]:
     dlhs, drhs = problems(results, "h200-grouped_matmul-dlhs"), problems(results, "h200-ragged_contraction")
     dense, jax, tokamax = "rate of one dense matmul (cuBLAS)", "JAX's kernel, tuned", "tokamax, tuned"
     yield from HEAD
-    yield line("training", dense, training, of_dense)
-    yield line("gradient of lhs", dense, dlhs, of_dense)
-    yield line("gradient of rhs", dense, drhs, of_dense)
-    yield line("training", jax, training, faster_than("jax-pallas"))
-    yield line("training", tokamax, training, faster_than("tokamax"))
-    yield line("training", "the faster of the two", training, faster_than("jax-pallas", "tokamax"))
-    yield line("gradient of lhs", jax, dlhs, faster_than("jax-pallas"))
-    yield line("gradient of rhs", jax, drhs, faster_than("jax-pallas"))
-    yield line("decoding", jax, decoding, faster_than("jax-pallas"))
-    yield line("decoding", tokamax, decoding, faster_than("tokamax"))
-    yield line("decoding", "the faster of the two", decoding, faster_than("jax-pallas", "tokamax"))
+    yield line("training", dense, training, "dense", ratio=of_dense)
+    yield line("gradient of lhs", dense, dlhs, "dense", ratio=of_dense)
+    yield line("gradient of rhs", dense, drhs, "dense", ratio=of_dense)
+    yield line("training", jax, training, "jax-pallas")
+    yield line("training", tokamax, training, "tokamax")
+    yield line("training", "the faster of the two", training, "jax-pallas", "tokamax")
+    yield line("gradient of lhs", jax, dlhs, "jax-pallas")
+    yield line("gradient of rhs", jax, drhs, "jax-pallas")
+    yield line("decoding", jax, decoding, "jax-pallas")
+    yield line("decoding", tokamax, decoding, "tokamax")
+    yield line("decoding", "the faster of the two", decoding, "jax-pallas", "tokamax")
     rates = [float(p.rows["mgpu_ops"]["gbs"]) / 1000 for p in decoding]
     yield f"\nDecoding moves {min(rates):.1f} to {max(rates):.1f} TB/s."
     yield from sources(*files(training, decoding, dlhs, drhs))
@@ -141,11 +139,11 @@ def flash_attention(results: Path) -> Iterator[str]:
     forward, both = problems(results, "h200-flash_attention"), problems(results, "h200-flash_attention[+-]grad.*")
     yield from HEAD
     for what, found in (("forward", forward), ("forward + backward", both)):
-        yield line(what, "cuDNN", found, faster_than("cudnn"))
+        yield line(what, "cuDNN", found, "cudnn")
         for dim in sorted({p.shape[-1] for p in found}):
-            yield line(f"{what}, head dim {dim}", "cuDNN", [p for p in found if p.shape[-1] == dim], faster_than("cudnn"))
-    yield line("forward", "tokamax, tuned", forward, faster_than("tokamax"))
-    yield line("forward", "the faster of the two", forward, faster_than("cudnn", "tokamax"))
+            yield line(f"{what}, head dim {dim}", "cuDNN", [p for p in found if p.shape[-1] == dim], "cudnn")
+    yield line("forward", "tokamax, tuned", forward, "tokamax")
+    yield line("forward", "the faster of the two", forward, "cudnn", "tokamax")
     yield from sources(*files(forward, both))
 
 
@@ -154,37 +152,33 @@ def size(n: int) -> str:
 
 
 def collectives(results: Path) -> Iterator[str]:
-    """What a call adds to a chain of calls: XLA's time over ours."""
-    ours, workspace = "mgpu_ops", "mgpu_ops, workspace"
-    found: dict[tuple[int, str, int], tuple[Path, dict[str, Row]]] = {}
-    for path, rows in newest(results, r"h200(x\d+)?-(all_reduce|reduce_scatter|all_gather)"):
-        here: dict[tuple[int, str, int], dict[str, Row]] = {}
-        for row in rows:
-            if row["dtype"] == "bfloat16":
-                here.setdefault((int(row["devices"]), row["op"], int(row["bytes"])), {})[row["impl"]] = row
-        found |= {key: (path, impls) for key, impls in here.items() if {ours, "xla"} <= impls.keys()}
-    if not found:
-        raise LookupError(f"{results} has no benchmark of collectives")
+    """Of what a call adds to a chain of calls: XLA's time over ours."""
+    ops = ("all_reduce", "reduce_scatter", "all_gather")
+    found = {
+        (int(row["devices"]), row["op"], int(row["bytes"])): p
+        for p in problems(results, rf"h200(x\d+)?-({'|'.join(ops)})(-.*)?")
+        if "bfloat16" in (row := p.rows["xla"])["problem"]
+    }
+    keys = sorted(found, key=lambda key: (key[0], ops.index(key[1]), key[2]))
 
     def cell(devices: int, op: str, payload: int, impl: str) -> str:
-        _, impls = found.get((devices, op, payload), (None, {}))
-        if impl not in impls:
+        p = found.get((devices, op, payload))
+        if p is None or impl not in p.rows:
             return ""
-        if impl == ours and impls[impl]["config"].startswith("algorithm=xla "):
+        if impl == "mgpu_ops" and p.rows[impl]["config"].startswith("algorithm=xla "):
             return "XLA runs"
-        return f"{float(impls['xla']['call_us']) / float(impls[impl]['call_us']):.2f}x"
+        return f"{p.us('xla') / p.us(impl):.2f}x"
 
-    order = ["all_reduce", "reduce_scatter", "all_gather"]
-    columns = sorted(
-        {(devices, op, impl) for (devices, op, _), (_, impls) in found.items() for impl in impls if impl != "xla"},
-        key=lambda column: (column[0], order.index(column[1]), column[2] == workspace),
+    columns = list(
+        dict.fromkeys((*key[:2], impl) for key in keys for impl in sorted(found[key].rows) if impl.startswith("mgpu_ops"))
     )
-    titles = [f"{n} GPUs: {op}{', workspace' * (impl == workspace)}" for n, op, impl in columns]
+    columns.sort(key=lambda column: (column[0], ops.index(column[1])))
+    titles = [f"{n} GPUs: {op}{impl.removeprefix('mgpu_ops')}" for n, op, impl in columns]
     yield f"| payload | {' | '.join(titles)} |"
     yield "|---" * (1 + len(columns)) + "|"
-    for payload in sorted({key[2] for key in found}):
+    for payload in sorted({key[2] for key in keys}):
         yield f"| {size(payload)} | {' | '.join(cell(n, op, payload, impl) for n, op, impl in columns)} |"
-    yield from sources(*(found[key][0] for key in sorted(found, key=lambda key: (key[0], order.index(key[1])))))
+    yield from sources(*(found[key].file for key in keys))
 
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {

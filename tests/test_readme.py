@@ -1,0 +1,232 @@
+"""What README and docs/ say: figures are those of the files they name, examples run, commands parse, names and files exist."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mgpu_ops
+from mgpu_ops import core
+from mgpu_ops.tuning import cli
+from scripts import figures
+
+ROOT = Path(__file__).parents[1]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCS}
+README = TEXTS["README.md"]
+
+# --- figures
+
+
+def test_the_figures_of_readme_are_those_of_the_files_it_names() -> None:
+    assert figures.filled(README, ROOT / "results") == README, "run `python scripts/figures.py --write`"
+    assert {name for _, name, _ in figures.MARKS.findall(README)} == set(figures.TABLES)
+    assert not re.findall(r"\d\.\d+x", figures.MARKS.sub("", README)), "a ratio that no file holds README to"
+
+
+def test_tuned_problems_are_counted_rightly() -> None:
+    tuned = {op: len(core.database.read(path).entries) for op, path in shipped().items()}
+    (said,) = re.findall(r"^\| tuned \| (.*?) \|$", README, re.MULTILINE)
+    assert said.startswith(f"{sum(tuned.values())} problems on the H200")
+    assert {op: int(count) for count, op in re.findall(r"(\d+) of (\w+)", said)} == tuned
+
+
+def shipped() -> dict[str, Path]:
+    return {path.stem: path for path in (ROOT / "mgpu_ops/configs/h200").glob("*.json")}
+
+
+def write(path: Path, rows: list[tuple[str, str, float]]) -> None:
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("op", "problem", "impl", "median_us"), *(("matmul", *row) for row in rows)])
+
+
+def test_a_line_has_the_geometric_mean_the_extremes_and_how_many_are_slower(tmp_path: Path) -> None:
+    a, b, c = "a 4096x1x1 bfloat16", "b 128x1x1 bfloat16", "c 128x1x1 bfloat16"
+    ours = [(a, "mgpu_ops", 10.0), (b, "mgpu_ops", 10.0), (c, "mgpu_ops", 10.0)]
+    write(
+        tmp_path / "2025-01-01-h200-matmul.csv", [*ours, (a, "xla", 5.0), (b, "xla", 20.0), (c, "xla", 10.0), (b, "fast", 8.0)]
+    )
+    found = figures.problems(tmp_path, "h200-matmul")
+    assert figures.line("all", "XLA", found, "xla") == "| all | XLA | 3 | 1.000x | 0.500x (a) | 2.000x (b) | 1 |"
+    assert figures.line("all", "both", found, "xla", "fast") == "| all | both | 1 | 0.800x | 0.800x (b) | 0.800x (b) | 1 |"
+    with pytest.raises(LookupError, match="no problem of 'all' was timed beside tokamax"):
+        figures.line("all", "tokamax", found, "tokamax")
+
+
+def test_the_newest_file_of_a_problem_counts_and_is_named(tmp_path: Path) -> None:
+    first, second = "a 4096x1x1 bfloat16", "b 128x1x1 bfloat16"
+    old, new = tmp_path / "2025-01-01-h200-matmul.csv", tmp_path / "2025-01-02-h200-matmul.csv"
+    write(old, [(first, "mgpu_ops", 1.0), (second, "mgpu_ops", 1.0)])
+    write(new, [(second, "mgpu_ops", 2.0)])
+    write(tmp_path / "2025-01-03-h200-matmul-variants.csv", [(first, "mgpu_ops", 9.0)])
+    assert [(p.name, p.us("mgpu_ops"), p.file) for p in figures.problems(tmp_path, "h200-matmul")] == [
+        ("a", 1.0, old),
+        ("b", 2.0, new),
+    ]
+    new.with_suffix(".png").touch()
+    told = "\n".join(figures.sources(new, old))
+    assert f"From `results/{new.name}`, `results/{old.name}`." in told
+    assert f"![{new.stem}](results/{new.stem}.png)" in told
+    with pytest.raises(LookupError, match="has no benchmark h100-matmul"):
+        figures.problems(tmp_path, "h100-matmul")
+
+
+# --- examples in Python
+
+
+def blocks(text: str, language: str) -> list[tuple[str, str]]:
+    """The code blocks of a language, each with the heading it stands under."""
+    found, heading = [], ""
+    for title, kind, code in re.findall(r"^#+ ([^\n]*)$|^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        heading = title or heading
+        if code and kind == language:
+            found.append((heading, code))
+    return found
+
+
+def normal(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+
+
+def of_experts() -> dict[str, Any]:
+    sizes = {"token": jnp.arange(8) % 4, "group_sizes": jnp.array([3, 5])}
+    return {"x": normal(4, 16), "gate_up": normal(2, 16, 32), "down": normal(2, 16, 16), **sizes}
+
+
+def of_attention() -> dict[str, Any]:
+    return {**dict.fromkeys("qkv", normal(1, 16, 2, 8)), "ids": jnp.zeros((1, 16), jnp.int32)}
+
+
+def of_devices() -> dict[str, Any]:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    return {"mesh": mesh, "P": P, "x": normal(8, 16)}
+
+
+AROUND: dict[str, Callable[[], dict[str, Any]]] = {  # what the program around a fragment has
+    "A mixture of experts": of_experts,
+    "Attention": of_attention,
+    "Between GPUs": of_devices,
+}
+
+
+@pytest.mark.parametrize(("heading", "code"), blocks(README, "python"), ids=lambda text: text.partition("\n")[0][:40])
+def test_examples_run_as_they_stand(heading: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = AROUND.get(heading, dict)()
+    if names:
+        names |= {"jax": jax, "jnp": jnp, "mgpu_ops": mgpu_ops}
+    if "axis_names" in code or heading != "Between GPUs":
+        exec(code, names)
+        return
+
+    def of_one_device(x: jax.Array) -> jax.Array:  # a fragment of what runs on each
+        exec(code, names | {"x": x})
+        return x
+
+    jax.shard_map(of_one_device, mesh=names["mesh"], in_specs=P("model"), out_specs=P("model"), check_vma=False)(names["x"])
+
+
+# --- commands
+
+
+COMMANDS = [
+    (name, command.strip())
+    for name, text in TEXTS.items()
+    for heading, code in blocks(text, "")
+    if heading != "Architecture"  # a tree of folders
+    for line in code.splitlines()
+    for command in line.split(" | ")
+]
+
+
+class Parsed(Exception):
+    """A program has read its arguments."""
+
+
+def parse_with_its_own_parser(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self: argparse.ArgumentParser, *args: Any) -> None:
+        parse(self, *args)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [str(program), *words])
+    with pytest.raises(Parsed):
+        runpy.run_path(str(program), run_name="__main__")
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS, ids=lambda text: text)
+def test_a_line_of_a_shell_is_one_that_its_program_takes(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *words = shlex.split(line, comments=True)
+    if program == "mgpu-tune":
+        cli._parser(words).parse_args(words)
+    elif program == "make":
+        assert set(words) <= set(targets())
+    elif program == "pip":
+        assert set(re.findall(r"\[(.*)\]", line)[0].split(",")) <= set(extras())
+    elif program == "python":
+        parse_with_its_own_parser(ROOT / words[0], words[1:], monkeypatch)
+    else:
+        assert program in ("export", "jq"), f"{name}: who runs {line!r}?"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_commands_named_in_passing_exist_with_the_options_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prose = re.sub(r"^```.*?^```$", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    for program, rest in re.findall(r"`(mgpu-tune|make|python|pip) ([^`]+)`", prose):
+        words = shlex.split(rest)
+        if program == "mgpu-tune":
+            with pytest.raises(SystemExit):
+                cli.main([words[0], "--help"])
+            told = capsys.readouterr().out
+            assert all(word in told for word in words if word.startswith("--")), f"mgpu-tune {rest}"
+        elif program == "make":
+            assert words[0] in targets()
+        elif program == "python":
+            with monkeypatch.context() as patch:
+                parse_with_its_own_parser(ROOT / words[0], words[1:], patch)
+        else:
+            assert set(re.findall(r"\[(.*)\]", rest)[0].split(",")) <= set(extras())
+
+
+def targets() -> list[str]:
+    return re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def extras() -> dict[str, list[str]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+# --- names and files
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_is_named_exists(name: str) -> None:
+    text = TEXTS[name]
+    for dotted in set(re.findall(r"\bmgpu_ops((?:\.[a-zA-Z_]\w*)+)", text)) - {".png"}:
+        found: Any = mgpu_ops
+        for part in dotted[1:].split("."):
+            found = getattr(found, part)
+    tops = "core|tuning|mgpu_ops|tests|results|docs|examples|scripts"
+    for path in set(re.findall(rf"`((?:{tops})/[\w./+-]+)`", text)):
+        assert (ROOT / path).exists(), f"{name} names {path}, which is not there"
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert link.startswith("http") or (ROOT / name).parent.joinpath(link).exists(), (
+            f"{name} links to {link}, which is not there"
+        )
