@@ -12,20 +12,23 @@ import datetime
 import fcntl
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax
 import msgspec
 
-from mgpu_ops.core.gpu import Gpu, find
+from mgpu_ops.core.gpu import Gpu, find, key_of
 
 if TYPE_CHECKING:
     from mgpu_ops.core.op import OpSpec
 
 SCHEMA = 1
+ERRORS_SINCE = "2026-11-22"  # a stored error of before may be over a smaller rms than tolerances are meant for, and be larger
+MAX_BYTES = 2**25  # of a file, some 50,000 entries: more is no database
 
 AnyPath = str | os.PathLike[str]
 Fields = dict[str, int | str | bool]
@@ -109,7 +112,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def decode(data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | None = None) -> File:
-    """The file in `data`, for `gpu_key` and `op` where given; else DatabaseError naming `path`."""
+    """The file in `data`, for `gpu_key` and `op` where given; else DatabaseError naming `path`.
+
+    Its `gpu` is the key, whichever of the GPU's names the data have.
+    """
     try:
         file = msgspec.json.decode(data, type=File)
         json.loads(data, object_pairs_hook=_once, parse_int=_in_64_bits)  # what msgspec lets pass
@@ -117,7 +123,8 @@ def decode(data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | 
         way_out = "restore it from a backup, or move it away and tune again"
         reason = _newer(data) or f"is corrupt: {error}: {way_out}"
         raise DatabaseError(path, reason) from None
-    for what, wanted, found in (("GPU", gpu_key, file.gpu), ("op", op, file.op)):
+    file = msgspec.structs.replace(file, gpu=key_of(file.gpu))
+    for what, wanted, found in (("GPU", gpu_key and key_of(gpu_key), file.gpu), ("op", op, file.op)):
         if wanted not in (None, found):
             raise DatabaseError(path, f"is for {what} {found!r}, not {wanted!r}: move it to <gpu>/<op>.json")
     if len({_identity(entry) for entry in file.entries}) != len(file.entries):
@@ -158,14 +165,28 @@ def _newer(data: bytes) -> str | None:
 
 
 def read_bytes(path: AnyPath) -> bytes:
+    """What a file holds; DatabaseError where it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return regular_bytes(path, MAX_BYTES)
     except OSError as error:
         raise DatabaseError(path, f"cannot be read ({error}): name a readable file") from error
 
 
+def regular_bytes(path: AnyPath, most: int) -> bytes:
+    """What a regular file holds; OSError for one of more than `most` bytes, and at once for a pipe, a device or a socket."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening some devices does something
+        raise OSError("it is no regular file")
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"it has more than {most} bytes")
+    return data
+
+
 def to_problem(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
-    """`spec.Problem` of an entry; ValueError for a missing, unknown or wrongly typed field."""
+    """`spec.Problem` of an entry; ValueError for a missing, unknown or wrongly typed field, and for a value no problem has."""
     return fit(spec.Problem, fields)
 
 
@@ -209,23 +230,27 @@ def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(entries[identity] for identity in sorted(entries))
 
 
-def _identity(entry: Entry) -> tuple[Any, ...]:
-    # The type's name keeps 1 and True apart and lets any two identities be ordered.
+def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two problems have in common that are the same: 1 and True are not. Any two can be ordered."""
     # A list first: a generator takes twice as long, and an update does this for every entry.
-    fields = [(k, type(v).__name__, v) for k, v in sorted(entry.problem.items())]
-    return tuple(fields), entry.evidence.kind
+    return tuple([(k, type(v).__name__, v) for k, v in sorted(fields.items())])
+
+
+def _identity(entry: Entry) -> tuple[Any, ...]:
+    return key_of_fields(entry.problem), entry.evidence.kind
 
 
 def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str, join: Join = merge) -> File:
     """Merges entries into the file at `path`, under a lock between processes; the file then.
 
     `join(old, new)` says which entries stay: by default all, a new one in place of the old one of its problem and kind.
-    A reader, and the disk after a crash or kill -9, sees the old file or the new one, never a mix.
+    A reader, and the disk after a crash or kill -9, sees the old file or the new one, never a mix. The new one has the old
+    one's mode, and its owner where the system permits.
     DatabaseError, with the old file in place, where an entry breaks the schema, the existing file
     is not one that `decode` takes, or the disk refuses.
     """
     path = Path(os.path.realpath(path))  # replace what a link points to, not the link
-    new = _storable(File(SCHEMA, gpu_key, op, merge((), entries)), path)
+    new = _storable(File(SCHEMA, key_of(gpu_key), op, merge((), entries)), path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(f".{path.name}.lock")):
@@ -267,8 +292,13 @@ def _replace(path: Path, data: bytes) -> None:
     # One writer at a time, so one name will do, and what a killed writer left goes away here.
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
+    old = path.stat() if path.exists() else None
     try:
-        with open(temporary, "xb") as stream:
+        # Private until it is known who may read it.
+        mode = 0o666 if old is None else 0o600
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as stream:
+            if old is not None:
+                _like(stream.fileno(), old)
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -281,6 +311,21 @@ def _replace(path: Path, data: bytes) -> None:
         os.fsync(directory)  # so that the new name lasts, too
     finally:
         os.close(directory)
+
+
+def _like(file: int, old: os.stat_result) -> None:
+    """Gives a file the owner, the group and the mode of another; where the group cannot be kept, it gets no rights."""
+    mode = stat.S_IMODE(old.st_mode)
+    new = os.fstat(file)
+    if old.st_uid != new.st_uid:
+        with contextlib.suppress(OSError):
+            os.fchown(file, old.st_uid, -1)
+    if old.st_gid != new.st_gid:
+        try:
+            os.fchown(file, -1, old.st_gid)
+        except OSError:
+            mode &= ~stat.S_IRWXG
+    os.fchmod(file, mode)
 
 
 # --- places
@@ -308,8 +353,7 @@ def shipped_path(gpu_key: str, op: str) -> Path:
 def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
     """What is wrong with a database file, one line each; empty where all is well.
 
-    With `spec` also whether `resolve` would use every entry: its kernel version, its fields, and
-    that its config passes the op's `check` on the file's GPU.
+    With `spec` also whether `resolve` would use every entry (`judge`), and that its error is within the op's tolerance.
     """
     try:
         file = read(path, op=spec.name if spec else None)
@@ -318,22 +362,56 @@ def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
         return [str(error)]
     except ValueError as error:
         return [f"{path}: {error}"]
-    faults = ((entry, fault_of(entry, gpu, spec)) for entry in file.entries)
+    faults = ((entry, fault_of(entry, gpu, spec) or (spec and error_of(entry, spec))) for entry in file.entries)
     return [f"{path}: {title(entry)}: {fault}" for entry, fault in faults if fault]
+
+
+class Judged(NamedTuple):
+    """An entry in its op's own types, which are None where it is none of the op as it is now, and why not to use it."""
+
+    problem: Any
+    config: Any
+    fault: str | None
+
+
+def judge(entry: Entry, gpu: Gpu, spec: OpSpec) -> Judged:
+    """An entry of a file of `gpu`. What is stored is held to the rules that a call is held to: a file may hold anything."""
+    if stale := stale_kernel(entry, spec):
+        return Judged(None, None, f"{stale}: tune again")
+    try:
+        problem, config = to_problem(spec, entry.problem), to_config(spec, entry.config)
+        reason = spec.supports(problem, gpu)
+    except ValueError as error:
+        reason = str(error)
+    if reason is not None:
+        return Judged(None, None, reason)
+    return Judged(problem, config, _of_another_gpu(entry, gpu) or spec.check(problem, config, gpu) or _slow(entry))
 
 
 def fault_of(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
     """Why `resolve` would not use an entry of a file of `gpu`, or None."""
-    if entry.evidence.gpu not in gpu.kinds:
-        return f"evidence of {entry.evidence.gpu!r} in a file of {gpu.name}: tune on that GPU"
-    if spec is None:
+    return _of_another_gpu(entry, gpu) if spec is None else judge(entry, gpu, spec).fault
+
+
+def error_of(entry: Entry, spec: OpSpec) -> str | None:
+    """Why an entry's result was not right, or None; of an entry without a fault."""
+    error, limit = entry.evidence.error, spec.tolerance(to_problem(spec, entry.problem))
+    if error is None or error <= limit or entry.evidence.date < ERRORS_SINCE:
         return None
-    if stale := stale_kernel(entry, spec):
-        return f"{stale}: tune again"
-    try:
-        return spec.check(to_problem(spec, entry.problem), to_config(spec, entry.config), gpu)
-    except ValueError as error:
-        return str(error)
+    return f"error {error:.3g} is above {limit:.3g}, the tolerance of {spec.name}: tune again"
+
+
+def _of_another_gpu(entry: Entry, gpu: Gpu) -> str | None:
+    if entry.evidence.gpu in gpu.kinds:
+        return None
+    return f"evidence of {entry.evidence.gpu!r} in a file of {gpu.name}: tune on that GPU"
+
+
+def _slow(entry: Entry) -> str | None:
+    e = entry.evidence
+    if e.default_us is None or e.median_us <= e.default_us:
+        return None
+    return f"{e.median_us:.4g} us are more than the {e.default_us:.4g} us of the default config in the same run: tune again"
 
 
 def stale(entry: Entry, spec: OpSpec) -> str | None:

@@ -124,6 +124,14 @@ def find(name: str) -> Gpu:
     raise ValueError(f"gpu={name!r} is not a GPU in the table: name one of {known}")
 
 
+def key_of(name: str) -> str:
+    """The key under which a GPU's configs lie, whichever of its names is given; a GPU that is not in `GPUS` goes by its own."""
+    try:
+        return find(name).key
+    except ValueError:
+        return name
+
+
 def family(gpu: Gpu) -> tuple[Gpu, ...]:
     """The other GPUs of the same architecture and SM count, the closest memory bandwidth first."""
     same = [g for g in GPUS if (g.architecture, g.sms) == (gpu.architecture, gpu.sms)]

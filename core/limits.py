@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from mgpu_ops.core.gpu import Gpu
 
 DTYPES = ("bfloat16", "float16")
+MAX_SIZE = 2**31 - 256  # of a dimension: the end of the last tile, which may lie beyond, is counted in 32 bits
+
+
+def check_fields(problem: Any, least: dict[str, int] | None = None) -> None:
+    """Raises ValueError for a field of a Problem that no call has: of another type than `int`, `str` or `bool` as it is
+    annotated, or a number below that in `least`, else below 0. A symbolic dimension is an `int`, too.
+    """
+    for field in dataclasses.fields(problem):
+        value, kind = getattr(problem, field.name), str(field.type)
+        what = f"{field.name}={value!r} of {type(problem).__name__}"
+        if type(value).__name__ != kind:
+            if kind == "int" and _is_symbolic(value):
+                continue
+            raise ValueError(f"{what} must be of type {kind}, not {type(value).__name__}")
+        if kind == "int" and value < (lowest := (least or {}).get(field.name, 0)):
+            raise ValueError(f"{what} must be at least {lowest}")
+
+
+def _is_symbolic(value: Any) -> bool:
+    from jax import export
+
+    return export.is_symbolic_dim(value)
 
 
 def itemsize_of(dtype: str) -> int:
@@ -22,6 +46,26 @@ def supports_dtypes(dtype: str, out_dtype: str, gpu: Gpu) -> str | None:
     if out_dtype not in (dtype, "float32"):
         return f"out_dtype {out_dtype} is neither the inputs' {dtype} nor float32: cast the result, or use backend='xla'"
     return None
+
+
+def supports_sizes(problem: Any, names: tuple[str, ...]) -> str | None:
+    """Why there is nothing to compute, or more than a kernel can count, along the dimensions of a problem, or None."""
+    for name in names:
+        size = getattr(problem, name)
+        if type(size) is not int:
+            return f"{name}={size} is not known when the program is traced"
+        if size < 1:
+            return f"a dimension of {problem} is zero: there is nothing to compute"
+        if size > MAX_SIZE:
+            return f"{name}={size} is more than {MAX_SIZE}, which the kernels count in 32 bits: split it, or use backend='xla'"
+    return None
+
+
+def first_of(configs: Sequence[Any], problem: Any, gpu: Gpu) -> Any:
+    """The first config that an op has for a problem; ValueError where there is none."""
+    if not configs:
+        raise ValueError(f"no config that the ops know of runs {problem} on {gpu.name}: use backend='xla'")
+    return configs[0]
 
 
 def supports_rows(rows: dict[str, tuple[str, int, int]]) -> str | None:

@@ -27,12 +27,14 @@ class Baseline:
     arrays: Callable[..., tuple] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
     """Everything the dispatcher, the tuner, the benchmarks and the contract tests need to know of one op.
 
     `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. A Config has no default values.
-    All functions are pure; none touches a GPU except `run` and `reference`.
+    All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of another
+    type, negative) raises ValueError when it is made. Of any that can be made, `supports`, `check` and `distance` answer, and
+    `default` and `cost` raise ValueError where `supports` has a reason and they have no answer.
     """
 
     name: str

@@ -12,8 +12,9 @@
 In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
 a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
 
-In 2 and 3 an entry that fails the op's `check` or is for another kernel version is passed over, and
-a file that cannot be read is passed over with one warning.
+In 2 and 3 an entry is passed over whose problem no call could have, which fails the op's `check`, is for another kernel
+version, or was slower than the default when it was measured (`database.judge`); with one warning, where it is broken, as is a
+file that cannot be read.
 
 This happens while JAX traces. `use_configs` is part of jit's trace key; a file or an environment
 variable that changes later does not retrace a function that is already traced.
@@ -41,7 +42,8 @@ from mgpu_ops.core.database import (
     Entry,
     Evidence,
     decode,
-    fit,
+    judge,
+    key_of_fields,
     read_bytes,
     stale_kernel,
     title,
@@ -133,12 +135,14 @@ class _Query(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """An entry in the op's own types; problem and config are None for another kernel version's."""
+    """An entry in the op's own types; problem and config are None for one that is broken or of another kernel version."""
 
     path: Path
     entry: Entry
     problem: Any
     config: Any
+    fault: str | None  # why it is not used unless somebody names its file
+    key: tuple[Any, ...]  # of its problem
 
 
 _logged: set[tuple[Any, ...]] = set()
@@ -226,13 +230,13 @@ def _environment(query: _Query) -> Resolution | None:
 def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | None:
     """The answer of a file named explicitly; raises if it is for another kernel version only."""
     fields = dataclasses.asdict(query.problem)
-    rows = _rows(query.spec, query.gpu.key, path, data)
-    matches = [row for row in rows if row.entry.problem == fields]
+    rows = _rows(query.spec, query.gpu, path, data)
+    matches = [row for row in rows if row.key == key_of_fields(fields)]
     if not matches:
         return None
     row = min(matches, key=lambda r: (r.config is None, r.entry.evidence.kind == "modelled"))
     if row.config is None:
-        raise DatabaseError(path, f"{fields}: {stale_kernel(row.entry, query.spec)}: tune again")
+        raise DatabaseError(path, f"{fields}: {row.fault}")
     return Resolution(row.config, source, path, row.entry)
 
 
@@ -250,21 +254,21 @@ def _require(query: _Query, found: Resolution) -> None:
 def _stored(query: _Query) -> Resolution:
     """The best entry of the user's, the shipped and the family's files that can run, or the default."""
     spec, problem, gpu, _ = query
-    fields = dataclasses.asdict(problem)
+    key = key_of_fields(dataclasses.asdict(problem))
     ranked = []
-    for level, (source, gpu_key, path) in enumerate(_stored_paths(gpu, spec.name)):
-        for row in _stored_rows(query, source, gpu_key, path):
+    for level, (source, owner, path) in enumerate(_stored_paths(gpu, spec.name)):
+        for row in _stored_rows(query, source, owner, path):
             modelled = row.entry.evidence.kind == "modelled"
-            if row.entry.problem == fields:
+            if row.key == key:
                 ranked.append(((False, modelled, 0.0, level), source, row))
-            elif row.problem is not None:
+            elif row.fault is None:
                 distance = spec.distance(problem, row.problem)
                 if distance is not None:
                     ranked.append(((True, modelled, distance, level), "near", row))
 
     failed, nearest = 0, None
     for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
-        reason = stale_kernel(row.entry, spec) or spec.check(problem, row.config, gpu)
+        reason = row.fault or spec.check(problem, row.config, gpu)
         if reason is None and near:
             nearest, reason = nearest or row.entry, _behind(query, row)
         if reason is None:
@@ -276,10 +280,10 @@ def _stored(query: _Query) -> Resolution:
     return Resolution(spec.default(problem, gpu), "default", nearest=nearest)
 
 
-def _stored_rows(query: _Query, source: str, gpu_key: str, path: Path) -> tuple[_Row, ...]:
-    """The rows of a file that nobody named: it may be missing, and if it is broken one warns."""
+def _stored_rows(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[_Row, ...]:
+    """The rows of `owner`'s file, that nobody named: it may be missing, and if it or an entry is broken one warns."""
     try:
-        rows = _rows(query.spec, gpu_key, path, read_bytes(path))
+        rows = _rows(query.spec, owner, path, read_bytes(path))
     except DatabaseError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             query.note(source, f"passed over: {error}")
@@ -287,8 +291,13 @@ def _stored_rows(query: _Query, source: str, gpu_key: str, path: Path) -> tuple[
         elif source != "family":
             query.note(source, f"{path}: no such file")
         return ()
-    fields = dataclasses.asdict(query.problem)
-    kinds = [row.entry.evidence.kind for row in rows if row.entry.problem == fields]
+    broken = [row for row in rows if row.problem is None and stale_kernel(row.entry, query.spec) is None]
+    if broken:
+        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        what = f"{path}: {title(broken[0].entry)}: {broken[0].fault}"
+        _warn_once(f"{what}. mgpu_ops goes on without this entry{others}: see `mgpu-tune validate`.")
+    key = key_of_fields(dataclasses.asdict(query.problem))
+    kinds = [row.entry.evidence.kind for row in rows if row.key == key]
     what = f"{path}: {len(rows)} entries, {' and '.join(kinds) or 'none'} for this problem"
     query.note(source, what)
     return rows
@@ -300,22 +309,11 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def _rows(spec: OpSpec, gpu_key: str, path: Path, data: bytes) -> tuple[_Row, ...]:
-    return _parsed(data, path, gpu_key, spec.name, spec.version, spec.Problem, spec.Config)
-
-
 # Keyed by content: a changed file is always noticed, and a trace costs one read and one hash.
 @functools.lru_cache(maxsize=64)
-def _parsed(data: bytes, path: Path, gpu_key: str, op: str, version: int, problem: type, config: type) -> tuple[_Row, ...]:
-    def row(entry: Entry) -> _Row:
-        if entry.evidence.kernel_version != version:  # its fields may have been others
-            return _Row(path, entry, None, None)
-        try:
-            return _Row(path, entry, fit(problem, entry.problem), fit(config, entry.config))
-        except ValueError as error:
-            raise DatabaseError(path, str(error)) from None
-
-    return tuple(map(row, decode(data, path=path, gpu_key=gpu_key, op=op).entries))
+def _rows(spec: OpSpec, gpu: Gpu, path: Path, data: bytes) -> tuple[_Row, ...]:
+    entries = decode(data, path=path, gpu_key=gpu.key, op=spec.name).entries
+    return tuple(_Row(path, entry, *judge(entry, gpu, spec), key_of_fields(entry.problem)) for entry in entries)
 
 
 # --- files
@@ -333,13 +331,13 @@ def _environment_paths(gpu_key: str, op: str) -> Iterator[Path]:
             yield inside
 
 
-def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, str, Path]]:
-    """(source, GPU's key, path) of every file that may hold a config, in order of precedence."""
-    yield "user", gpu.key, database.user_path(gpu.key, op)
-    yield "shipped", gpu.key, database.shipped_path(gpu.key, op)
+def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
+    """(source, GPU, path) of every file that may hold a config, in order of precedence."""
+    yield "user", gpu, database.user_path(gpu.key, op)
+    yield "shipped", gpu, database.shipped_path(gpu.key, op)
     for other in family(gpu):
-        yield "family", other.key, database.user_path(other.key, op)
-        yield "family", other.key, database.shipped_path(other.key, op)
+        yield "family", other, database.user_path(other.key, op)
+        yield "family", other, database.shipped_path(other.key, op)
 
 
 def _behind(query: _Query, row: _Row) -> str | None:

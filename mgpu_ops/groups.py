@@ -23,7 +23,7 @@ from jax import lax
 from mgpu_ops import integers, models
 from mgpu_ops.core import rates, smem
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, warpgroup_tile
+from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, supports_sizes, warpgroup_tile
 
 # --- Sizes ----------------------------------------------------------------------------------------------------------
 
@@ -231,8 +231,9 @@ def supports(p: Any, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
         return reason
     if p.spread not in SPREADS:
         return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
-    if min(p.m, p.n, p.k, p.groups) < 1:
-        return f"a dimension of {p} is zero: there is nothing to multiply"
+    reason = supports_sizes(p, ("m", "n", "k", "groups"))
+    if reason is not None:
+        return reason
     if p.m > MAX_ROWS:
         return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
     return supports_rows({"lhs": ("k", p.k, 2), "rhs": (*rhs_row, 2), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
@@ -370,6 +371,12 @@ def candidates(pieces: Callable[[int], Sequence[tuple[int, int]]], legal: Callab
     return list(dict.fromkeys(found))
 
 
+def require_rows(p: Any) -> None:
+    """Raises ValueError for a problem that has no time, as it has no rows, columns or groups."""
+    if min(p.m, p.n, p.k, p.groups) < 1:
+        raise ValueError(f"a dimension of {p} is zero: there is nothing to compute")
+
+
 def pieces(spread: str, rows: int, groups: int, size: int) -> float:
     """How many pieces of `size` rows the groups are cut into, as expected from how they are spread."""
     used = min(rows, max(1, groups // 2) if spread == "sparse" else groups)
@@ -417,9 +424,9 @@ def distance(x: Any, y: Any, other: float = 0.0) -> float | None:
 
     `other` is what an op adds for fields of its own.
     """
-    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype):
-        return None
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
+        return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.25 * (x.spread != y.spread) + other
     return near if near <= 4.0 else None

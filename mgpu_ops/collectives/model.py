@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
-from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule
+from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule, supports
 from mgpu_ops.core import collective, rates
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.exchange import ROW_BYTES, ROWS_AT_ONCE
@@ -33,6 +33,13 @@ CHUNKS: Final = (2048, 4096, 8192, 16384, 32768, 65536)
 STAGES: Final = (2, 3, 4, 6, 8)
 
 
+def _require(kind: Kind, problem: Problem, gpu: Gpu) -> None:
+    """Raises ValueError where `supports` has a reason."""
+    reason = supports(kind, problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of {kind} fits {problem} on {gpu.name}: {reason}")
+
+
 def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices of each field of Config."""
     transport: Any = problem.transport
@@ -47,6 +54,7 @@ def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled seconds of a call."""
     p, c = problem, config
+    _require(kind, p, gpu)
     size = payload_bytes(p)
     memory = rates.HBM * gpu.memory_bytes_per_s
     if c.algorithm == XLA:
@@ -82,7 +90,11 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
-    """The fastest by the model of each algorithm, one in small pieces, then XLA: all that pass `check`."""
+    """The fastest by the model of each algorithm, one in small pieces, then XLA: all that pass `check`.
+
+    Raises ValueError where `supports` has a reason.
+    """
+    _require(kind, problem, gpu)
     return list(_candidates(kind, problem, gpu))
 
 
@@ -101,5 +113,9 @@ def _candidates(kind: Kind, problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 
 def default(kind: Kind, problem: Problem, gpu: Gpu) -> Config:
-    """What runs where the kernel is asked for and nothing is tuned: never XLA, unless nothing else can."""
+    """What runs where the kernel is asked for and nothing is tuned: never XLA, unless nothing else can.
+
+    Raises ValueError where `supports` has a reason.
+    """
+    _require(kind, problem, gpu)
     return _candidates(kind, problem, gpu)[0]

@@ -18,6 +18,7 @@ from mgpu_ops.core import collective, exchange
 from mgpu_ops.core.collective import Kind, Schedule, Transport
 from mgpu_ops.core.exchange import ROW_BYTES, Axes, Exchange
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_fields
 
 KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES: Final = ("bfloat16", "float16", "float32", "int32", "uint32")
@@ -42,6 +43,9 @@ class Problem:
     dtype: str = "bfloat16"
     reduction: str = "add"
     transport: str = "peer"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -132,6 +136,9 @@ def exchange_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> Exc
 
 def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
+    reason = supports(kind, problem, gpu)
+    if reason is not None:
+        return reason
     p, c = problem, config
     transport: Any = p.transport
     known = (*collective.algorithms(kind, transport), XLA)
@@ -191,7 +198,7 @@ def tolerance(problem: Problem) -> float:
 
 def distance(a: Problem, b: Problem) -> float | None:
     """In octaves of the payload. A config carries over within a factor of four, between the same devices and transport."""
-    if (a.devices, a.transport) != (b.devices, b.transport):
+    if (a.devices, a.transport) != (b.devices, b.transport) or not {a.dtype, b.dtype} <= {*DTYPES}:
         return None
     sizes = sorted(map(payload_bytes, (a, b)))
     if sizes[0] == 0 or sizes[1] > 4 * sizes[0]:

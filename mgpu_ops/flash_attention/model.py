@@ -18,6 +18,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.flash_attention import reference
 from mgpu_ops.flash_attention.problem import (
+    HEAD_DIMS,
     ROWS,
     BackwardConfig,
     BackwardProblem,
@@ -137,6 +138,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     keys and values; and of a load's latency over the steps in flight.
     """
     p, c = problem, config
+    _require(supports(p, gpu))
     rows, d = ROWS * c.compute_warpgroups, padded(p.head_dim)
     scores = rows * c.tile_kv
     products = 4 * scores * d / _rate(gpu)
@@ -159,6 +161,9 @@ def distance(x: Problem, y: Problem) -> float | None:
     None where it does not carry over: another head dim as the kernels pad it, a bias in one only, and of gradients one kind of
     sum in one and another in the other.
     """
+    sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
+    if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:
+        return None
     kinds = [(padded(p.head_dim), p.bias != "none", _gradient_kind(p)) for p in (x, y)]
     if kinds[0] != kinds[1]:
         return None
@@ -225,6 +230,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     added to global memory in float32. Split: four products in such blocks, and three more in blocks that keep rows.
     """
     p, c = problem, config
+    _require(supports_backward(p, gpu))
     group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
     d = padded(p.head_dim)
     dq = 4 * c.tile_q * d  # bytes
@@ -254,6 +260,12 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, products: int, moved: 
 
 
 # --- What both share ------------------------------------------------------------------------------------------------
+
+
+def _require(reason: str | None) -> None:
+    """Raises ValueError where `supports` has a reason: tokens that no kernel takes would be counted for hours."""
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def _rate(gpu: Gpu) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mgpu_ops.core import smem
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, supports_dtypes
+from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
 from mgpu_ops.models import MODELS
 
 # --- What is computed -------------------------------------------------------------------------------
@@ -41,6 +41,9 @@ class Problem:
     segments: bool = False
     bias: str = "none"
     soft_cap: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"window_left": -1, "window_right": -1})
 
     @property
     def left(self) -> int | None:
@@ -143,6 +146,7 @@ PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
 HEAD_DIMS = (64, 128, 256)
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
+MAX_WINDOW = 2**30  # keys: beyond, and with an offset added, they are no longer counted in 32 bits
 BIASES = ("none", "bfloat16", "float16", "float32")
 
 
@@ -154,8 +158,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if p.head_dim > HEAD_DIMS[-1]:
         return f"head_dim={p.head_dim} is more than {HEAD_DIMS[-1]}: use backend='xla'"
-    if min(p.batch, p.q_tokens, p.kv_tokens, p.q_heads, p.kv_heads, p.head_dim) < 1:
-        return f"a dimension of {p} is zero: there is nothing to attend to"
+    reason = supports_sizes(p, ("batch", "q_tokens", "kv_tokens", "q_heads", "kv_heads", "head_dim"))
+    if reason is not None:
+        return reason
     if p.q_heads % p.kv_heads:
         return f"q_heads={p.q_heads} is no multiple of kv_heads={p.kv_heads}: repeat the keys and values"
     if p.align not in ("bottom_right", "top_left"):
@@ -165,11 +170,18 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), p.kv_tokens)
     if rows > MAX_ROWS:
         return f"{rows} rows are more than {MAX_ROWS}: split the batch, or use backend='xla'"
+    if p.batch * p.q_heads * -(-p.q_tokens // ROWS) > MAX_SIZE:
+        return f"{p.batch * p.q_heads} heads of {p.q_tokens} rows are more than the kernels count in 32 bits: split the batch"
+    if max(p.window_left, p.window_right) > MAX_WINDOW:
+        return f"a window of {max(p.window_left, p.window_right)} keys is more than {MAX_WINDOW}: leave it out"
     return None
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why the forward kernel cannot run `problem` with `config` on `gpu`, or None. Kernel, tuner and tests all ask here."""
+    reason = supports(problem, gpu)
+    if reason is not None:
+        return reason
     p, c = problem, config
     if c.compute_warpgroups not in (1, 2, 3):
         return f"compute_warpgroups={c.compute_warpgroups} is not 1, 2 or 3"
@@ -202,6 +214,9 @@ def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
 
 def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> str | None:
     """Why the backward kernels cannot run `problem` with `config` on `gpu`, or None."""
+    reason = supports_backward(problem, gpu)
+    if reason is not None:
+        return reason
     p, c = problem, config
     wide = padded(p.head_dim) > 128
     if c.mode not in ("fused", "split"):

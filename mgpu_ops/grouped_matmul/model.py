@@ -6,7 +6,7 @@ import math
 
 from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.grouped_matmul.problem import Problem, bytes_moved, check, supports
 from mgpu_ops.groups import Config
 
@@ -14,6 +14,7 @@ from mgpu_ops.groups import Config
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `groups.cost` of the tiles of all groups, the last of each on average half empty."""
     p, c = problem, config
+    groups.require_rows(p)
     rows = groups.pieces(p.spread, p.m, p.groups, c.tile_m)
     tiles = rows * math.ceil(p.n / c.tile_n)
     return groups.cost(c, tiles, math.ceil(p.k / c.tile_k), itemsize_of(p.out_dtype), bytes_moved(p), gpu)
@@ -30,8 +31,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
-    """The first of the `candidates`."""
-    return candidates(problem, gpu)[0]
+    """The first of the `candidates`. Raises ValueError where there is none."""
+    return first_of(candidates(problem, gpu), problem, gpu)
 
 
 def distance(x: Problem, y: Problem) -> float | None:

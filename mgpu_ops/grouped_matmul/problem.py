@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, warpgroup_tile
+from mgpu_ops.core.limits import check_fields, itemsize_of, warpgroup_tile
 from mgpu_ops.groups import DECODING, MODELS, PANEL, TRAINING, Config, check_smem, check_tiles, draw_sizes, layer_problem
 
 # --- What is computed -------------------------------------------------------------------------------
@@ -36,6 +36,9 @@ class Problem:
     bias: bool = False
     activation: str = "none"
     spread: str = "random"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 _TRAINING = {"-".join(map(str, case)): layer_problem(Problem, *case) for case in TRAINING}
@@ -69,7 +72,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
-    reason = check_tiles(c, itemsize_of(p.out_dtype), gpu)
+    reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu)
     if reason is not None:
         return reason
     _, wg_n = warpgroup_tile(c)

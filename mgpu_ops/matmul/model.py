@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, warpgroup_tile
+from mgpu_ops.core.limits import first_of, itemsize_of, warpgroup_tile
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
@@ -122,8 +123,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
-    """The first of the `candidates`."""
-    return candidates(problem, gpu)[0]
+    """The first of the `candidates`. Raises ValueError where there is none."""
+    return first_of(candidates(problem, gpu), problem, gpu)
 
 
 def distance(x: Problem, y: Problem) -> float | None:
@@ -131,9 +132,9 @@ def distance(x: Problem, y: Problem) -> float | None:
 
     A tenfold batch of tokens changes the best tile; 16-bit dtypes and layouts tile alike but are told apart by a small step.
     """
-    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype):
-        return None
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
+        return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.5 * (x.layout != y.layout)
     return near if near <= 4.0 else None

@@ -12,7 +12,15 @@ import jax
 
 from mgpu_ops.core import smem
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, warpgroup_tile
+from mgpu_ops.core.limits import (
+    MAX_SIZE,
+    check_fields,
+    itemsize_of,
+    supports_dtypes,
+    supports_rows,
+    supports_sizes,
+    warpgroup_tile,
+)
 from mgpu_ops.models import MODELS
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
@@ -31,6 +39,9 @@ class Problem:
     out_dtype: str = "bfloat16"
     layout: str = "nn"
     batch: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -89,6 +100,7 @@ SUITES: dict[str, Sequence[str]] = {
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 EPILOGUE_ROWS = 64  # one wgmma writes 64 rows
+LAYOUTS = ("nn", "nt", "tn", "tt")
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -96,8 +108,14 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     reason = supports_dtypes(problem.dtype, problem.out_dtype, gpu)
     if reason is not None:
         return reason
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        return f"a dimension of {problem} is zero: there is nothing to multiply"
+    if problem.layout not in LAYOUTS:
+        return f"layout {problem.layout!r} is not one of {', '.join(LAYOUTS)}"
+    reason = supports_sizes(problem, ("m", "n", "k", "batch"))
+    if reason is not None:
+        return reason
+    tiles = problem.batch * math.ceil(problem.m / EPILOGUE_ROWS) * math.ceil(problem.n / EPILOGUE_ROWS)
+    if tiles > MAX_SIZE:
+        return f"{tiles} tiles of {EPILOGUE_ROWS} x {EPILOGUE_ROWS} are more than {MAX_SIZE}: split the batch"
     a_t, b_t = transposed(problem)
     rows = {  # what holds the row -> (the dimension along it, its length, bytes per element)
         "a": ("m" if a_t else "k", problem.m if a_t else problem.k, 2),
@@ -109,6 +127,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
+    reason = supports(problem, gpu)
+    if reason is not None:
+        return reason
     c = config
     choices = {
         "compute_warpgroups": (1, 2),
@@ -164,7 +185,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 
 def transposed(problem: Problem) -> tuple[bool, bool]:
-    return problem.layout[0] == "t", problem.layout[1] == "t"
+    return problem.layout[:1] == "t", problem.layout[1:] == "t"
 
 
 def partial_problem(p: Problem, c: Config) -> Problem:

@@ -6,7 +6,7 @@ import math
 
 from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.groups import Config
 from mgpu_ops.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
@@ -16,6 +16,7 @@ _NARROW = 0.82  # of the rate is left where both operands are read transposed an
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `groups.cost` of the tiles of all groups, each as many steps as an average group takes."""
     p, c = problem, config
+    groups.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
     steps = groups.pieces(p.spread, p.m, p.groups, c.tile_k) / p.groups
     return groups.cost(c, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu, narrow=_NARROW)
@@ -33,5 +34,5 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
-    """The first of the `candidates`."""
-    return candidates(problem, gpu)[0]
+    """The first of the `candidates`. Raises ValueError where there is none."""
+    return first_of(candidates(problem, gpu), problem, gpu)

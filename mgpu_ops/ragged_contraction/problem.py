@@ -10,7 +10,7 @@ import jax
 
 from mgpu_ops import groups
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, warpgroup_tile
+from mgpu_ops.core.limits import check_fields, itemsize_of, warpgroup_tile
 from mgpu_ops.groups import MODELS, PANEL, TRAINING, Config, check_smem, check_tiles, draw_sizes, layer_problem
 
 
@@ -29,6 +29,9 @@ class Problem:
     out_dtype: str = "bfloat16"
     spread: str = "random"
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 # The gradients of the weights in grouped_matmul's training problems.
 SHAPES = {"-".join(map(str, case)) + "-drhs": layer_problem(Problem, *case) for case in TRAINING}
@@ -46,7 +49,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
-    reason = check_tiles(c, itemsize_of(p.out_dtype), gpu)
+    reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu)
     if reason is not None:
         return reason
     for field, width, name, length in zip(("tile_m", "tile_n"), warpgroup_tile(c), "kn", (p.k, p.n), strict=True):

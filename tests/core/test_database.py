@@ -8,6 +8,8 @@ import logging
 import math
 import os
 import pickle
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,10 @@ quiet = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 class Problem:
     m: int
 
+    def __post_init__(self) -> None:
+        if self.m < 0:
+            raise ValueError(f"m={self.m} must be at least 0")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -58,7 +64,7 @@ SPEC = OpSpec(
     shapes={},
     suites={},
     space=lambda problem, gpu: {"tile": (1, 2, 4)},
-    supports=lambda problem, gpu: None,
+    supports=lambda problem, gpu: None if problem.m else "m=0: there is nothing to scale",
     check=check,
     candidates=lambda problem, gpu: [Config(1)],
     default=lambda problem, gpu: Config(1),
@@ -69,7 +75,7 @@ SPEC = OpSpec(
     inputs=lambda problem, key: (),
     run=lambda problem, config, gpu, *inputs, interpret=False: None,
     reference=lambda problem, *inputs: None,
-    tolerance=lambda problem: 0.0,
+    tolerance=lambda problem: 0.01,
 )
 
 
@@ -104,7 +110,10 @@ def file(*entries: Entry, **changes) -> File:
 
 
 def write(path: Path, *entries: Entry, gpu_key=GPU.key) -> Path:
-    database.update(path, entries, gpu_key=gpu_key, op="scale")
+    """Entries of the H200's are told to be of that GPU's."""
+    name = find(gpu_key).name
+    own = [msgspec.structs.replace(e, evidence=msgspec.structs.replace(e.evidence, gpu=name)) for e in entries]
+    database.update(path, entries if gpu_key == GPU.key else own, gpu_key=gpu_key, op="scale")
     return path
 
 
@@ -279,6 +288,52 @@ def test_a_missing_file_is_named():
         database.read("no/such.json")
 
 
+def special(kind: str, path: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(kind)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "/dev/zero", "/dev/tty"])
+def test_what_is_no_regular_file_is_refused_at_once(kind, monkeypatch):
+    """Reading a pipe waits for a writer, reading /dev/zero for ever."""
+    monkeypatch.chdir(user().parents[2])  # the name of a socket is short
+    user().parent.mkdir(parents=True)
+    special(kind, Path(os.path.relpath(user())))
+    with pytest.raises(DatabaseError, match="cannot be read .it is no regular file.: name a readable file"):
+        database.read(user())
+    with pytest.warns(UserWarning, match="goes on without this file"):
+        assert resolve().source == "default"
+    with pytest.raises(DatabaseError, match="cannot be read"):
+        write(user(), entry())
+
+
+def test_a_file_of_more_bytes_than_any_database_has_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "MAX_BYTES", len(GOOD))
+    path = tmp_path / "scale.json"
+    path.write_bytes(GOOD)
+    assert len(database.read(path).entries) == 2
+    path.write_bytes(GOOD + b" ")
+    with pytest.raises(DatabaseError, match=f"it has more than {len(GOOD)} bytes"):
+        database.read(path)
+
+
+@pytest.mark.parametrize("name", [GPU.name, "H200", "nvidia h200"])
+def test_a_file_that_has_another_name_of_its_gpu_is_read_and_written_back_under_its_key(name):
+    user().parent.mkdir(parents=True)
+    user().write_bytes(changed(gpu=name))
+    assert database.read(user(), gpu_key=GPU.key).gpu == database.read(user(), gpu_key=name).gpu == GPU.key
+    assert resolve().source == "user"
+    assert database.update(user(), [], gpu_key=name, op="scale").gpu == GPU.key
+    assert b'"gpu":"h200","op"' in user().read_bytes()
+
+
 def test_a_database_error_survives_pickling():
     error = pickle.loads(pickle.dumps(DatabaseError("a/b.json", "is odd")))
     assert (str(error), error.path, error.reason) == (
@@ -348,6 +403,38 @@ def test_update_returns_what_it_wrote_and_leaves_no_temporary_file(tmp_path):
     stored = database.update(path, [entry()], gpu_key=GPU.key, op="scale")
     assert stored == database.read(path) == file(entry())
     assert sorted(p.name for p in tmp_path.iterdir()) == [".scale.json.lock", "scale.json"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_update_keeps_who_may_read_a_file(mode, tmp_path):
+    path = write(tmp_path / "scale.json", entry(m=1))
+    path.chmod(mode)
+    write(path, entry(m=2))
+    assert len(database.read(path).entries) == 2
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_new_file_has_the_mode_that_new_files_have(tmp_path):
+    (tmp_path / "other").touch()
+    assert write(tmp_path / "scale.json", entry()).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_an_owner_or_a_group_that_cannot_be_kept_costs_no_update_and_gives_no_right_to_another_group(tmp_path, monkeypatch):
+    path = write(tmp_path / "scale.json", entry(m=1))
+    path.chmod(0o664)
+    real = os.fstat
+
+    def of_others(file):
+        return os.stat_result((*real(file)[:4], path.stat().st_uid + 1, path.stat().st_gid + 1, *real(file)[6:]))
+
+    def refuse(*args):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fstat", of_others)
+    monkeypatch.setattr(os, "fchown", refuse)
+    write(path, entry(m=2))
+    assert len(database.read(path).entries) == 2
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
 
 
 def test_update_through_a_link_keeps_the_link(tmp_path):
@@ -552,8 +639,6 @@ def test_an_entry_of_another_kernel_version_is_passed_over_even_if_its_fields_we
         b"{",
         changed(schema=2),
         changed(gpu="h20"),
-        changed(config={"tile": "8"}),
-        changed(config={}),
     ],
 )
 def test_a_broken_user_file_warns_once_and_the_call_goes_on(data):
@@ -565,6 +650,65 @@ def test_a_broken_user_file_warns_once_and_the_call_goes_on(data):
     assert str(user()) in str(caught[0].message)
     assert resolve(65).config == Config(5)  # and no second warning, which would be an error
     assert user().read_bytes() == data
+
+
+BROKEN = {  # entries as fields that `changed` takes, and what is wrong with them
+    "another type": ({"config": {"tile": "8"}}, "Expected `int`, got `str`"),
+    "no field": ({"config": {}}, r"lacks ['tile']"),
+    "a bool": ({"problem": {"m": True}}, "Expected `int`, got `bool`"),
+    "negative": ({"problem": {"m": -1}}, "m=-1 must be at least 0"),
+    "what no call has": ({"problem": {"m": 0}}, "m=0: there is nothing to scale"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_entry_is_passed_over_with_one_warning_and_named_by_validate_and_the_others_count(changes, reason):
+    """`distance` of this op divides by m: no problem reaches it that no call could have."""
+    user().parent.mkdir(parents=True)
+    user().write_bytes(changed(**changes))
+    with pytest.warns(UserWarning, match="goes on without this entry: see `mgpu-tune validate`") as caught:
+        assert (resolve(128).source, resolve(128).config) == ("user", Config(8))
+    assert reason in str(caught[0].message)
+    assert str(user()) in str(caught[0].message)
+    assert resolve(130).source == "near"  # and no second warning, which would be an error
+    (fault,) = database.validate(user(), SPEC)
+    assert reason in fault
+
+
+@pytest.mark.parametrize("changes", [changes for changes, _ in BROKEN.values()], ids=BROKEN)
+def test_a_broken_entry_of_a_file_that_is_named_does_not_stop_another_problem(changes, tmp_path, monkeypatch):
+    path = tmp_path / "scale.json"
+    path.write_bytes(changed(**changes))
+    monkeypatch.setenv("MGPU_OPS_CONFIG_PATH", str(path))
+    assert resolve(128).source == "environment"
+    monkeypatch.delenv("MGPU_OPS_CONFIG_PATH")
+    with resolution.use_configs(path):
+        assert resolve(128).source == "override"
+
+
+def test_an_entry_slower_than_the_default_in_its_own_run_is_passed_over_and_named_by_validate():
+    write(user(), entry(tile=4, median_us=10.1, default_us=10.0), entry(m=128, tile=4, default_us=11.0))
+    assert (resolve().source, resolve().config) == ("near", Config(4))
+    assert any("10.1 us are more than the 10 us of the default config" in what for _, what in resolve().tried)
+    (fault,) = database.validate(user(), SPEC)
+    assert "{'m': 64}: 10.1 us are more than the 10 us of the default config in the same run: tune again" in fault
+
+
+@given(st.lists(st.floats(0, 0.05), min_size=1, max_size=4))
+@quiet
+def test_validate_names_exactly_the_entries_whose_error_is_above_the_tolerance(errors):
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [entry(m=64 + i, error=error, date=database.ERRORS_SINCE) for i, error in enumerate(errors)]
+        faults = database.validate(write(Path(folder, "scale.json"), entry(m=8, error=None), *rows), SPEC)
+    named = [m for m in range(64, 68) if any(f"{{'m': {m}}}" in fault for fault in faults)]
+    assert named == [64 + i for i, error in enumerate(errors) if error > 0.01]
+    assert len(faults) == len(named)
+    assert all("is above 0.01, the tolerance of scale: tune again" in fault for fault in faults)
+
+
+def test_an_error_over_another_rms_is_held_against_no_entry():
+    path = write(user(), entry(error=0.05, date="2026-11-21"))
+    assert database.validate(path, SPEC) == []
 
 
 def test_what_a_user_names_explicitly_raises_if_it_cannot_be_used(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -230,6 +231,62 @@ def test_space_holds_many_configs_that_run(spec, shape):
     space = spec.space(problem, H200)
     drawn = [spec.Config(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(500)]
     assert sum(spec.check(problem, config, H200) is None for config in drawn) >= 5
+
+
+# --- problems that no call has
+
+NONSENSE = (0, -1, 2**31, 2**62, "x", "float7", True, None, 1.5)
+SOUND = {  # what of it a field may well hold
+    "size": (2**31,),  # 4 GiB of bfloat16
+    "window_left": (0, -1),
+    "window_right": (0, -1),
+    "causal": (True,),
+    "lengths": (True,),
+    "segments": (True,),
+    "soft_cap": (True,),
+    "deterministic": (True,),
+    "bias_grad": (True,),
+}
+
+
+def nonsensical(spec: Any) -> list[tuple[str, Any]]:
+    """A field and a value that no call gives it; what of `bias` is sound is so in grouped_matmul, where it is a bool."""
+    kinds = get_type_hints(spec.Problem)
+    sound = SOUND | ({"bias": (True,)} if kinds.get("bias") is bool else {})
+    return [
+        (f, v) for f in kinds for v in NONSENSE if not any(v is s or (v == s and type(v) is type(s)) for s in sound.get(f, ()))
+    ]
+
+
+NONSENSICAL = [(spec, f, v) for spec in SPECS.values() for f, v in nonsensical(spec)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "value"), NONSENSICAL, ids=[f"{spec.name}-{field}={value!r}" for spec, field, value in NONSENSICAL]
+)
+def test_a_nonsensical_problem_is_refused_and_stops_nothing(spec, field, value):
+    """A database may hold one: what is asked of it answers, or raises ValueError, at once."""
+    sound = spec.shapes[next(iter(spec.shapes))]
+    config = spec.default(sound, H200)
+    try:
+        problem = dataclasses.replace(sound, **{field: value})
+    except ValueError:
+        return  # which names them: below
+    reason = spec.supports(problem, H200)
+    assert isinstance(reason, str), f"{problem}"
+    assert reason
+    assert isinstance(spec.check(problem, config, H200), str)
+    for there, back in ((sound, problem), (problem, sound), (problem, problem)):
+        assert spec.distance(there, back) is None or spec.distance(there, back) >= 0
+    for ask in (lambda: spec.cost(problem, config, H200), lambda: spec.default(problem, H200)):
+        with contextlib.suppress(ValueError):
+            ask()
+
+
+@pytest.mark.parametrize(("value", "rule"), [(-1, "must be at least 0"), ("x", "must be of type int, not str"), (True, "not bool")])
+def test_a_problem_that_cannot_be_made_names_the_field_the_value_and_the_rule(value, rule):
+    with pytest.raises(ValueError, match=f"n={value!r} of Problem .*{rule}"):
+        MatmulProblem(64, value, 64)
 
 
 # --- matmul: any size

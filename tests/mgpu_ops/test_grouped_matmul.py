@@ -654,7 +654,7 @@ WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
         (P(64, 64, 64, 2, layout="tn"), "layout 'tn' is neither 'nn' nor 'nt'"),
         (P(64, 64, 64, 2, activation="tanh"), "activation 'tanh' is not one of none, relu, silu, gelu"),
         (P(64, 64, 64, 2, spread="wide"), "spread 'wide' is not one of even, random, skewed, sparse"),
-        (P(0, 64, 64, 2), "a dimension of .*m=0.* is zero: there is nothing to multiply"),
+        (P(0, 64, 64, 2), "a dimension of .*m=0.* is zero: there is nothing to compute"),
         (P(64, 64, 64, 0), "a dimension of .*groups=0.* is zero"),
         (P(64, 64, 60, 2), "k=60 needs 16-byte rows of lhs .*: pad to 64 or pass backend='xla'"),
         (P(64, 60, 64, 2), "n=60 needs 16-byte rows of rhs .*: pad to 64 or pass backend='xla'"),

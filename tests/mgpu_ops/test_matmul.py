@@ -672,7 +672,7 @@ X = jax.ShapeDtypeStruct
             X((8, 8), BF16),
             {"backend": "interpret"},
             ValueError,
-            "m=0.*zero: there is nothing to multiply",
+            "m=0.*zero: there is nothing to compute",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_one_problem_that_stands_twice_counts_together(tmp_path: Path) -> None:
         (text(problems=[SMALL | {"count": 0}]), "count"),
         (text(problems=[SMALL | {"problem": {"m": 512, "n": 512}}]), "`k`"),
         (text(problems=[SMALL | {"problem": {"m": 512, "n": 512, "k": 512, "z": 1}}]), "matmul problems have no z"),
-        (text(problems=[SMALL | {"problem": {"m": 512, "n": -8, "k": 512}}]), "n=-8 of matmul must be at least 1"),
+        (text(problems=[SMALL | {"problem": {"m": 512, "n": -8, "k": 512}}]), "n=-8 of Problem must be at least 0"),
         (text(problems=[SMALL | {"problem": {"m": "512", "n": 512, "k": 512}}]), "Expected `int`"),
     ],
 )

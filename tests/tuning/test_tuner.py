@@ -368,6 +368,16 @@ def test_a_near_tie_goes_to_what_the_database_holds_so_that_reruns_agree() -> No
     assert stored_config(tune(FakeDevice(lambda c: 101.0 if c == held else slope(c)), trials=100)) == OPTIMUM
 
 
+def test_what_the_database_holds_is_not_stored_again_as_slower_than_the_default() -> None:
+    """Such an entry would be passed over, and the near tie decides between candidates only."""
+    held = dataclasses.replace(OPTIMUM, d=32)
+    store(1024, held, kind="measured")
+    entry = tune(FakeDevice(lambda c: {held: 90.1, DEFAULT: 90.0}.get(c, slope(c))), trials=100).entry
+    assert entry is not None
+    assert database.to_config(SPEC, entry.config) == DEFAULT
+    assert entry.evidence.median_us == entry.evidence.default_us == 90.0
+
+
 def test_who_is_faster_is_told_with_a_confidence_from_ratios_within_rounds() -> None:
     drift = [100.0 * (1 + 0.01 * n) for n in range(21)]  # a clock that falls by 20 %
     faster = [0.99 * us for us in drift]
