@@ -380,10 +380,9 @@ def judge(entry: Entry, gpu: Gpu, spec: OpSpec) -> Judged:
         return Judged(None, None, f"{stale}: tune again")
     try:
         problem, config = to_problem(spec, entry.problem), to_config(spec, entry.config)
-        reason = spec.supports(problem, gpu)
     except ValueError as error:
-        reason = str(error)
-    if reason is not None:
+        return Judged(None, None, str(error))
+    if reason := spec.supports(problem, gpu):
         return Judged(None, None, reason)
     return Judged(problem, config, _of_another_gpu(entry, gpu) or spec.check(problem, config, gpu) or _slow(entry))
 

@@ -306,7 +306,7 @@ def test_what_is_no_regular_file_is_refused_at_once(kind, monkeypatch):
     monkeypatch.chdir(user().parents[2])  # the name of a socket is short
     user().parent.mkdir(parents=True)
     special(kind, Path(os.path.relpath(user())))
-    with pytest.raises(DatabaseError, match="cannot be read .it is no regular file.: name a readable file"):
+    with pytest.raises(DatabaseError, match=r"cannot be read \(it is no regular file\): name a readable file"):
         database.read(user())
     with pytest.warns(UserWarning, match="goes on without this file"):
         assert resolve().source == "default"
