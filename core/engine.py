@@ -355,6 +355,8 @@ def kernel(
     """
     if interpret:
         _require_threads(math.prod(cluster) * num_threads + 1)  # clusters take turns; one waits for them
+    else:
+        ptxas.prefer_newest()
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulators)}
     buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
     if interpret:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,32 @@ def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
     return cdiv(tiles - block, blocks)
 
 
+AT_ONCE = 1 << 16  # tiles that `deal_heads` deals one by one
+KEPT_BYTES = 1 << 26
+
+
+def kept[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
+    """`make`, a function of hashable arguments, whose last results are kept, up to KEPT_BYTES in all. They are read-only."""
+    tables: dict[Any, np.ndarray] = {}  # the last used one last
+    lock = threading.Lock()
+
+    @functools.wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> np.ndarray:
+        key = args, tuple(sorted(kwargs.items()))
+        with lock:
+            table = tables.pop(key, None)
+        if table is None:
+            table = make(*args, **kwargs)
+            table.flags.writeable = False
+        with lock:
+            tables[key] = table
+            while sum(kept.nbytes for kept in tables.values()) > KEPT_BYTES:
+                del tables[next(iter(tables))]
+        return table
+
+    return get
+
+
 def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
     """Deals tiles, in their order, each to the block that is done first: what a dynamic scheduler does, done beforehand.
 
@@ -33,7 +61,11 @@ def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
         until, block = busy[0]
         turns[block].append(number)
         heapq.heapreplace(busy, (until + cost, block))
-    table = np.zeros((blocks, 1 + max(map(len, turns))), np.int32)
+    return _table(turns)
+
+
+def _table(turns: Sequence[Any]) -> np.ndarray:
+    table = np.zeros((len(turns), 1 + max(map(len, turns))), np.int32)
     for block, numbers in enumerate(turns):
         table[block, : 1 + len(numbers)] = [len(numbers), *numbers]
     return table
@@ -44,11 +76,32 @@ def deal_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.nda
 
     A section has about `waves` tiles for each block. Short sections keep what the tiles of a head share in the L2; in long ones
     the tiles that start last are shorter. A tile's number is that of its head, times the tiles of a head, plus its own.
+
+    Beyond `AT_ONCE` tiles, as many whole sections are dealt once and their shares given out again and again, each time the
+    largest to the block with the least so far. So loads differ by no more than a tile, as when all are dealt one by one.
     """
+    tiles = len(costs)
+    section = math.ceil(waves * blocks / tiles)
+    at_once = max(1, AT_ONCE // (section * tiles)) * section
+    if heads <= at_once:
+        return _deal_sections(costs, heads, section, blocks)
+    loads: Any = np.zeros(blocks)
+    turns: list[list[np.ndarray]] = [[] for _ in range(blocks)]
+    tables = {some: _deal_sections(costs, some, section, blocks) for some in {at_once, heads % at_once or at_once}}
+    for first in range(0, heads, at_once):
+        table = tables[min(at_once, heads - first)]
+        shares = [row[1 : 1 + row[0]] for row in table]
+        work = np.array([costs[share % tiles].sum() for share in shares])
+        for block, share in zip(np.argsort(loads, kind="stable"), np.argsort(-work, kind="stable"), strict=True):
+            turns[block].append(first * tiles + shares[share])
+            loads[block] += work[share]
+    return _table([np.concatenate(numbers) for numbers in turns])
+
+
+def _deal_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> np.ndarray:
     tiles = len(costs)
     uniform = bool((costs == costs[0]).all())
     longest_first = np.argsort(-costs, kind="stable")
-    section = math.ceil(waves * blocks / tiles)
     order = []
     for head in range(0, heads, section):
         some = np.arange(head, min(head + section, heads)) * tiles

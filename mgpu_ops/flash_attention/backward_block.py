@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from mgpu_ops.flash_attention.visible import Order, row_steps
 TILE_COST = 4  # what a tile of keys takes beside its tiles of rows, in tiles of 64 rows
 
 
-@functools.cache
+@schedule.kept
 def deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which block works on which tiles of keys."""
     steps = row_steps(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)

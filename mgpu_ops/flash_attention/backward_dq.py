@@ -25,7 +25,7 @@ TILE_Q, TILE_KV = WARPGROUPS * ROWS, 64
 TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of keys
 
 
-@functools.cache
+@schedule.kept
 def _deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     return schedule.deal_heads(key_steps(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_ops.core import schedule
@@ -93,6 +93,46 @@ def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, 
     for share in shares:
         order = [(number // tiles // section, -costs[number % tiles]) for number in share]
         assert order == sorted(order)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40), st.sampled_from([1, 2]), st.integers(1, 20))
+def test_many_heads_are_dealt_some_at_a_time_once_each_and_as_evenly(costs, heads, waves, blocks):
+    tiles = len(costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "AT_ONCE", 60)
+        shares = dealt(schedule.deal_heads(np.array(costs), heads, waves, blocks))
+    assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
+    loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
+    assert max(loads) <= sum(costs) * heads / blocks + max(costs)
+    section = -(-waves * blocks // tiles)  # heads
+    for share in shares:
+        order = [(number // tiles // section, -costs[number % tiles]) for number in share]
+        assert order == sorted(order)
+
+
+def test_of_a_million_tiles_few_are_dealt_one_by_one(monkeypatch):
+    counted, deal = [], schedule.deal
+    monkeypatch.setattr(schedule, "deal", lambda costs, blocks: (counted.append(len(costs)), deal(costs, blocks))[1])
+    table = schedule.deal_heads(np.arange(1, 1025), 1024, 8, 132)
+    assert table[:, 0].sum() == 1024 * 1024
+    assert sum(counted) <= 2 * schedule.AT_ONCE
+
+
+def test_tables_are_kept_up_to_so_many_bytes_the_last_used_longest(monkeypatch):
+    made = []
+
+    @schedule.kept
+    def table(number: int) -> np.ndarray:
+        made.append(number)
+        return np.zeros(100, np.int32)
+
+    monkeypatch.setattr(schedule, "KEPT_BYTES", 1000)
+    for number in (1, 2, 1, 3, 1, 2):
+        assert table(number).nbytes == 400
+    assert made == [1, 2, 3, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        table(2)[0] = 1
 
 
 def test_a_turn_beyond_the_last_reads_inside_the_table():
