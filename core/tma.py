@@ -144,8 +144,8 @@ def install() -> None:
 
         if _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
-        elif _is_ragged(gmem, smem, gmem_transform):
-            one(utils.memref_fold(smem, 0, 3), gmem_slice, ())
+        elif (tiling := _ragged_tiling(gmem, gmem_transform)) and len(smem.type.shape) == 4:
+            _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
         else:
             one(smem, gmem_slice, gmem_transform)
 
@@ -163,19 +163,52 @@ def _is_window(gmem_slice: Any) -> bool:
     return False
 
 
-def _is_ragged(gmem: Any, smem: Any, gmem_transform: Any) -> bool:
-    """Whether swizzle tiles do not divide the array, and the block is one tile wide.
-
-    Mosaic views a global array in tiles of 8 rows by one swizzle width, and refuses an array that they do not divide. A block
-    that is one tile wide lies in shared memory as plain rows, so TMA can copy it without that view, and then clips at the
-    array's true end. (Wider blocks interleave tiles; clipping them would take one copy per tile.)
-    """
+def _ragged_tiling(gmem: Any, gmem_transform: Any) -> tuple[int, int] | None:
+    """The swizzle tile of the copy, where it does not divide the array: Mosaic then refuses the array."""
     match gmem_transform:
         case (launch_context.TileTransform(tiling=(rows, columns)),):
             *_, m, n = gmem.type.shape
-            ragged = (m > rows and m % rows) or (n > columns and n % columns)
-            return bool(ragged and len(smem.type.shape) == 4 and smem.type.shape[1] == 1)
-    return False
+            if (m > rows and m % rows) or (n > columns and n % columns):
+                return rows, columns
+    return None
+
+
+def _ragged(
+    gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_smem: bool, copy: Callable[..., None]
+) -> None:
+    """Copies between an array that swizzle tiles do not divide and a block in shared memory, [tiles, panels, 8, panel].
+
+    A block of one panel lies in shared memory as plain rows: one copy without tiles, which TMA clips at the array's true end.
+    Several panels interleave every 8 rows. Blocks that lie within the array's whole tiles take one copy in tiles; a block at
+    its end takes one copy, clipped, for each tile. That is the last block of a row or a column: the loop takes few registers.
+    """
+    tiles, panels, tile, panel = smem.type.shape
+    if panels == 1:
+        copy(utils.memref_fold(smem, 0, 3), gmem_slice, ())
+        return
+    if not to_smem:
+        raise NotImplementedError("a store of several swizzle tiles side by side needs an array that they divide")
+    index = ir.IndexType.get()
+    *lead, rows, columns = gmem_slice
+    whole: Any = None
+    for length, unit, part in zip(gmem.type.shape[-2:], tiling, (rows, columns)):
+        if length % unit:
+            end = arith.addi(part.base, utils.c(part.length, index))
+            inside = arith.cmpi(arith.CmpIPredicate.ule, end, utils.c(length // unit * unit, index))
+            whole = inside if whole is None else arith.andi(whole, inside)
+    copy(smem, gmem_slice, (launch_context.TileTransform(tiling, launch_context.Rounding.DOWN),), whole)
+    partly = arith.xori(whole, utils.c(1, whole.type))
+    with ir.InsertionPoint(scf.IfOp(partly).then_block):  # type: ignore[call-arg]
+        loop = scf.ForOp(utils.c(0, index), utils.c(tiles * panels, index), utils.c(1, index))  # type: ignore[call-arg]
+        with ir.InsertionPoint(loop.body):
+            i = arith.divui(loop.induction_variable, utils.c(panels, index))
+            j = arith.remui(loop.induction_variable, utils.c(panels, index))
+            row = arith.addi(rows.base, arith.muli(i, utils.c(tile, index)))
+            column = arith.addi(columns.base, arith.muli(j, utils.c(panel, index)))
+            window = (*lead, utils.DynamicSlice(row, tile), utils.DynamicSlice(column, panel))
+            copy(utils.memref_slice(smem, (i, j)), window, ())
+            scf.YieldOp([])
+        scf.YieldOp([])
 
 
 def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> None:

@@ -165,7 +165,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         )
     if wg_n % c.epilogue_tile_n or c.epilogue_tile_n % 8:
         return f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of 8"
-    ragged = _ragged(partial_problem(problem, c), c, swizzle)
+    ragged = _ragged(partial_problem(problem, c), c)
     if ragged is not None:
         return ragged
     accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
@@ -214,32 +214,16 @@ def swizzle_bytes(problem: Problem, c: Config) -> int | None:
     return next((s for s in (128, 64) if all(r * 2 % s == 0 for r in rows)), None)
 
 
-def _ragged(p: Problem, c: Config, swizzle: int) -> str | None:
-    """Why TMA cannot clip at the end of an array: only blocks one swizzle tile wide may touch what tiles do not divide."""
-    a_t, b_t = transposed(p)
-    out_swizzle = _largest_swizzle(c.epilogue_tile_n * itemsize_of(p.out_dtype))
-    blocks = (  # array, its rows and row length, the block's row length and field, elements of a swizzle tile's row
-        (
-            "a",
-            (p.k, p.m) if a_t else (p.m, p.k),
-            *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k")),
-            swizzle // 2,
-        ),
-        (
-            "b",
-            (p.n, p.k) if b_t else (p.k, p.n),
-            *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n")),
-            swizzle // 2,
-        ),
-        ("the output", (p.m, p.n), c.epilogue_tile_n, "epilogue_tile_n", out_swizzle // itemsize_of(p.out_dtype)),
-    )
-    for what, (rows, length), width, field, tile in blocks:
-        divides = (rows <= 8 or rows % 8 == 0) and (length <= tile or length % tile == 0)
-        if not divides and width != tile:
-            return (
-                f"{field}={width} must be {tile}, one swizzle tile, because {what} is {rows} x {length}: "
-                f"not a multiple of 8 x {tile}"
-            )
+def _ragged(p: Problem, c: Config) -> str | None:
+    """Why TMA cannot clip a store at the end of the output: only pieces one swizzle tile wide may touch what tiles do not divide."""
+    itemsize = itemsize_of(p.out_dtype)
+    tile = _largest_swizzle(c.epilogue_tile_n * itemsize) // itemsize
+    divides = (p.m <= 8 or p.m % 8 == 0) and (p.n <= tile or p.n % tile == 0)
+    if not divides and c.epilogue_tile_n != tile:
+        return (
+            f"epilogue_tile_n={c.epilogue_tile_n} must be {tile}, one swizzle tile, because the output is {p.m} x {p.n}: "
+            f"not a multiple of 8 x {tile}"
+        )
     return None
 
 

@@ -32,12 +32,16 @@ def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax
         return run(*arrays).block_until_ready()
 
 
-# Where n or k is no multiple of a swizzle row (64 elements), `check` wants pieces that wide.
+# Where n is no multiple of a swizzle row (64 elements), `check` wants pieces of the output that wide.
 CASES = {
     # whole tiles and tails
     "whole tiles": (P(256, 256, 192), BASE),
     "tails of a tile in m and n": (P(200, 320, 192), BASE),
     "tails of a swizzle row in m, n and k": (P(200, 136, 72), ONE),
+    "wide tiles at the end of rows that no swizzle row divides": (P(200, 328, 136), replace(BASE, tile_n=128)),
+    "wide tiles at the end of rows of A": (P(200, 264, 136, layout="tt"), BASE),
+    "wide tiles, both operands ragged, k no multiple of 8": (P(264, 328, 131, layout="tn"), replace(BASE, tile_n=192)),
+    "wide tiles shared in a cluster": (P(200, 328, 136), replace(BASE, cluster="m", tile_n=128)),
     "one row": (P(1, 136, 72), ONE),
     "33 rows": (P(33, 136, 200), ONE),
     "201 rows, wide tiles": (P(201, 320, 64), BASE),
