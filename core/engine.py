@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
 from mgpu_ops.core import lines, multimem, ptxas, replicas, tma
 from mgpu_ops.core.mesh import same_mesh_axes
@@ -295,6 +296,34 @@ def warpgroup_barrier() -> None:
         mosaic.warpgroup_barrier()
 
     barrier()
+
+
+def store_volatile(values: Any, ref: Any) -> None:
+    """ref[i] = values[i], a float32 for each of a warpgroup's 64 rows, in shared memory, by stores that ptxas keeps in their place.
+
+    What follows in program order, a wait for wgmma say, then comes after all that `values` depends on: ptxas moves such a wait
+    ahead of arithmetic that does not need it, and what was to run beside the tensor cores runs after them.
+    """
+    if _interpreting.get():
+        ref[...] = values
+        return
+    layout = Layout.WGMMA.reduce(1)
+
+    @inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def store(_: Any, values: Any, ref: Any) -> None:
+        # Four threads have the same two rows, eight apart: a thread's are 16 rows of its warp, and those of its four of them.
+        i32 = ir.IntegerType.get_signless(32)
+        lane = mosaic.thread_idx()
+        row = arith.addi(
+            arith.muli(arith.divui(arith.remui(lane, mosaic.c(128, i32)), mosaic.c(32, i32)), mosaic.c(16, i32)),
+            arith.divui(arith.remui(lane, mosaic.c(32, i32)), mosaic.c(4, i32)),
+        )
+        start = mosaic.getelementptr(mosaic.memref_ptr(ref), [row], ir.F32Type.get())
+        for i, register in enumerate(values.registers.flat):
+            word = vector.extract(register, dynamic_position=[], static_position=[0])
+            mosaic.inline_ptx(f"st.volatile.shared.f32 [$0+{32 * i}], $1;", start, word, has_side_effects=True)
+
+    store(values, ref)
 
 
 def interpreting() -> bool:

@@ -97,7 +97,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "grouped_matmul": _GROUPED,
     "ragged_contraction": _GROUPED,
-    "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40)},
+    "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40), "pv_wait": ("early",)},
     "flash_attention_backward": {},
 }
 FIXED: dict[str, tuple[str, ...]] = {

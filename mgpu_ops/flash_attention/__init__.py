@@ -506,7 +506,7 @@ def _require(name: str, problem: Any, config: Any, reason: str | None, gpu: gpus
 
 FORWARD = op.OpSpec(
     name="flash_attention",
-    version=1,
+    version=2,
     Problem=Problem,
     Config=Config,
     shapes=SHAPES,

@@ -186,6 +186,8 @@ def _kernel(
                 v_slot = add_values(weights, step - 1)
                 s, factor = scores(k_slot, order.unmasked_tile(i), False, in_flight=1)
                 weights, m, l, rescale = softmax(s, factor, m, l)
+                if c.pv_wait == "late":
+                    core.store_volatile(l, smem["lse_smem"].at[wg])  # free until the tile ends; nobody reads it
                 out = core.accumulated(o_acc, 0)
                 core.barrier_arrive(v_ring.released.at[v_slot])
                 o_acc[...] = out * along_row(rescale, p.head_dim)

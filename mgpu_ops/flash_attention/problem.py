@@ -82,6 +82,7 @@ class Config:
     q_slots: int  # tiles of queries in shared memory: with 2, the next one loads while this one is worked on
     section_waves: int  # heads whose tiles fill the GPU that many times are worked through together, their longest tiles first
     memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
+    pv_wait: str  # for the products with values: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -195,6 +196,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
     if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
         return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    if c.pv_wait not in ("early", "late"):
+        return f"pv_wait={c.pv_wait!r} is neither 'early' nor 'late'"
     needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads
     limit = compute_registers(c.compute_warpgroups, c.memory_registers, gpu)
     if needed + 24 > limit:

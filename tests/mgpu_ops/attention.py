@@ -25,6 +25,7 @@ BASE = FlashAttentionConfig(
     q_slots=1,
     section_waves=1,
     memory_registers=40,
+    pv_wait="early",
 )
 FUSED_64 = FlashAttentionBackwardConfig(
     mode="fused",

@@ -108,6 +108,7 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     "one warpgroup, odd lengths, blocks with several tiles": MANY_TILES,
     "two query slots, grouped heads": (P(1, 66, 65, 4, 2, 64), replace(BASE, q_slots=2)),
     "two warpgroups, two query slots, three steps": (P(1, 200, 200, 2, 2, 64), replace(TWO, q_slots=2, max_concurrent_steps=3)),
+    "the wait for the products with values behind the softmax": (P(1, 70, 330, 1, 1, 64), replace(TWO, pv_wait="late")),
     "three warpgroups, keys in whole tiles, float16": (P(1, 200, 192, 1, 1, 64, "float16"), THREE),
     "tiles of 192 keys, the last one short, a ring longer than all": (
         P(1, 64, 250, 2, 1, 64),
