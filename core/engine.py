@@ -299,7 +299,7 @@ def warpgroup_barrier() -> None:
 
 
 def store_volatile(values: Any, ref: Any) -> None:
-    """ref[i] = values[i], a float32 for each of a warpgroup's 64 rows, in shared memory, by stores that ptxas keeps in their place.
+    """ref[i] = values[i] in shared memory, a float32 for each of a warpgroup's 64 rows, by stores that ptxas does not move.
 
     What follows in program order, a wait for wgmma say, then comes after all that `values` depends on: ptxas moves such a wait
     ahead of arithmetic that does not need it, and what was to run beside the tensor cores runs after them.

@@ -173,9 +173,7 @@ def _ragged_tiling(gmem: Any, gmem_transform: Any) -> tuple[int, int] | None:
     return None
 
 
-def _ragged(
-    gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_smem: bool, copy: Callable[..., None]
-) -> None:
+def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_smem: bool, copy: Callable[..., None]) -> None:
     """Copies between an array that swizzle tiles do not divide and a block in shared memory, [tiles, panels, 8, panel].
 
     A block of one panel lies in shared memory as plain rows: one copy without tiles, which TMA clips at the array's true end.

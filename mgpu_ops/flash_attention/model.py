@@ -108,7 +108,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
     found = [_MEASURED[padded(problem.head_dim)]]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        rings = [Config(warpgroups, tile_kv, steps, q_slots, _SECTION, 32 if warpgroups == 3 else 24, "early") for steps in (3, 2)]
+        rings = [
+            Config(warpgroups, tile_kv, steps, q_slots, _SECTION, 32 if warpgroups == 3 else 24, "early") for steps in (3, 2)
+        ]
         found += [c for c in rings if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
