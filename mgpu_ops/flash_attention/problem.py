@@ -82,7 +82,7 @@ class Config:
     q_slots: int  # tiles of queries in shared memory: with 2, the next one loads while this one is worked on
     section_waves: int  # heads whose tiles fill the GPU that many times are worked through together, their longest tiles first
     memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
-    pv_wait: str  # for the products with values: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it
+    pv_wait: str  # when to wait for P V: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it
 
 
 @dataclasses.dataclass(frozen=True, order=True)
