@@ -215,7 +215,7 @@ def swizzle_bytes(problem: Problem, c: Config) -> int | None:
 
 
 def _ragged(p: Problem, c: Config) -> str | None:
-    """Why TMA cannot clip a store at the end of the output: pieces must be one swizzle tile wide where tiles do not divide it."""
+    """Why TMA cannot clip a store at the output's end: where tiles do not divide it, pieces must be one swizzle tile wide."""
     itemsize = itemsize_of(p.out_dtype)
     tile = _largest_swizzle(c.epilogue_tile_n * itemsize) // itemsize
     divides = (p.m <= 8 or p.m % 8 == 0) and (p.n <= tile or p.n % tile == 0)
