@@ -144,7 +144,7 @@ def install() -> None:
 
         if _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
-        elif (tiling := _ragged_tiling(gmem, gmem_transform)) and len(smem.type.shape) == 4:
+        elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform)):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
         else:
             one(smem, gmem_slice, gmem_transform)
@@ -163,12 +163,14 @@ def _is_window(gmem_slice: Any) -> bool:
     return False
 
 
-def _ragged_tiling(gmem: Any, gmem_transform: Any) -> tuple[int, int] | None:
+def _ragged_tiling(gmem: Any, smem: Any, gmem_slice: Any, gmem_transform: Any) -> tuple[int, int] | None:
     """The swizzle tile of the copy, where it does not divide the array: Mosaic then refuses the array."""
     match gmem_transform:
         case (launch_context.TileTransform(tiling=(rows, columns)),):
             *_, m, n = gmem.type.shape
-            if (m > rows and m % rows) or (n > columns and n % columns):
+            divided = (m <= rows or m % rows == 0) and (n <= columns or n % columns == 0)
+            whole_rows = all(isinstance(part, utils.DynamicSlice) for part in gmem_slice[-2:])
+            if not divided and (smem.type.shape[1] == 1 or whole_rows):  # heads between tokens and features are no rows
                 return rows, columns
     return None
 
