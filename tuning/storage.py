@@ -40,8 +40,9 @@ DRIVERS = {  # by the URL's scheme: SQLAlchemy's, and the extra that brings it
 }
 
 _NEEDED = "name a journal file, postgresql://USER@HOST/NAME, mysql://USER@HOST/NAME or grpc://HOST:PORT"
-_SECRET = re.compile(r"((?:password|passwd|pwd|secret|token)=)[^&\s]+", re.IGNORECASE)
-_PASSWORD = re.compile(r"(\w[\w+]*://[^\s:/@]*):(\S*)@")
+_URL = re.compile(r"\w[\w+.-]*://")
+_MISSPELT = re.compile(r"\b(?:postgres|mysql|grpc)[\w+.-]*:", re.IGNORECASE)  # such as postgresql:/tuner:password@host
+_SECRET = re.compile(r"pass|pwd|secret|token|credential", re.IGNORECASE)  # in the name of an option
 
 
 class StorageError(ValueError):
@@ -52,23 +53,75 @@ class StorageError(ValueError):
 
 
 def redact(text: str) -> str:
-    """A URL, or a text with URLs in it, without passwords: also one that holds an @, / or # it should have escaped."""
-    return _SECRET.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))
+    """A URL, or a text that ends in one, as SQLAlchemy reads it and without its password; all of a URL where that is in doubt.
+
+    What holds none stays as it is.
+    """
+    found = _URL.search(text)
+    if found is None:
+        return "***" if _MISSPELT.search(text) and "@" in text else text
+    start, url = text[: found.start()], text[found.start() :]
+    parsed = _parsed(url)
+    if parsed is None:
+        return f"{start}{found[0]}***"
+    if parsed.password is None and not _hides(url):
+        return text
+    options = "?***" if parsed.query else ""
+    return start + parsed.set(query={}).render_as_string(hide_password=True) + options
 
 
 def has_password(where: str) -> bool:
-    return redact(where) != where
+    told = _decoded(where.partition("://")[2] or where)
+    return redact(where) != where and (_SECRET.search(told) is not None or re.search(":.*@", told, re.DOTALL) is not None)
+
+
+def _parsed(url: str) -> Any:
+    """SQLAlchemy's URL; None where it is none, or where a piece of a password may pass for a name, a host or an option."""
+    import sqlalchemy
+
+    try:
+        parsed = sqlalchemy.engine.make_url(url)
+    except (ValueError, sqlalchemy.exc.ArgumentError):
+        return None
+    after = url.partition("://")[2]
+    if parsed.password is not None:  # which ends at the first @ behind a colon
+        after = after.partition(":")[2].partition("@")[2]
+    names = _decoded(f"{parsed.username}@{parsed.host}/{parsed.database}")
+    doubtful = "@" in after and ("@" in after.partition("@")[2] or parsed.password is not None)
+    doubtful |= ":" in _decoded(parsed.username or "") or (_SECRET.search(names) is not None and "=" in names)
+    return None if doubtful or not url.isprintable() and parsed.password is None else parsed
+
+
+def _hides(url: str) -> bool:
+    """Whether a password may be among the options of a URL."""
+    return _SECRET.search(_decoded(url.partition("?")[2])) is not None
+
+
+def _secrets(where: str) -> set[str]:
+    """What is a password in a URL that `_parsed` reads, or may be one."""
+    parsed = _parsed(where)
+    if parsed is None:
+        return set()
+    options = where.partition("?")[2].split("&") if _hides(where) else []
+    return {secret for secret in (str(parsed.password or ""), *(o.partition("=")[2] or o for o in options)) if secret}
+
+
+def _decoded(text: str) -> str:
+    """Without escapes, nor escapes of escapes."""
+    while (plain := urllib.parse.unquote_plus(text)) != text:
+        text = plain
+    return text
 
 
 def _clean(error: BaseException, where: str) -> str:
-    """The first line of what caused an error, without the password that `where` may hold, as it stands there or decoded."""
+    """The first line of what caused an error; nothing of it where it holds the password of `where`, however it is written."""
     while error.__cause__ is not None:  # optuna's and SQLAlchemy's words for it tell less
         error = error.__cause__
-    text = redact(str(error).strip().partition("\n")[0] or type(error).__name__)
-    found = _PASSWORD.match(where)
-    for secret in {found[2], urllib.parse.unquote(found[2])} if found and found[2] else ():
-        text = text.replace(secret, "***")
-    return text
+    text = str(error).strip().partition("\n")[0]
+    for secret in _secrets(where):
+        if secret in text or _decoded(secret) in _decoded(text) or repr(secret)[1:-1] in text:
+            return f"{type(error).__name__}, whose message is not shown: it holds the password"
+    return redact(text) or type(error).__name__
 
 
 # --- opening
@@ -84,6 +137,8 @@ def open_storage(where: str | os.PathLike[str], heartbeat: int = HEARTBEAT, grac
     """
     where = os.fspath(where)
     scheme = where.partition("://")[0] if "://" in where else ""
+    if not scheme and _MISSPELT.match(where.lstrip()):
+        raise StorageError(f"{redact(where)} is no storage: {_NEEDED}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with told(where):
         if not scheme:
@@ -186,18 +241,15 @@ def _cut_unfinished_line(file: int) -> None:
 
 
 def _database(url: str, heartbeat: int, grace: int) -> optuna.storages.BaseStorage:
-    import sqlalchemy
-
     scheme, _, rest = url.partition("://")
     driver, extra = DRIVERS[scheme.partition("+")[0]]
-    found = _PASSWORD.match(url)
-    if found and re.search(r"[@/#?\[\]]", found[2]):  # else its pieces pass for a host or a name, and turn up in messages
-        raise StorageError(f"{redact(url)}: write @ / # ? [ ] of the password as %40 %2F %23 %3F %5B %5D")
+    password = rest.rpartition("@")[0].partition(":")[2]
+    if re.search(r"[@/#?\[\]\s]", password):  # else its pieces pass for a host or a name, and turn up in messages
+        escapes = "@ / # ? [ ] of the password as %40 %2F %23 %3F %5B %5D, a blank as %20"
+        raise StorageError(f"{redact(url)}: write {escapes}")
+    if _parsed(url) is None:
+        raise StorageError(f"{redact(url)} is no address of a database: {_NEEDED}")
     url = url if "+" in scheme else f"{driver}://{rest}"
-    try:
-        sqlalchemy.engine.make_url(url)
-    except (ValueError, sqlalchemy.exc.ArgumentError):
-        raise StorageError(f"{redact(url)} is no address of a database: {_NEEDED}") from None
     try:
         # with optuna's cache of what is finished
         return optuna.storages.get_storage(_made(url, heartbeat, grace))
@@ -227,10 +279,10 @@ def _made(url: str, heartbeat: int, grace: int) -> optuna.storages.RDBStorage:
 def _grpc(url: str) -> optuna.storages.BaseStorage:
     try:
         parts = urllib.parse.urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host, port, more = parts.hostname, parts.port, parts.path + parts.query + parts.fragment
     except ValueError:
-        host = port = None
-    if not host or not port:
+        host = port = more = None
+    if not host or not port or more or "@" in url:  # which asks for no password
         raise StorageError(f"{redact(url)} is no address of a proxy: name it as grpc://HOST:PORT")
     try:
         storage = optuna.storages.GrpcStorageProxy(host=host, port=port)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
 import pickle
 import sys
 import traceback
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mgpu_ops.tuning import storage
+from mgpu_ops.tuning import cli, storage
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.storage import Identity, StorageError, open_storage, open_study
@@ -38,9 +41,73 @@ PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size
 @example("a:b@c")
 def test_redact_leaves_nothing_of_a_password_escaped_or_not(password: str) -> None:
     url = f"postgresql://tuner:{password}@db.example/studies"
-    assert storage.redact(url) == "postgresql://tuner:***@db.example/studies"
-    assert storage.redact(f"cannot open {url}") == "cannot open postgresql://tuner:***@db.example/studies"
+    whole = "postgresql://tuner:***@db.example/studies"
+    assert storage.redact(url) == ("postgresql://***" if "@" in password else whole)
+    assert storage.redact(f"cannot open {url}") == f"cannot open {storage.redact(url)}"
     assert storage.has_password(url)
+
+
+SECRETS = st.text(st.characters(codec="utf-8"), max_size=8).map(lambda text: f"{text}hunter2{text}")
+URLS = (
+    "postgresql://tuner:{}@127.0.0.1:9/db",
+    "postgresql://tuner@myserver:{}@127.0.0.1:9/db",  # as some clouds name users
+    "mysql://tuner%40myserver:{}@127.0.0.1:9/db",
+    "postgresql+psycopg://:{}@/db?host=/nowhere",
+    "postgresql://tuner@127.0.0.1:9/db?password={}",
+    "postgresql://tuner@127.0.0.1:9/db?sslmode=disable&pass%77ord={}&x=y",
+    "postgresql://tuner@127.0.0.1:9/db?a=b&pass%2577ord={}",
+    "postgresql://tuner@127.0.0.1:9/db?options=-c password={}",
+    "postgresql://tuner@127.0.0.1:9/host=h password={}",
+    "postgresql://tuner%3A{}@127.0.0.1:9/db",
+    "postgresql:/tuner:{}@127.0.0.1:9/db",
+    " postgres://tuner:{}@127.0.0.1:9/db",
+    "POSTGRESQL://tuner:{}@127.0.0.1:9/db",
+    "postgre-sql://tuner:{}@127.0.0.1:9/db",
+    "sqlite://tuner:{}@127.0.0.1:9/db",
+    "grpc://tuner:{}@127.0.0.1:9",
+    "grpc://127.0.0.1:9/?token={}",
+)
+
+
+@pytest.mark.parametrize("form", URLS)
+@given(secret=SECRETS, quoted=st.booleans())
+@example(secret="hunter2", quoted=False)
+@example(secret="a b\thunter2", quoted=False)
+@example(secret="a:b@c/d?e#hunter2", quoted=False)
+@example(secret="a:b@c/d?e#hunter2", quoted=True)
+@example(secret="a\nhunter2", quoted=False)
+@example(secret="&hunter2&", quoted=False)
+@settings(max_examples=10)
+def test_a_secret_of_a_url_is_in_no_word_that_is_said_of_it(form: str, secret: str, quoted: bool) -> None:
+    """Neither on the command line, where it is refused, nor from the environment, where it is taken."""
+    url = form.format(urllib.parse.quote(secret, safe="") if quoted else secret)
+    assert "hunter2" not in storage.redact(url)
+    assert "hunter2" not in storage.redact(f"cannot open {url}")
+    assert storage.has_password(url)
+    said, log = io.StringIO(), logging.StreamHandler(io.StringIO())
+    logging.getLogger().addHandler(log)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            patch.setenv("NPROC", "64")  # else `main` sets it, for all tests that follow
+            patch.setattr(storage, "_made", unreachable)
+            assert cli.main(["merge", "--storage", url, "--into", "x.json"]) == 2
+            if "\0" not in url:
+                patch.setenv(storage.VARIABLE, url)
+                assert cli.main(["merge", "--storage", "--into", "x.json"]) == 2
+            with pytest.raises(StorageError) as caught:
+                open_storage(url)
+    finally:
+        logging.getLogger().removeHandler(log)
+    told = said.getvalue() + log.stream.getvalue() + "".join(traceback.format_exception_only(caught.value))
+    assert "hunter2" not in told
+
+
+def unreachable(url: str, *_: int) -> Any:
+    """A database that does not answer, and a driver that says all it knows."""
+    import sqlalchemy.exc
+
+    password = sqlalchemy.engine.make_url(url).password
+    raise sqlalchemy.exc.OperationalError("select", {}, OSError(f"cannot reach {url} with {password!r} ({password})"))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +119,8 @@ def test_what_holds_no_password_stays_as_it_is(where: str) -> None:
 
 
 def test_a_password_among_the_options_of_a_url_is_one_too() -> None:
-    assert storage.redact("mysql://u@h/d?a=1&password=hunter2&b=2") == "mysql://u@h/d?a=1&password=***&b=2"
+    assert storage.redact("mysql://u@h/d?a=1&password=hunter2&b=2") == "mysql://u@h/d?***"
+    assert storage.redact("mysql://u@h/d?charset=utf8mb4") == "mysql://u@h/d?charset=utf8mb4"
 
 
 @pytest.mark.parametrize(

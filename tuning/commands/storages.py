@@ -59,7 +59,9 @@ def finished_storage(arguments: argparse.Namespace) -> str | None:
         return None
     where = required_storage(arguments)
     if "://" not in where and not Path(where).expanduser().is_file():
-        raise UsageError(f"{where}: there is no such journal: name the storage with --storage")
+        from mgpu_ops.tuning import storage
+
+        raise UsageError(f"{storage.redact(where)}: there is no such journal: name the storage with --storage")
     return where
 
 
