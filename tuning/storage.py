@@ -84,12 +84,13 @@ def _parsed(url: str) -> Any:
     except (ValueError, sqlalchemy.exc.ArgumentError):
         return None
     after = url.partition("://")[2]
-    if parsed.password is not None:  # which ends at the first @ behind a colon
-        after = after.partition(":")[2].partition("@")[2]
-    names = _decoded(f"{parsed.username}@{parsed.host}/{parsed.database}")
-    doubtful = "@" in after and ("@" in after.partition("@")[2] or parsed.password is not None)
-    doubtful |= ":" in _decoded(parsed.username or "") or (_SECRET.search(names) is not None and "=" in names)
-    return None if doubtful or not url.isprintable() and parsed.password is None else parsed
+    if parsed.password is None:
+        doubtful = after.count("@") > 1 or not url.isprintable()
+    else:  # it ends at the first @ behind a colon
+        doubtful = "@" in after.partition(":")[2].partition("@")[2]
+    names = _decoded(f"{parsed.host}/{parsed.database}")
+    doubtful |= ":" in _decoded(parsed.username or "") or ("=" in names and _SECRET.search(names) is not None)
+    return None if doubtful else parsed
 
 
 def _hides(url: str) -> bool:
