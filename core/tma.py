@@ -199,7 +199,10 @@ def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_s
     copy(smem, gmem_slice, (launch_context.TileTransform(tiling, launch_context.Rounding.DOWN),), whole)
     partly = arith.xori(whole, utils.c(1, whole.type))
     with ir.InsertionPoint(scf.IfOp(partly).then_block):  # type: ignore[call-arg]
-        loop = scf.ForOp(utils.c(0, index), utils.c(tiles * panels, index), utils.c(1, index))  # type: ignore[call-arg]
+        # The compiler does not see the number: unrolled, the loop's addresses spill.
+        i32 = ir.IntegerType.get_signless(32)
+        count = utils.inline_ptx(f"mov.b32 $0, {tiles * panels};", result_types=i32, has_side_effects=True)
+        loop = scf.ForOp(utils.c(0, index), arith.index_cast(index, count), utils.c(1, index))  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             i = arith.divui(loop.induction_variable, utils.c(panels, index))
             j = arith.remui(loop.induction_variable, utils.c(panels, index))

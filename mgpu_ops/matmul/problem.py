@@ -165,7 +165,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         )
     if wg_n % c.epilogue_tile_n or c.epilogue_tile_n % 8:
         return f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of 8"
-    ragged = _ragged(partial_problem(problem, c), c)
+    ragged = _ragged_output(partial_problem(problem, c), c) or _ragged_operands(problem, c, swizzle)
     if ragged is not None:
         return ragged
     accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
@@ -214,7 +214,7 @@ def swizzle_bytes(problem: Problem, c: Config) -> int | None:
     return next((s for s in (128, 64) if all(r * 2 % s == 0 for r in rows)), None)
 
 
-def _ragged(p: Problem, c: Config) -> str | None:
+def _ragged_output(p: Problem, c: Config) -> str | None:
     """Why TMA cannot clip a store at the output's end: where tiles do not divide it, pieces must be one swizzle tile wide."""
     itemsize = itemsize_of(p.out_dtype)
     tile = _largest_swizzle(c.epilogue_tile_n * itemsize) // itemsize
@@ -224,6 +224,29 @@ def _ragged(p: Problem, c: Config) -> str | None:
             f"epilogue_tile_n={c.epilogue_tile_n} must be {tile}, one swizzle tile, because the output is {p.m} x {p.n}: "
             f"not a multiple of 8 x {tile}"
         )
+    return None
+
+
+def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
+    """Why operands that swizzle tiles do not divide cannot be copied in blocks that wide, or None.
+
+    A block at such an operand's end is copied tile by tile, which takes registers: along k, with tiles of 64 bytes, and in a
+    cluster beside a batch or parts of k, more than the copying warpgroup has.
+    """
+    scarce = swizzle != 128 or (c.cluster != "none" and (p.batch > 1 or c.split_k > 1))
+    a_t, b_t = transposed(p)
+    tile = swizzle // 2
+    operands = (  # name, rows and row length, and the block's row length and its field
+        ("A", (p.k, p.m) if a_t else (p.m, p.k), *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k"))),
+        ("B", (p.n, p.k) if b_t else (p.k, p.n), *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n"))),
+    )
+    for name, (rows, length), width, field in operands:
+        divides = (rows <= 8 or rows % 8 == 0) and (length <= tile or length % tile == 0)
+        if not divides and width != tile and (field == "tile_k" or scarce):
+            return (
+                f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
+                f"not a multiple of 8 x {tile}"
+            )
     return None
 
 
