@@ -230,10 +230,10 @@ def _ragged_output(p: Problem, c: Config) -> str | None:
 def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
     """Why operands that swizzle tiles do not divide cannot be copied in blocks that wide, or None.
 
-    A block at such an operand's end is copied tile by tile, which takes registers: along k, with tiles of 64 bytes, and in a
-    cluster beside a batch or parts of k, more than the copying warpgroup has.
+    A block at such an operand's end is copied tile by tile, which takes registers: along k, with tiles of 64 bytes, and with a
+    batch or parts of k in a cluster or beside few registers, more than the copying warpgroup has.
     """
-    scarce = swizzle != 128 or (c.cluster != "none" and (p.batch > 1 or c.split_k > 1))
+    scarce = swizzle != 128 or ((p.batch > 1 or c.split_k > 1) and (c.cluster != "none" or c.memory_registers < 40))
     a_t, b_t = transposed(p)
     tile = swizzle // 2
     operands = (  # name, rows and row length, and the block's row length and its field
