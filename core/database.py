@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ import jax
 import msgspec
 
 from mgpu_ops.core.gpu import Gpu, find, key_of
+from mgpu_ops.core.places import folder_fault
 
 if TYPE_CHECKING:
     from mgpu_ops.core.op import OpSpec
@@ -258,9 +260,21 @@ def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str, jo
             file = msgspec.structs.replace(new, entries=tuple(join(old, new.entries)))
             _replace(path, encode(file))
     except OSError as error:
-        way_out = "make room or permit it, or set MGPU_OPS_CONFIG_DIR to another directory"
-        raise DatabaseError(path, f"cannot be written ({error}): {way_out}") from error
+        raise DatabaseError(path, f"cannot be written ({error}): make room, {_elsewhere(path, gpu_key, op)}") from error
     return file
+
+
+def require_writable(path: AnyPath, *, gpu_key: str, op: str) -> None:
+    """DatabaseError where `update` could not write the file at `path`, before there is anything to write."""
+    real = Path(os.path.realpath(path))
+    fault = os.strerror(errno.EISDIR) if real.is_dir() else folder_fault(real.parent)
+    if fault is not None:
+        raise DatabaseError(path, f"cannot be written ({fault}): {_elsewhere(real, gpu_key, op)}")
+
+
+def _elsewhere(path: Path, gpu_key: str, op: str) -> str:
+    own = path == Path(os.path.realpath(user_path(gpu_key, op)))
+    return f"permit it, or {'set MGPU_OPS_CONFIG_DIR to another directory' if own else 'name another file'}"
 
 
 def _storable(file: File, path: Path) -> File:

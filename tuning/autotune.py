@@ -38,6 +38,8 @@ def autotuned(
         device = _device(gpu)
         try:
             work = problems.of(capture(function, device.gpu)(*args))
+            for op in {w.spec.name for w in work if store and _stored(w.spec, w.problem, device) is None}:
+                database.require_writable(database.user_path(device.gpu.key, op), gpu_key=device.gpu.key, op=op)
             chosen = [(w, _config(w, device, trials, budget, store)) for w in work]
         finally:
             device.close()

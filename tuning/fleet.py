@@ -23,11 +23,12 @@ import optuna
 from mgpu_ops.core import database
 from mgpu_ops.core.database import Entry
 from mgpu_ops.core.op import OpSpec
-from mgpu_ops.tuning import storage, tuner
+from mgpu_ops.tuning import search, storage, tuner
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Outcome
-from mgpu_ops.tuning.storage import Identity
+from mgpu_ops.tuning.storage import Identity, StorageError
+from mgpu_ops.tuning.worker import Lost, WorkerError
 
 FLEET = "mgpu_ops fleet"
 POLL = 5.0  # seconds between looks at a queue on which there is nothing to do
@@ -46,6 +47,19 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     gpu: str | None = None  # Gpu.key: for workers with this GPU only
     number: int = 1  # raised when a job that is done is queued again
+
+    def fault(self) -> str | None:
+        """Why no search can be what the job asks for, whatever the device; None where one can."""
+        if not 0 <= self.seed < 2**32:
+            return f"seed {self.seed} must be a whole number from 0 to 2**32 - 1"
+        if self.trials < 1:
+            return f"trials {self.trials} must be at least 1"
+        if self.sampler not in search.SAMPLERS:
+            return f"sampler {self.sampler!r} is not one of {', '.join(search.SAMPLERS)}"
+        for name, value in (("budget", self.budget), ("target", self.target)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                return f"{name} {value} must be a number above 0"
+        return None
 
     @property
     def key(self) -> str:
@@ -81,7 +95,13 @@ class Ended:
 
 
 def enqueue(backend: optuna.storages.BaseStorage, jobs: Sequence[Job]) -> list[Job]:
-    """Puts jobs into the queue. One that is there already is joined; where it is done for some GPU, it is tuned anew."""
+    """Puts jobs into the queue. One that is there already is joined; where it is done for some GPU, it is tuned anew.
+
+    ValueError, with none put there, for a job that no worker could do.
+    """
+    for job in jobs:
+        if (fault := job.fault()) is not None:
+            raise ValueError(f"{job.op} {job.name} cannot be queued: {fault}")
     fleet = _fleet(backend)
     known = {job.key: job for job in queued(backend)}
     done = {(d.config.job, d.config.study.rpartition(" | run ")[2]) for d in Ledger(fleet, Turn).news()}
@@ -172,7 +192,7 @@ class Worker:
                 plans = [plan for job in queued(self._backend) if wanted(job) and (plan := self._plan(job)) is not None]
                 plans = [plan for plan in plans if plan.turn not in self._done]
                 if (plan := self._next(plans)) is not None:
-                    if (ended := self._tune(plan)) is not None:
+                    if (ended := self._tried(plan)) is not None:
                         yield ended
                     idle = time.monotonic()
                 elif not plans and time.monotonic() - idle >= wait:
@@ -190,14 +210,19 @@ class Worker:
             if job.gpu in (None, self._device.gpu.key):
                 try:
                     self._plans[key] = self._planned(job)
-                except ValueError as error:
-                    self._say(f"{job.op} {job.name} is left to other workers: {error}")
+                except (ValueError, ArithmeticError) as error:  # the latter of sizes that are none
+                    self._leave(job, error)
         return self._plans[key]
 
     def _planned(self, job: Job) -> _Plan:
         spec, device = self._spec_of(job.op), self._device
         problem = database.to_problem(spec, job.problem)
         tuner.check_supported(spec, problem, device.gpu)
+        if (fault := job.fault()) is not None:
+            raise ValueError(fault)
+        search.sampler_of(job.sampler, job.seed)  # may lack a library here
+        if job.target is not None and device.kind == "modelled":
+            raise ValueError("a target is a share of a baseline's speed, and modelled times have none")
         return _Plan(job, spec, problem, Identity.of(spec, problem, device.gpu, device.kind, device.versions))
 
     def _next(self, plans: Sequence[_Plan]) -> _Plan | None:
@@ -215,6 +240,22 @@ class Worker:
             if search or (not others and not self._turns.taken(plan.turn)):
                 helped = helped or plan
         return helped
+
+    def _tried(self, plan: _Plan) -> Ended | None:
+        """`_tune`; a job that cannot be done here after all is said once, and left to other workers."""
+        try:
+            return self._tune(plan)
+        except StorageError:
+            raise
+        except (WorkerError, ValueError) as error:
+            if isinstance(error, Lost):
+                raise
+            self._leave(plan.job, error)
+            return None
+
+    def _leave(self, job: Job, error: Exception) -> None:
+        self._plans[msgspec.json.encode(job)] = None
+        self._say(f"{job.op} {job.name} is left to other workers: {error}")
 
     def _tune(self, plan: _Plan) -> Ended | None:
         """Takes part in a job; what came of it where the turn to end it fell to this worker."""

@@ -296,6 +296,12 @@ def play_all(
 _COLORS = {OURS: "#d62728", "tpe": "#1f77b4", "gp": "#9467bd", "random": "#7f7f7f", "brute": "#bcbd22"}
 
 
+def pictures(path: Path) -> list[Path]:
+    """The files of `picture`."""
+    name = path.stem if path.suffix in (".png", ".svg") else path.name
+    return [path.parent / f"{name}{suffix}" for suffix in (".png", ".svg")]
+
+
 def picture(scores: dict[str, Score], problems: int, path: Path) -> list[Path]:
     """Median regret against trials of every sampler, as PNG and SVG; the files."""
     import matplotlib
@@ -316,7 +322,7 @@ def picture(scores: dict[str, Score], problems: int, path: Path) -> list[Path]:
     axes.set_title(f"Distance from the optimum of {problems} recorded problems")
     axes.grid(alpha=0.3)
     axes.legend()
-    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    files = pictures(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for file in files:
         figure.savefig(file, dpi=150)

@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import optuna
 import pytest
 
+from mgpu_ops.core import extras
 from mgpu_ops.tuning import fleet, storage
 from mgpu_ops.tuning.fleet import Job
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.storage import StorageError, open_storage
+from mgpu_ops.tuning.worker import Lost, WorkerError
 from tests.tuning import fleet_worker, mariadb, postgres, toy
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +221,74 @@ def test_what_a_worker_cannot_do_is_said_once_and_left_to_others(backend: optuna
     assert "size is odd: pad it" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "device", "reason"),
+    [
+        ({"sampler": "gp"}, {}, "sampler 'gp' needs scipy and torch: run `pip install"),
+        ({"target": 1.1}, {"kind": "modelled"}, "a target is a share of a baseline's speed, and modelled times have none"),
+        ({"seed": -1}, {}, "seed -1 must be a whole number from 0 to"),
+        ({"trials": 0}, {}, "trials 0 must be at least 1"),
+        ({"sampler": "anneal"}, {}, "sampler 'anneal' is not one of tpe"),
+        ({"budget": -1.0}, {}, "budget -1.0 must be a number above 0"),
+    ],
+)
+def test_a_job_that_this_worker_cannot_do_keeps_it_from_no_other(
+    changes: dict[str, Any],
+    device: dict[str, Any],
+    reason: str,
+    backend: optuna.storages.BaseStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    hard = job(256, **changes)
+    fleet._fleet(backend).set_user_attr(hard.key, msgspec.to_builtins(hard))  # as an earlier version may have queued it
+    fleet.enqueue(backend, [job(512, trials=4)])
+    here = worker(backend, **device)
+    here._say = said.append
+    with monkeypatch.context() as patch:
+        patch.setattr(extras, "installed", lambda module: False)
+        assert [ended.job.problem["size"] for ended in here.work()] == [512]
+    (line,) = said
+    assert line.startswith(f"toy toy-256 is left to other workers: {reason}")
+    if "target" in changes:
+        assert 256 in [ended.job.problem["size"] for ended in worker(backend).work()]
+
+
+@pytest.mark.parametrize("error", [ValueError("not here"), WorkerError("the worker could not prepare it")])
+def test_a_job_that_fails_only_when_it_is_tried_is_left_too(
+    error: Exception, backend: optuna.storages.BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_(spec: Any, problem: Any, seed: int) -> None:
+        if problem.size == 256:
+            raise error
+
+    said: list[str] = []
+    fleet.enqueue(backend, [job(256, trials=4), job(512, trials=4)])
+    here = worker(backend)
+    here._say = said.append
+    monkeypatch.setattr(here._device, "open", open_)
+    assert [ended.job.problem["size"] for ended in here.work()] == [512]
+    assert said == [f"toy toy-256 is left to other workers: {error}"]
+    assert [ended.job.problem["size"] for ended in worker(backend).work()] == [256]
+
+
+def test_a_gpu_that_is_lost_ends_its_worker(backend: optuna.storages.BaseStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_(spec: Any, problem: Any, seed: int) -> None:
+        raise Lost("gone")
+
+    fleet.enqueue(backend, [job(256)])
+    here = worker(backend)
+    monkeypatch.setattr(here._device, "open", open_)
+    with pytest.raises(Lost):
+        list(here.work())
+
+
+def test_what_no_worker_could_do_is_not_queued(backend: optuna.storages.BaseStorage) -> None:
+    with pytest.raises(ValueError, match="toy toy-512 cannot be queued: seed -1 must be a whole number"):
+        fleet.enqueue(backend, [job(256), job(512, seed=-1)])
+    assert fleet.queued(backend) == []
+
+
 def test_a_job_of_which_no_candidate_works_is_done_too(backend: optuna.storages.BaseStorage) -> None:
     fleet.enqueue(backend, [job(512, trials=4)])
     here = worker(backend, judgement=lambda config: Outcome("crash", detail="always"))
@@ -377,6 +448,48 @@ def test_the_worker_command_stores_what_it_tuned(tmp_path: Path, mgpu_tune: Comm
     done = mgpu_tune("worker", "--gpu", "h200", "--json")
     (told,) = json.loads(done.out)["ended"]
     assert (told["op"], told["trials"], told["config"]) == ("matmul", 6, entry.config)
+
+
+SIDES = ("--m", 512, "--n", 512, "--k", 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("matmul", *SIDES, "--database", "a.json"), "--database is the workers' to say, not of --queue: leave it out"),
+        (("matmul", *SIDES, "--workers", "all"), "--workers is the workers' to say"),
+        (("matmul", *SIDES[:-1], 100), "matmul 512x512x100 bfloat16 nn cannot be tuned: k=100 needs 16-byte rows"),
+        (("matmul", *SIDES, "--gpu", "b200"), "cannot be tuned: NVIDIA B200 is not a Hopper GPU"),
+        (("matmul", *SIDES, "--gpu", "v100"), "gpu='v100' is not a GPU in the table"),
+    ],
+)
+def test_a_queue_refuses_what_no_worker_could_do(
+    words: tuple[Any, ...], message: str, mgpu_tune: Command, tmp_path: Path
+) -> None:
+    where = tmp_path / "fleet.journal"
+    done = mgpu_tune("run", *words, "--queue", "--storage", where)
+    assert done.code == 2
+    assert message in done.err
+    assert not where.exists()
+
+
+def test_brute_is_queued_for_every_config_unless_told_otherwise(mgpu_tune: Command, tmp_path: Path) -> None:
+    where = tmp_path / "fleet.journal"
+    assert mgpu_tune("run", "matmul", *SIDES, "--sampler", "brute", "--queue", "--storage", where).code == 0
+    (queued,) = fleet.queued(open_storage(where))
+    assert queued.trials == 2**31
+
+
+def test_a_worker_that_writes_one_file_takes_the_jobs_of_its_op_alone(mgpu_tune: Command, tmp_path: Path) -> None:
+    where, path = tmp_path / "fleet.journal", tmp_path / "tuned.json"
+    mgpu_tune("run", "matmul", *SIDES, "--trials", 2, "--queue", "--storage", where)
+    mgpu_tune("run", "ragged_contraction", *SIDES, "--groups", 2, "--trials", 2, "--queue", "--storage", where)
+    words = ("worker", "--storage", where, "--gpu", "h200", "--database", path)
+    refused = mgpu_tune(*words)
+    assert (refused.code, refused.err) == (2, f"mgpu-tune: --database {path} is a file of one op: name that with --op\n")
+    assert mgpu_tune(*words, "--op", "matmul").code == 0
+    done = mgpu_tune(*words)  # the file says which
+    assert (done.code, "0 problems ended here" in done.out) == (0, True)
 
 
 @pytest.mark.parametrize("shared", ["journal", "database"])

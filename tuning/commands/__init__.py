@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mgpu_ops.core import extras
+from mgpu_ops.core import extras, places
 from mgpu_ops.tuning.terminal import printable
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -55,6 +55,13 @@ def answer(arguments: argparse.Namespace, document: Any) -> None:
         # A path may hold bytes that are no text.
         as_text = lambda path: str(path).encode(errors="backslashreplace").decode()  # noqa: E731
         print(msgspec.json.encode(document, enc_hook=as_text).decode(), file=arguments.stdout, flush=True)
+
+
+def writable(path: Path, option: str, *, folder: bool = False) -> None:
+    """Refuses, before the work, a file or a `folder` for results in which nothing can be written."""
+    fault = (places.folder_fault if folder else places.file_fault)(path)
+    if fault is not None:
+        raise UsageError(f"{path}: cannot be written ({fault}): name another {option}")
 
 
 def count(number: int, what: str) -> str:

@@ -7,7 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say
+from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.commands.arguments import BACKENDS, PEERS, problem_arguments, problems_of, seconds
 
 
@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     against = [name.strip() for name in wanted.split(",") if name.strip()]
     op = spec.name + ("+grad" if arguments.grad else "")
     today = datetime.date.today().isoformat()
+    writable(arguments.output, "--output", folder=True)
     path = bench.output_path(arguments.output, today, here.key, op, arguments.what)
     try:
         earlier = bench.read_csv(arguments.peers_from) if arguments.peers_from else []

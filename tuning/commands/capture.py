@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say
+from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.commands.arguments import positive_int
 
 # As JAX prints them; all others go by their names.
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import problems
     from mgpu_ops.tuning.bench import describe
 
+    if arguments.output:
+        writable(arguments.output, "--output")
     captured = _captured(arguments.function, [shape(text) for text in arguments.args], arguments.gpu)
     work = problems.of(captured)
     say(f"{arguments.function} on {captured.gpu.name}: {count(len(work), 'problem')}, the longest first")

@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     problem = spec.Problem(side, side, side)
     path = database.user_path(device.gpu.key, spec.name)
     try:
+        database.require_writable(path, gpu_key=device.gpu.key, op=spec.name)
         told: list[Any] = []
         with progress_bar() as bar:
             code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0, told, bar=bar)

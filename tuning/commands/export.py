@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say, stored_files
+from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, count, say, stored_files, writable
 from mgpu_ops.tuning.commands.merge import shared_files
 from mgpu_ops.tuning.commands.storages import finished_argument, finished_storage
 
@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import merging
     from mgpu_ops.tuning.tables import problem_text
 
+    writable(arguments.output, "--output", folder=arguments.format == "json")
     specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     keys = [gpu.find(arguments.gpu).key] if arguments.gpu else [g.key for g in gpu.GPUS]
     paths = [path for spec in specs for _, whose, path in stored_files(spec, keys) if whose == "user" or not arguments.own]

@@ -49,7 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("name where they go with --into: a database or a directory")
     found = merging.entries_of([*merging.files(arguments.sources, mgpu_ops.SPECS), *shared_files(where)])
     written, every, left_out = [], [], []
-    for key, path in _places(list(found), arguments.into).items():
+    places = _places(list(found), arguments.into)
+    for (gpu, op), path in places.items() if not arguments.dry_run else ():
+        database.require_writable(path, gpu_key=gpu, op=op)
+    for key, path in places.items():
 
         def join(old: Any, new: Any, key: Any = key) -> Any:
             return merging.best(*(merging.usable(key, entries, mgpu_ops.SPECS)[0] for entries in (old, new)))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say
+from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.commands.storages import finished_argument, finished_storage, refuse_password
 
 
@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.tuning import plot
 
+    writable(arguments.output, "--output", folder=True)
     found = find(arguments)
     pictures = []
     try:

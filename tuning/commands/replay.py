@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say
+from mgpu_ops.core import extras
+from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.commands.arguments import positive_int
 from mgpu_ops.tuning.commands.sweep import OUTPUT
 
@@ -45,6 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mgpu_ops.tuning import replay, search, sweep, terminal
 
+    if arguments.picture:
+        extras.require("--picture", ["matplotlib"])
+        if not arguments.picture.name:
+            raise UsageError(f"--picture {arguments.picture} names no file: say FILE, for FILE.png and FILE.svg")
+        for path in replay.pictures(arguments.picture):
+            writable(path, "--picture")
     sweeps = sweep.read_all(arguments.folder)
     if not sweeps:
         raise UsageError(

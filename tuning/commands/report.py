@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say
+from mgpu_ops.tuning.commands import OK, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.commands.plot import find, source_arguments
 
 
@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.tuning import page, plot
 
+    writable(arguments.output, "--output")
     found = find(arguments)
     if not (found.files or found.runs or found.rows):
         raise UsageError("there is nothing to report: tune with `mgpu-tune run`, or name what to look at with --from")

@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         gpu, kind = devices[0].gpu, devices[0].kind
         paths = {spec.name: arguments.database or database.user_path(gpu.key, spec.name) for spec in specs}
         work, skipped = _work(specs, gpu.key, given, kind, gpus, arguments)
+        for op in {w.op for w in work}:
+            database.require_writable(paths[op], gpu_key=gpu.key, op=op)
         code = tune_all(work, devices, paths, studies, arguments, told) if work else OK
     tuned = [{"op": t["op"], "problem": t["problem"]} for t in told if t.get("entry")]
     failed = [{"op": t["op"], "name": t["name"]} for t in told if not t.get("entry")]

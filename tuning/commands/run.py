@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         for op, path in paths.items():
             if path.exists():
                 database.read(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
+            database.require_writable(path, gpu_key=gpu.key, op=op)
         told: list[dict[str, Any]] = []
         code = tune_all(list(runnable(work, gpu)), devices, paths, studies, arguments, told)
         answer(arguments, {"problems": told})
@@ -141,7 +142,7 @@ def tune_all(
                 w.problem,
                 device,
                 paths[w.op],
-                arguments.trials or (ALL if arguments.sampler == "brute" else TRIALS),
+                _trials(arguments),
                 arguments.budget,
                 arguments.seed,
                 told,
@@ -169,11 +170,38 @@ def tune_all(
         return worst
 
 
+def _trials(arguments: argparse.Namespace) -> int:
+    return arguments.trials or (ALL if arguments.sampler == "brute" else TRIALS)
+
+
+def _for_some_worker(work: Sequence[Any], gpus: Sequence[Any]) -> list[Any]:
+    """The problems that a kernel runs on one of these GPUs; the others are said, and of one alone, or all, it is refused."""
+    found = []
+    for w in work:
+        reasons = [w.spec.supports(w.problem, gpu) for gpu in gpus]
+        if None in reasons:
+            found.append(w)
+        elif len(work) == 1:
+            raise UsageError(f"{w.op} {w.name} cannot be tuned: {reasons[0]}")
+        else:
+            say(f"left out, it runs through XLA: {w.op} {w.name}: {reasons[0]}")
+    if not found:
+        raise UsageError("no kernel runs any of these problems: nothing to queue")
+    return found
+
+
 def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
     """Puts the problems into the storage's queue."""
+    from mgpu_ops.core import gpu as gpus
     from mgpu_ops.tuning import fleet, storage
 
     where = required_storage(arguments)
+    given = {"--database": arguments.database, "--fresh": arguments.fresh, "--workers": arguments.workers != 1}
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{option} is the workers' to say, not of --queue: leave it out")
+    gpu = gpu_or_current(arguments.gpu) if arguments.gpu else None
+    work = _for_some_worker(work, [gpu] if gpu else gpus.GPUS)
     with storage.opened(where) as backend:
         jobs = fleet.enqueue(
             backend,
@@ -182,12 +210,12 @@ def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
                     op=w.op,
                     problem=dataclasses.asdict(w.problem),
                     name=w.name,
-                    trials=arguments.trials or TRIALS,
+                    trials=_trials(arguments),
                     budget=None if math.isinf(arguments.budget) else arguments.budget,
                     target=arguments.target,
                     sampler=arguments.sampler,
                     seed=arguments.seed,
-                    gpu=arguments.gpu and gpu_or_current(arguments.gpu).key,
+                    gpu=gpu and gpu.key,
                 )
                 for w in work
             ],

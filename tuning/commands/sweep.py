@@ -8,7 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, devices_for, has_gpu, say
+from mgpu_ops.tuning.commands import (
+    INTERRUPTED,
+    OK,
+    WRONG,
+    UsageError,
+    answer,
+    command,
+    count,
+    devices_for,
+    has_gpu,
+    say,
+    writable,
+)
 from mgpu_ops.tuning.commands.arguments import positive_int, seed, workers_argument
 
 OUTPUT = Path("results/replay")
@@ -43,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = _problems(arguments)
     if not has_gpu():
         raise UsageError("a sweep is measured and no NVIDIA GPU is here: run it on a machine with a Hopper GPU")
+    writable(arguments.output, "--output", folder=True)
     with devices_for(arguments) as devices:
         return sweep_all(problems, devices, arguments)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, answer, command, count, devices_for, say
+from mgpu_ops.tuning.commands import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, devices_for, say
 from mgpu_ops.tuning.commands.arguments import seconds, workers_argument
 from mgpu_ops.tuning.commands.storages import required_storage, storage_argument
 
@@ -43,9 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     where = required_storage(arguments)
     ops = {mgpu_ops.spec_of(op).name for op in arguments.op or ()}
+    if arguments.database:
+        ops = {_op_of(arguments.database, ops)}
     told: list[dict[str, Any]] = []
     say_once = functools.cache(say)  # what each of several GPUs finds out
     with storage.opened(where) as backend, devices_for(arguments) as devices:
+        gpu_key = devices[0].gpu.key
+        for op in ops or mgpu_ops.SPECS:
+            path = arguments.database or database.user_path(gpu_key, op)
+            if arguments.database and path.exists():
+                database.read(path, gpu_key=gpu_key, op=op)
+            database.require_writable(path, gpu_key=gpu_key, op=op)
 
         def work(_: int, device: Any) -> None:
             worker = fleet.Worker(backend, device, mgpu_ops.spec_of, say_once)
@@ -66,6 +75,16 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"{count(len(told), 'problem')} ended here; {'stopped' if code else 'the queue has no more for this GPU'}")
     answer(arguments, {"ended": told})
     return code or (WRONG if any(job["config"] is None for job in told) else OK)
+
+
+def _op_of(path: Path, ops: Collection[str]) -> str:
+    """The op whose file that is, or is to be: other jobs are left to other workers."""
+    from mgpu_ops.core import database
+
+    known = {database.read(path).op} if path.exists() else set(ops)
+    if len(known) != 1 or (ops and not known <= set(ops)):
+        raise UsageError(f"--database {path} is a file of one op: name that with --op")
+    return known.pop()
 
 
 def sentence(ended: Any, path: Path) -> str:
