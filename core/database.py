@@ -268,6 +268,8 @@ def require_writable(path: AnyPath, *, gpu_key: str, op: str) -> None:
     """DatabaseError where `update` could not write the file at `path`, before there is anything to write."""
     real = Path(os.path.realpath(path))
     fault = os.strerror(errno.EISDIR) if real.is_dir() else folder_fault(real.parent)
+    if str(path).startswith("~"):
+        fault = "there is no such home directory"
     if fault is not None:
         raise DatabaseError(path, f"cannot be written ({fault}): {_elsewhere(real, gpu_key, op)}")
 
@@ -346,13 +348,13 @@ def _like(file: int, old: os.stat_result) -> None:
 
 
 def user_path(gpu_key: str, op: str) -> Path:
-    """The user's own file: in `MGPU_OPS_CONFIG_DIR`, or where the system keeps user data."""
+    """The user's own file: in `MGPU_OPS_CONFIG_DIR`, or where the system keeps user data. ~ stays where there is no home."""
     root = os.environ.get("MGPU_OPS_CONFIG_DIR")
     if not root:
         import platformdirs
 
         root = platformdirs.user_data_dir("mgpu_ops", appauthor=False)
-    return Path(root).expanduser() / gpu_key / f"{op}.json"
+    return Path(os.path.expanduser(root)) / gpu_key / f"{op}.json"
 
 
 def shipped_path(gpu_key: str, op: str) -> Path:

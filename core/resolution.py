@@ -322,7 +322,7 @@ def _rows(spec: OpSpec, gpu: Gpu, path: Path, data: bytes) -> tuple[_Row, ...]:
 def _environment_paths(gpu_key: str, op: str) -> Iterator[Path]:
     """What MGPU_OPS_CONFIG_PATH names: files, or directories that may hold <gpu key>/<op>.json."""
     for part in filter(None, os.environ.get("MGPU_OPS_CONFIG_PATH", "").split(os.pathsep)):
-        path = Path(part).expanduser()
+        path = Path(os.path.expanduser(part))
         if not path.exists():
             raise DatabaseError(path, "does not exist: correct or unset MGPU_OPS_CONFIG_PATH")
         if not path.is_dir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -47,6 +48,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Without `argv` it is the program itself, whose Ctrl-C is handled here."""
     words = sys.argv[1:] if argv is None else argv
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks, as stderr does
     interrupts = _Interrupts(argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     try:
         code = _carry_out(words, interrupts)
@@ -54,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a reader who has gone is no error
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except BrokenPipeError:  # `mgpu-tune show | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = OK
+    except OSError as e:  # of standard output itself: `_carry_out` tells those of files
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = OK if isinstance(e, BrokenPipeError) else _refuse(e)  # `mgpu-tune show | head`
     if code == OK and interrupts.seen:
         code = INTERRUPTED  # a library took it for its own
     if code == INTERRUPTED:
@@ -86,6 +90,10 @@ def _carry_out(words: Sequence[str], interrupts: _Interrupts) -> int:
             return int(arguments.run(arguments))
     except (UsageError, DatabaseError, MeasurementError, WorkerError, extras.MissingExtra, ValueError) as e:
         return _refuse(e)
+    except OSError as e:  # of a place that no command has words for: a name that is too long
+        if e.filename is None:
+            raise
+        return _refuse(UsageError(f"{e.filename}: {e.strerror}: name another"))
     except ModuleNotFoundError as e:
         if not extras.brought(e.name):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Found:
         if "://" in place:
             found.runs += _studies(place, specs)
             continue
-        path = Path(place).expanduser()
+        path = Path(os.path.expanduser(place))
         if not path.exists():
             raise SourceError(f"{path}: there is no such file: name a journal, a database, a sweep or a CSV file of `bench`")
         if not path.is_dir():

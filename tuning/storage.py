@@ -143,7 +143,7 @@ def open_storage(where: str | os.PathLike[str], heartbeat: int = HEARTBEAT, grac
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with told(where):
         if not scheme:
-            return _journal(Path(where).expanduser())
+            return _journal(Path(os.path.expanduser(where)))
         if scheme == "grpc":
             return _grpc(where)
         if scheme.partition("+")[0] in DRIVERS:
@@ -302,7 +302,7 @@ def journal_path(gpu_key: str, op: str) -> Path:
         import platformdirs
 
         root = platformdirs.user_state_dir("mgpu_ops", appauthor=False)
-    return Path(root).expanduser() / "studies" / gpu_key / f"{op}.journal"
+    return Path(os.path.expanduser(root)) / "studies" / gpu_key / f"{op}.journal"
 
 
 # --- studies

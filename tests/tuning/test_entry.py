@@ -250,3 +250,75 @@ def test_a_process_of_the_tuner_hears_of_no_ctrl_c_while_it_starts() -> None:
     finally:
         process.kill()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+# --- odd surroundings
+
+
+def program(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`mgpu-tune` as a process of its own, without a GPU."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | options.pop("env", {})
+    command = [sys.executable, "-m", "mgpu_ops.tuning.cli", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, check=False, timeout=120, **pipes)
+
+
+@pytest.mark.parametrize("words", [("validate", SHIPPED), ("which", *WORDS["which"])], ids=["validate", "which"])
+def test_a_full_disk_behind_standard_output_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = program(*words, cwd=tmp_path, stdout=full)
+    assert (done.returncode, done.stderr) == (2, "mgpu-tune: [Errno 28] No space left on device\n")
+
+
+def test_a_reader_who_has_gone_is_no_error(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        done = program("show", "matmul", "--gpu", "h200", cwd=tmp_path, stdout=gone)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_a_home_what_is_shipped_is_used_and_nothing_is_stored(
+    mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MGPU_OPS_CONFIG_DIR", "~nobody-of-that-name/configs")
+    assert mgpu_tune("which", *WORDS["which"]).code == 0
+    done = mgpu_tune("run", *WORDS["run"])
+    assert done.code == 2
+    assert "cannot be written (there is no such home directory): permit it, or set MGPU_OPS_CONFIG_DIR" in done.err
+
+
+def test_a_name_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    done = program("validate", "é", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("\\xe9: 1 fault\n")
+
+
+@pytest.mark.parametrize(
+    "words", [("validate",), ("merge", "--into", "o"), ("diff", SHIPPED), ("plot", "--from"), ("replay", "--from")]
+)
+def test_a_name_that_is_too_long_is_told(words: tuple[str, ...], mgpu_tune: Command) -> None:
+    done = mgpu_tune(*words, "x" * 300)
+    assert done.code in (1, 2)
+    assert "File name too long" in done.out + done.err or "no complete sweep" in done.err
+
+
+@pytest.mark.parametrize("words", [("--",), ("--", "show"), ("--unknown", "show"), ("show", "a", "b"), ("",)])
+def test_words_in_no_order_that_is_known_are_refused(words: tuple[str, ...], mgpu_tune: Command) -> None:
+    done = mgpu_tune(*words)
+    assert (done.code, done.out) == (2, "")
+    assert "mgpu-tune" in done.err
+
+
+@pytest.mark.parametrize("where", ["ends:step", "program:ends"])
+def test_a_program_that_ends_itself_is_told(
+    where: str, mgpu_tune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "program.py").write_text("def ends():\n    raise SystemExit(0)\n")
+    monkeypatch.delitem(sys.modules, "program", raising=False)
+    done = mgpu_tune("capture", where)
+    assert done.code == 2
+    assert f"{where} could not be traced: SystemExit: 0" in done.err

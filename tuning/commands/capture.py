@@ -108,7 +108,7 @@ def _captured(name: str, shapes: list[Any], gpu: str | None) -> Any:
     try:
         found = capture(program, gpu)(*shapes)
         return capture(returned[0][0], gpu)(*returned[0][1:]) if returned else found
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise _told(name, e) from None
 
 
@@ -133,7 +133,7 @@ def _imported(name: str) -> Callable[..., Any]:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
             raise _told(name, e) from None  # the module is there, what it imports is not
         raise UsageError(f"no module {module!r} in {os.getcwd()} or installed: name it as Python imports it") from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a script that ends itself
         raise _told(name, e) from None
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -143,7 +143,7 @@ def _imported(name: str) -> Callable[..., Any]:
     return found
 
 
-def _told(name: str, error: Exception) -> UsageError:
+def _told(name: str, error: BaseException) -> UsageError:
     """What went wrong in the user's code, on one line, and where."""
     import jax
 

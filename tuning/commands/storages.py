@@ -58,7 +58,7 @@ def finished_storage(arguments: argparse.Namespace) -> str | None:
     if arguments.storage is None:
         return None
     where = required_storage(arguments)
-    if "://" not in where and not Path(where).expanduser().is_file():
+    if "://" not in where and not Path(os.path.expanduser(where)).is_file():
         from mgpu_ops.tuning import storage
 
         raise UsageError(f"{storage.redact(where)}: there is no such journal: name the storage with --storage")
