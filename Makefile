@@ -17,7 +17,7 @@ GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 # A PYTHONPATH left over in the shell must not shadow the environment. test-gpu alone passes it on, on purpose.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup test lint types imports unit test-gpu test-oldest test-newest format bench demo clean distclean
+.PHONY: help setup test lint types imports unit test-gpu test-oldest test-newest format bench demo pictures clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -66,6 +66,10 @@ bench: setup  ## import time; on a Hopper GPU also matmul against XLA
 
 demo: setup  ## a tour of the tuner, on any machine
 	@$(BIN)/mgpu-tune demo
+
+pictures: setup  ## draw every picture under results/ again from its CSV file or its sweeps
+	@$(BIN)/mgpu-tune plot --from results/*.csv --in-place
+	@$(BIN)/mgpu-tune replay --picture results/replay/regret
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -89,6 +89,7 @@ _NEEDED = tuple(field.name for field in _FIELDS if field.default is dataclasses.
 _READ: dict[str, Callable[[str], Any]] = {  # annotations are text here
     field.name: {"str": str, "int": int, "float": float}[str(field.type).partition(" ")[0]] for field in _FIELDS
 }
+_ABOVE_ZERO = ("median_us", "warm_us", "chain_us", "devices", "bytes")
 _MAY_BE_EMPTY = {field.name for field in _FIELDS if str(field.type).endswith("None")}
 
 
@@ -638,13 +639,21 @@ def read_csv(path: str | os.PathLike[str]) -> list[Row]:
         further = header[len(_NEEDED) :]
         if header[: len(_NEEDED)] != _NEEDED or not set(further) <= set(COLUMNS) or len(set(header)) != len(header):
             raise ValueError(f"{path}: has columns {list(header)}, not {list(COLUMNS)}: run the benchmark again")
-        return [_parsed(path, reader.line_num, header, values) for values in reader]
+        try:
+            return [_parsed(path, reader.line_num, header, values) for values in reader]
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}: run the benchmark again") from None
 
 
 def _parsed(path: str | os.PathLike[str], line: int, header: Sequence[str], values: Sequence[str]) -> Row:
     try:
         texts = dict(zip(header, values, strict=True))
         fields = {c: None if text == "" and c in _MAY_BE_EMPTY else _READ[c](text) for c, text in texts.items()}
+        if not all(fields[c] for c in ("op", "problem", "impl")):
+            raise ValueError("op, problem and impl must not be empty")
+        for c in _ABOVE_ZERO:
+            if (value := fields.get(c)) is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{c}={texts[c]} must be a finite number above 0")
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}: run the benchmark again") from None
     return Row(**fields)

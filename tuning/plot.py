@@ -16,7 +16,10 @@ from typing import Any
 from mgpu_ops.core.database import Entry
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.op import OpSpec
+from mgpu_ops.tuning import between, report
 from mgpu_ops.tuning.bench import OURS, ROOFLINE, Row, label
+from mgpu_ops.tuning.peers import PEERS
+from mgpu_ops.tuning.terminal import printable
 
 # --- What is drawn --------------------------------------------------------------------------------
 
@@ -131,9 +134,10 @@ def problem_label(spec: OpSpec, fields: Mapping[str, Any]) -> str:
 
 
 def rows_of(spec: OpSpec, gpu: Gpu, entries: Iterable[Entry]) -> list[Row]:
-    """Measured entries as benchmark rows: ours, the baseline in the same run, and the roofline.
+    """Measured entries as benchmark rows: ours, the baseline in the same run, and the roofline, which collectives have not.
 
-    Entries of other versions of the op, and modelled ones, have none. What was within the op's tolerance is right.
+    Entries of other versions of the op, and modelled ones, have none. All are right: nothing else is ever stored, and an error
+    may be told in the terms of the day.
     """
     from mgpu_ops.core import database
 
@@ -143,16 +147,21 @@ def rows_of(spec: OpSpec, gpu: Gpu, entries: Iterable[Entry]) -> list[Row]:
         if e.kind != "measured" or database.fault_of(entry, gpu, spec):
             continue
         problem = database.to_problem(spec, entry.problem)
+        stamp = {"op": spec.name, "problem": label(spec, "", problem)}
+        stamp |= {"gpu": e.gpu, "driver": e.driver or "", "jax": e.jax, "date": e.date}
+        times: list[tuple[str, float, float, float | None]] = [(OURS, e.median_us, e.spread_us, 0.0)]
+        if e.baseline and e.baseline_us:
+            peer = PEERS.get(spec.name, {}).get(e.baseline)
+            times.append((e.baseline, e.baseline_us, 0.0, None if peer is not None and peer.yardstick else 0.0))
+        if spec.devices(problem) > 1:
+            told = [(impl, {"median_us": us, "spread_us": spread}) for impl, us, spread, _ in times]
+            rows += [between.row_of(spec, problem, stamp, impl, "", numbers, 0.0) for impl, numbers in told]
+            continue
         flops, moved = spec.flops(problem), spec.bytes(problem)
         least_us = max(flops / gpu.bf16_flops, moved / gpu.memory_bytes_per_s) * 1e6
-        error = e.error if e.error is not None and e.error > spec.tolerance(problem) else 0.0
-        times = [(OURS, e.median_us, e.spread_us, error), (ROOFLINE, least_us, 0.0, 0.0)]
-        if e.baseline and e.baseline_us:
-            times.append((e.baseline, e.baseline_us, 0.0, 0.0))
+        times.append((ROOFLINE, least_us, 0.0, 0.0))
         rows += [
             Row(
-                op=spec.name,
-                problem=label(spec, "", problem),
                 impl=impl,
                 config="",
                 median_us=us,
@@ -160,10 +169,7 @@ def rows_of(spec: OpSpec, gpu: Gpu, entries: Iterable[Entry]) -> list[Row]:
                 tflops=flops / us / 1e6,
                 gbs=moved / us / 1e3,
                 error=error,
-                gpu=e.gpu,
-                driver=e.driver or "",
-                jax=e.jax,
-                date=e.date,
+                **stamp,
             )
             for impl, us, spread, error in times
         ]
@@ -190,20 +196,39 @@ _KINDS = {
 _OTHER = "#6b6b6b"
 _FAILED = "#c0392b"
 _BEST = "#c0392b"
+_MARKERS = "osD^v<>ph"  # so that colours are not all that tells origins apart
+_HATCHES = ("", "///", "...", "xx", "\\\\\\", "--")  # nor kinds of failures
 _ROWS = 24  # problems in a picture of failures; the others are counted
+
+
+def _shown(run: Run) -> Run:
+    """With texts that a picture can hold."""
+
+    def text(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) else value
+
+    trials = tuple(
+        dataclasses.replace(
+            trial, origin=text(trial.origin), kind=text(trial.kind), config={text(k): text(v) for k, v in trial.config.items()}
+        )
+        for trial in run.trials
+    )
+    return Run(text(run.op), text(run.problem), text(run.gpu), text(run.kind), trials, run.ordered)
 
 
 def convergence(run: Run, stem: Path) -> list[Path]:
     """Time of each trial, coloured by origin, and the best so far; as PNG and SVG. ValueError where no trial worked."""
+    run = _shown(run)
     if run.best is None:
         raise ValueError(f"{run.title}: no trial worked, so there is no time to draw")
     with _figure(1, 1, (9.0, 4.6), run.title) as (figure, axes):
         ax = axes[0][0]
         numbered = list(enumerate(run.trials, 1))
-        for origin in dict.fromkeys(trial.origin for trial in run.trials):
+        for place, origin in enumerate(dict.fromkeys(trial.origin for trial in run.trials)):
             points = [(n, t.us) for n, t in numbered if t.us is not None and t.origin == origin]
             if points:
-                ax.scatter(*zip(*points), s=30, color=_ORIGINS.get(origin, _OTHER), label=origin, zorder=3, lw=0)
+                look: Any = {"color": _ORIGINS.get(origin, _OTHER), "marker": _MARKERS[place % len(_MARKERS)]}
+                ax.scatter(*zip(*points), s=32, label=origin, zorder=3, lw=0, **look)
         so_far = list(itertools.accumulate((t.us or math.inf for t in run.trials), min))
         first = next(n for n, us in enumerate(so_far) if us < math.inf)  # those before it failed
         line = {"color": _BEST, "lw": 1.5, "label": "best so far", "zorder": 2}
@@ -225,6 +250,7 @@ def convergence(run: Run, stem: Path) -> list[Path]:
 
 def parameters(run: Run, stem: Path) -> list[Path]:
     """Time against each field that varies: all trials, the best of each value, the best of all; as PNG and SVG."""
+    run = _shown(run)
     best = run.best
     if best is None or best.us is None:
         raise ValueError(f"{run.title}: no trial worked, so there is no time to draw")
@@ -258,7 +284,7 @@ def parameters(run: Run, stem: Path) -> list[Path]:
 
 def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
     """How many trials of each problem failed, by kind; as PNG and SVG. ValueError where none did."""
-    failing = sorted((run for run in runs if run.failures), key=lambda run: -run.failures.total())
+    failing = sorted((_shown(run) for run in runs if run.failures), key=lambda run: -run.failures.total())
     if not failing:
         raise ValueError("no trial failed, so there is nothing to draw")
     shown, rest = failing[:_ROWS], failing[_ROWS:]
@@ -268,9 +294,10 @@ def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
         ax = axes[0][0]
         counts = [_by_kind(run) for run in shown]
         left = [0] * len(shown)
-        for kind in sorted({kind for count in counts for kind in count}):
+        for place, kind in enumerate(sorted({kind for count in counts for kind in count})):
             widths = [count[kind] for count in counts]
-            ax.barh(range(len(shown)), widths, 0.7, left=left, color=_KINDS.get(kind, _OTHER), label=kind)
+            look: Any = {"color": _KINDS.get(kind, _OTHER), "hatch": _HATCHES[place % len(_HATCHES)]}
+            ax.barh(range(len(shown)), widths, 0.7, left=left, label=kind, edgecolor="#ffffff", linewidth=0, **look)
             left = [a + b for a, b in zip(left, widths)]
         for y, run in enumerate(shown):
             text = f"{left[y]} of {len(run.trials)}"
@@ -289,13 +316,8 @@ def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
 
 
 def rates(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """TFLOP/s beside the peers and the roofline; as PNG and SVG."""
-    from matplotlib import rc_context
-
-    from mgpu_ops.tuning import report
-
-    with rc_context(_STYLE):
-        return report.picture(rows, stem.with_name(stem.name + ".png"))
+    """TFLOP/s beside the peers and the roofline, of collectives time and bus bandwidth; as PNG and SVG."""
+    return report.picture(rows, stem.with_name(stem.name + ".png"))
 
 
 def draw(
@@ -311,8 +333,10 @@ def draw(
     def stem(*words: str) -> Path:
         return directory / slug("-".join(words), taken)
 
-    for (what, op), group in rows.items():
-        yield f"TFLOP/s of {op}, {what}", rates(group, stem(op, what, "tflops"))
+    for (what, op), group in sorted(rows.items(), key=lambda item: (item[0][0], report.place(item[0][1], ""))):
+        between = any(row.devices is not None for row in group)
+        told, word = ("time and bus bandwidth", "bandwidth") if between else ("TFLOP/s", "tflops")
+        yield f"{told} of {op}, {what}", rates(group, stem(op, what, word))
     for op in dict.fromkeys(run.op for run in runs):
         of_op = [run for run in runs if run.op == op]
         if any(run.failures for run in of_op):
@@ -335,8 +359,6 @@ def slug(text: str, taken: set[str]) -> str:
 
 
 _SMALL: dict[str, Any] = {"loc": "left", "fontsize": 9, "color": "#444444"}
-# Names and reasons are text, whatever dollar signs are in them; the same picture has the same bytes.
-_STYLE: Any = {"text.parse_math": False, "svg.hashsalt": "mgpu_ops", "axes.unicode_minus": False}
 
 
 @contextlib.contextmanager
@@ -346,7 +368,7 @@ def _figure(down: int, across: int, size: tuple[float, float], title: str) -> It
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(report.STYLE):
         figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         try:
             lines = _wrapped(title, int(size[0] * 11))
@@ -361,11 +383,7 @@ def _figure(down: int, across: int, size: tuple[float, float], title: str) -> It
 
 
 def _save(figure: Any, stem: Path) -> list[Path]:
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
-    figure.savefig(paths[0], dpi=130)
-    figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return report.save_figure(figure, stem.with_name(stem.name + ".png"))
 
 
 def _time_axis(ax: Any, times: Sequence[float], also: float | None) -> None:

@@ -293,7 +293,8 @@ def play_all(
         yield sampler, score(played)
 
 
-_COLORS = {OURS: "#d62728", "tpe": "#1f77b4", "gp": "#9467bd", "random": "#7f7f7f", "brute": "#bcbd22"}
+_COLORS = {OURS: "#d62728", "tpe": "#1f77b4", "gp": "#9467bd", "random": "#7f7f7f", "brute": "#8c8d1a"}
+_DASHES = {OURS: "-", "tpe": "--", "gp": "-.", "random": ":", "brute": (0, (1, 3))}  # so that colours are not all
 
 
 def pictures(path: Path) -> list[Path]:
@@ -313,7 +314,8 @@ def picture(scores: dict[str, Score], problems: int, path: Path) -> list[Path]:
     for name, found in scores.items():
         shown = [(n + 1, 100 * regret) for n, regret in enumerate(found.curve) if math.isfinite(regret)]
         label = "mgpu-tune (seeds, tpe, local)" if name == OURS else f"{name} alone"
-        axes.plot(*zip(*shown), label=label, color=_COLORS[name], linewidth=2.5 if name == OURS else 1.5)
+        look = {"color": _COLORS[name], "linestyle": _DASHES[name], "linewidth": 2.5 if name == OURS else 1.5}
+        axes.plot(*zip(*shown), label=label, **look)
     axes.set_yscale("symlog", linthresh=0.5)
     axes.set_ylim(bottom=0)
     axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
@@ -321,7 +323,7 @@ def picture(scores: dict[str, Score], problems: int, path: Path) -> list[Path]:
     axes.set_ylabel("regret, % (median)")
     axes.set_title(f"Distance from the optimum of {problems} recorded problems")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower left", ncols=3, frameon=False)
     files = pictures(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for file in files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
     configs = [dataclasses.asdict(t.config) for t in ok]
     fields = list(configs[0]) if configs else []
     varying = [f for f in fields if len({c[f] for c in configs}) > 1]
-    shared = _assignments(configs[0], [f for f in fields if f not in varying]) if configs else ""
+    shared = assignments(configs[0], [f for f in fields if f not in varying]) if configs else ""
     more = f"{len(ok)} best of {len(trials)} trials" if len(trials) > len(ok) else f"{len(trials)} trials"
     table = Table(title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left")
     measured = any(t.outcome.baseline_us for t in ok)
@@ -35,7 +35,7 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
     for trial, config in zip(ok, configs, strict=True):
         o = trial.outcome
         against = [f"{o.baseline_us / o.us:.3f}", f"{o.error:.1e}"] if measured else []
-        table.add_row(str(trial.number), trial.origin, digits(o.us), *against, _assignments(config, varying))
+        table.add_row(str(trial.number), trial.origin, digits(o.us), *against, assignments(config, varying))
     return table
 
 
@@ -53,12 +53,12 @@ def entry_cells(entry: Any, spec: Any, told: Collection[tuple[str, str]] = ()) -
     """
     e = entry.evidence
     problem = {k: v for k, v in entry.problem.items() if ("problem", k) not in told}
-    config = {k: v for k, v in _in_order(entry.config, spec.Config).items() if ("config", k) not in told}
+    config = {k: v for k, v in in_order(entry.config, spec.Config).items() if ("config", k) not in told}
     of = "kernel or host" if between_gpus(spec) else "kernel"
     kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
     against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
     default = f"{e.default_us / e.median_us:.3f}" if e.default_us else "-"
-    fields = _assignments(config, list(config))
+    fields = assignments(config)
     return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, kind, e.date, fields
 
 
@@ -71,7 +71,7 @@ def by_problem(entries: Sequence[Any], spec: Any) -> list[Any]:
     """Sorted by the fields of a problem in their order, m, n, k ... or batch, tokens ...; collectives by GPUs, then size."""
 
     def key(entry: Any) -> tuple[Any, ...]:
-        problem = _in_order(entry.problem, spec.Problem)
+        problem = in_order(entry.problem, spec.Problem)
         values = [problem.get("devices", 0), *problem.values()]
         return [(isinstance(value, str), value) for value in values], entry.evidence.kind
 
@@ -97,8 +97,8 @@ def entries_table(title: str, entries: Sequence[Any], spec: Any) -> Table:
     told = []
     if first is not None and several:
         problem = problem_text({k: v for k, v in first.problem.items() if ("problem", k) in shared}, spec)
-        config = {k: v for k, v in _in_order(first.config, spec.Config).items() if ("config", k) in shared}
-        told = [problem, *(cell for cell, dropped in zip(rows[0], same) if dropped), _assignments(config, list(config))]
+        config = {k: v for k, v in in_order(first.config, spec.Config).items() if ("config", k) in shared}
+        told = [problem, *(cell for cell, dropped in zip(rows[0], same) if dropped), assignments(config)]
     caption = f"all: {'; '.join(filter(None, told))}" if any(told) else None
     style: Any = {"box": box.SIMPLE_HEAD, "title_justify": "left", "caption_justify": "left", "padding": (0, 1, 0, 0)}
     table = Table(title=title, caption=caption, **style)
@@ -130,12 +130,12 @@ def problem_text(fields: Mapping[str, Any], spec: Any = None) -> str:
     usual.pop("dtype", None)
     if "dtype" in fields and "out_dtype" in usual:
         usual["out_dtype"] = fields["dtype"]
-    told = _in_order(fields, spec.Problem) if spec else fields
+    told = in_order(fields, spec.Problem) if spec else fields
     shown = {k: v for k, v in told.items() if k not in usual or v != usual[k]}
     return " ".join(f"{k}={v}" for k, v in shown.items() if v is not False and v not in (-1, "none"))
 
 
-def _in_order(fields: Mapping[str, Any], cls: type) -> dict[str, Any]:
+def in_order(fields: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """The fields in the order of the class, then those that it does not have."""
     names = [field.name for field in dataclasses.fields(cls) if field.name in fields]
     return {name: fields[name] for name in dict.fromkeys([*names, *fields])}
@@ -146,5 +146,6 @@ def digits(x: float) -> str:
     return f"{x:.{max(0, 3 - math.floor(math.log10(x)))}f}"
 
 
-def _assignments(config: Mapping[str, Any], fields: Sequence[str]) -> str:
-    return " ".join(f"{field}={config[field]}" for field in fields)
+def assignments(fields: Mapping[str, Any], names: Iterable[str] | None = None) -> str:
+    """ "tile_m=64 tile_n=128", of some of the fields or of all."""
+    return " ".join(f"{name}={fields[name]}" for name in (fields if names is None else names))

@@ -210,7 +210,64 @@ def test_rates_are_those_of_measured_entries_with_baseline_and_roofline() -> Non
     assert plot.rows_of(spec, H200, modelled) == []
 
 
+def test_what_is_stored_is_right_and_collectives_have_a_bandwidth() -> None:
+    """Whatever metric the stored error is of: only right results are stored."""
+    for op in ("flash_attention_backward", "all_reduce"):
+        rows = plot.rows_of(spec_of(op), H200, database.read(database.shipped_path("h200", op)).entries)
+        assert rows
+        assert not any(map(bench.wrong, rows))
+    assert {row.impl for row in rows} == {bench.OURS, "xla"}
+    for row in rows:
+        assert (row.devices, row.tflops < 1) in ((2, True), (4, True))
+        assert row.bus_gbs == pytest.approx(2 * (row.devices - 1) / row.devices * row.bytes / row.median_us / 1e3, rel=1e-4)
+
+
+def test_a_yardstick_beside_a_stored_entry_stays_one() -> None:
+    rows = plot.rows_of(spec_of("grouped_matmul"), H200, database.read(database.shipped_path("h200", "grouped_matmul")).entries)
+    assert bench.yardsticks(bench.lines(rows)) == {"dense"}
+
+
 # --- the command
+
+
+def test_the_pictures_of_results_are_drawn_again_beside_their_files(tmp_path: Path, mgpu_tune: Command) -> None:
+    """Each under its file's name, as `bench` drew it."""
+    stamp = {"gpu": "NVIDIA H200", "driver": "1", "jax": "0.11.2", "date": "2025-01-31"}
+    for name in ("a+grad.csv", "2025-jax-0.12.csv"):
+        bench.write_csv([bench.Row("matmul", "p 8x8x8", bench.OURS, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp)], tmp_path / name)
+    places = sorted(tmp_path.iterdir())
+    done = mgpu_tune("plot", "--from", *places, "--in-place")
+    assert (done.code, done.err) == (0, "")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {stem + suffix for stem in ("a+grad", "2025-jax-0.12") for suffix in (".csv", ".png", ".svg")}
+    for words in ((), ("--from", tmp_path), ("matmul", "--from", places[0])):
+        refused = mgpu_tune("plot", *words, "--in-place")
+        assert refused.code == 2
+        assert "name them with --from, such as --from results/*.csv" in refused.err
+
+
+def test_every_result_has_its_pictures() -> None:
+    results = Path(__file__).parents[2] / "results"
+    missing = [f"{csv.stem}.png" for csv in results.glob("*.csv") if not csv.with_suffix(".png").exists()]
+    assert not missing, "`make pictures` draws them"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "0.0", "x"])
+@pytest.mark.parametrize("command", ["plot", "report"])
+def test_a_time_that_is_none_is_refused_with_file_and_line(
+    command: str, value: str, tmp_path: Path, mgpu_tune: Command
+) -> None:
+    csv = tmp_path / "some.csv"
+    stamp = {"gpu": "NVIDIA H200", "driver": "1", "jax": "0.11.2", "date": "2025-01-31"}
+    rows = [bench.Row("matmul", "p 8x8x8", impl, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp) for impl in (bench.OURS, "xla")]
+    bench.write_csv(rows, csv)
+    text = csv.read_text().splitlines()
+    csv.write_text("\n".join([*text[:2], text[2].replace("10.0", value, 1)]) + "\n")
+    done = mgpu_tune(command, "--from", csv, "--output", tmp_path / "out")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert f"{csv}, line 3: " in done.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_plot_draws_all_there_is_of_a_journal_a_database_and_a_benchmark(tmp_path: Path, mgpu_tune: Command) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from mgpu_ops import SPECS
 from mgpu_ops.tuning import bench, report
 from mgpu_ops.tuning.bench import Row
 
@@ -102,6 +104,89 @@ def test_lines_of_two_ops_or_gpus_are_told_apart() -> None:
 def test_many_digits_have_no_exponent() -> None:
     long = [Row(**{**vars(r), "median_us": r.median_us * 12345}) for r in rows()]
     assert cells(long, "square 64")[1] == "123450"
+
+
+def between(size: int = 1024, op: str = "all_reduce", devices: int = 2, **changes: Any) -> list[Row]:
+    """Ours, with a workspace and without, and XLA's of a payload."""
+    text = f"{devices}x{size}B {size // 2}x{devices} bfloat16"
+    fields: dict[str, Any] = {"op": op, "problem": text, "devices": devices, "bytes": size, "own_us": 4.0, "chain_us": 300.0}
+    (ours, xla, *_) = rows(**fields | {"bus_gbs": size / 1e4, "tflops": 1e-4} | changes)
+    return [ours, dataclasses.replace(ours, impl="mgpu_ops, workspace", median_us=5.0), xla]
+
+
+def test_a_collective_has_a_bus_bandwidth_and_its_kernels_time_in_place_of_a_rate() -> None:
+    headings = next(line for line in text(between()).splitlines() if "problem" in line)
+    assert [h.strip() for h in headings.strip("┃").split("┃")] == ["problem", "us", "kernels us", "bus GB/s", "x xla"]
+    assert cells(between(), "2x1024B 512x2 bfloat16 (workspace)")[1:] == ["5.000", "4.000", "0.1024", "2.40"]
+    both = text([*between(), *rows()])
+    assert "TFLOP/s" in both
+    assert "bus GB/s" in both
+
+
+def test_the_picture_of_a_collective_is_time_and_bandwidth_against_the_payload(tmp_path: Path) -> None:
+    many = [row for size in (1024, 2**20, 2**28) for n in (2, 4) for row in between(size, devices=n)]
+    _, svg = report.picture(many, tmp_path / "bench.png")
+    told = svg.read_text()
+    for word in ("time (us)", "bus bandwidth (GB/s)", "payload on each GPU", "256 MiB", "mgpu_ops, workspace, a call"):
+        assert f"<!-- {word} -->" in told
+    for n in (2, 4):
+        assert f"<!-- all_reduce, {n} GPUs: time (us) -->" in told
+    assert "TFLOP/s" not in told
+
+
+def test_a_wrong_result_of_a_collective_is_left_out_of_the_picture_and_counted(tmp_path: Path) -> None:
+    wrong = [dataclasses.replace(row, error=0.5) if row.impl == "xla" else row for row in between()]
+    assert "1 wrong results are left out" in report.picture(wrong, tmp_path / "a")[1].read_text()
+    assert report.picture(between(error=math.nan, own_us=None), tmp_path / "b")
+
+
+def test_collectives_and_others_are_not_drawn_in_one_unit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="draw them apart"):
+        report.picture([*between(), *rows()], tmp_path / "bench")
+
+
+def test_problems_stand_by_model_or_head_dim_and_by_size_whatever_their_order_was() -> None:
+    matmul, attention = SPECS["matmul"], SPECS["flash_attention"]
+    names = ["square-2048", "square-16384", "llama3-8b-qkv-128", "llama3-8b-qkv-4096", "llama3-70b-qkv-128"]
+    wanted = [bench.label(matmul, name, matmul.shapes[name]) for name in names] + ["64x8x8 bfloat16 nn", "128x8x8 bfloat16 nn"]
+    names = ["gpt2-1024-causal", "mha64-4096", "mha128-4096", "llama3-8b-512-causal", "llama3-8b-8192-causal", "mha256-4096"]
+    heads = [bench.label(attention, name, attention.shapes[name]) for name in names]
+    both = [row for text in heads for row in rows(text, op="flash_attention")] + [row for text in wanted for row in rows(text)]
+    for shuffled in (both, both[::-1]):
+        found = report.ordered(bench.lines(shuffled))
+        assert [line.problem for line in found] == wanted + heads
+        assert [report.group(line) for line in found[:7]] == ["square"] * 2 + ["llama3-8b"] * 2 + ["llama3-70b", "", ""]
+        groups = [f"head dim {d}" for d in (64, 64, 128, 128, 128, 256)]
+        assert [report.group(line) for line in found[7:]] == groups
+
+
+def test_a_group_stays_in_one_panel_where_it_fits() -> None:
+    shapes = SPECS["matmul"].shapes
+    names = [name for name in shapes if name.startswith(("square", "llama3")) and not name.endswith(("da", "db"))]
+    many = [row for name in names for row in rows(bench.label(SPECS["matmul"], name, shapes[name]))]
+    panels = report._panels(report.ordered(bench.lines(many)))
+    assert [{report.group(line) for line in panel} for panel in panels] == [{"square", "llama3-8b"}, {"llama3-70b"}]
+    many = [row for i in range(40) for row in rows(f"{i}x8x8 bfloat16 nn")]
+    assert [len(panel) for panel in report._panels(report.ordered(bench.lines(many)))] == [14, 14, 12]
+
+
+def test_a_picture_tells_implementations_apart_without_colours_and_names_its_axes(tmp_path: Path) -> None:
+    told = report.picture(rows(), tmp_path / "bench")[1].read_text()
+    assert "<!-- problem -->" in told
+    assert "<!-- TFLOP/s -->" in told
+    assert told.count("<pattern") == 2  # of the peers; ours is plain
+
+
+def test_the_same_rows_give_the_same_picture(tmp_path: Path) -> None:
+    first, again = (report.picture(rows(), tmp_path / name)[1].read_bytes() for name in "ab")
+    assert first == again
+
+
+def test_a_picture_shows_names_as_text(tmp_path: Path) -> None:
+    evil = "\x1b[2J\x00\n$x$ <b>"
+    svg = report.picture(rows(evil, gpu=evil, op=evil), tmp_path / "bench")[1]
+    assert r"\x1b[2J\x00\n$x$" in svg.read_text()
+    ElementTree.fromstring(svg.read_text())
 
 
 def written(path: Path) -> bool:

@@ -21,12 +21,15 @@ def register(commands: Any) -> None:
         mgpu-tune plot matmul --gpu h200 --output pictures
         mgpu-tune plot --from results/replay --output pictures
         mgpu-tune plot --from results/2025-11-21-h200-matmul.csv tuned.json --output pictures
+        mgpu-tune plot --from results/*.csv --in-place      # of each CSV file of `bench`, the picture beside it
         mgpu-tune plot --storage --output pictures          # the trials of $MGPU_OPS_STORAGE, whose URL may have a password
         """,
         needs=("optuna", "matplotlib"),
     )
     source_arguments(parser)
-    parser.add_argument("--output", type=Path, default=Path("pictures"), metavar="DIR", help="default: pictures")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--output", type=Path, default=Path("pictures"), metavar="DIR", help="default: pictures")
+    where.add_argument("--in-place", action="store_true", help="draw the picture of each CSV file of `bench` beside the file")
 
 
 def source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.tuning import plot
 
+    if arguments.in_place:
+        return _in_place(arguments)
     writable(arguments.output, "--output", folder=True)
     found = find(arguments)
     pictures = []
@@ -59,6 +64,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("there is nothing to draw: no trial has a time, and no entry is measured; tune with `mgpu-tune run`")
     say(count(len(pictures), "picture"))
     answer(arguments, {"sources": found.places, "skipped": found.skipped, "pictures": pictures})
+    return OK
+
+
+def _in_place(arguments: argparse.Namespace) -> int:
+    """What `bench` draws, of CSV files that it wrote before."""
+    from mgpu_ops.tuning import bench, report
+
+    places = [Path(place) for place in arguments.sources or ()]
+    if not places or any(place.suffix != ".csv" for place in places) or arguments.op or arguments.gpu or arguments.storage:
+        raise UsageError("--in-place draws whole CSV files of `bench`: name them with --from, such as --from results/*.csv")
+    pictures = []
+    for place in places:
+        try:
+            paths = report.picture(bench.read_csv(place), place.with_suffix(".png"))
+        except OSError as e:
+            raise UsageError(f"{e.filename or place}: cannot be read or written ({e.strerror}): name another file") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{place}: is no text: name a CSV file of `bench`") from None
+        pictures.append({"what": str(place), "files": paths})
+        say(f"{place}: {', '.join(map(str, paths))}")
+    say(count(len(pictures), "picture"))
+    answer(arguments, {"sources": places, "skipped": [], "pictures": pictures})
     return OK
 
 

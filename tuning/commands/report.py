@@ -33,7 +33,7 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
-    from mgpu_ops.tuning import page, plot
+    from mgpu_ops.tuning import files, page, plot
 
     writable(arguments.output, "--output")
     found = find(arguments)
@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         pictures = [] if arguments.no_pictures else list(drawn)
         text = page.page(found, mgpu_ops.SPECS, pictures, datetime.date.today().isoformat())
     try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text, encoding="utf-8")
+        files.replace(arguments.output, text.encode())
     except OSError as e:
         raise UsageError(f"{arguments.output}: cannot be written ({e.strerror}): name another --output") from None
     entries = sum(len(file.entries) for _, file in found.files)
