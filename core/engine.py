@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -36,12 +35,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from mgpu_ops.core import lines, multimem, ptxas, replicas, tma
+from mgpu_ops.core import lines, multimem, ptxas, replicas, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
 tma.install()
 multimem.install()
 replicas.install()
+threads.install()
 
 # Memory spaces, types of scratch buffers, and how a block moves between memories.
 GMEM = plgpu.GMEM
@@ -383,7 +383,7 @@ def kernel(
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
     """
     if interpret:
-        _require_threads(math.prod(cluster) * num_threads + 1)  # clusters take turns; one waits for them
+        threads.provide(math.prod(cluster) * num_threads + 1)  # clusters take turns; one waits for them
     else:
         ptxas.prefer_newest()
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulators)}
@@ -453,16 +453,6 @@ def specialize(
     def _() -> None:
         set_max_registers(compute_registers, action="increase")
         computing()
-
-
-def _require_threads(warpgroups: int) -> None:
-    """Raises where the interpreter could hang: each simulated warpgroup may block one thread of XLA's CPU pool."""
-    pool = max(int(os.environ.get("NPROC") or os.cpu_count() or 1), jax.local_device_count("cpu"))
-    if warpgroups > pool:
-        raise RuntimeError(
-            f"interpreting {warpgroups} warpgroups at a time needs as many CPU threads, but XLA has {pool} and could hang: "
-            f"set NPROC={max(64, warpgroups)} in the environment before Python starts"
-        )
 
 
 def races_found() -> bool:

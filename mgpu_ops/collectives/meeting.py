@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
+from mgpu_ops.core import threads
 from mgpu_ops.core.exchange import Axes
 from mgpu_ops.core.mesh import same_mesh_axes
 
@@ -127,7 +128,8 @@ def interpret_together(axes: Axes, out: Any, kernel: Callable[[jax.Array], jax.A
     """What `kernel`, of x of all devices [n, ...], returns for the own one. JAX's interpreter knows one device only."""
 
     def together(brought: list[Any]) -> Any:
-        with _one_kernel, jax.default_device(jax.local_devices(backend="cpu")[0]):
+        # On a client of its own: each thread of the usual one may be waiting here, for the last device to come.
+        with _one_kernel, jax.default_device(threads.device()):
             return np.asarray(jax.jit(kernel)(np.stack(brought)))
 
     return _meet(axes, x, out, together, lambda meeting, own, x: meeting.attend(own, x, None)[own])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,32 @@ def test_interpreter_works_again_after_a_kernel_failed_in_it_and_a_reset():
         interpreted(reads_beyond_its_array)(jnp.zeros(128, jnp.int32)).block_until_ready()
     core.reset_interpreter()
     np.testing.assert_array_equal(handover(ordered=True)(), np.full(128, 8))
+
+
+FEW_THREADS = """
+import os, jax, jax.numpy as jnp, numpy as np
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+x = jnp.arange(2 * 128 * 64, dtype=jnp.bfloat16).reshape(2, 128, 64) % 8 - 3  # JAX has its CPU client from here on
+import mgpu_ops
+from jax.sharding import PartitionSpec as P
+y = mgpu_ops.matmul(x[0], x[1].T, out_dtype=jnp.float32, backend="interpret")
+np.testing.assert_array_equal(y, np.asarray(x[0], np.float32) @ np.asarray(x[1], np.float32).T)
+each = lambda x: mgpu_ops.all_reduce(x, "d", backend="interpret")
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+z = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))(x)
+np.testing.assert_array_equal(z[0], x[0] + x[1])
+assert not mgpu_ops.core.races_found()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that can keep a process to one core")
+@pytest.mark.parametrize("nproc", [None, "1"])
+def test_the_interpreter_needs_no_more_than_one_core_and_no_setting(nproc):
+    """It takes four CPU threads for a matmul of three warpgroups; JAX has made its own for one core, or two devices."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")} | {"JAX_PLATFORMS": "cpu"}
+    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} | ({"NPROC": nproc} if nproc else {})
+    result = subprocess.run([sys.executable, "-c", FEW_THREADS], capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
 
 
 def test_one_body_launched_with_two_grids_runs_each_grid():

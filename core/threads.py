@@ -1,0 +1,54 @@
+"""Threads for JAX's GPU interpreter: it waits inside XLA for other simulated warpgroups, and each wait may hold a CPU thread.
+
+XLA makes its pool of CPU threads with the CPU client: as many as the machine has cores (or $NPROC says), and no fewer than
+devices. Where there may be fewer than warpgroups, `provide` makes a second CPU client with enough of them, on which `install`
+lets warpgroups run, so that the interpreter hangs on no machine, whatever JAX did before.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic.interpret import thread_map
+from jaxlib import xla_client
+
+_FEWEST = 64
+_lock = threading.Lock()
+_own: dict[str, Any] = {"threads": 0, "device": None}  # of the second client, once there is one
+
+
+def install() -> None:
+    """Runs simulated warpgroups on the second client, once there is one."""
+    run = thread_map._run_jaxpr
+
+    @functools.wraps(run)
+    def run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+        if _own["device"] is None:
+            run(jaxpr, consts, *args)
+            return
+        # An array of the first client would come over later, and the call return before it has run.
+        args = tuple(np.asarray(x) for x in args)
+        with jax.default_device(_own["device"]):
+            run(jaxpr, consts, *args)
+
+    thread_map._run_jaxpr = run_jaxpr
+
+
+def provide(warpgroups: int) -> None:
+    """Sees to it that so many simulated warpgroups can wait at a time."""
+    if warpgroups > jax.local_device_count("cpu"):
+        device(warpgroups)
+
+
+def device(warpgroups: int = 1) -> Any:
+    """The second client's device, for programs that wait for so many warpgroups, or for each other."""
+    with _lock:
+        if warpgroups > _own["threads"]:
+            threads = max(_FEWEST, warpgroups)
+            client = xla_client.make_cpu_client(asynchronous=False, num_devices=threads)  # a thread for each device
+            _own.update(threads=threads, device=client.local_devices()[0])
+        return _own["device"]
