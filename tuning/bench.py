@@ -109,18 +109,18 @@ def run(
     backend: str | None = None,
     save: Callable[[list[Row]], None] | None = None,
     timer: Timer = measure.interleaved,
+    warm: Timer = measure.warm,
     peer_seconds: float = 60.0,
     earlier: Iterable[Row] = (),
 ) -> list[Row]:
     """Measures `problems` (name -> Problem) through the op's public function and its peers.
 
-    Per problem: ours, each peer that can run it, and the roofline. With `grad`, forward and
-    backward together, applied to a random cotangent. `seconds` is the time for the rounds of one
-    problem. `progress` gets a line of text per problem, and one per peer that cannot run, wrong
-    result, or problem that failed; the run goes on, and `failures` tells afterwards. `save` gets
-    all rows so far after each problem. Peers take `peer_seconds` each to compile what they tune, and
-    no time where `earlier` rows of the problem tell what won. ValueError for a peer that is not known,
-    and for `grad` of an op that is a gradient itself.
+    Per problem: ours, each peer that can run it, and the roofline. With `grad`, forward and backward together, applied to a
+    random cotangent. `seconds` is the time for the rounds of one problem with a cold L2, and half of it with a warm one.
+    `progress` gets a line of text per problem, and one per peer that cannot run, wrong result, or problem that failed; the run
+    goes on, and `failures` tells afterwards. `save` gets all rows so far after each problem. Peers take `peer_seconds` each to
+    compile what they tune, and no time where `earlier` rows of the problem tell what won. ValueError for a peer that is not
+    known, and for `grad` of an op that is a gradient itself.
     """
     if grad and spec.name in _BACKWARD.values():
         raise ValueError(f"{spec.name} is a gradient itself: measure it without --grad, or the forward op with it")
@@ -132,7 +132,7 @@ def run(
     for name, problem in problems.items():
         text = label(spec, name, problem)
         known = {peer: won.get((stamp["op"], text, peer), frozenset()) for peer in peers}
-        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer, peer_seconds, known)
+        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer, warm, peer_seconds, known)
         say = partial(_say, progress, text)
         try:
             with gpus.target(gpu):  # what is compiled is what `resolve` is asked for
@@ -141,7 +141,7 @@ def run(
             say(f"failed: {brief(error)}")
             continue
         rows += new
-        say(", ".join(f"{row.impl} {row.median_us:.4g} us" for row in new))
+        say(", ".join(f"{row.impl} {_us(row)}" for row in new))
         if save:
             save(rows)
     return rows
@@ -214,6 +214,7 @@ class _Case:
     seed: int
     backend: str | None
     timer: Timer
+    warm: Timer = measure.warm
     peer_seconds: float = 60.0
     known: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)  # a peer's settings of an earlier run
 
@@ -230,6 +231,10 @@ class _Entrant:
 
 def _say(progress: Callable[[str], None], text: str, message: str) -> None:
     progress(f"{text}: {message}")
+
+
+def _us(row: Row) -> str:
+    return f"{row.median_us:.4g} us" + (f" ({row.warm_us:.4g} warm)" if row.warm_us is not None else "")
 
 
 def _peer(spec: OpSpec, name: str) -> Peer:
@@ -293,14 +298,14 @@ def _unavailable(case: _Case, peer: Peer) -> str | None:
 
 def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: dict[str, str]) -> list[Row]:
     calls = [entrant.call for entrant in entrants]
-    warm = case.timer(calls, case.gpu, 3)
-    # Each call follows a flush: twice the L2's size read and written; 10 us is for the launches.
-    flush_us = 4 * case.gpu.l2_bytes / case.gpu.memory_bytes_per_s * 1e6 + 10
-    round_us = sum(measure.median_us(samples) + flush_us for samples in warm)
-    samples = case.timer(calls, case.gpu, measure.rounds_for(case.seconds, round_us))
+    few = case.timer(calls, case.gpu, 3)
+    flush_us = measure.FLUSHED * case.gpu.l2_bytes / case.gpu.memory_bytes_per_s * 1e6 + 10  # 10 us is for the launches
+    once = sum(map(measure.median_us, few))
+    samples = case.timer(calls, case.gpu, measure.rounds_for(case.seconds, once + len(calls) * flush_us))
+    warm = case.warm(calls, case.gpu, measure.rounds_for(case.seconds / 2, 2 * once))
     return [
-        _row(case, stamp, e.impl, e.config, measure.median_us(s), measure.spread_us(s), e.error)
-        for e, s in zip(entrants, samples)
+        _row(case, stamp, e.impl, e.config, measure.median_us(s), measure.spread_us(s), e.error, measure.median_us(w))
+        for e, s, w in zip(entrants, samples, warm, strict=True)
     ]
 
 
@@ -339,6 +344,7 @@ def _row(
     median_us: float,
     spread_us: float,
     error: float | None,
+    warm_us: float | None = None,
 ) -> Row:
     flops, moved = _work(case)
     return Row(
@@ -349,6 +355,7 @@ def _row(
         tflops=six_digits(flops / median_us / 1e6),
         gbs=six_digits(moved / median_us / 1e3),
         error=None if error is None else six_digits(error),
+        warm_us=None if warm_us is None else six_digits(warm_us),
         **stamp,
     )
 

@@ -1,4 +1,8 @@
-"""Time on a GPU: kernel time from CUPTI, cold L2, several functions interleaved in one run.
+"""Time on a GPU: kernel time from CUPTI, with a cold or a warm L2, several functions interleaved in one run.
+
+Cold: before each call a buffer of `FLUSHED` times the L2's size is read, so that the L2 holds nothing of the call's arrays. It
+was written once, long before: reading leaves no lines that the call would have to write back to memory in its own time. Warm:
+before each call the same function runs on the same arrays, and nothing in between; what of them fits the L2 may still be there.
 
 Only ratios of functions measured in turn, in one run, mean anything: a GPU under its power cap slows by several percent as it
 warms up, and does so for whatever runs then.
@@ -24,6 +28,7 @@ from mgpu_ops.core.gpu import Gpu
 
 HOST_BOUND = 50.0  # us of the GPUs: collectives in a row that take less may wait for the host, with 10 to 30 us each
 QUEUED = 4  # calls
+FLUSHED = 4  # times the L2's size that a flush reads
 DRIFT = 0.15  # of the baseline's time: at the power cap it varies by 12 %, as what ran before was hot or cool
 
 
@@ -132,25 +137,36 @@ def interleaved(
     if devices > 1:
         return _together(functions, rounds, devices, turns)
     flush = _flusher(gpu.l2_bytes)
-    launches = [_count(f) for f in (flush, *functions)]
+    return _in_turn([(flush, f) for f in functions], rounds)
+
+
+def warm(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+    """As `interleaved` on one GPU, but each function runs twice in a row, of which the second is the sample."""
+    del gpu  # whatever the size of its L2
+    return _in_turn([(f, f) for f in functions], rounds)
+
+
+def _in_turn(pairs: Sequence[tuple[Callable[[], Any], Callable[[], Any]]], rounds: int) -> list[list[float]]:
+    """Kernel time of the second function of each pair, which starts as the first ends; one sample a round."""
+    counts = {f: _count(f) for f in dict.fromkeys(f for pair in pairs for f in pair)}
     with _cupti() as timings:
         for _ in range(rounds):
-            for f in functions:
-                flush()
+            for before, f in pairs:
+                before()
                 jax.block_until_ready(f())
     times = [ms * 1e3 for _, ms in timings]
-    if len(times) != rounds * (len(functions) * launches[0] + sum(launches[1:])):
+    if len(times) != rounds * sum(counts[f] for pair in pairs for f in pair):
         raise MeasurementError(
-            f"CUPTI saw {len(times)} kernels where {rounds} rounds of {launches} were launched: "
+            f"CUPTI saw {len(times)} kernels where {rounds} rounds of {[counts[f] for _, f in pairs]} were launched: "
             "is another profiler (nsys, ncu) or another thread using this GPU?"
         )
-    samples: list[list[float]] = [[] for _ in functions]
+    samples: list[list[float]] = [[] for _ in pairs]
     position = 0
     for _ in range(rounds):
-        for i, count in enumerate(launches[1:]):
-            position += launches[0]
-            samples[i].append(sum(times[position : position + count]))
-            position += count
+        for i, (before, f) in enumerate(pairs):
+            position += counts[before]
+            samples[i].append(sum(times[position : position + counts[f]]))
+            position += counts[f]
     return samples
 
 
@@ -202,11 +218,10 @@ def kernels(f: Callable[[], Any]) -> list[tuple[str, float]]:
 
 @functools.cache
 def _flusher(l2_bytes: int) -> Callable[[], jax.Array]:
-    """Overwrites twice the L2's size, so that nothing a function reads is still there."""
-    buffer = jnp.ones((2 * l2_bytes // 4,), jnp.float32)
-    write = jax.jit(lambda x: x + 1)
-
-    return lambda: write(buffer)
+    """Reads `FLUSHED` times the L2's size: what it held is gone, and what was written is in memory."""
+    buffer = jnp.ones((FLUSHED * l2_bytes // 4,), jnp.float32)
+    read = jax.jit(jnp.sum).lower(buffer).compile()
+    return lambda: read(buffer)
 
 
 def _count(f: Callable[[], Any]) -> int:

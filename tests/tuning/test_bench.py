@@ -38,13 +38,18 @@ def timer(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list
     return [[10.0 * (i + 1) + (r % 3 - 1) for r in range(rounds)] for i in range(len(functions))]
 
 
+def warm(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+    """As `timer`, in 0.8 of the time."""
+    return [[0.8 * us for us in samples] for samples in timer(functions, gpu, rounds)]
+
+
 def run(problems: dict[str, Any] | None = None, *, spec: Any = SPEC, **changes: Any) -> tuple[list[bench.Row], list[str]]:
     said: list[str] = []
     options: dict[str, Any] = {"against": ["xla"], "grad": False, "seconds": 0.01, "backend": "xla"}
     rows = bench.run(
         spec,
         SMALL if problems is None else problems,
-        **options | {"gpu": H200, "progress": said.append, "timer": timer} | changes,
+        **options | {"gpu": H200, "progress": said.append, "timer": timer, "warm": warm} | changes,
     )
     return rows, said
 
@@ -66,7 +71,8 @@ def test_a_problem_gives_a_row_for_ours_each_peer_and_the_roofline() -> None:
     assert [r.median_us for r in rows[:2]] == [10.0, 20.0]
     assert rows[0].spread_us == 2.0
     assert all(0 < r.error <= 8e-3 for r in rows[:2])
-    assert "mgpu_ops 10 us, xla 20 us" in said[-1]
+    assert [r.warm_us for r in rows] == [8.0, 16.0, None]
+    assert "mgpu_ops 10 us (8 warm), xla 20 us (16 warm)" in said[-1]
 
 
 def test_rows_tell_the_versions_of_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:

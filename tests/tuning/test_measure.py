@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -277,11 +276,22 @@ def test_a_second_subscriber_of_cupti_is_an_error_that_says_what_to_do(monkeypat
         pass
 
 
-def test_the_flush_overwrites_more_than_the_l2() -> None:
-    small = measure._flusher(4096)
-    assert small().nbytes == 2 * 4096
-    assert measure._flusher(4096) is small
-    assert statistics.median(np.asarray(small()).ravel()) == 2.0
+def test_the_flush_reads_more_than_the_l2_and_leaves_nothing_to_write_back() -> None:
+    flush = measure._flusher(4096)
+    assert flush().shape == ()
+    assert flush() == measure.FLUSHED * 4096 / 4  # ones, all of them read
+    assert measure.FLUSHED >= 2
+    assert measure._flusher(4096) is flush
+
+
+def test_a_warm_sample_is_the_second_of_two_calls_in_a_row(install: Callable[[FakeGpu], FakeGpu]) -> None:
+    fake = install(FakeGpu())
+    functions = [fake.function(name, [0.001]) for name in "ab"]
+    samples = measure.warm(functions, GPU, rounds=3)
+    assert fake.order[-12:] == ["a", "a", "b", "b"] * 3
+    assert "flush" not in fake.order
+    seconds = [1 + call / 10 for call in (3, 5, 7)]  # two calls warmed up and counted kernels
+    assert samples == [pytest.approx(seconds)] * 2
 
 
 def test_on_several_devices_a_sample_is_the_time_of_one_turn_and_no_cache_is_flushed(
