@@ -31,12 +31,14 @@ from mgpu_ops.flash_attention.model import SOFT_CAP
 from mgpu_ops.flash_attention.operands import Inputs
 from mgpu_ops.groups import SPREADS
 from mgpu_ops.tuning import measure
+from mgpu_ops.tuning.compiling import Pool
 from mgpu_ops.tuning.peers import PEERS, Peer, Task, Timer, brief, compiled, settings_in
 
 OURS = "mgpu_ops"
 ROOFLINE = "roofline"
 BEST = "best peer"  # of a problem; stands for a peer's name where results are summed up
 GRAD = "+grad"  # of an op's name: forward and backward
+_LARGE = 2048  # rows of a matmul from which on it is bound by arithmetic
 _GRAD_FACTOR = 3  # forward and backward are three products of the same size
 _BACKWARD = {"flash_attention": "flash_attention_backward"}  # but for ops whose gradient is an op of its own
 
@@ -112,6 +114,7 @@ def run(
     warm: Timer = measure.warm,
     peer_seconds: float = 60.0,
     earlier: Iterable[Row] = (),
+    pool: Pool | None = None,
 ) -> list[Row]:
     """Measures `problems` (name -> Problem) through the op's public function and its peers.
 
@@ -119,8 +122,8 @@ def run(
     random cotangent. `seconds` is the time for the rounds of one problem with a cold L2, and half of it with a warm one.
     `progress` gets a line of text per problem, and one per peer that cannot run, wrong result, or problem that failed; the run
     goes on, and `failures` tells afterwards. `save` gets all rows so far after each problem. Peers take `peer_seconds` each to
-    compile what they tune, and no time where `earlier` rows of the problem tell what won. ValueError for a peer that is not
-    known, and for `grad` of an op that is a gradient itself.
+    compile what they tune, in processes of the `pool` if there is one, and no time where `earlier` rows of the problem tell
+    what won. ValueError for a peer that is not known, and for `grad` of an op that is a gradient itself.
     """
     if grad and spec.name in _BACKWARD.values():
         raise ValueError(f"{spec.name} is a gradient itself: measure it without --grad, or the forward op with it")
@@ -132,7 +135,7 @@ def run(
     for name, problem in problems.items():
         text = label(spec, name, problem)
         known = {peer: won.get((stamp["op"], text, peer), frozenset()) for peer in peers}
-        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer, warm, peer_seconds, known)
+        case = _Case(spec, problem, gpu, grad, seconds, seed, backend, timer, warm, peer_seconds, known, pool)
         say = partial(_say, progress, text)
         try:
             with gpus.target(gpu):  # what is compiled is what `resolve` is asked for
@@ -217,6 +220,7 @@ class _Case:
     warm: Timer = measure.warm
     peer_seconds: float = 60.0
     known: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)  # a peer's settings of an earlier run
+    pool: Pool | None = None
 
 
 @dataclass(frozen=True)
@@ -281,7 +285,7 @@ def _entrants(case: _Case, peers: Mapping[str, Peer], say: Callable[[str], None]
             if reason is None:
                 known = case.known.get(name, frozenset())
                 theirs = arrays if peer.arrays is None else jax.jit(partial(peer.arrays, case.problem))(*arrays)
-                task = Task(case.problem, case.gpu, theirs, case.timer, case.grad, case.peer_seconds, known)
+                task = Task(case.problem, case.gpu, theirs, case.timer, case.grad, case.peer_seconds, known, case.pool)
                 entrants.append(enter(name, *peer.prepare(task), theirs, peer.yardstick))
             else:
                 say(f"{name} {reason}")
@@ -701,15 +705,26 @@ class Line:
     @property
     def best(self) -> Row | None:
         """The fastest peer that is right; a yardstick is none."""
-        right = (row for row in _rivals(self) if not wrong(row))
-        return min(right, key=lambda row: row.median_us, default=None)
+        return self._fastest(lambda row: row.median_us)
 
-    def ratio(self, peer: str) -> float | None:
-        """The time of a peer, or of the `BEST`, over ours, above 1 where ours is faster. None unless both are right."""
-        theirs = self.best if peer == BEST else self.peers.get(peer)
+    def _fastest(self, us: Callable[[Row], float | None]) -> Row | None:
+        right = [row for row in _rivals(self) if not wrong(row) and us(row) is not None]
+        return min(right, key=lambda row: us(row) or 0.0, default=None)
+
+    def ratio(self, peer: str, *, warm: bool = False) -> float | None:
+        """The time of a peer, or of the `BEST`, over ours, above 1 where ours is faster. None unless both are right.
+
+        `warm`: with a warm L2, where the best may be another; None where that was not measured.
+        """
+
+        def us(row: Row) -> float | None:
+            return row.warm_us if warm else row.median_us
+
+        theirs = self._fastest(us) if peer == BEST else self.peers.get(peer)
         if self.ours is None or theirs is None or wrong(self.ours) or wrong(theirs):
             return None
-        return theirs.median_us / self.ours.median_us
+        mine, other = us(self.ours), us(theirs)
+        return None if mine is None or other is None else other / mine
 
 
 @dataclass(frozen=True)
@@ -725,6 +740,12 @@ class Summary:
     worst_problem: str
     wins: int  # problems where the ratio is at least 1
     wrong: int  # problems that are left out, as a result is wrong
+    warm_geomean: float = math.nan  # as geomean, with a warm L2; NaN where that was not measured
+    part: str = ""  # which of the op's problems, "" for all: as "m >= 2048"
+
+    @property
+    def losses(self) -> int:
+        return self.problems - self.wins
 
 
 def wrong(row: Row) -> bool:
@@ -783,14 +804,42 @@ def yardsticks(every: Iterable[Line]) -> set[str]:
 
 def summary(rows: Iterable[Row]) -> list[Summary]:
     """For each op, GPU and what it is `compared` with: the geometric mean of its time / our time, worst and wins."""
-    sets: dict[tuple[str, str], list[Line]] = {}
+    return _summaries(lines(rows), "")
+
+
+def split(rows: Iterable[Row]) -> list[Summary]:
+    """As `summary`, of the parts of an op's problems: matmul from 2048 rows on and below, attention by its head dim.
+
+    None of an op whose problems are all of one part.
+    """
+    parts: dict[str, dict[str, list[Line]]] = {}
     for line in lines(rows):
+        if part := _part(line):
+            parts.setdefault(line.op, {}).setdefault(part, []).append(line)
+    several = (by_part for by_part in parts.values() if len(by_part) > 1)
+    return [one for by_part in several for part, of_part in by_part.items() for one in _summaries(of_part, part)]
+
+
+def _part(line: Line) -> str | None:
+    spec = mgpu_ops.SPECS.get(line.op.removesuffix(GRAD))
+    try:
+        problem = spec and problem_of(spec, line.problem)
+    except ValueError:
+        return None
+    if spec is not None and spec.name == "matmul":
+        return f"m {'>=' if problem.m >= _LARGE else '<'} {_LARGE}"
+    return f"head dim {problem.head_dim}" if hasattr(problem, "head_dim") else None
+
+
+def _summaries(every: Iterable[Line], part: str) -> list[Summary]:
+    sets: dict[tuple[str, str], list[Line]] = {}
+    for line in every:
         sets.setdefault((line.op, line.gpu), []).append(line)
     found = []
     for (name, gpu), both in sets.items():
         for peer in compared(both):
             ran = [line for line in both if line.ours and (peer in line.peers or (peer == BEST and _rivals(line)))]
-            found += [_summary(name, gpu, peer, ran)] if ran else []
+            found += [_summary(name, gpu, peer, ran, part)] if ran else []
     return found
 
 
@@ -798,18 +847,23 @@ def _rivals(line: Line) -> list[Row]:
     return [row for row in line.peers.values() if row.error is not None]
 
 
-def _summary(name: str, gpu: str, peer: str, both: Sequence[Line]) -> Summary:
+def _summary(name: str, gpu: str, peer: str, both: Sequence[Line], part: str) -> Summary:
     ratios = [(ratio, line.problem) for line in both if (ratio := line.ratio(peer)) is not None]
-    logs = [math.log(ratio) for ratio, _ in ratios]
     worst, worst_problem = min(ratios, default=(math.nan, ""))
     return Summary(
         op=name,
         gpu=gpu,
         peer=peer,
         problems=len(ratios),
-        geomean=math.exp(math.fsum(logs) / len(logs)) if logs else math.nan,
+        geomean=_geomean([ratio for ratio, _ in ratios]),
         worst=worst,
         worst_problem=worst_problem,
         wins=sum(ratio >= 1.0 for ratio, _ in ratios),
         wrong=len(both) - len(ratios),
+        warm_geomean=_geomean([ratio for line in both if (ratio := line.ratio(peer, warm=True)) is not None]),
+        part=part,
     )
+
+
+def _geomean(ratios: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan

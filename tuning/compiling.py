@@ -41,6 +41,16 @@ class Task:
     topology: bytes | None = None  # `aot.attached()` of the process that will run it; None: any GPU of that model
 
 
+@dataclass(frozen=True)
+class Call:
+    """Any function that pickle finds by its name, or a `functools.partial` of one, to be called on arrays of these shapes."""
+
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]  # jax.ShapeDtypeStruct
+    gpu: Gpu
+    topology: bytes | None = None
+
+
 class Pool:
     """Processes that compile. They start at once, in the background, and stay for all problems and GPUs of a run."""
 
@@ -55,7 +65,7 @@ class Pool:
             self._idle.put(Child(self._serve))
         self._threads = concurrent.futures.ThreadPoolExecutor(self.processes, thread_name_prefix="compile")
 
-    def submit(self, task: Task) -> concurrent.futures.Future[Executable | Outcome]:
+    def submit(self, task: Task | Call) -> concurrent.futures.Future[Executable | Outcome]:
         """The executable, or why there is none: kind "compile", or "timeout". WorkerError where no process starts."""
         return self._threads.submit(self._compile, task)
 
@@ -74,7 +84,7 @@ class Pool:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _compile(self, task: Task) -> Executable | Outcome:
+    def _compile(self, task: Task | Call) -> Executable | Outcome:
         child = self._idle.get()
         try:
             if child.busy:  # it has not said yet that it is ready
@@ -153,7 +163,7 @@ def cores() -> int:
 
 
 def compile_tasks(pipe: Any, specs: Callable[[str], OpSpec] | None = None) -> None:
-    """What a process of the pool does: says "ready", then answers each Task with an Executable or an Outcome.
+    """What a process of the pool does: says "ready", then answers each Task or Call with an Executable or an Outcome.
 
     `specs` finds an op by its name, `mgpu_ops.spec_of` by default.
     """
@@ -193,12 +203,15 @@ class _Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def build(task: Task, specs: Callable[[str], OpSpec]) -> Executable | Outcome:
+def build(task: Task | Call, specs: Callable[[str], OpSpec]) -> Executable | Outcome:
     import jax
 
     from mgpu_ops.core import aot
 
     try:
+        if isinstance(task, Call):
+            run = functools.partial(_as_on_the_gpu, task.function)
+            return aot.build(task.gpu, run, *task.shapes, topology=task.topology)
         spec = specs(task.op)
         devices = spec.devices(task.problem)
         shapes = jax.eval_shape(lambda: spec.inputs(task.problem, jax.random.key(0)))
@@ -206,3 +219,15 @@ def build(task: Task, specs: Callable[[str], OpSpec]) -> Executable | Outcome:
         return aot.build(task.gpu, run, *shared_out(shapes, devices), devices=devices, topology=task.topology)
     except Exception as e:
         return Outcome("compile", detail=first_line(e))
+
+
+def _as_on_the_gpu(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Traces a function that may ask `jax.devices()` for the GPU it will run on, which this process does not have."""
+    import jax
+
+    mine = jax.devices
+    jax.devices = lambda *_: [jax.config.jax_default_device]  # as core/aot.py sets it
+    try:
+        return function(*arrays)
+    finally:
+        jax.devices = mine

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +20,12 @@ from typing import Any
 import jax
 
 from mgpu_ops import SPECS, RaggedContractionProblem
+from mgpu_ops.core import aot
+from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.flash_attention import cudnn
 from mgpu_ops.flash_attention.model import SOFT_CAP
+from mgpu_ops.tuning.compiling import Call, Pool
 from mgpu_ops.tuning.measure import median_us
 from mgpu_ops.tuning.worker import baseline_of
 
@@ -39,15 +44,16 @@ class Task:
     grad: bool = False  # whether the function will be differentiated
     seconds: float = 60.0  # that compiling its settings may take, about
     known: frozenset[str] = frozenset()  # settings, as text, that won an earlier run: others are not tried again
+    pool: Pool | None = None  # processes that compile; None: threads of this one do
 
 
 @dataclass(frozen=True)
 class Peer:
     """Another implementation of an op.
 
-    `unavailable(problem, gpu)` says why it cannot run a problem, or None. `prepare` tunes it. A yardstick computes something
-    else of the same cost: its result is not compared. `arrays(problem, *arrays)` makes what its function takes of what ours
-    takes, in advance and untimed.
+    `unavailable(problem, gpu)` says why it cannot run a problem, or None. `prepare` tunes it, where it is `tuned`. A yardstick
+    computes something else of the same cost: its result is not compared. `arrays(problem, *arrays)` makes what its function
+    takes of what ours takes, in advance and untimed.
     """
 
     unavailable: Callable[[Any, Gpu], str | None]
@@ -55,10 +61,23 @@ class Peer:
     differentiable: bool
     yardstick: bool = False
     arrays: Callable[..., tuple] | None = None
+    tuned: bool = False
+
+
+class Ready:
+    """A function, and the call of it on certain arrays, which is compiled already."""
+
+    def __init__(self, function: Callable[..., Any], arrays: tuple, call: Callable[[], Any]):
+        self._function, self.arrays, self.call = function, arrays, call
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self._function(*arrays)
 
 
 def compiled(function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
     """The call `function(*arrays)`, compiled ahead."""
+    if isinstance(function, Ready) and list(map(id, function.arrays)) == list(map(id, arrays)):
+        return function.call
     return partial(jax.jit(function).lower(*arrays).compile(), *arrays)
 
 
@@ -85,66 +104,131 @@ def _fastest(
     task: Task,
     settings: Sequence[Hashable],
     build: Callable[[Any], Callable[..., Any]],
-    tile: Callable[[Any], Hashable] | None = None,
+    passes: Sequence[Sequence[str]] = (),
+    pairs: Callable[[Any], Iterable[tuple[str, Any]]] = tuple,
     text: Callable[[Any], str] = _text,
 ) -> Prepared:
     """The function of the fastest of `settings`, and which that is."""
-    best, said = _best(task, settings, build, tile, text)
-    return build(best), said
+    best, call, said = _best(task, settings, build, passes, pairs, text)
+    return Ready(build(best), task.arrays, call), said
 
 
 def _best(
     task: Task,
     settings: Sequence[Hashable],
     build: Callable[[Any], Callable[..., Any]],
-    tile: Callable[[Any], Hashable] | None = None,
+    passes: Sequence[Sequence[str]] = (),
+    pairs: Callable[[Any], Iterable[tuple[str, Any]]] = tuple,
     text: Callable[[Any], str] = _text,
-) -> tuple[Any, str]:
-    """The fastest of `settings` in interleaved rounds, with an L2 flush before each call; and the same as text.
+) -> tuple[Any, Callable[[], Any], str]:
+    """The fastest of `settings`, by the medians of interleaved rounds with an L2 flush before each call; its call; and as text.
 
-    Where `tile` is given there are two passes: the first takes one setting, the middle one, of those that share a tile, the
-    second all settings of the two fastest tiles. Settings that do not compile, within the task's seconds, are passed over.
+    `settings` come in the order of what they promise, and compile in that order until the task's seconds are over: what does
+    not compile, or not in time, is passed over. Without `passes` all are tried. With them, each pass tries what its fields may
+    be: the first pass one setting, the first, of those that share them; a later one all settings that differ from one of the
+    two fastest so far in these fields only. `pairs(setting)` are its fields. Functions that `build` makes compile in the task's
+    pool if pickle takes them. ValueError where no setting compiles.
     """
-    again = [s for s in settings if text(s) in task.known]
+    end = time.monotonic() + task.seconds
     calls: dict[Hashable, Callable[[], Any]] = {}
-    if again or tile is None:
-        ranking = _ranking(task, again or settings, build, calls)
+    errors: list[str] = []
+    late = 0
+
+    def ranking(some: Sequence[Hashable], seconds: float) -> list[Any]:
+        nonlocal late
+        made, failed = _compiled({s: build(s) for s in some if s not in calls}, task, seconds)
+        calls.update(made)
+        errors.extend(failed)
+        late += failed.count(_LATE)
+        legal = [setting for setting in some if setting in calls]
+        if not legal:
+            raise ValueError(f"none of {len(settings)} settings compiles{'; the last: ' + errors[-1] if errors else ''}")
+        samples = task.timer([calls[setting] for setting in legal], task.gpu, 3)
+        times = dict(zip(legal, map(median_us, samples), strict=True))
+        return sorted(times, key=lambda setting: times[setting])
+
+    def fields(setting: Any, names: Collection[str], within: bool) -> tuple:
+        return tuple((name, value) for name, value in pairs(setting) if (name in names) == within)
+
+    again = [s for s in settings if text(s) in task.known]
+    if again or not passes:
+        ranked = ranking(again or settings, task.seconds)
     else:
-        tiles: dict[Hashable, list[Hashable]] = {}
+        first: dict[tuple, Hashable] = {}
         for setting in settings:
-            tiles.setdefault(tile(setting), []).append(setting)
-        half = dataclasses.replace(task, seconds=task.seconds / 2)
-        ranking = _ranking(half, [group[len(group) // 2] for group in tiles.values()], build, calls)
-        ranking = _ranking(half, [s for best in ranking[:2] for s in tiles[tile(best)]], build, calls)
-    found = f"fastest of {len(calls)}" + " that won before" * bool(again)
-    return ranking[0], f"{text(ranking[0])}; {found}"
+            first.setdefault(fields(setting, passes[0], within=True), setting)
+        ranked = ranking(list(first.values()), task.seconds / len(passes))
+        for number, names in enumerate(passes[1:], 1):
+            near = {fields(best, names, within=False) for best in ranked[:2]}
+            some = [setting for setting in settings if fields(setting, names, within=False) in near]
+            ranked = ranking(some, max(0.0, end - time.monotonic()) / (len(passes) - number))
+    found = f"fastest of {len(calls)}" + " that won before" * bool(again) + f", {late} were not in time" * bool(late)
+    return ranked[0], calls[ranked[0]], f"{text(ranked[0])}; {found}"
 
 
-def _ranking(
-    task: Task,
-    settings: Sequence[Hashable],
-    build: Callable[[Any], Callable[..., Any]],
-    calls: dict[Hashable, Callable[[], Any]],
-) -> list[Any]:
-    """Those of the settings that compile, the fastest first; `calls` keeps them. ValueError where none does."""
-    pool = ThreadPoolExecutor(8)
-    jobs = {s: pool.submit(lambda s: compiled(build(s), task.arrays), s) for s in settings if s not in calls}
-    wait(jobs.values(), task.seconds)
-    pool.shutdown(cancel_futures=True)  # those in progress come to their end
-    errors = ["too slow to compile"] * any(job.cancelled() for job in jobs.values())
-    for setting, job in jobs.items():
-        if job.cancelled():
+_LATE = "too slow to compile"
+_Calls = tuple[dict[Hashable, Callable[[], Any]], list[str]]  # what compiles, and why the rest does not
+
+
+def _compiled(functions: Mapping[Hashable, Callable[..., Any]], task: Task, seconds: float) -> _Calls:
+    """The calls of functions on the task's arrays, compiled side by side, in `seconds` or a little more.
+
+    In the processes of the task's pool, or in threads where it has none or nothing comes of it: a function that pickle does not
+    find, a machine that does not load what another process compiled.
+    """
+    start = time.monotonic()
+    if task.pool is not None and functions:
+        made, errors = _in_processes(task.pool, functions, task, seconds)
+        if made or errors.count(_LATE) == len(errors):
+            return made, errors
+    return _in_threads(functions, task, max(0.0, seconds - (time.monotonic() - start)))
+
+
+def _in_processes(pool: Pool, functions: Mapping[Hashable, Callable[..., Any]], task: Task, seconds: float) -> _Calls:
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in task.arrays)
+    topology = _attached()
+    jobs = {key: pool.submit(Call(function, shapes, task.gpu, topology)) for key, function in functions.items()}
+    wait(jobs.values(), seconds)
+    made: dict[Hashable, Callable[[], Any]] = {}
+    errors = []
+    for key, job in jobs.items():
+        if job.cancel() or not job.done():
+            errors.append(_LATE)
             continue
-        if error := job.exception():  # its limits, as of shared memory, raise
+        try:
+            found = job.result()
+            if isinstance(found, Executable):
+                made[key] = partial(aot.load(found), *task.arrays)
+            else:
+                errors.append(_LATE if found.kind == "timeout" else found.detail)
+        except Exception as error:  # of pickle, or of a machine that does not load it
+            errors.append(brief(error))
+    return made, errors
+
+
+@functools.cache
+def _attached() -> bytes | None:
+    try:
+        return aot.attached()
+    except jax.errors.JaxRuntimeError:  # of a plugin that cannot describe a device
+        return None
+
+
+def _in_threads(functions: Mapping[Hashable, Callable[..., Any]], task: Task, seconds: float) -> _Calls:
+    pool = ThreadPoolExecutor(8)
+    jobs = {key: pool.submit(compiled, function, task.arrays) for key, function in functions.items()}
+    wait(jobs.values(), seconds)
+    pool.shutdown(cancel_futures=True)  # those in progress come to their end
+    made: dict[Hashable, Callable[[], Any]] = {}
+    errors = []
+    for key, job in jobs.items():
+        if job.cancelled():
+            errors.append(_LATE)
+        elif error := job.exception():  # its limits, as of shared memory, raise
             errors.append(brief(error))
         else:
-            calls[setting] = job.result()
-    legal = [setting for setting in settings if setting in calls]
-    if not legal:
-        raise ValueError(f"none of {len(settings)} settings compiles{'; the last: ' + errors[-1] if errors else ''}")
-    samples = task.timer([calls[setting] for setting in legal], task.gpu, 3)
-    times = dict(zip(legal, map(median_us, samples)))
-    return sorted(times, key=lambda setting: times[setting])
+            made[key] = job.result()
+    return made, errors
 
 
 # --- XLA --------------------------------------------------------------------------------------------------------------
@@ -165,33 +249,49 @@ def _baseline(op: str) -> Peer:
 
 # --- jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu ---------------------------------------------------------------
 
-_TILE_K, _STEPS, _STRIP = 64, 4, 8
+_SMEM = 227 * 1024
+_PALLAS_PASSES = (
+    ("tile_m", "tile_n", "wg_dimension"),
+    ("tile_k", "max_concurrent_steps", "cluster_dimension"),
+    ("grid_minor_dim", "grid_tile_width"),
+)
 
 
 def pallas_tilings(problem: Any) -> Iterator[dict[str, Any]]:
-    """The settings of JAX's own Hopper matmul that divisibility and registers allow.
+    """The settings of JAX's own Hopper matmul that divisibility, registers and shared memory allow, the most promising first.
 
-    Its tile_m and tile_n are those of one of two warpgroups, and the tile of both must divide the
-    problem. The space is that of the tuning loop in its own main(), with smaller and wider tiles
-    added and one strip width instead of three.
+    Its tile_m and tile_n are those of one of two warpgroups, and the tile of both, or of a cluster of two blocks, must divide
+    the problem. The space is that of the tuning loop in its own main(), with the clusters that it has but does not try, other
+    tiles, deeper and shallower pipelines, wider steps and the raster of its default beside. Of each field the values of main()
+    come first.
     """
-    for tile_m, tile_n, wg in itertools.product((64, 128), (64, 128, 256), "MN"):
+    p = problem
+    steps_first = (4, 5, 6, 8, 3, 2)
+    for tile_m, tile_n, wg in itertools.product((128, 256, 64), (64, 128, 256), "MN"):
         rows, columns = tile_m * (1 + (wg == "M")), tile_n * (1 + (wg == "N"))
         if tile_m * tile_n // 128 > 200:  # registers of each thread for the accumulator
             continue
-        if problem.m % rows or problem.n % columns or problem.k % _TILE_K:
-            continue
-        one_strip = problem.m == rows or problem.n == columns  # then both orders are the same
-        for minor in "N" if one_strip else "MN":
-            yield {
-                "tile_m": tile_m,
-                "tile_n": tile_n,
-                "tile_k": _TILE_K,
-                "max_concurrent_steps": _STEPS,
-                "wg_dimension": wg,
-                "grid_minor_dim": minor,
-                "grid_tile_width": _STRIP,
-            }
+        rasters = list(itertools.product("NM", (8, 4, 16, 1)))
+        if p.m == rows or p.n == columns:
+            rasters = rasters[:1]  # one strip: all orders are the same
+        for tile_k, steps, cluster in itertools.product((64, 128), steps_first, (None, "M", "N")):
+            across = {None: (1, 1), "M": (2, 1), "N": (1, 2)}[cluster]
+            if p.m % (rows * across[0]) or p.n % (columns * across[1]) or p.k % tile_k:
+                continue
+            slots = min(2, tile_m * tile_n // 64**2) * 2 * 64 * 64  # for the output, of both warpgroups
+            if 2 * (steps * (rows + columns) * tile_k + slots) + 1024 > _SMEM:
+                continue
+            for minor, width in rasters:
+                yield {
+                    "tile_m": tile_m,
+                    "tile_n": tile_n,
+                    "tile_k": tile_k,
+                    "max_concurrent_steps": steps,
+                    "wg_dimension": wg,
+                    "cluster_dimension": cluster,
+                    "grid_minor_dim": minor,
+                    "grid_tile_width": width,
+                }
 
 
 def _not_hopper(gpu: Gpu) -> str | None:
@@ -231,17 +331,17 @@ def _other_dtype(problem: Any) -> str | None:
     return None
 
 
-def _pallas_call(tiling: dict[str, Any]) -> Callable[..., Any]:
+def _pallas(setting: tuple, a: jax.Array, b: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as theirs
 
-    sides = {key: theirs.MatmulDimension[tiling[key]] for key in ("wg_dimension", "grid_minor_dim")}
-    config = theirs.TuningConfig(**{**tiling, **sides})
-    return lambda a, b: theirs.matmul(a, b, None, config)
+    sides = ("wg_dimension", "cluster_dimension", "grid_minor_dim")
+    fields = {key: theirs.MatmulDimension[value] if key in sides and value else value for key, value in setting}
+    return theirs.matmul(a, b, None, theirs.TuningConfig(**fields))
 
 
 def _pallas_prepare(task: Task) -> Prepared:
     settings = [tuple(tiling.items()) for tiling in pallas_tilings(task.problem)]
-    return _fastest(task, settings, lambda setting: _pallas_call(dict(setting)))
+    return _fastest(task, settings, lambda setting: partial(_pallas, setting), _PALLAS_PASSES)
 
 
 # --- Grouped products: each a function of (lhs, rhs, sizes) -----------------------------------------------------------
@@ -287,7 +387,13 @@ def _with_backward(grouped: Callable[[Task], Prepared], contraction: Callable[[T
 
 # --- jax.experimental.pallas.ops.gpu.ragged_dot_mgpu and transposed_ragged_dot_mgpu -----------------------------------
 
-_RASTER = "grid_block_n"
+_JAX_PASSES = (("block_m", "block_n", "block_k"), ("max_concurrent_steps",), ("grid_block_n",))
+_STEPS, _RASTERS = (4, 2, 5, 6), (4, 2, 8, 1, 16)
+
+
+def _fits(block_m: int, block_n: int, block_k: int, steps: int) -> bool:
+    """Whether a pipeline and an output tile of 16-bit elements fit into shared memory."""
+    return 2 * (steps * (block_m + block_n) * block_k + block_m * block_n) + 1024 <= _SMEM
 
 
 def jax_grouped_settings(problem: Any) -> Iterator[dict[str, int]]:
@@ -296,9 +402,9 @@ def jax_grouped_settings(problem: Any) -> Iterator[dict[str, int]]:
     As there, the tiles and the raster divide n. Left out are tiles whose accumulator one warpgroup cannot hold: 192x192 takes
     288 of a thread's 255 registers.
     """
-    for block_m, block_n, steps, raster in itertools.product((192, 128, 64), (192, 128, 64), (2, 4, 5, 6), (1, 2, 4, 8, 16)):
-        if block_m * block_n // 128 < 255 and problem.n % (raster * block_n) == 0:
-            yield {"block_m": block_m, "block_n": block_n, "block_k": 64, "max_concurrent_steps": steps, _RASTER: raster}
+    for block_m, block_n, steps, raster in itertools.product((192, 128, 64), (192, 128, 64), _STEPS, _RASTERS):
+        if block_m * block_n // 128 < 255 and problem.n % (raster * block_n) == 0 and _fits(block_m, block_n, 64, steps):
+            yield _jax_setting(block_m, block_n, 64, steps, raster)
 
 
 def jax_contraction_settings(problem: Any) -> Iterator[dict[str, int]]:
@@ -306,39 +412,37 @@ def jax_contraction_settings(problem: Any) -> Iterator[dict[str, int]]:
 
     Left out is the pipeline of one step, which copies and multiplies in turn.
     """
-    space = ((128, 64), (128, 64), (128, 64), (2, 4, 5, 6), (1, 2, 4, 8, 16))
-    for block_m, block_n, block_k, steps, raster in itertools.product(*space):
-        if problem.k % block_m == 0 and problem.n % block_n == 0:
-            yield {
-                "block_m": block_m,
-                "block_n": block_n,
-                "block_k": block_k,
-                "max_concurrent_steps": steps,
-                _RASTER: raster,
-            }
+    for block_m, block_n, block_k, steps, raster in itertools.product((128, 64), (128, 64), (64, 128), _STEPS, _RASTERS):
+        if problem.k % block_m == 0 and problem.n % block_n == 0 and _fits(block_m, block_n, block_k, steps):
+            yield _jax_setting(block_m, block_n, block_k, steps, raster)
 
 
-def _jax_fastest(task: Task, settings: Iterable[dict[str, int]], function: Callable[..., Any]) -> Prepared:
-    def build(setting: Any) -> Callable[..., Any]:
-        return lambda lhs, rhs, sizes: function(lhs, rhs, group_sizes=sizes, **dict(setting))
+def _jax_setting(block_m: int, block_n: int, block_k: int, steps: int, raster: int) -> dict[str, int]:
+    tile = {"block_m": block_m, "block_n": block_n, "block_k": block_k}
+    return {**tile, "max_concurrent_steps": steps, "grid_block_n": raster}
 
-    def tile(setting: Any) -> Hashable:
-        return tuple(pair for pair in setting if pair[0] != _RASTER)
 
-    return _fastest(task, [tuple(s.items()) for s in settings], build, tile)
+def _jax_ragged_dot(setting: tuple, layout: str, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as theirs
+
+    return theirs.ragged_dot(lhs, rhs, group_sizes=sizes, transpose_rhs=layout == "nt", **dict(setting))
+
+
+def _jax_transposed_ragged_dot(setting: tuple, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as theirs
+
+    return theirs.transposed_ragged_dot(lhs, rhs, group_sizes=sizes, **dict(setting))
 
 
 def _jax_grouped(task: Task) -> Prepared:
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as theirs
-
-    function = partial(theirs.ragged_dot, transpose_rhs=task.problem.layout == "nt")
-    return _jax_fastest(task, jax_grouped_settings(task.problem), function)
+    settings = [tuple(s.items()) for s in jax_grouped_settings(task.problem)]
+    layout = task.problem.layout
+    return _fastest(task, settings, lambda setting: partial(_jax_ragged_dot, setting, layout), _JAX_PASSES)
 
 
 def _jax_contraction(task: Task) -> Prepared:
-    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as theirs
-
-    return _jax_fastest(task, jax_contraction_settings(task.problem), theirs.transposed_ragged_dot)
+    settings = [tuple(s.items()) for s in jax_contraction_settings(task.problem)]
+    return _fastest(task, settings, lambda setting: partial(_jax_transposed_ragged_dot, setting), _JAX_PASSES)
 
 
 def _jax_unavailable(module: str, problem: Any, gpu: Gpu) -> str | None:
@@ -351,8 +455,12 @@ def _jax_unavailable(module: str, problem: Any, gpu: Gpu) -> str | None:
 
 # --- tokamax ----------------------------------------------------------------------------------------------------------
 
-_TOKAMAX_RASTER = ("grid_minor_dim", "grid_tile_width")
-_TOKAMAX_FIELDS = ("block_m", "block_n", "block_k", "num_stages", "persistent", *_TOKAMAX_RASTER)
+_TOKAMAX_PASSES = (("block_m", "block_n", "block_k"), ("num_stages", "persistent"), ("grid_minor_dim", "grid_tile_width"))
+
+
+def _tokamax_itself() -> Any:
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each problem that is not in its database
+    return importlib.import_module("tokamax")  # not by name: it is optional, and unknown to type checkers
 
 
 def _dimensions(contract: tuple[int, int], ragged: int, group: Sequence[int]) -> jax.lax.RaggedDotDimensionNumbers:
@@ -369,45 +477,41 @@ def _of_problem(problem: Any) -> jax.lax.RaggedDotDimensionNumbers:
     return _GROUPED[problem.layout] if hasattr(problem, "layout") else _CONTRACTION
 
 
+def _tokamax_ragged(problem: Any, implementation: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    out: jax.Array = _tokamax_itself().ragged_dot_general(
+        lhs, rhs, sizes, _of_problem(problem), preferred_element_type=problem.out_dtype, implementation=implementation
+    )
+    return out
+
+
 def _tokamax(task: Task) -> Prepared:
     """Its Mosaic GPU kernel with the fastest of the configs that its own autotuner would try, and of wider ones.
 
     They are compiled and timed here: its autotuner tries all 384 with a warm L2, minutes a problem, and draws sizes of its own
     where the contraction is ragged. Left out are those that cannot compile: wgmma takes 64 rows, and of block_k 512 not even
-    two stages fit shared memory.
+    two stages fit shared memory. Its space has block_n = 64 only; 128 and shallower steps are faster on large problems, so they
+    join. Its own heuristic's config comes first, then the largest tiles and the deepest pipelines.
     """
-    tokamax = importlib.import_module("tokamax")  # not by name: it is optional, and unknown to type checkers
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each problem that is not in its database
-
-    def call(implementation: Any) -> Callable[..., Any]:
-        return lambda lhs, rhs, sizes: tokamax.ragged_dot_general(
-            lhs,
-            rhs,
-            sizes,
-            _of_problem(task.problem),
-            preferred_element_type=task.problem.out_dtype,
-            implementation=implementation,
-        )
-
-    (bound,) = tokamax.autotuning.get_bound_args(jax.jit(call("mosaic")), *task.arrays)
+    call = partial(_tokamax_ragged, task.problem)
+    (bound,) = _tokamax_itself().autotuning.get_bound_args(jax.jit(partial(call, "mosaic")), *task.arrays)
     configs = [c for c in bound.autotuning_configs if c.block_m % 64 == 0 and c.block_k <= 256]
     if task.problem.__class__ is RaggedContractionProblem:  # whose kernel reads neither the raster nor `persistent`
         configs = [c for c in configs if not c.persistent and (c.grid_minor_dim, c.grid_tile_width) == (0, 1)]
+    wider = {dataclasses.replace(c, block_n=n, block_k=k) for c in configs for n in (c.block_n, 128) for k in (64, c.block_k)}
+    wider = {c for c in wider if _fits(c.block_m, c.block_n, c.block_k, c.num_stages)}
 
-    def fields(config: Any, names: Sequence[str] = _TOKAMAX_FIELDS) -> tuple:
-        return tuple((name, getattr(config, name)) for name in names)
+    def fields(config: Any) -> tuple:
+        return tuple((name, getattr(config, name)) for names in _TOKAMAX_PASSES for name in names)
 
-    def tile(config: Any) -> tuple:
-        return fields(config, [name for name in _TOKAMAX_FIELDS if name not in _TOKAMAX_RASTER])
+    def promise(config: Any) -> tuple:
+        own = config == bound.heuristics_config
+        return not own, -config.block_m * config.block_n, -config.num_stages, not config.persistent, fields(config)
 
     def build(config: Any) -> Callable[..., Any]:
-        return call((bound.op.replace(config=config),))
+        return partial(call, (bound.op.replace(config=config),))
 
-    # Its space has block_n = 64 only; 128 and shallower steps are faster on large problems, so they join. The largest tiles
-    # come first: in the time there is, the small ones are what may be left out.
-    wider = {dataclasses.replace(c, block_n=n, block_k=k) for c in configs for n in (c.block_n, 128) for k in (64, c.block_k)}
-    ordered = sorted(wider, key=lambda c: (-c.block_m * c.block_n, -c.num_stages, fields(c)))
-    return _fastest(task, ordered, build, tile, text=lambda config: _text(fields(config)))
+    ordered = sorted(wider, key=promise)
+    return _fastest(task, ordered, build, _TOKAMAX_PASSES, fields, text=lambda config: _text(fields(config)))
 
 
 def _tokamax_unavailable(problem: Any, gpu: Gpu) -> str | None:
@@ -497,15 +601,21 @@ def _scaled(problem: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
     return tuple(x.astype("float16") for x in (q.astype("float32") * _scale(problem), k, v))
 
 
-def _jax_attention(task: Task) -> Prepared:
+def _jax_attention_call(setting: tuple, causal: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.gpu import attention_mgpu as theirs
 
-    def build(setting: Any) -> Callable[..., Any]:
-        config = theirs.TuningConfig(**dict(setting), causal=task.problem.right == 0)
-        return lambda q, k, v: theirs.attention(q, k, v, config)
+    return theirs.attention(q, k, v, theirs.TuningConfig(**dict(setting), causal=causal))
 
+
+def _jax_attention(task: Task) -> Prepared:
+    causal = task.problem.right == 0
     settings = [tuple(s.items()) for s in jax_attention_settings(task.problem)]
-    return _fastest(task, settings, build, text=lambda setting: f"float16 {_text(setting)}")
+    return _fastest(
+        task,
+        settings,
+        lambda setting: partial(_jax_attention_call, setting, causal),
+        text=lambda setting: f"float16 {_text(setting)}",
+    )
 
 
 def _tokamax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
@@ -516,51 +626,67 @@ def _tokamax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
     return _not_importable("tokamax", "`pip install tokamax`")
 
 
+def _tokamax_attention_call(problem: Any, implementation: Any, *arrays: jax.Array) -> jax.Array:
+    p = problem
+    q, k, v, *bias = arrays
+    window = None if p.left is None and p.right in (None, 0) else _tokamax_window(p)
+    out: jax.Array = _tokamax_itself().dot_product_attention(
+        q,
+        k,
+        v,
+        *bias,
+        scale=_scale(p),
+        is_causal=p.right == 0,
+        local_window_size=window,
+        logits_soft_cap=SOFT_CAP if p.soft_cap else None,
+        implementation=implementation,
+    )
+    return out
+
+
+def _pulled(function: Callable[..., Any], *arrays: jax.Array) -> tuple:
+    """The gradients of a function, with its result for a cotangent."""
+    out, pull = jax.vjp(function, *arrays)
+    gradients: tuple = pull(out)
+    return gradients
+
+
 def _tokamax_attention(task: Task) -> Prepared:
     """Its Mosaic GPU kernel with the fastest of the configs that its own autotuner would try; with `task.grad` of its
-    backward kernels' too, which are tuned after, with the forward kernel as found. The text tells both."""
-    tokamax = importlib.import_module("tokamax")  # not by name: it is optional, and unknown to type checkers
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each problem that is not in its database
-    p = task.problem
-    window = None if p.left is None and p.right in (None, 0) else _tokamax_window(p)
+    backward kernels' too, which are tuned after, with the forward kernel as found. The text tells both.
 
-    def call(implementation: Any) -> Callable[..., Any]:
-        return lambda q, k, v, bias=None: tokamax.dot_product_attention(
-            q,
-            k,
-            v,
-            bias,
-            scale=_scale(p),
-            is_causal=p.right == 0,
-            local_window_size=window,
-            logits_soft_cap=SOFT_CAP if p.soft_cap else None,
-            implementation=implementation,
-        )
+    Its own heuristic's config comes first, then the largest tiles and the deepest pipelines.
+    """
+    call = partial(_tokamax_attention_call, task.problem)
 
-    def pulled(function: Callable[..., Any]) -> Callable[..., tuple]:
-        def gradients(*arrays: jax.Array) -> tuple:
-            out, pull = jax.vjp(function, *arrays)
-            return pull(out)
+    def pairs(config: Any) -> tuple:
+        return tuple((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
 
-        return gradients
+    def tuned(bound: Any, build: Callable[[Any], Callable[..., Any]]) -> tuple[Any, Callable[[], Any], str]:
+        def promise(config: Any) -> tuple:
+            fields = dict(pairs(config))
+            tile = math.prod(fields[name] for name in fields if name.startswith("block_"))
+            return config != bound.heuristics_config, -tile, -config.num_stages, str(config)
 
-    def text(config: Any) -> str:
-        return _text((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
+        ordered = sorted(bound.autotuning_configs, key=promise)
+        return _best(task, ordered, build, pairs=pairs, text=lambda config: _text(pairs(config)))
 
-    def tuned(task: Task, bound: Any, build: Callable[[Any], Callable[..., Any]]) -> tuple[Any, str]:
-        return _best(task, sorted(bound.autotuning_configs, key=text), build, text=text)
+    bound_args = _tokamax_itself().autotuning.get_bound_args
+    (forward,) = bound_args(jax.jit(partial(call, "mosaic")), *task.arrays)
 
-    bound_args = tokamax.autotuning.get_bound_args
-    (forward,) = bound_args(jax.jit(call("mosaic")), *task.arrays)
-    best, said = tuned(task, forward, lambda config: call((forward.op.replace(config=config),)))
+    def alone(config: Any) -> Callable[..., Any]:
+        return partial(call, (forward.op.replace(config=config),))
+
+    best, best_call, said = tuned(forward, alone)
     if not task.grad:
-        return call((forward.op.replace(config=best),)), said
-    (backward,) = (b for b in bound_args(jax.jit(pulled(call("mosaic"))), *task.arrays) if type(b.op) is not type(forward.op))
+        return Ready(alone(best), task.arrays, best_call), said
+    gradients = jax.jit(partial(_pulled, partial(call, "mosaic")))
+    (backward,) = (b for b in bound_args(gradients, *task.arrays) if type(b.op) is not type(forward.op))
 
     def both(config: Any) -> Callable[..., Any]:
-        return call((forward.op.replace(config=best, vjp=backward.op.replace(config=config)),))
+        return partial(call, (forward.op.replace(config=best, vjp=backward.op.replace(config=config)),))
 
-    best_backward, said_backward = tuned(task, backward, lambda config: pulled(both(config)))
+    best_backward, _, said_backward = tuned(backward, lambda config: partial(_pulled, both(config)))
     return both(best_backward), f"{said} | {said_backward}"
 
 
@@ -573,7 +699,7 @@ def _tokamax_window(problem: Any) -> tuple[int, int]:
 PEERS: dict[str, dict[str, Peer]] = {
     "matmul": {
         "xla": _baseline("matmul"),
-        "jax-pallas": Peer(_pallas_unavailable, _pallas_prepare, differentiable=False),
+        "jax-pallas": Peer(_pallas_unavailable, _pallas_prepare, differentiable=False, tuned=True),
     },
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
@@ -581,20 +707,23 @@ PEERS: dict[str, dict[str, Peer]] = {
             partial(_jax_unavailable, "ragged_dot_mgpu"),
             partial(_with_backward, _jax_grouped, _jax_contraction),
             differentiable=True,
+            tuned=True,
         ),
-        "tokamax": Peer(_tokamax_unavailable, partial(_with_backward, _tokamax, _tokamax), differentiable=True),
+        "tokamax": Peer(_tokamax_unavailable, partial(_with_backward, _tokamax, _tokamax), differentiable=True, tuned=True),
         "lax": Peer(_lax_unavailable, partial(_under_jit, _lax), differentiable=True),
     },
     "ragged_contraction": {
         "dense": _baseline("ragged_contraction"),
-        "jax-pallas": Peer(partial(_jax_unavailable, "transposed_ragged_dot_mgpu"), _jax_contraction, differentiable=False),
-        "tokamax": Peer(_tokamax_unavailable, _tokamax, differentiable=False),
+        "jax-pallas": Peer(
+            partial(_jax_unavailable, "transposed_ragged_dot_mgpu"), _jax_contraction, differentiable=False, tuned=True
+        ),
+        "tokamax": Peer(_tokamax_unavailable, _tokamax, differentiable=False, tuned=True),
         "lax": Peer(_lax_unavailable, partial(_under_jit, _lax), differentiable=False),
     },
     "flash_attention": {
         "cudnn": Peer(_cudnn_unavailable, partial(_under_jit, cudnn.attention), differentiable=True),
-        "tokamax": Peer(_tokamax_attention_unavailable, _tokamax_attention, differentiable=True),
-        "jax-pallas": Peer(_jax_attention_unavailable, _jax_attention, differentiable=False, arrays=_scaled),
+        "tokamax": Peer(_tokamax_attention_unavailable, _tokamax_attention, differentiable=True, tuned=True),
+        "jax-pallas": Peer(_jax_attention_unavailable, _jax_attention, differentiable=False, arrays=_scaled, tuned=True),
     },
     "flash_attention_backward": {
         "cudnn": Peer(_cudnn_unavailable, partial(_under_jit, cudnn.gradients), differentiable=False, arrays=cudnn.residuals),

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,11 @@ from hypothesis import strategies as st
 
 from mgpu_ops import SPECS, CollectiveProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.flash_attention import cudnn, reference
-from mgpu_ops.tuning import bench, peers
+from mgpu_ops.tuning import bench, compiling, peers
+from mgpu_ops.tuning.outcome import Outcome
 
 SPEC = SPECS["matmul"]
 H200 = gpus.find("h200")
@@ -224,6 +229,8 @@ def test_their_kernel_is_offered_only_tiles_that_divide_the_problem() -> None:
         rows = t["tile_m"] * (1 + (t["wg_dimension"] == "M"))
         columns = t["tile_n"] * (1 + (t["wg_dimension"] == "N"))
         assert (problem.m % rows, problem.n % columns) == (0, 0)
+        clusters = {None: (1, 1), "M": (2, 1), "N": (1, 2)}[t["cluster_dimension"]]
+        assert (problem.m % (rows * clusters[0]), problem.n % (columns * clusters[1])) == (0, 0)
         assert t["tile_m"] * t["tile_n"] <= 200 * 128
     assert not list(peers.pallas_tilings(MatmulProblem(128, 512, 100)))
 
@@ -252,26 +259,150 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install absl-py" in str(reason)
 
 
-def test_their_fastest_setting_is_the_one_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = MatmulProblem(256, 256, 64)
-    tilings = list(peers.pallas_tilings(problem))
+def by_speed(ranks: Callable[[Any], float]) -> Callable[..., Any]:
+    """A timer: a function takes as many us as `ranks` says of its setting, which it has as `.setting`."""
 
-    def theirs(tiling: dict[str, Any]) -> Callable[..., jax.Array]:
-        if tiling == tilings[0]:
-            raise ValueError("Mosaic GPU kernel exceeds available shared memory")
-        return lambda a, b: a @ b
+    def timer(functions: Sequence[Any], gpu: Gpu, rounds: int) -> list[list[float]]:
+        return [[ranks(f()["setting"])] * rounds for f in functions]
 
-    def second_is_fastest(functions: Sequence[Any], gpu: Gpu, rounds: int) -> list[list[float]]:
-        return [[5.0 if i == 1 else 9.0] * rounds for i in range(len(functions))]
+    return timer
 
-    monkeypatch.setattr(peers, "_pallas_call", theirs)
-    arrays = SPEC.inputs(problem, jax.random.key(0))
-    peer = peers.PEERS["matmul"]["jax-pallas"]
-    function, config = peer.prepare(peers.Task(problem, H200, arrays, second_is_fastest))
-    kept = tilings[2]  # the first does not compile
-    assert config.startswith(" ".join(f"{k}={v}" for k, v in kept.items()))
-    assert config.endswith(f"fastest of {len(tilings) - 1}")
-    assert function(*arrays).shape == (256, 256)
+
+def tuned(
+    settings: Sequence[Any], ranks: Callable[[Any], float], passes: Any = (), **changes: Any
+) -> tuple[Any, str, list[Any]]:
+    """What `_best` keeps of settings that compile unless they rank at infinity, and which it built, in order."""
+    built: list[Any] = []
+
+    def build(setting: Any) -> Callable[..., Any]:
+        built.append(setting)
+        if ranks(setting) == math.inf:
+            raise_it: Callable[..., Any] = lambda x: 1 / 0  # noqa: E731
+            return raise_it
+        return lambda x: {"x": x}
+
+    def compiled(function: Any, arrays: tuple) -> Any:
+        setting = built[[id(f) for f in functions].index(id(function))]
+        function(*arrays)
+        return lambda: {"setting": setting}
+
+    functions: list[Any] = []
+
+    def remembered(setting: Any) -> Any:
+        functions.append(build(setting))
+        return functions[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "compiled", compiled)
+        task = peers.Task(None, H200, (1.0,), by_speed(ranks), **changes)
+        best, call, said = peers._best(task, settings, remembered, passes)
+    assert call()["setting"] == best
+    return best, said, built
+
+
+TILES = [(("tile", t), ("steps", s), ("raster", r)) for t in (3, 1, 2) for s in (4, 2) for r in (8, 1)]
+PASSES = (("tile",), ("steps",), ("raster",))
+
+
+def test_all_settings_are_tried_where_there_are_no_passes_and_what_does_not_compile_is_passed_over() -> None:
+    best, said, built = tuned(TILES, lambda s: math.inf if dict(s)["tile"] == 1 else sum(dict(s).values()))
+    assert built == TILES
+    assert best == (("tile", 2), ("steps", 2), ("raster", 1))
+    assert said == "tile=2 steps=2 raster=1; fastest of 8"
+
+
+def test_passes_try_a_field_after_the_other_from_the_two_fastest_so_far() -> None:
+    best, said, built = tuned(TILES, lambda s: 100 * dict(s)["tile"] + 10 * dict(s)["steps"] + dict(s)["raster"], PASSES)
+    assert best == (("tile", 1), ("steps", 2), ("raster", 1))
+    first = [(("tile", t), ("steps", 4), ("raster", 8)) for t in (3, 1, 2)]  # the first of each tile
+    assert built[:3] == first
+    assert set(built[3:5]) == {(("tile", t), ("steps", 2), ("raster", 8)) for t in (1, 2)}  # of the two fastest
+    assert set(built[5:]) == {(("tile", 1), ("steps", s), ("raster", 1)) for s in (4, 2)}
+    assert said.endswith("; fastest of 7")
+
+
+def test_what_won_before_is_all_that_is_tried() -> None:
+    known = frozenset({"tile=2 steps=4 raster=1"})
+    best, said, built = tuned(TILES, lambda s: sum(dict(s).values()), PASSES, known=known)
+    assert built == [best] == [(("tile", 2), ("steps", 4), ("raster", 1))]
+    assert said.endswith("; fastest of 1 that won before")
+
+
+def test_a_peer_of_which_nothing_compiles_says_why() -> None:
+    with pytest.raises(ValueError, match="none of 12 settings compiles; the last: ZeroDivisionError"):
+        tuned(TILES, lambda s: math.inf)
+
+
+class FakePool:
+    """Answers each call at once, as processes would: with what `answer` makes of its setting, or not at all."""
+
+    def __init__(self, answer: Callable[[Any], Any]):
+        self.answer, self.calls = answer, list[compiling.Call]()
+
+    def submit(self, call: compiling.Call) -> Future[Any]:
+        self.calls.append(call)
+        future: Future[Any] = Future()
+        found = self.answer(call.function.args[0])
+        if isinstance(found, Exception):
+            future.set_exception(found)
+        elif found is not None:
+            future.set_result(found)
+        return future
+
+
+def product(setting: int, a: jax.Array) -> jax.Array:
+    return a * setting
+
+
+def in_a_pool(pool: FakePool, **changes: Any) -> tuple[Callable[..., Any], str]:
+    def timer(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+        return [[float(f()[0])] * rounds for f in functions]
+
+    task = peers.Task(None, H200, (jnp.ones(3),), timer, pool=pool, **changes)  # type: ignore[arg-type]
+    return peers._fastest(task, [3, 2, 1], lambda setting: partial(product, setting), text=str)
+
+
+def test_settings_compile_in_the_pool_and_what_won_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.aot, "load", lambda executable: partial(product, executable.registers))
+    pool = FakePool(lambda s: Outcome("compile", detail="no") if s == 1 else Executable(b"", (None, None), s, 0))
+    function, said = in_a_pool(pool)
+    assert said == "2; fastest of 2"
+    assert [(call.function.args, call.shapes[0].shape, call.gpu) for call in pool.calls] == [
+        ((s,), (3,), H200) for s in (3, 2, 1)
+    ]
+    monkeypatch.setattr(jax, "jit", None)
+    assert peers.compiled(function, function.arrays)()[0] == 2.0
+
+
+def test_what_the_pool_does_not_answer_in_time_is_passed_over_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.aot, "load", lambda executable: partial(product, executable.registers))
+    _, said = in_a_pool(FakePool(lambda s: Executable(b"", (None, None), s, 0) if s == 3 else None), seconds=0.01)
+    assert said == "3; fastest of 1, 2 were not in time"
+
+
+def test_what_no_process_can_compile_or_no_gpu_loads_compiles_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(executable: Any) -> Any:
+        raise RuntimeError("INVALID_ARGUMENT: unexpected PJRT version")
+
+    monkeypatch.setattr(peers.aot, "load", refuses)
+    for answer in (Executable(b"", (None, None), 1, 0), AttributeError("Can't pickle local object")):
+        assert in_a_pool(FakePool(lambda s, answer=answer: answer))[1] == "1; fastest of 3"
+
+
+def test_tilings_of_the_tuning_loop_of_jaxs_own_kernel_are_all_tried_with_clusters_and_deeper_pipelines() -> None:
+    settings = [tuple(t.items()) for t in peers.pallas_tilings(MatmulProblem(4096, 8192, 4096))]
+    assert len(set(settings)) == len(settings)
+    values = {name: {dict(s)[name] for s in settings} for name in dict(settings[0])}
+    assert values["max_concurrent_steps"] == {2, 3, 4, 5, 6, 8}
+    assert values["cluster_dimension"] == {None, "M", "N"}
+    theirs = itertools.product((128, 256), (64, 128), "MN", (4, 8, 16), "MN")
+    legal = [c for c in theirs if c[0] * c[1] <= 200 * 128]  # registers
+    found = {
+        tuple(dict(s)[f] for f in ("tile_m", "tile_n", "grid_minor_dim", "grid_tile_width", "wg_dimension"))
+        for s in settings
+        if (dict(s)["max_concurrent_steps"], dict(s)["tile_k"], dict(s)["cluster_dimension"]) == (4, 64, None)
+    }
+    assert set(legal) <= found
 
 
 # --- Grouped products -----------------------------------------------------------------------------
@@ -616,6 +747,34 @@ def test_the_best_peer_is_the_fastest_that_is_right_and_no_yardstick() -> None:
     assert bench.compared([line]) == ["xla", "lax", "tokamax", bench.BEST, "dense"]
     assert bench.yardsticks([line]) == {"dense"}
     assert [(s.peer, s.problems, s.wrong) for s in bench.summary(rows)][-2:] == [(bench.BEST, 1, 0), ("dense", 1, 0)]
+
+
+def test_warm_ratios_are_of_warm_times_and_the_best_peer_may_be_another() -> None:
+    rows = [row(warm_us=8.0), row("xla", 12.0, warm_us=8.8), row("lax", 11.0, warm_us=9.6), row("old", 12.0)]
+    [line] = bench.lines(rows)
+    assert [line.ratio(peer, warm=True) for peer in ("xla", "lax", "old", bench.BEST)] == pytest.approx([1.1, 1.2, None, 1.1])
+    assert line.ratio(bench.BEST) == pytest.approx(1.1)
+    found = {s.peer: s for s in bench.summary(rows)}
+    assert found["xla"].warm_geomean == pytest.approx(1.1)
+    assert math.isnan(found["old"].warm_geomean)
+
+
+def test_the_parts_of_matmul_are_from_2048_rows_on_and_those_of_attention_its_head_dims() -> None:
+    problems = [("matmul", f"{m}x4096x4096 bfloat16 nn") for m in (128, 2048, 4096)]
+    problems += [("flash_attention+grad", f"4096x4096x8x8x{d} bfloat16 causal") for d in (64, 128)]
+    rows = [
+        row(impl, us, op=op, problem=text)
+        for i, (op, text) in enumerate(problems)
+        for impl, us in (("mgpu_ops", 10.0), ("xla", 9.0 + i))
+    ]
+    found = [(s.op, s.part, s.problems, s.losses) for s in bench.split(rows)]
+    assert found == [
+        ("matmul", "m < 2048", 1, 1),
+        ("matmul", "m >= 2048", 2, 0),
+        ("flash_attention+grad", "head dim 64", 1, 0),
+        ("flash_attention+grad", "head dim 128", 1, 0),
+    ]
+    assert bench.split(rows[:2]) == bench.split([row(), row("xla")]) == []
 
 
 def test_one_peer_and_a_yardstick_have_no_best() -> None:

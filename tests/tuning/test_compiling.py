@@ -165,3 +165,26 @@ def test_building_leaves_standard_output_as_it_was(capfd: pytest.CaptureFixture[
     print("after")
     assert capfd.readouterr().out == "after\n"
     assert "MOSAIC_GPU_DUMP_PTXAS" not in os.environ
+
+
+def scaled(factor: float, x: Any) -> Any:
+    import jax
+
+    assert jax.devices()[0].core_count == GPU.sms  # as JAX's own kernels ask
+    return x * factor
+
+
+@pytest.mark.skipif(aot.available() is not None, reason="needs JAX's CUDA plugin")
+def test_any_function_that_pickle_finds_is_compiled_for_the_gpu() -> None:
+    import jax
+
+    devices = jax.devices()
+    shape = jax.ShapeDtypeStruct((8,), "float32")
+    call = pickle.loads(pickle.dumps(compiling.Call(functools.partial(scaled, 2.0), (shape,), GPU)))
+    made = build(call, spec_of)
+    assert isinstance(made, Executable), made
+    assert made.data
+    assert jax.devices() == devices
+    failed = build(dataclasses.replace(call, function=functools.partial(scaled, "two")), spec_of)
+    assert isinstance(failed, Outcome)
+    assert failed.kind == "compile"

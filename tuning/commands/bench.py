@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
-    from mgpu_ops.tuning import bench, between, report, terminal
+    from mgpu_ops.tuning import bench, between, compiling, report, terminal
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
@@ -64,39 +66,61 @@ def run(arguments: argparse.Namespace) -> int:
     today = datetime.date.today().isoformat()
     writable(arguments.output, "--output", folder=True)
     path = bench.output_path(arguments.output, today, here.key, op, arguments.what)
-    try:
-        earlier = bench.read_csv(arguments.peers_from) if arguments.peers_from else []
-    except OSError as e:
-        raise UsageError(f"{arguments.peers_from}: cannot be read ({e.strerror}): name a CSV file of `bench`") from None
+    earlier = _rows_of(arguments.peers_from) if arguments.peers_from else []
+    kept = _rows_of(path) if path.exists() else []
+    if kept:
+        say(f"{path} has {count(len(kept), 'row')}: those of other problems stay")
     shared: dict[str, Any] = {"gpu": here, "seconds": arguments.seconds, "backend": arguments.backend, "progress": say}
-    shared["save"] = lambda rows: bench.write_csv(rows, path)
+    shared["save"] = lambda rows: bench.write_csv(bench.merge(kept, rows), path)
     if between_gpus:
         rows = between.run(spec, problems, **shared)
     else:
-        rows = bench.run(
-            spec,
-            problems,
-            against=against,
-            grad=arguments.grad,
-            peer_seconds=arguments.peer_seconds,
-            earlier=earlier,
-            **shared,
-        )
+        tuned = any(peer.tuned for name, peer in bench.PEERS.get(spec.name, {}).items() if name in against)
+        with compiling.Pool() if tuned else contextlib.nullcontext() as pool:
+            rows = bench.run(
+                spec,
+                problems,
+                against=against,
+                grad=arguments.grad,
+                peer_seconds=arguments.peer_seconds,
+                earlier=earlier,
+                pool=pool,
+                **shared,
+            )
     faults = bench.failures(rows, spec, problems, grad=arguments.grad)
-    document = {"rows": rows, "summary": bench.summary(rows), "faults": faults, "files": []}
+    document = {"rows": rows, "summary": [*bench.summary(rows), *bench.split(rows)], "faults": faults, "files": []}
     if not rows:
         answer(arguments, document)
         return WRONG
     terminal.console().print(report.table(rows))
     of = bench.yardsticks(bench.lines(rows))
-    for line in bench.summary(rows):
-        x = f" of {line.peer}" if line.peer in of else "x"
-        versus = "" if line.peer in of else f" against {line.peer}"
-        say(f"{line.op}{versus}: geometric mean {line.geomean:.3f}{x} over {count(line.problems, 'problem')}, "
-             f"worst {line.worst:.3f}{x} ({line.worst_problem}), {line.wins} at 1.0x or more")  # fmt: skip
+    for line in [*bench.summary(rows), *bench.split(rows)]:
+        say(_told(line, "of" if line.peer in of else "against"))
     pictures = report.picture(rows, path.with_suffix(".png"))
     say(f"wrote {path} and {', '.join(map(str, pictures))}")
     for fault in faults:
         say(f"WRONG: {fault}")
     answer(arguments, document | {"files": [path, *pictures]})
     return WRONG if faults else OK
+
+
+def _rows_of(path: Path) -> list[Any]:
+    from mgpu_ops.tuning import bench
+
+    try:
+        return bench.read_csv(path)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{path}: cannot be read ({e}): name a CSV file of `bench`") from None
+    except ValueError as e:
+        raise UsageError(str(e)) from None
+
+
+def _told(line: Any, how: str) -> str:
+    """A summary as a line: `how` we compare, "of" a yardstick, of whose speed we reach a part, or "against" a peer."""
+    x, versus = (f" of {line.peer}", "") if how == "of" else ("x", f" against {line.peer}")
+    warm = "" if math.isnan(line.warm_geomean) else f" ({line.warm_geomean:.3f}{x} with a warm L2)"
+    part = f", {line.part}" if line.part else ""
+    return (
+        f"{line.op}{part}{versus}: geometric mean {line.geomean:.3f}{x}{warm} over {count(line.problems, 'problem')}, "
+        f"worst {line.worst:.3f}{x} ({line.worst_problem}), {line.losses} under 1.0x"
+    )
