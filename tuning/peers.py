@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import os
+import pickle
 import re
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -187,10 +188,18 @@ def _compiled(functions: Mapping[Hashable, Callable[..., Any]], task: Task, seco
 def _in_processes(pool: Pool, functions: Mapping[Hashable, Callable[..., Any]], task: Task, seconds: float) -> _Calls:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in task.arrays)
     topology = _attached()
-    jobs = {key: pool.submit(Call(function, shapes, task.gpu, topology)) for key, function in functions.items()}
-    wait(jobs.values(), seconds)
+    jobs = {}
     made: dict[Hashable, Callable[[], Any]] = {}
     errors = []
+    for key, function in functions.items():
+        call = Call(function, shapes, task.gpu, topology)
+        try:
+            pickle.dumps(call)  # here: a process that is asked what it cannot be told is lost
+        except Exception as error:
+            errors.append(brief(error))
+        else:
+            jobs[key] = pool.submit(call)
+    wait(jobs.values(), seconds)
     for key, job in jobs.items():
         if job.cancel() or not job.done():
             errors.append(_LATE)
@@ -201,7 +210,7 @@ def _in_processes(pool: Pool, functions: Mapping[Hashable, Callable[..., Any]], 
                 made[key] = partial(aot.load(found), *task.arrays)
             else:
                 errors.append(_LATE if found.kind == "timeout" else found.detail)
-        except Exception as error:  # of pickle, or of a machine that does not load it
+        except Exception as error:  # of a machine that does not load it
             errors.append(brief(error))
     return made, errors
 
@@ -484,6 +493,11 @@ def _tokamax_ragged(problem: Any, implementation: Any, lhs: jax.Array, rhs: jax.
     return out
 
 
+def _no_gradient(*arrays: Any, **more: Any) -> Any:
+    """In place of tokamax's own, which pickle cannot take: `_with_backward` tunes what the gradients launch."""
+    raise NotImplementedError("the gradients of tokamax's ragged_dot are tuned apart")
+
+
 def _tokamax(task: Task) -> Prepared:
     """Its Mosaic GPU kernel with the fastest of the configs that its own autotuner would try, and of wider ones.
 
@@ -508,7 +522,7 @@ def _tokamax(task: Task) -> Prepared:
         return not own, -config.block_m * config.block_n, -config.num_stages, not config.persistent, fields(config)
 
     def build(config: Any) -> Callable[..., Any]:
-        return partial(call, (bound.op.replace(config=config),))
+        return partial(call, (bound.op.replace(config=config, vjp=_no_gradient),))
 
     ordered = sorted(wider, key=promise)
     return _fastest(task, ordered, build, _TOKAMAX_PASSES, fields, text=lambda config: _text(fields(config)))

@@ -23,7 +23,7 @@ from mgpu_ops.core import database, gpu
 from mgpu_ops.core.op import BACKENDS
 from mgpu_ops.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.groups import SPREADS
-from mgpu_ops.tuning import bench, cli, commands, device, neighbours, terminal, worker
+from mgpu_ops.tuning import bench, cli, commands, compiling, device, neighbours, terminal, worker
 from mgpu_ops.tuning.commands import arguments, demo
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.peers import PEERS

@@ -174,7 +174,7 @@ def scaled(factor: float, x: Any) -> Any:
     return x * factor
 
 
-@pytest.mark.skipif(aot.available() is not None, reason="needs JAX's CUDA plugin")
+@needs_compiler
 def test_any_function_that_pickle_finds_is_compiled_for_the_gpu() -> None:
     import jax
 
