@@ -139,7 +139,7 @@ def run(
         say = partial(_say, progress, text)
         try:
             with gpus.target(gpu):  # what is compiled is what `resolve` is asked for
-                new = _measure(case, peers, stamp | {"problem": text}, say)
+                new = _measure(case, peers, {**stamp, "problem": text}, say)
         except Exception as error:
             say(f"failed: {brief(error)}")
             continue
@@ -150,7 +150,7 @@ def run(
     return rows
 
 
-def stamp_of(name: str, gpu: Gpu) -> dict[str, str]:
+def stamp_of(name: str, gpu: Gpu) -> dict[str, Any]:
     """What all rows of a run have in common: op, GPU, date, and the versions of what runs."""
     return {
         "op": name,
@@ -248,7 +248,7 @@ def _peer(spec: OpSpec, name: str) -> Peer:
     return known[name]
 
 
-def _measure(case: _Case, peers: Mapping[str, Peer], stamp: dict[str, str], say: Callable[[str], None]) -> list[Row]:
+def _measure(case: _Case, peers: Mapping[str, Peer], stamp: Mapping[str, Any], say: Callable[[str], None]) -> list[Row]:
     return [*_timed(case, _entrants(case, peers, say), stamp), _roofline(case, stamp)]
 
 
@@ -300,7 +300,7 @@ def _unavailable(case: _Case, peer: Peer) -> str | None:
     return peer.unavailable(case.problem, case.gpu)
 
 
-def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: dict[str, str]) -> list[Row]:
+def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: Mapping[str, Any]) -> list[Row]:
     calls = [entrant.call for entrant in entrants]
     few = case.timer(calls, case.gpu, 3)
     flush_us = measure.FLUSHED * case.gpu.l2_bytes / case.gpu.memory_bytes_per_s * 1e6 + 10  # 10 us is for the launches
@@ -313,7 +313,7 @@ def _timed(case: _Case, entrants: Sequence[_Entrant], stamp: dict[str, str]) -> 
     ]
 
 
-def _roofline(case: _Case, stamp: dict[str, str]) -> Row:
+def _roofline(case: _Case, stamp: Mapping[str, Any]) -> Row:
     """The least time by the datasheet: max(flops / tensor-core rate, bytes / memory bandwidth)."""
     flops, moved = _work(case)
     seconds = max(flops / case.gpu.bf16_flops, moved / case.gpu.memory_bytes_per_s)
@@ -342,7 +342,7 @@ def _backward_of(case: _Case) -> tuple[OpSpec, Any] | None:
 
 def _row(
     case: _Case,
-    stamp: dict[str, str],
+    stamp: Mapping[str, Any],
     impl: str,
     config: str,
     median_us: float,
@@ -659,7 +659,7 @@ def read_csv(path: str | os.PathLike[str]) -> list[Row]:
 def _parsed(path: str | os.PathLike[str], line: int, header: Sequence[str], values: Sequence[str]) -> Row:
     try:
         texts = dict(zip(header, values, strict=True))
-        fields = {c: None if text == "" and c in _MAY_BE_EMPTY else _READ[c](text) for c, text in texts.items()}
+        fields: dict[str, Any] = {c: None if text == "" and c in _MAY_BE_EMPTY else _READ[c](text) for c, text in texts.items()}
         if not all(fields[c] for c in ("op", "problem", "impl")):
             raise ValueError("op, problem and impl must not be empty")
         for c in _ABOVE_ZERO:
@@ -822,11 +822,13 @@ def split(rows: Iterable[Row]) -> list[Summary]:
 
 def _part(line: Line) -> str | None:
     spec = mgpu_ops.SPECS.get(line.op.removesuffix(GRAD))
+    if spec is None:
+        return None
     try:
-        problem = spec and problem_of(spec, line.problem)
+        problem = problem_of(spec, line.problem)
     except ValueError:
         return None
-    if spec is not None and spec.name == "matmul":
+    if spec.name == "matmul":
         return f"m {'>=' if problem.m >= _LARGE else '<'} {_LARGE}"
     return f"head dim {problem.head_dim}" if hasattr(problem, "head_dim") else None
 

@@ -54,7 +54,7 @@ def run(
     for name, problem in problems.items():
         text = label(spec, name, problem)
         try:
-            new = _measured(spec, problem, gpu, seconds, backend, seed, stamp | {"problem": text})
+            new = _measured(spec, problem, gpu, seconds, backend, seed, {**stamp, "problem": text})
         except Exception as error:
             progress(f"{text}: failed: {brief(error)}")
             continue
@@ -67,7 +67,7 @@ def run(
 
 
 def _measured(
-    spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str | None, seed: int, stamp: dict[str, str]
+    spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str | None, seed: int, stamp: Mapping[str, Any]
 ) -> list[Row]:
     devices = spec.devices(problem)
     if devices > len(jax.local_devices()):
@@ -170,7 +170,7 @@ def _config(spec: OpSpec, problem: Any, gpu: Gpu) -> str:
 
 
 def row_of(
-    spec: OpSpec, p: Any, stamp: Mapping[str, str], impl: str, config: str, times: Mapping[str, float], error: float
+    spec: OpSpec, p: Any, stamp: Mapping[str, Any], impl: str, config: str, times: Mapping[str, float], error: float
 ) -> Row:
     """A row of times by their column's name: the rates are of `median_us`."""
     us, size = times["median_us"], payload_bytes(p)

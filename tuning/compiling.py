@@ -210,8 +210,8 @@ def build(task: Task | Call, specs: Callable[[str], OpSpec]) -> Executable | Out
 
     try:
         if isinstance(task, Call):
-            run = functools.partial(_as_on_the_gpu, task.function)
-            return aot.build(task.gpu, run, *task.shapes, topology=task.topology)
+            call = functools.partial(_as_on_the_gpu, task.function)
+            return aot.build(task.gpu, call, *task.shapes, topology=task.topology)
         spec = specs(task.op)
         devices = spec.devices(task.problem)
         shapes = jax.eval_shape(lambda: spec.inputs(task.problem, jax.random.key(0)))

@@ -48,7 +48,7 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
-    from mgpu_ops.tuning import bench, between, compiling, report, terminal
+    from mgpu_ops.tuning import bench, between, compiling, peers, report, terminal
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if between_gpus:
         rows = between.run(spec, problems, **shared)
     else:
-        tuned = any(peer.tuned for name, peer in bench.PEERS.get(spec.name, {}).items() if name in against)
+        tuned = any(peer.tuned for name, peer in peers.PEERS.get(spec.name, {}).items() if name in against)
         with compiling.Pool() if tuned else contextlib.nullcontext() as pool:
             rows = bench.run(
                 spec,
