@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from mgpu_ops.core.gpu import Gpu
 
@@ -16,15 +16,20 @@ def check_fields(problem: Any, least: dict[str, int] | None = None) -> None:
     """Raises ValueError for a field of a Problem that no call has: of another type than `int`, `str` or `bool` as it is
     annotated, or a number below that in `least`, else below 0. A symbolic dimension is an `int`, too.
     """
-    for field in dataclasses.fields(problem):
-        value, kind = getattr(problem, field.name), str(field.type)
-        what = f"{field.name}={value!r} of {type(problem).__name__}"
-        if type(value).__name__ != kind:
-            if kind == "int" and _is_symbolic(value):
+    cls: Any = type(problem)
+    for name, kind in _kinds(cls):
+        value = getattr(problem, name)
+        if type(value) is not kind:
+            if kind is int and _is_symbolic(value):
                 continue
-            raise ValueError(f"{what} must be of type {kind}, not {type(value).__name__}")
-        if kind == "int" and value < (lowest := (least or {}).get(field.name, 0)):
-            raise ValueError(f"{what} must be at least {lowest}")
+            raise ValueError(f"{name}={value!r} of {cls.__name__} must be of type {kind.__name__}, not {type(value).__name__}")
+        if kind is int and (number := int(value)) < (lowest := (least or {}).get(name, 0)):
+            raise ValueError(f"{name}={number} of {cls.__name__} must be at least {lowest}")
+
+
+@functools.cache
+def _kinds(cls: type) -> tuple[tuple[str, type], ...]:
+    return tuple(get_type_hints(cls).items())
 
 
 def _is_symbolic(value: Any) -> bool:

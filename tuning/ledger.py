@@ -220,7 +220,8 @@ class Ledger:
     def _done(self, trial: FrozenTrial) -> Done | None:
         config, attrs = self._config(trial), trial.user_attrs
         try:
-            outcome = msgspec.convert({"kind": "ok", **attrs, "us": trial.value}, Outcome)
+            us = (trial.values or [None])[0]  # `value` raises where another program's study has several
+            outcome = msgspec.convert({"kind": "ok", **attrs, "us": us}, Outcome)
         except msgspec.ValidationError:
             return None
         if config is None or (outcome.kind == "ok") != (trial.state == TrialState.COMPLETE):

@@ -80,7 +80,7 @@ class Run:
 def run_of_study(study: Any, specs: Mapping[str, OpSpec]) -> Run | None:
     """The finished trials of an optuna study that the tuner made; None for a study of something else."""
     identity = study.user_attrs.get("identity")
-    if not isinstance(identity, dict) or identity.get("op") not in specs:
+    if not isinstance(identity, dict) or str(identity.get("op")) not in specs:
         return None
     trials = [_of_optuna(trial) for trial in study.get_trials(deepcopy=False) if trial.state.name in ("COMPLETE", "PRUNED")]
     return Run(
@@ -95,7 +95,7 @@ def run_of_study(study: Any, specs: Mapping[str, OpSpec]) -> Run | None:
 def _of_optuna(trial: Any) -> Trial:
     told = trial.user_attrs
     config = told.get("config")
-    value = trial.value if told.get("kind", "ok") == "ok" else None
+    value = (trial.values or [None])[0] if told.get("kind", "ok") == "ok" else None
     return Trial(
         origin=str(told.get("origin", "search")),
         config=config if isinstance(config, dict) else trial.params,

@@ -45,6 +45,15 @@ _MISSPELT = re.compile(r"\b(?:postgres|mysql|grpc)[\w+.-]*:", re.IGNORECASE)  # 
 _SECRET = re.compile(r"pass|pwd|secret|token|credential", re.IGNORECASE)  # in the name of an option
 
 
+_OF_CORRUPT = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    AssertionError,
+)  # what optuna raises for what it did not write
+
+
 class StorageError(ValueError):
     """A storage that cannot be used; the message holds no password and ends in the way out."""
 
@@ -177,19 +186,30 @@ def told(where: str) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:
-        if not of_storage(error):
-            raise
-        raise StorageError(f"storage {redact(where)}: {_clean(error, where)}") from None
+        if of_storage(error):
+            raise StorageError(f"storage {redact(where)}: {_clean(error, where)}") from None
+        if isinstance(error, _OF_CORRUPT) and _within_optuna(error):
+            raise StorageError(_corrupt(where, error)) from None
+        raise
 
 
 def of_storage(error: BaseException) -> bool:
     """Whether an error is the storage's own, and neither a bug of ours nor, say, a full disk elsewhere."""
     if type(error).__module__.startswith(("sqlalchemy", "psycopg", "pymysql", "grpc", "optuna")):
         return True
-    within = any(
-        frame.f_globals["__name__"].startswith("optuna.storages") for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
-    return within and isinstance(error, OSError | ImportError | KeyError)  # KeyError: the study was deleted meanwhile
+    # KeyError: the study was deleted meanwhile
+    return isinstance(error, OSError | ImportError | KeyError) and _within_optuna(error)
+
+
+def _within_optuna(error: BaseException) -> bool:
+    """Whether an error was raised while a storage did what it was asked for."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals["__name__"].startswith("optuna.storages") for frame, _ in frames)
+
+
+def _corrupt(where: str, error: BaseException) -> str:
+    what = f"{redact(where)} is no journal of optuna, or is corrupt ({type(error).__name__}: {_clean(error, where)[:200]})"
+    return f"{what}: move it away, or name another with --storage"
 
 
 def _journal(path: Path) -> optuna.storages.BaseStorage:
@@ -197,13 +217,17 @@ def _journal(path: Path) -> optuna.storages.BaseStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{path}: its folder cannot be made ({error.strerror}): name another file with --storage") from None
+    if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+        raise StorageError(f"{path}: is no regular file: name another with --storage")
     backend = JournalFileBackend(str(path), lock_obj=_JournalLock(path))  # type: ignore[arg-type]  # its base is private
     try:
-        return optuna.storages.JournalStorage(backend)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise StorageError(
-            f"{path} is no journal of optuna, or is corrupt ({error!r}): move it away, or name another with --storage"
-        ) from None
+        opened = optuna.storages.JournalStorage(backend)
+        for study in opened.get_all_studies():
+            if not isinstance(study.study_name, str):
+                raise ValueError(f"a study is named {study.study_name!r}")
+    except (*_OF_CORRUPT, KeyError) as error:
+        raise StorageError(_corrupt(str(path), error)) from None
+    return opened
 
 
 class _JournalLock:

@@ -86,6 +86,7 @@ def stale_of(path: Path) -> list[str]:
         file = database.read(path)
     except database.DatabaseError:
         return []
-    spec = mgpu_ops.SPECS.get(file.op)
-    of_today = [e for e in file.entries if spec is not None and e.evidence.kernel_version == spec.version]
+    if (spec := mgpu_ops.SPECS.get(file.op)) is None:
+        return []
+    of_today = [e for e in file.entries if e.evidence.kernel_version == spec.version]
     return [f"{database.title(e)}: {reason}" for e in of_today if (reason := database.stale(e, spec))]

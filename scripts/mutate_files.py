@@ -1,0 +1,387 @@
+"""Gives broken files to what reads them, and says how many ended in anything but a result or one line of words.
+
+    python scripts/mutate_files.py                                  # 1,000 of each kind
+    python scripts/mutate_files.py --count 100000 --seed 1          # hours
+    python scripts/mutate_files.py --kind database --op matmul --count 20000
+
+Kinds: `database` files of each op, `journal`s of optuna, `csv` files of bench, `problems` files of capture. A file is a sound
+one with some bytes or values changed: numbers no call has, other types, keys and lines left out or doubled, an end cut off.
+What a reader raises must be the error it documents; a lookup of `resolve`, as programs make it, must raise nothing. What takes
+more than 2 s counts as a hang and is ended. Exit status 1 where there was any of either; the first ones are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs
+os.environ.setdefault("NPROC", "64")
+
+import msgspec
+
+import mgpu_ops
+from mgpu_ops.core import database, gpu, resolution
+from mgpu_ops.core.database import DatabaseError, Entry, Evidence
+from mgpu_ops.core.op import OpSpec
+
+SECONDS = 2.0  # more is a hang
+TAKEN = "taken"
+SHOWN = 5  # tracebacks of a kind
+KINDS = ("database", "journal", "csv", "problems")
+H200 = gpu.find("h200")
+ODD: tuple[Any, ...] = (
+    0, 1, -1, 2, 3, 7, 64, 10**7, 2**28, 2**31, 2**53, 2**62, 2**63 - 1, 2**64, 1e308, -0.5, 1e-300, True, False, None,
+    "", "x", "float7", "NVIDIA H200", "h200", "2026-11-31", "a\nb", "[red]", "\ud800", [], [1], {}, {"m": 1},
+)  # fmt: skip
+
+
+class Hang(BaseException):
+    """A reader took too long. No reader catches it."""
+
+
+# --- sound files
+
+
+def entry_of(spec: OpSpec, name: str, kind: str = "measured") -> Entry:
+    problem = spec.shapes[name]
+    evidence = Evidence(
+        kind=kind, gpu=H200.name, driver="580.1", jax="0.11.2", jaxlib="0.11.2", cuda="13000", kernel_version=spec.version,
+        median_us=10.0, spread_us=0.1, default_us=12.0, baseline="xla", baseline_us=11.0, error=1e-4, trials=8, seed=0,
+        date="2026-11-22", samples_us=[10.0, 10.1],
+    )  # type: ignore[arg-type]  # fmt: skip
+    return database.to_entry(problem, spec.default(problem, H200), evidence)
+
+
+def database_of(spec: OpSpec) -> bytes:
+    names = list(spec.shapes)[:3]
+    entries = [entry_of(spec, name) for name in names] + [entry_of(spec, names[0], "modelled")]
+    return database.encode(database.File(database.SCHEMA, H200.key, spec.name, tuple(entries)))
+
+
+def journal_of(spec: OpSpec, folder: Path) -> bytes:
+    """Of a study with three trials that is done, one that is not, and a fleet's queue."""
+    import dataclasses
+
+    from mgpu_ops.tuning import fleet, storage
+    from mgpu_ops.tuning.ledger import Ledger
+    from mgpu_ops.tuning.outcome import Outcome
+
+    path, name = folder / "sound.journal", next(iter(spec.shapes))
+    problem = spec.shapes[name]
+    with storage.opened(path) as backend:
+        for kind in ("measured", "modelled"):
+            study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
+            ledger = Ledger(study, spec.Config)
+            for number, config in enumerate(spec.candidates(problem, H200)[:3]):
+                ledger.claim(config, "model")
+                ledger.record(
+                    config, Outcome("ok", 10.0 + number, 11.0, 1e-4) if number else Outcome("wrong", detail="error 1")
+                )
+            ledger.close()
+            if kind == "measured":
+                storage.finish(study, entry_of(spec, name))
+        fleet.enqueue(backend, [fleet.Job(spec.name, dataclasses.asdict(problem), name, trials=8)])
+    return path.read_bytes()
+
+
+def csv_of(spec: OpSpec) -> bytes:
+    from mgpu_ops.tuning import bench, plot
+
+    rows = plot.rows_of(spec, H200, [entry_of(spec, name) for name in list(spec.shapes)[:2]])
+    with tempfile.TemporaryDirectory() as folder:
+        bench.write_csv(rows, Path(folder) / "sound.csv")
+        return (Path(folder) / "sound.csv").read_bytes()
+
+
+def problems_of(spec: OpSpec) -> bytes:
+    import dataclasses
+
+    from mgpu_ops.tuning import problems
+
+    items = [problems.Item(spec.name, dataclasses.asdict(spec.shapes[name]), 3) for name in list(spec.shapes)[:2]]
+    file = problems.File(problems.SCHEMA, H200.key, "train:step", tuple(items), notes=("a loop",))
+    return msgspec.json.encode(file)
+
+
+# --- broken ones
+
+
+def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything in a JSON document."""
+    keys = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    for key in keys:
+        yield tree, key
+        yield from places(tree[key])
+
+
+def change(tree: Any, rng: random.Random) -> None:
+    """Changes one value of a JSON document, or leaves out, doubles or renames what there is."""
+    every = list(places(tree))
+    if not every:
+        return
+    scalars = [(holder, key) for holder, key in every if not isinstance(holder[key], dict | list)]
+    holder, key = rng.choice(scalars if scalars and rng.random() < 0.7 else every)
+    how = rng.random()
+    if how < 0.7:
+        old = holder[key]
+        near = [old * 2, old + 1, -old, old * 10**9] if isinstance(old, int) and not isinstance(old, bool) else ODD
+        alike = [odd for odd in ODD if type(odd) is type(old)]  # such as a schema lets pass
+        choices = (ODD, near, alike or ODD)[rng.choice((0, 1, 2, 2))]
+        holder[key] = copy.deepcopy(rng.choice(choices))
+    elif how < 0.8:
+        del holder[key]
+    elif isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(rng.choice(holder)))
+    else:
+        other, at = rng.choice(every)
+        holder[key] = copy.deepcopy(other[at])
+
+
+def bytes_of(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes changed, left out or doubled, or the end cut off."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at, length = rng.randrange(len(found) or 1), rng.choice((1, 1, 2, 8, 40))
+        how = rng.random()
+        if how < 0.4:
+            found[at : at + 1] = bytes([rng.randrange(256)])
+        elif how < 0.6:
+            del found[at : at + length]
+        elif how < 0.8:
+            found[at:at] = found[at : at + length]
+        elif how < 0.9:
+            found[at : at + 1] = rng.choice((b"9", b"0", b"-", b"e9", b'"', b",", b"\n", b"\x00", b"NaN", b"{}", b"\xff"))
+        else:
+            del found[at:]
+    return bytes(found)
+
+
+def as_json(data: bytes, rng: random.Random) -> bytes:
+    tree = json.loads(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        change(tree, rng)
+    return json.dumps(tree).encode()
+
+
+def mutated(kind: str, data: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.3:
+        return bytes_of(data, rng)
+    if kind in ("database", "problems"):
+        return as_json(data, rng)
+    lines = data.splitlines(keepends=True)
+    for _ in range(rng.choice((1, 1, 2))):
+        at = rng.randrange(len(lines))
+        how = rng.random()
+        if how < 0.7 and kind == "journal":
+            with contextlib.suppress(ValueError):
+                lines[at] = as_json(lines[at], rng) + b"\n"
+        elif how < 0.7:
+            cells = lines[at].rstrip(b"\n").split(b",")
+            cells[rng.randrange(len(cells))] = str(rng.choice(ODD)).encode(errors="replace")
+            lines[at] = b",".join(cells) + b"\n"
+        elif how < 0.8 and len(lines) > 1:
+            del lines[at]
+        elif how < 0.9:
+            lines.insert(at, rng.choice(lines))
+        else:
+            rng.shuffle(lines)
+    return b"".join(lines)
+
+
+# --- what reads them
+
+
+def read_database(path: Path, spec: OpSpec) -> bool:
+    """Whether the file was taken for a database."""
+    from mgpu_ops.tuning import merging, page, search, sources
+    from mgpu_ops.tuning.commands import validate
+
+    first, second, *_, last = spec.shapes.values()
+    for problem in (first, second, last):  # as a program does while it is traced: nothing may be raised
+        resolution.resolve(spec, problem, H200)
+    search.nearest(spec, first, H200)
+    validate.faults_of(path)
+    validate.stale_of(path)
+    with contextlib.suppress(DatabaseError, ValueError):
+        found = merging.entries_of(merging.files([path], mgpu_ops.SPECS))
+        for key, entries in found.items():
+            good, _ = merging.usable(key, entries, mgpu_ops.SPECS)
+            merging.conflicts(good)
+            database.encode(database.File(database.SCHEMA, *key, merging.best(good)))
+    with contextlib.suppress(DatabaseError, ValueError):
+        page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
+    try:
+        database.read(path)
+    except DatabaseError:
+        return False
+    return True
+
+
+def read_journal(path: Path, spec: OpSpec) -> bool:
+    from mgpu_ops.tuning import fleet, merging, page, sources, storage
+    from mgpu_ops.tuning.ledger import Ledger
+
+    try:
+        page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
+        merging.tuned_in(str(path), mgpu_ops.SPECS)
+        problem = next(iter(spec.shapes.values()))
+        with storage.opened(path) as backend:
+            fleet.queued(backend)
+            for kind in ("measured", "modelled"):
+                study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
+                ledger = Ledger(study, spec.Config, legal=lambda config: spec.check(problem, config, H200) is None)
+                ledger.news()
+                ledger.adopt()
+                ledger.close()
+    except storage.StorageError:
+        return False
+    return True
+
+
+def read_csv(path: Path, spec: OpSpec) -> bool:
+    from mgpu_ops.tuning import bench, page, report, sources
+
+    try:
+        page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
+        report.table(bench.read_csv(path))
+    except ValueError:
+        return False
+    return True
+
+
+def read_problems(path: Path, spec: OpSpec) -> bool:
+    from mgpu_ops.tuning import problems
+
+    try:
+        problems.read(path)
+    except ValueError:
+        return False
+    return True
+
+
+# --- trying
+
+
+Read = Callable[[Path, OpSpec], bool]
+
+
+def of_kind(kind: str, specs: Sequence[OpSpec], folder: Path) -> list[tuple[OpSpec, bytes, Path, Read]]:
+    """(op, a sound file, where it goes, what reads it)."""
+    if kind == "problems":
+        return [(spec, problems_of(spec), folder / "problems.json", read_problems) for spec in specs]
+    if kind == "database":
+        return [(spec, database_of(spec), database.user_path(H200.key, spec.name), read_database) for spec in specs]
+    one_gpu = [spec for spec in specs if not hasattr(next(iter(spec.shapes.values())), "devices")]
+    if kind == "csv":
+        return [(spec, csv_of(spec), folder / f"{spec.name}.csv", read_csv) for spec in one_gpu]
+    return [(spec, journal_of(spec, folder), folder / f"{spec.name}.journal", read_journal) for spec in one_gpu[:2]]
+
+
+def trial(read: Read, path: Path, spec: OpSpec) -> str:
+    """What came of reading a file: `TAKEN`, "refused", or "hang" or "traceback" and where."""
+
+    def stop(*_: Any) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        return TAKEN if read(path, spec) else "refused"
+    except Hang:
+        return f"hang\n{traceback.format_exc()}"
+    except Exception:
+        return f"traceback\n{traceback.format_exc()}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def try_kind(kind: str, specs: Sequence[OpSpec], count: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
+    """What came of so many broken files of a kind, dealt out to the ops."""
+    outcomes: Counter[str] = Counter()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a journal is synced to the disk line by line
+    with tempfile.TemporaryDirectory(dir=memory) as name, quiet(Path(name)):
+        cases = of_kind(kind, specs, Path(name))
+        for spec, sound, path, read in cases:  # which also imports what the readers need
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(sound)
+            if not read(path, spec):
+                raise RuntimeError(f"the sound file of {kind} and {spec.name} was refused")
+            path.unlink()
+        for number in range(count):
+            rng = random.Random(f"{seed} {kind} {number}")
+            spec, sound, path, read = cases[number % len(cases)]
+            path.write_bytes(data := mutated(kind, sound, rng))
+            told = trial(read, path, spec)
+            if told.startswith("hang"):  # or is the machine busy?
+                path.write_bytes(data)
+                told = trial(read, path, spec)
+            outcome = told.partition("\n")[0]
+            outcomes[outcome] += 1
+            if outcome in ("hang", "traceback") and outcomes[outcome] <= SHOWN:
+                say(f"{kind} {number} of seed {seed}, {spec.name}: {told}\n{data[:2000]!r}")
+            path.unlink()
+            resolution._warned.clear()
+            resolution._logged.clear()
+    return outcomes
+
+
+@contextlib.contextmanager
+def quiet(folder: Path) -> Iterator[None]:
+    """An empty database of the user's, no warnings and no log."""
+    old = {name: os.environ.get(name) for name in ("MGPU_OPS_CONFIG_DIR", "MGPU_OPS_STATE_DIR")}
+    os.environ |= {name: str(folder / name) for name in old}
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for name, value in old.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="files of each kind (default 1000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
+    parser.add_argument("--op", choices=sorted(mgpu_ops.SPECS), action="append", help="default: all")
+    arguments = parser.parse_args(words)
+    specs = [spec for name, spec in mgpu_ops.SPECS.items() if name in (arguments.op or mgpu_ops.SPECS)]
+    out, bad = sys.stdout, 0
+    for kind in arguments.kind or KINDS:
+        began = time.monotonic()
+        found = try_kind(kind, specs, arguments.count, arguments.seed, lambda text: print(text, file=out, flush=True))
+        bad += found["traceback"] + found["hang"]
+        told = ", ".join(f"{found[what]} {what}" for what in ("taken", "refused", "traceback", "hang"))
+        print(
+            f"{kind}: {sum(found.values())} files of seed {arguments.seed}: {told} ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
