@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from mgpu_ops.core import threads
 from mgpu_ops.core.exchange import Axes
 from mgpu_ops.core.mesh import same_mesh_axes
 
@@ -126,6 +125,8 @@ def _missing(op: str, axes: Axes, number: int, limit: float, own: int, missing: 
 
 def interpret_together(axes: Axes, out: Any, kernel: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """What `kernel`, of x of all devices [n, ...], returns for the own one. JAX's interpreter knows one device only."""
+
+    from mgpu_ops.core import threads  # not above: it imports Pallas
 
     def together(brought: list[Any]) -> Any:
         # On a client of its own: each thread of the usual one may be waiting here, for the last device to come.
