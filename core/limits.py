@@ -23,12 +23,12 @@ def check_fields(problem: Any, least: dict[str, int] | None = None) -> None:
             if kind is int and _is_symbolic(value):
                 continue
             raise ValueError(f"{name}={value!r} of {cls.__name__} must be of type {kind.__name__}, not {type(value).__name__}")
-        if kind is int and (number := int(value)) < (lowest := (least or {}).get(name, 0)):
-            raise ValueError(f"{name}={number} of {cls.__name__} must be at least {lowest}")
+        if kind is int and value < (lowest := (least or {}).get(name, 0)):
+            raise ValueError(f"{name}={value} of {cls.__name__} must be at least {lowest}")
 
 
 @functools.cache
-def _kinds(cls: type) -> tuple[tuple[str, type], ...]:
+def _kinds(cls: type) -> tuple[tuple[str, Any], ...]:
     return tuple(get_type_hints(cls).items())
 
 

@@ -266,6 +266,42 @@ def test_export_is_a_directory_that_resolve_takes_on_another_machine(
     assert mgpu_tune("validate", *(tmp_path / "tuned").rglob("*.json")).code == 0
 
 
+def test_a_file_with_another_name_of_its_gpu_is_joined_with_the_others_under_the_gpus_key(
+    tmp_path: Path, mgpu_tune: Command
+) -> None:
+    """A folder named "NVIDIA H200" is one that no lookup would find."""
+    a, b = store(tmp_path / "a.json", entry(us=12.5)), store(tmp_path / "NVIDIA H200" / "matmul.json", entry(us=11.0))
+    for path in (a, b):
+        path.write_text(path.read_text().replace('"gpu":"h200"', '"gpu":"NVIDIA H200"'))
+    assert mgpu_tune("merge", a, tmp_path, "--into", tmp_path / "all").code == 0
+    assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "all").rglob("*.json")] == ["all/h200/matmul.json"]
+    assert stored(tmp_path / "all" / "h200" / "matmul.json") == [(512, "measured", 11.0)]
+    user = database.user_path("h200", "matmul")
+    user.parent.mkdir(parents=True)
+    b.rename(user)
+    assert mgpu_tune("export", "matmul", "--gpu", "h200", "--own", "--output", tmp_path / "tuned").code == 0
+    assert stored(tmp_path / "tuned" / "h200" / "matmul.json") == [(512, "measured", 11.0)]
+
+
+@pytest.mark.parametrize("command", ["validate", "merge", "export"])
+def test_a_problem_of_ten_million_gpus_is_named_at_once(command: str, tmp_path: Path, mgpu_tune: Command) -> None:
+    spec = spec_of("all_reduce")
+    problem = CollectiveProblem(2**19, 4)
+    evidence = entry().evidence
+    good = database.to_entry(problem, spec.default(problem, H200), evidence)
+    bad = database.to_entry(dataclasses.replace(problem, devices=10**7), spec.default(problem, H200), evidence)
+    path = database.user_path("h200", "all_reduce")
+    database.update(path, [good, bad], gpu_key="h200", op="all_reduce")
+    words = {
+        "validate": (path,),
+        "merge": (path, "--into", tmp_path / "all.json"),
+        "export": ("all_reduce", "--own", "--output", tmp_path / "tuned"),
+    }
+    done = mgpu_tune(command, *words[command])
+    assert done.code == 1
+    assert "devices=10000000: the kernels are for up to 8 GPUs of one host" in done.out
+
+
 def test_export_leaves_out_what_resolve_would_refuse(tmp_path: Path, mgpu_tune: Command) -> None:
     store(database.user_path("h20", "matmul"))
     path = database.user_path("h20", "matmul")
