@@ -147,7 +147,7 @@ def rows_of(spec: OpSpec, gpu: Gpu, entries: Iterable[Entry]) -> list[Row]:
         if e.kind != "measured" or database.fault_of(entry, gpu, spec):
             continue
         problem = database.to_problem(spec, entry.problem)
-        stamp = {"op": spec.name, "problem": label(spec, "", problem)}
+        stamp: dict[str, Any] = {"op": spec.name, "problem": label(spec, "", problem)}
         stamp |= {"gpu": e.gpu, "driver": e.driver or "", "jax": e.jax, "date": e.date}
         times: list[tuple[str, float, float, float | None]] = [(OURS, e.median_us, e.spread_us, 0.0)]
         if e.baseline and e.baseline_us:

@@ -314,7 +314,7 @@ def picture(scores: dict[str, Score], problems: int, path: Path) -> list[Path]:
     for name, found in scores.items():
         shown = [(n + 1, 100 * regret) for n, regret in enumerate(found.curve) if math.isfinite(regret)]
         label = "mgpu-tune (seeds, tpe, local)" if name == OURS else f"{name} alone"
-        look = {"color": _COLORS[name], "linestyle": _DASHES[name], "linewidth": 2.5 if name == OURS else 1.5}
+        look: Any = {"color": _COLORS[name], "linestyle": _DASHES[name], "linewidth": 2.5 if name == OURS else 1.5}
         axes.plot(*zip(*shown), label=label, **look)
     axes.set_yscale("symlog", linthresh=0.5)
     axes.set_ylim(bottom=0)

@@ -215,7 +215,8 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
 
 def _shown(row: Row) -> Row:
     """With texts that a picture can hold."""
-    return dataclasses.replace(row, **{k: printable(v) for k, v in vars(row).items() if isinstance(v, str)})
+    texts: dict[str, Any] = {name: printable(value) for name, value in vars(row).items() if isinstance(value, str)}
+    return dataclasses.replace(row, **texts)
 
 
 def _bars(pyplot: Any, rows: Sequence[Row]) -> Any:
