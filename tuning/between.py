@@ -174,6 +174,8 @@ def row_of(
 ) -> Row:
     """A row of times by their column's name: the rates are of `median_us`."""
     us, size = times["median_us"], payload_bytes(p)
+    if not us > 0:
+        raise measure.MeasurementError(f"a call of {impl} takes less than the host's noise ({us:.3g} us): measure it again")
     numbers = {
         **times,
         "tflops": spec.flops(p) / us / 1e6,

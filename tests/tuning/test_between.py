@@ -90,6 +90,14 @@ def test_a_problem_that_fails_is_said_and_told_at_the_end():
 
 
 @pytest.mark.usefixtures("cupti")
+def test_a_call_that_is_lost_in_the_hosts_noise_is_no_result(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure, "wall", lambda call, programs: 100.0 * programs)  # as long for 48 calls as for 16
+    said: list[str] = []
+    assert measured(said, small=CollectiveProblem(1024, 2, "float32")) == []
+    assert "a call of mgpu_ops takes less than the host's noise (0 us): measure it again" in said[0]
+
+
+@pytest.mark.usefixtures("cupti")
 def test_rows_are_written_and_read_as_those_of_any_op(tmp_path: Path):
     rows = measured([], small=CollectiveProblem(32768, 4, "float32"))
     bench.write_csv(rows, tmp_path / "rows.csv")
