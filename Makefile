@@ -17,7 +17,10 @@ GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 # A PYTHONPATH left over in the shell must not shadow the environment. test-gpu alone passes it on, on purpose.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup test lint types imports unit test-gpu test-oldest test-newest format bench demo pictures clean distclean
+# No test depends on how fast the machine is: one that takes ten minutes hangs.
+PYTEST = -m pytest -n $(WORKERS) --dist worksteal --timeout 600
+
+.PHONY: help setup test test-all lint types imports unit coverage test-gpu test-oldest test-newest format bench demo pictures clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -37,8 +40,14 @@ types: setup  ## mypy
 imports: setup  ## import-linter: core <- ops <- tuning
 	$(BIN)/lint-imports
 
-unit: setup  ## pytest with coverage (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 120 --cov --cov-report term $(ARGS)
+unit: setup  ## pytest (ARGS="-k name" to choose)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+test-all: setup  ## pytest with ten times the examples of each property, and what else takes long
+	MGPU_OPS_TEST_ALL=1 $(BIN)/python $(PYTEST) --timeout 3600 $(ARGS)
+
+coverage: setup  ## pytest, and which lines it runs
+	$(BIN)/python $(PYTEST) --cov --cov-report term $(ARGS)
 
 test-gpu:  ## the tests marked gpu, on a Hopper machine; PYTHON=python3 needs no .venv
 	@gpu=$$(scripts/hopper.sh); log=results/$$(date +%F)-$$gpu-test-gpu.log; mkdir -p results; \
@@ -49,11 +58,11 @@ test-gpu:  ## the tests marked gpu, on a Hopper machine; PYTHON=python3 needs no
 # Both ends of the jax pin, in environments of their own.
 test-oldest:  ## the tests with the oldest jax and Python that pyproject.toml allows
 	@PYTHON= WANT=3.12 scripts/setup.sh .venvs/oldest dev,aot 'jax==0.11.2'
-	.venvs/oldest/bin/python -m pytest -n $(WORKERS) --timeout 120 $(ARGS)
+	.venvs/oldest/bin/python $(PYTEST) $(ARGS)
 
 test-newest:  ## the tests with the newest jax that pyproject.toml allows
 	@scripts/setup.sh .venvs/newest dev,aot --upgrade 'jax<0.13'
-	.venvs/newest/bin/python -m pytest -n $(WORKERS) --timeout 120 $(ARGS)
+	.venvs/newest/bin/python $(PYTEST) $(ARGS)
 
 format: setup  ## let ruff mend and format the sources
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,6 +1,7 @@
 """What every test runs under: a CPU as eight devices, a database of its own, repeatable examples.
 
-`MGPU_OPS_TEST_GPU=1`, set by `make test-gpu`, leaves JAX its GPUs and runs the `gpu` tests.
+`MGPU_OPS_TEST_GPU=1`, set by `make test-gpu`, leaves JAX its GPUs and runs the `gpu` tests; `MGPU_OPS_TEST_ALL=1`, set by
+`make test-all`, is read by tests/thorough.py.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ if not ON_GPU:  # JAX reads both when it is first imported, which is after this 
 
 # What the caller's shell says of mgpu_ops would change which config a test sees.
 for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:
-    if name != "MGPU_OPS_TEST_GPU":
+    if name not in ("MGPU_OPS_TEST_GPU", "MGPU_OPS_TEST_ALL"):
         del os.environ[name]
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
+# Which examples are tried, and whether they suffice, must not depend on how fast the machine is.
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=250 if os.environ.get("MGPU_OPS_TEST_ALL") == "1" else 25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("repeatable")
 
 

@@ -29,7 +29,7 @@ def run_job(program: str, folders: Sequence[Path], *words: str) -> list[dict[str
         port = free.getsockname()[1]
     processes = [start(program, number, folder, port, *words) for number, folder in enumerate(folders)]
     try:
-        done = [process.communicate(timeout=100) for process in processes]
+        done = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -376,7 +376,7 @@ small = st.builds(entry, st.sampled_from([1, 2, 3]), st.integers(1, 9), st.sampl
 
 
 @given(st.lists(st.lists(small, max_size=4), max_size=4))
-@settings(quiet, max_examples=30)
+@quiet
 def test_updates_keep_the_last_entry_of_each_problem_and_kind(batches):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "new", "scale.json")
@@ -550,7 +550,7 @@ def place(rows, folder):
 
 
 @given(st.lists(placed, max_size=6, unique_by=lambda row: (row[0], row[1], row[3])))
-@settings(quiet, max_examples=25)
+@quiet
 def test_the_stored_winner_can_run_and_no_better_one_exists(rows):
     with tempfile.TemporaryDirectory() as folder:
         found = place(rows, folder)

@@ -41,7 +41,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
 
@@ -91,7 +91,8 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_pa
     code = """
 write(*(entry(m) for m in range(300)))
 random.seed(0)
-for kill in range(25):
+kill = 0
+while kill < 25 or len(problems()) <= 301:  # until some children did write
     before = problems()
     child = os.fork()
     if child == 0:
@@ -104,12 +105,11 @@ for kill in range(25):
     assert before <= after
     new = after - before
     assert {m for m in new if m >= 1_000_000} == {m + 1_000_000 for m in new if m < 1_000_000}
+    kill += 1
 write(entry(-1))  # no lock was left behind
 print(len(problems()), os.listdir(os.path.dirname(sys.argv[1])))
 """
-    out = finish(start(code, tmp_path / "scale.json"))
-    assert int(out.split()[0]) > 301  # some children did write
-    assert ".tmp" not in out
+    assert ".tmp" not in finish(start(code, tmp_path / "scale.json"))
 
 
 @pytest.mark.parametrize(("step", "new"), [("before fsync", False), ("before replace", False), ("after replace", True)])
@@ -127,7 +127,7 @@ write(entry(2))
     path = tmp_path / "scale.json"
     database.update(path, [entry(1)], gpu_key="h200", op="scale")
     process = start(code, path, step)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == -9
     assert problems(path) == ({1, 2} if new else {1})
     assert (tmp_path / ".scale.json.tmp").exists() is not new

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core import schedule
+from tests.thorough import examples
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))
@@ -95,7 +96,7 @@ def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, 
         assert order == sorted(order)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40), st.sampled_from([1, 2]), st.integers(1, 20))
 def test_many_heads_are_dealt_some_at_a_time_once_each_and_as_evenly(costs, heads, waves, blocks):
     tiles = len(costs)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core import collective, simulator
 from mgpu_ops.core.collective import MULTICAST, Cut, Move, Place, Schedule, Signal, Wait
 from mgpu_ops.core.simulator import Across, Call, Deadlock, Fault, Kernel, Race, Unspent, Wrong, explore, simulate
+from tests.thorough import examples
 
 EVERY = [
     (kind, algorithm, transport)
@@ -52,7 +53,7 @@ def test_calls_that_take_turns_with_two_halves_of_a_workspace_need_no_barrier(n,
         simulate(stages, 7, blocks=2, chunk=2, calls=4, op="min", choose=choose)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     n=st.integers(2, 5),
     algorithms=st.sampled_from([(ONE,), (TWO,), (ONE, TWO)]),
@@ -97,7 +98,7 @@ def test_results_are_right_on_two_to_eight_devices_with_any_number_of_blocks_and
         simulate(schedule, size, blocks=blocks, chunk=2, choose=CHOOSERS[(n + blocks // 2) % 3])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     key=st.sampled_from(EVERY),
     n=st.integers(2, 8),

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +22,7 @@ from jax.interpreters import mlir
 
 from mgpu_ops import core
 from mgpu_ops.core import aot, tma
+from tests.thorough import examples
 
 BF16 = jnp.bfloat16
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -96,7 +96,6 @@ def windows(draw: Any, panel: int | None) -> tuple[tuple[int, int], tuple[int, i
     return array, shape, draw(st.integers(0, array[0] + 70)), column, draw(st.integers(0, array[0]))
 
 
-@hypothesis.settings(max_examples=25)
 @given(windows(None))
 def test_window_addresses_the_rows_before_its_end_and_the_columns_of_the_array(window):
     array, shape, row, column, end = window
@@ -107,7 +106,6 @@ def test_window_addresses_the_rows_before_its_end_and_the_columns_of_the_array(w
     np.testing.assert_array_equal(at[inside], wanted[inside])
 
 
-@hypothesis.settings(max_examples=25)
 @given(windows(64))
 def test_window_in_panels_addresses_the_same_rows_panel_after_panel(window):
     array, shape, row, column, end = window
@@ -118,7 +116,6 @@ def test_window_in_panels_addresses_the_same_rows_panel_after_panel(window):
     np.testing.assert_array_equal(at[inside], wanted[inside])
 
 
-@hypothesis.settings(max_examples=25)
 @given(windows(64), st.data())
 def test_rows_anywhere_address_a_block_inside_the_array_tile_after_tile(window, data):
     array, shape, *_ = window
@@ -275,7 +272,7 @@ def test_only_the_rows_before_the_end_are_copied(columns, width, clean_interpret
     run = copied((rows, columns), width, interpret=True)
     x = np.arange(rows * columns).reshape(rows, columns) % 251 - 125.0  # bfloat16s
 
-    @hypothesis.settings(max_examples=15)
+    @examples(15)
     @given(
         st.lists(st.integers(0, rows), min_size=2, max_size=2),
         st.lists(st.integers(0, rows), min_size=2, max_size=2),

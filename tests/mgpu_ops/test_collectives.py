@@ -8,7 +8,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +101,6 @@ def test_a_nan_reaches_everybody_and_its_neighbours_stay():
         assert np.isfinite(np.delete(out, 7)).all()
 
 
-@hypothesis.settings(max_examples=25)
 @given(
     kind=st.sampled_from(collectives.problem.KINDS),
     algorithm=st.sampled_from(["one_shot", "two_shot", "ring", "push_one_shot"]),

@@ -11,7 +11,6 @@ import random
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import hypothesis
 import jax
 import pytest
 from hypothesis import given
@@ -294,7 +293,6 @@ def test_a_problem_that_cannot_be_made_names_the_field_the_value_and_the_rule(va
 sizes = st.integers(1, 2500).map(lambda i: 8 * i)
 
 
-@hypothesis.settings(max_examples=25)
 @given(
     m=st.integers(1, 20_000),
     n=sizes,

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mgpu_ops import dot_product_attention
 from tests.mgpu_ops.ragged import float64
+from tests.thorough import examples
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 TOLERANCE = {BF16: 2e-2, F16: 3e-3, F32: 1e-5}  # of outputs; JAX rounds its weights to the inputs' dtype
@@ -193,7 +194,7 @@ def calls(draw: Any) -> tuple[dict[str, int], dict[str, Any]]:
     return sizes, kwargs
 
 
-@hypothesis.settings(max_examples=8, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@examples(8, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(calls())
 def test_any_combination_of_arguments_agrees_with_jax(assert_near, call):
     sizes, kwargs = call

@@ -24,6 +24,7 @@ from mgpu_ops.core import gpu, op
 from tests.mgpu_ops import attention
 from tests.mgpu_ops.attention import BASE, FUSED_64, SPLIT_64, Shape, normal, one_step, qkv
 from tests.mgpu_ops.ragged import float64
+from tests.thorough import examples
 
 pytestmark = pytest.mark.usefixtures("no_races")
 
@@ -390,7 +391,7 @@ def calls(draw: Any) -> tuple[Shape, dict[str, Any], dict[str, Any]]:
     return s, floats, others
 
 
-@hypothesis.settings(max_examples=15)
+@examples(15)
 @hypothesis.given(calls(), st.booleans())
 def test_shapes_and_dtypes_of_outputs_and_gradients(call, causal):
     shape, floats, others = call

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops import SPECS
@@ -18,6 +18,7 @@ from mgpu_ops.core import gpu
 from mgpu_ops.flash_attention import model
 from mgpu_ops.flash_attention.problem import BackwardProblem, Problem, padded
 from mgpu_ops.flash_attention.visible import Tokens, key_steps, row_steps
+from tests.thorough import examples
 
 FORWARD, BACKWARD = SPECS["flash_attention"], SPECS["flash_attention_backward"]
 GPUS = [gpu.find(key) for key in ("h200", "h100-pcie", "h20")]
@@ -116,7 +117,7 @@ def test_the_model_is_near_what_was_measured(name: str, tflops: float) -> None:
     assert FORWARD.flops(problem) / time == pytest.approx(tflops * 1e12, rel=0.1)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(problem=problems())
 def test_no_mask_makes_attention_slower_by_more_than_its_edges(problem: Problem) -> None:
     whole = dataclasses.replace(problem, causal=False, window_left=-1, window_right=-1)
@@ -126,7 +127,7 @@ def test_no_mask_makes_attention_slower_by_more_than_its_edges(problem: Problem)
         assert FORWARD.cost(problem, config, H200) <= (FORWARD.cost(whole, config, H200) + edges) * (1 + 1e-9)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=problems(), tile=st.sampled_from([64, 128, 192]), step=st.sampled_from([64, 128]))
 def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile: int, step: int) -> None:
     p = dataclasses.replace(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_ops import FlashAttentionProblem
@@ -19,6 +19,7 @@ from mgpu_ops.flash_attention.launch import segment_tiles
 from mgpu_ops.flash_attention.operands import Inputs, Operands
 from mgpu_ops.flash_attention.visible import Order, Tokens, key_range, row_range, visible
 from tests.mgpu_ops import attention
+from tests.thorough import examples
 
 P = FlashAttentionProblem
 MOST = 40  # tokens
@@ -191,7 +192,6 @@ def segments_of(draw: Any, tokens: int, kind: str = "any") -> np.ndarray:
     return np.sort(ids) if kind == "sorted" else ids
 
 
-@settings(max_examples=25)
 @given(st.data(), SIZES, TILES_OF_SEGMENTS, st.sampled_from(["sorted", "any"]))
 def test_tiles_between_segments_hold_every_shared_pair(data, sizes, tiles, kind):
     own, tile = tiles
@@ -209,7 +209,6 @@ def test_tiles_between_segments_hold_every_shared_pair(data, sizes, tiles, kind)
             assert (first, end) == least(pairs, tile)
 
 
-@settings(max_examples=25)
 @given(st.data(), entries(segments=True), SIZES, TILES_OF_SEGMENTS, st.sampled_from(["sorted", "any"]))
 def test_a_block_visits_all_that_is_visible_within_its_segments(data, entry, sizes, tiles, kind):
     entry = resized(entry, *sizes, *tiles)
@@ -237,7 +236,6 @@ def test_pairs_counts_what_is_visible(entry):
     assert reference.pairs(entry.problem) == entry.seen().sum()
 
 
-@settings(max_examples=25)
 @given(st.data(), entries(), SIZES, st.booleans())
 def test_visible_is_what_the_documentation_says(data, entry, sizes, segments):
     entry = resized(entry, *sizes)
@@ -252,7 +250,7 @@ def test_alignment_without_lengths(align):
     np.testing.assert_array_equal(visible(P(1, 2, 4, 1, 1, 64, causal=True, align=align))[0], wanted[align])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(SIZES, st.integers(-20, 30), st.integers(-20, 30))
 def test_lengths_out_of_range_count_as_the_nearest(sizes, q_length, kv_length):
     q_tokens, kv_tokens = sizes

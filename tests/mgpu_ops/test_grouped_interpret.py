@@ -27,6 +27,7 @@ from mgpu_ops.core.ring import Ring
 from tests.mgpu_ops import ragged
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter, wait_for_all_stores_only
 from tests.mgpu_ops.ragged import BASE
+from tests.thorough import examples
 
 GROUPED, CONTRACTION = spec_of("grouped_matmul"), spec_of("ragged_contraction")
 P, R = GroupedMatmulProblem, RaggedContractionProblem
@@ -140,7 +141,7 @@ def kinds_of_sizes() -> st.SearchStrategy[int]:
 def test_any_sizes_are_right(problem, assert_grouped):
     run = compiled(problem, BASE)
 
-    @hypothesis.settings(max_examples=8, phases=[hypothesis.Phase.generate])
+    @examples(8, phases=[hypothesis.Phase.generate])
     @hypothesis.given(st.lists(kinds_of_sizes(), min_size=5, max_size=5))
     def check(sizes: list[int]) -> None:
         assert_right(problem, run, sizes, assert_grouped)

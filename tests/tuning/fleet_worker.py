@@ -14,7 +14,7 @@ import time
 from mgpu_ops.tuning import fleet, ledger, storage
 from tests.tuning import toy
 
-HEARTBEAT, GRACE = 1, 3  # seconds
+HEARTBEAT, GRACE = 1, 6  # seconds
 SLOTS = 3
 
 

@@ -48,7 +48,7 @@ def server() -> Iterator[str]:
             os.chown(root, who["user"], who["group"])
         common: dict[str, Any] = {"cwd": root, "stdin": subprocess.DEVNULL, **who}
         make = ["mariadb-install-db", "--no-defaults", f"--datadir={root}/data", "--auth-root-authentication-method=normal"]
-        subprocess.run([*make, "--skip-test-db"], check=True, capture_output=True, timeout=100, **common)
+        subprocess.run([*make, "--skip-test-db"], check=True, capture_output=True, timeout=600, **common)
         (root / "setup.sql").write_text(SETUP)
         (root / "setup.sql").chmod(0o644)
         port = free_port()

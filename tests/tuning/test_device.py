@@ -89,7 +89,7 @@ def start(log: Path) -> Iterator[Start]:
     """Starts a device with stand-ins for the worker and the compilers, opened for a problem; closes it at the end."""
     devices: list[Measured] = []
 
-    def started(serve: Any = serving.serve, timeout: float = 1.0) -> Measured:
+    def started(serve: Any = serving.serve, timeout: float = 300.0) -> Measured:
         device = Measured(timeout=timeout, pool=Compiler(), serve=functools.partial(serve, ANSWERS, str(log)))  # type: ignore[arg-type]
         devices.append(device)
         device.open(MATMUL, PROBLEM, 0)
@@ -201,12 +201,10 @@ def test_a_problem_opened_anew_forgets_candidates_of_the_one_before(start: Start
 
 
 def test_a_candidate_that_hangs_is_a_timeout_and_the_rest_are_judged(start: Start, log: Path) -> None:
-    device = start()
-    begin = time.monotonic()
+    device = start(timeout=2.0)
     configs = ["ok1", "hang", "ok2", "ok3"]
     outcomes = dict(judged(device, *configs))
-    assert time.monotonic() - begin < 10
-    assert outcomes["hang"] == Outcome("timeout", detail="no answer for 1 s")
+    assert outcomes["hang"] == Outcome("timeout", detail="no answer for 2 s")
     assert [outcomes[c] for c in ("ok1", "ok2", "ok3")] == [OK, OK, OK]
     assert starts(log) == 2
 
@@ -235,7 +233,7 @@ def test_a_candidate_that_has_spoilt_the_worker_keeps_its_outcome_and_the_next_g
 
 
 def test_every_candidate_may_fail_in_its_own_way(start: Start) -> None:
-    device = start(timeout=0.5)
+    device = start(timeout=2.0)
     wanted = [("compile", "compile"), ("die", "crash"), ("hang", "timeout"), ("wrong", "wrong"), ("raise", "crash")]
     assert judge(device, *(config for config, _ in wanted)) == wanted
     assert judge(device, "ok") == [("ok", "ok")]
@@ -245,7 +243,7 @@ def test_a_worker_that_dies_between_two_candidates_is_replaced_and_nobody_is_bla
     """The out-of-memory killer comes at any time."""
     device = start()
     assert judge(device, "ok, then die") == [("ok, then die", "ok")]
-    device._child._process.join(10)
+    device._child._process.join(300)
     assert judge(device, "ok1", "ok2") == [("ok1", "ok"), ("ok2", "ok")]
 
 
@@ -275,7 +273,7 @@ def test_an_answer_that_ctrl_c_cut_off_is_not_taken_for_a_later_one(start: Start
 
 
 def test_a_device_that_is_stopped_interrupts_the_thread_that_waits_for_it(start: Start) -> None:
-    device = start(timeout=60.0)
+    device = start()
     for config in ("hang", "late"):  # it waits for the worker, for a compiler
         device._stopped.clear()
         device.submit(config)
@@ -311,12 +309,12 @@ def test_finalists_without_an_executable_are_compiled_and_those_that_fail_left_o
 def test_a_worker_that_died_before_the_final_is_replaced(start: Start) -> None:
     device = start()
     judge(device, "ok, then die")
-    device._child._process.join(10)
+    device._child._process.join(300)
     assert device.finals(["ok"], 0.1) == FINAL
 
 
 def test_a_finalist_that_hangs_is_found_and_the_others_are_measured(start: Start, monkeypatch: Any) -> None:
-    device = start(timeout=0.3)
+    device = start(timeout=2.0)
     sent: list[Any] = []
     ask = device._ask
     monkeypatch.setattr(device, "_ask", lambda seconds, *message: sent.append(message) or ask(seconds, *message))
@@ -342,7 +340,7 @@ def test_a_worker_that_cannot_be_replaced_is_lost(start: Start) -> None:
 
 
 def test_a_problem_that_cannot_be_prepared_is_a_worker_error_that_names_it() -> None:
-    device = Measured(timeout=1.0, pool=Compiler(), serve=functools.partial(serving.refuse_to_open, ANSWERS))  # type: ignore[arg-type]
+    device = Measured(timeout=300.0, pool=Compiler(), serve=functools.partial(serving.refuse_to_open, ANSWERS))  # type: ignore[arg-type]
     with pytest.raises(worker.WorkerError, match=r"could not prepare Problem\(m=512.*: ValueError: no such"):
         device.open(MATMUL, PROBLEM, 0)
     device.close()
@@ -360,7 +358,7 @@ def test_a_problem_that_cannot_be_prepared_is_a_worker_error_that_names_it() -> 
 def test_a_worker_that_never_starts_is_a_worker_error_and_leaves_no_process(
     serve: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mgpu_ops.tuning.device._START", 2.0)
+    monkeypatch.setattr("mgpu_ops.tuning.device._START", 2.0 if serve is serving.say_nothing else 300.0)
     pool = Compiler()
     with pytest.raises(worker.WorkerError, match=f"the GPU worker did not start: .*{reason}"):
         Measured(pool=pool, serve=serve)  # type: ignore[arg-type]
@@ -381,7 +379,7 @@ def test_the_worker_gets_the_gpu_that_was_named_or_the_first_visible(monkeypatch
     for gpu, wanted in ((None, "2"), ("3", "3")):
         device = Measured(gpu, pool=Compiler(), serve=functools.partial(serving.serve, ANSWERS, str(log)))  # type: ignore[arg-type]
         assert device._serve.keywords["visible"] == wanted
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while gpu and not device.notes and time.monotonic() < deadline:
             time.sleep(0.01)
         device.close()

@@ -45,7 +45,7 @@ def test_each_job_is_done_once_and_gives_its_result(four: list[Device]) -> None:
 
 
 def test_devices_work_at_the_same_time_each_at_one_job(four: list[Device]) -> None:
-    meet = threading.Barrier(4, timeout=10)
+    meet = threading.Barrier(4, timeout=300)
     used: dict[int, str] = {}
 
     def work(job: int, device: Device) -> None:
@@ -106,7 +106,7 @@ def test_without_a_device_left_the_remaining_jobs_fail_with_the_reason(devices: 
 
 
 def test_ctrl_c_stops_all_devices_and_what_is_done_still_comes(four: list[Device]) -> None:
-    started = threading.Barrier(5, timeout=10)
+    started = threading.Barrier(5, timeout=300)
 
     def work(job: int, device: Device) -> str:
         started.wait()

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops import CollectiveProblem, MatmulProblem, spec_of
@@ -63,17 +63,14 @@ POOL = [
 ]
 entries = st.sampled_from(POOL)
 databases = st.lists(entries, max_size=8)
-quick = settings(max_examples=25)
 
 
-@quick
 @given(databases, databases, databases)
 def test_no_order_of_files_matters(a: list[Entry], b: list[Entry], c: list[Entry]) -> None:
     assert merging.best(a, b) == merging.best(b, a) == merging.best([*b, *a])
     assert merging.best(merging.best(a, b), c) == merging.best(a, merging.best(b, c))
 
 
-@quick
 @given(databases, databases)
 def test_merging_again_changes_nothing(a: list[Entry], b: list[Entry]) -> None:
     merged = merging.best(a, b)
@@ -81,7 +78,6 @@ def test_merging_again_changes_nothing(a: list[Entry], b: list[Entry]) -> None:
     assert merging.conflicts(merged) == []
 
 
-@quick
 @given(databases, databases)
 def test_a_slower_measurement_never_replaces_a_faster_one_and_no_problem_is_lost(a: list[Entry], b: list[Entry]) -> None:
     merged = merging.best(a, b)
@@ -96,7 +92,6 @@ def test_a_slower_measurement_never_replaces_a_faster_one_and_no_problem_is_lost
     assert set(map(repr, merged)) <= set(map(repr, [*a, *b]))  # nothing is made up
 
 
-@quick
 @given(databases, databases)
 def test_what_is_dropped_is_listed_and_what_is_listed_is_dropped(a: list[Entry], b: list[Entry]) -> None:
     merged, listed = merging.best(a, b), merging.conflicts(a, b)

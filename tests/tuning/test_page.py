@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops import SPECS, MatmulProblem, spec_of
 from mgpu_ops.core import database, gpu
 from mgpu_ops.tuning import bench, page, plot
 from mgpu_ops.tuning.sources import Found
+from tests.thorough import examples
 
 Command = Callable[..., Any]
 H200 = gpu.find("h200")
@@ -100,7 +101,7 @@ def test_everything_that_others_name_is_shown_as_text(tmp_path: Path) -> None:
     assert "<img src=x" not in text
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.text())
 def test_no_text_becomes_a_tag(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     seen = check_safe(page.page(found_with("a" + text.replace("\0", "")), SPECS, [], text))

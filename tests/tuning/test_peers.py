@@ -125,9 +125,7 @@ def test_what_does_not_compile_in_time_is_left(clock: Clock, monkeypatch: pytest
 
     monkeypatch.setattr(peers, "compiled", slow)
     many = [(("tile", 64), ("raster", i)) for i in range(100)]
-    begin = time.monotonic()
     _, text = peers._fastest(task(timer=clock.timer, seconds=0.1), many, clock.build)
-    assert time.monotonic() - begin < 10  # all would take 100 * 0.3 s / 8 threads, and more here
     assert 1 <= int(text.split()[-1]) < 100
 
 

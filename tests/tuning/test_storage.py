@@ -17,13 +17,14 @@ from typing import Any
 
 import optuna
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_ops.tuning import cli, storage
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.storage import Identity, StorageError, open_storage, open_study
+from tests.thorough import examples
 from tests.tuning import toy
 
 VERSIONS = {"driver": "570.1", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}
@@ -77,7 +78,7 @@ URLS = (
 @example(secret="a:b@c/d?e#hunter2", quoted=True)
 @example(secret="a\nhunter2", quoted=False)
 @example(secret="&hunter2&", quoted=False)
-@settings(max_examples=10)
+@examples(10)
 def test_a_secret_of_a_url_is_in_no_word_that_is_said_of_it(form: str, secret: str, quoted: bool) -> None:
     """Neither on the command line, where it is refused, nor from the environment, where it is taken."""
     url = form.format(urllib.parse.quote(secret, safe="") if quoted else secret)
@@ -212,7 +213,6 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=25)
 @given(cut=st.integers(1, 700))
 @example(cut=1)
 def test_a_journal_cut_off_anywhere_loses_its_last_lines_only_and_takes_new_ones(

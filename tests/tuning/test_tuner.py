@@ -164,9 +164,7 @@ def test_the_few_configs_that_can_run_in_a_large_space_are_all_tried_and_the_end
         supports=lambda problem, gpu: None,
     )
     device = FakeDevice()
-    start = time.monotonic()
     result = tune(device, spec, trials=1000)
-    assert time.monotonic() - start < 20
     assert result.ended == "exhausted"
     assert set(device.judged) == few | {DEFAULT}
 
