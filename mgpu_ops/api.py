@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -53,7 +52,8 @@ def explain(op: str, problem: Any, gpu: Any = None) -> str:
     from mgpu_ops.core.op import problem_of
 
     spec = spec_of(op)
-    problem = problem_of(spec, dataclasses.asdict(problem) if isinstance(problem, spec.Problem) else problem)
+    if not isinstance(problem, spec.Problem):
+        problem = problem_of(spec, problem)
     device = gpus.current() if gpu is None else gpus.find(gpu)
     if device is None:
         raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")

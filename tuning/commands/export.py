@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import merging
     from mgpu_ops.tuning.tables import problem_text
 
+    if arguments.format == "json" and arguments.output.is_file():
+        raise UsageError(f"{arguments.output}: is a file: name a directory for --format json")
     writable(arguments.output, "--output", folder=arguments.format == "json")
     specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     keys = [gpu.find(arguments.gpu).key] if arguments.gpu else [g.key for g in gpu.GPUS]
@@ -75,8 +77,6 @@ def _write(exported: dict[tuple[str, str], Any], directory: Path) -> dict[Path, 
     from mgpu_ops.core import database
     from mgpu_ops.tuning import merging
 
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory}: is a file: name a directory for --format json")
     written = {}
     for (gpu, op), entries in exported.items():
         path = directory / gpu / f"{op}.json"
