@@ -210,21 +210,21 @@ def mutated(kind: str, data: bytes, rng: random.Random) -> bytes:
 
 def read_database(path: Path, spec: OpSpec) -> bool:
     """Whether the file was taken for a database."""
-    from mgpu_ops.tuning import merging, page, search, sources
-    from mgpu_ops.tuning.commands import validate
+    from mgpu_ops.tuning import cli, page, search, sources
 
     first, second, *_, last = spec.shapes.values()
     for problem in (first, second, last):  # as a program does while it is traced: nothing may be raised
         resolution.resolve(spec, problem, H200)
     search.nearest(spec, first, H200)
-    validate.faults_of(path)
-    validate.stale_of(path)
-    with contextlib.suppress(DatabaseError, ValueError):
-        found = merging.entries_of(merging.files([path], mgpu_ops.SPECS))
-        for key, entries in found.items():
-            good, _ = merging.usable(key, entries, mgpu_ops.SPECS)
-            merging.conflicts(good)
-            database.encode(database.File(database.SCHEMA, *key, merging.best(good)))
+    out = path.with_suffix(".csv")
+    for words in (
+        ("validate", "--stale", path),
+        ("merge", path, path, "--into", path.with_name("all.json"), "--dry-run"),
+        ("export", spec.name, "--gpu", H200.key, "--own", "--format", "csv", "--output", out),
+        ("show", spec.name, "--gpu", H200.key),
+        ("diff", path, database.shipped_path(H200.key, spec.name)),
+    ):
+        cli.main([str(word) for word in words])
     with contextlib.suppress(DatabaseError, ValueError):
         page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
     try:
