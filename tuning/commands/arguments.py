@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,8 @@ BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
 
 
-def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False, empty: bool = False) -> None:
-    """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`.
-
-    `empty`: sides may be 0, as those of an array.
-    """
+def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
+    """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`."""
     if every_op:
         parser.add_argument("op", nargs="?", help=f"{', '.join(SUITES)}; of a suite or a file, all by default")
     else:
@@ -82,21 +79,17 @@ def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every
     if every_op:
         group.add_argument("--grad", action="store_true", help="of a model: also the problems of the backward pass")
         group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="what `mgpu-tune capture --output` wrote")
-    for name, options in problem_fields(whole_number if empty else positive_int).items():
+    for name, options in problem_fields().items():
         group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def positive_int(text: str) -> int:
-    return whole_number(text, 1)
-
-
-def whole_number(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = -1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     if value >= 2**63:
         raise argparse.ArgumentTypeError(f"{text} is more than an array can have, 2**63 - 1")
     return value
@@ -167,10 +160,9 @@ def seconds(text: str) -> float:
     return value
 
 
-def problem_fields(side_of: Callable[[str], int] = positive_int) -> dict[str, dict[str, Any]]:
+def problem_fields() -> dict[str, dict[str, Any]]:
     """The fields of all ops' problems, and how each is given."""
-    size: dict[str, Any] = {"type": side_of}
-    number: dict[str, Any] = {"type": positive_int}
+    size: dict[str, Any] = {"type": positive_int}
     flag: dict[str, Any] = {"action": "store_true", "default": None}
     return {
         "m": size,
@@ -179,7 +171,7 @@ def problem_fields(side_of: Callable[[str], int] = positive_int) -> dict[str, di
         "dtype": {"type": dtype, "help": "bf16 (default), f16; of collectives also f32, i32, u32"},
         "out_dtype": {"type": dtype, "help": "default: dtype; or f32"},
         "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
-        "batch": number | {"help": "products in one launch (default 1); of attention, sequences"},
+        "batch": size | {"help": "products in one launch (default 1); of attention, sequences"},
         "groups": size | {"help": "how many the rows of m belong to"},
         "bias": {
             "nargs": "?",
@@ -208,7 +200,7 @@ def problem_fields(side_of: Callable[[str], int] = positive_int) -> dict[str, di
         "deterministic": flag | {"help": "gradients bitwise equal from run to run"},
         "bias_grad": flag | {"help": "with the gradient of the bias"},
         "size": size | {"help": "elements of a collective's payload on each device"},
-        "devices": number | {"help": "GPUs of a collective"},
+        "devices": size | {"help": "GPUs of a collective"},
         "reduction": {"choices": ("add", "min", "max"), "help": "of a collective (default add)"},
         "transport": {
             "choices": ("peer", "multimem"),

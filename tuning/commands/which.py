@@ -24,7 +24,7 @@ def register(commands: Any) -> None:
           --causal --gpu h200
         """,
     )
-    problem_arguments(parser, empty=True)
+    problem_arguments(parser)
     parser.add_argument("--gpu", help="h200, h100-sxm ... (default: the one here)")
 
 
