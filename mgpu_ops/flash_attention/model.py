@@ -44,7 +44,7 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
     qkv = [jax.random.normal(k, (p.batch, *s, p.head_dim), p.dtype) for k, s in zip(keys, shapes, strict=False)]
     cap = SOFT_CAP if p.soft_cap else 0.0
-    scale = 1 / math.sqrt(max(1, p.head_dim))
+    scale = 1 / math.sqrt(p.head_dim)
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
     if p.lengths:
         rest += [
