@@ -26,7 +26,6 @@ CASES = [(spec, name) for spec in SPECS.values() for name in spec.shapes]
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
 every_shape = pytest.mark.parametrize(("spec", "shape"), CASES, ids=[f"{spec.name}-{name}" for spec, name in CASES])
-every_gpu = pytest.mark.parametrize("device", GPUS, ids=lambda device: device.key)
 
 
 def field_names(cls: type) -> list[str]:
@@ -72,20 +71,20 @@ def test_suites_name_shapes_that_exist_each_once(spec):
 # --- every named problem on every GPU
 
 
-@every_gpu
 @every_shape
-def test_default_runs_and_has_a_modelled_time(spec, shape, device):
+def test_default_runs_and_has_a_modelled_time_on_every_gpu(spec, shape):
     problem = spec.shapes[shape]
-    assert spec.supports(problem, device) is None
-    config = spec.default(problem, device)
-    assert isinstance(config, spec.Config)
-    assert spec.check(problem, config, device) is None
-    assert spec.default(problem, device) == config
-    time = spec.cost(problem, config, device)
-    assert 0 < time < math.inf
-    # No model may promise more than the datasheet does.
-    assert time > spec.flops(problem) / device.bf16_flops
-    assert time > spec.bytes(problem) / device.memory_bytes_per_s
+    for device in GPUS:
+        assert spec.supports(problem, device) is None, device
+        config = spec.default(problem, device)
+        assert isinstance(config, spec.Config)
+        assert spec.check(problem, config, device) is None, device
+        assert spec.default(problem, device) == config
+        time = spec.cost(problem, config, device)
+        assert 0 < time < math.inf
+        # No model may promise more than the datasheet does.
+        assert time > spec.flops(problem) / device.bf16_flops, device
+        assert time > spec.bytes(problem) / device.memory_bytes_per_s, device
 
 
 @every_shape
@@ -101,14 +100,14 @@ def test_space_has_ordered_choices_for_each_field_of_config(spec, shape):
             assert list(choices) == sorted(choices)
 
 
-@every_gpu
 @every_shape
-def test_space_contains_the_default(spec, shape, device):
+def test_space_contains_the_default_on_every_gpu(spec, shape):
     """So that the tuner can start from it and never ends below it."""
     problem = spec.shapes[shape]
-    config = dataclasses.asdict(spec.default(problem, device))
-    space = spec.space(problem, device)
-    assert {f: v for f, v in config.items() if v not in space[f]} == {}
+    for device in GPUS:
+        config = dataclasses.asdict(spec.default(problem, device))
+        space = spec.space(problem, device)
+        assert {f: v for f, v in config.items() if v not in space[f]} == {}, device
 
 
 @every_shape

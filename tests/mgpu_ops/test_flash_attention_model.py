@@ -127,7 +127,7 @@ def test_no_mask_makes_attention_slower_by_more_than_its_edges(problem: Problem)
         assert FORWARD.cost(problem, config, H200) <= (FORWARD.cost(whole, config, H200) + edges) * (1 + 1e-9)
 
 
-@examples(40)
+@examples(15)
 @given(problem=problems(), tile=st.sampled_from([64, 128, 192]), step=st.sampled_from([64, 128]))
 def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile: int, step: int) -> None:
     p = dataclasses.replace(
