@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from mgpu_ops.core import lines, multimem, ptxas, replicas, threads, tma
+from mgpu_ops.core import inflight, lines, multimem, ptxas, replicas, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
 tma.install()
@@ -74,21 +74,20 @@ ds = pl.ds
 cdiv = pl.cdiv
 
 # Copies, barriers, registers.
-copy_gmem_to_smem = plgpu.copy_gmem_to_smem
 copy_smem_to_gmem = plgpu.copy_smem_to_gmem
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 commit_smem = plgpu.commit_smem
 commit_smem_to_gmem_group = plgpu.commit_smem_to_gmem_group
 async_prefetch = plgpu.async_prefetch
 async_store_smem = plgpu.async_store_smem
-barrier_arrive = plgpu.barrier_arrive
 barrier_wait = plgpu.barrier_wait
 set_max_registers = plgpu.set_max_registers
 load = plgpu.load
 broadcasted_iota = plgpu.broadcasted_iota
 inline_mgpu = plgpu.inline_mgpu
-wgmma_wait = plgpu.wgmma_wait
 warp_map = plgpu.warp_map
+
+is_ring = inflight.is_ring
 
 # Between blocks of a cluster and between GPUs.
 cluster_ref = plgpu.cluster_ref
@@ -117,7 +116,7 @@ class Accumulators:
 
     A kernel receives a handle for them; `handle.scope(fn)`, called by a compute warpgroup, runs `fn(*accs)` with zeroed
     accumulators of that warpgroup's own. `acc[...]` reads one after all wgmma in flight, `accumulated(acc, n)` after all but
-    the last n; `acc[...] = x` sets it.
+    the last n; `acc[...] = x` sets it. A wgmma that a loop or branch starts must be waited for in it: `core/inflight.py`.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -142,7 +141,11 @@ class _Registers:
         self._shapes = shapes
 
     def scope(self, fn: Callable[..., None]) -> None:
-        run_scoped(lambda *accs: fn(*accs), *(plgpu.ACC(shape, jnp.float32) for shape in self._shapes))
+        def run(*accs: Any) -> None:
+            with inflight.scope():
+                fn(*accs)
+
+        run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in self._shapes))
 
 
 class _Simulated:
@@ -156,11 +159,13 @@ class _Simulated:
         accs = [ref.at[lax.axis_index(self._thread_name)] for ref in self._refs]
         for acc in accs:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        fn(*accs)
+        with inflight.scope():
+            fn(*accs)
 
 
 def accumulated(acc: Any, in_flight: int) -> Any:
     """What an accumulator holds once all wgmma are done but the last `in_flight`, which belong to others."""
+    inflight.reads(acc, in_flight)
     return acc[...] if _interpreting.get() else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
 
@@ -170,6 +175,7 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     a and b are shared-memory refs (see `operand_transforms`), 16-bit floats; a may be registers instead. m % 64 == 0,
     n % 8 == 0, n <= 256. Source: PTX ISA, "wgmma.mma_async".
     """
+    inflight.starts(acc, a, b)
     if not _interpreting.get():
         if isinstance(a, jax.Array):
             ptxas.warn_of_register_operands()
@@ -177,6 +183,24 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     else:  # these loads stand for the tensor core's, which need no fence before the next TMA write
         acc[...] += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
         commit_smem()
+
+
+def wgmma_wait(in_flight: int) -> None:
+    """Waits until all wgmma are done but the last `in_flight`."""
+    inflight.waits(in_flight)
+    plgpu.wgmma_wait(in_flight)
+
+
+def barrier_arrive(barrier: Any) -> None:
+    """Arrives at a barrier. At one by which a `Ring` gives slots back: when no wgmma in flight reads its buffers."""
+    inflight.arrives(barrier)
+    plgpu.barrier_arrive(barrier)
+
+
+def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, **options: Any) -> None:
+    """Starts the copy dst = src from global to shared memory, as `plgpu.copy_gmem_to_smem`; arrives at `barrier` when done."""
+    inflight.copies(dst, barrier)
+    plgpu.copy_gmem_to_smem(src, dst, barrier, **options)
 
 
 def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tuple[Any, ...]:
@@ -202,6 +226,7 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
     128-byte swizzle (`operand_transforms`). A dst of several swizzle widths needs an array that they divide.
     """
     rows, columns = dst.shape
+    inflight.copies(dst, barrier)
     if not _interpreting.get():
         plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape), dst, barrier)
         return
@@ -215,7 +240,7 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
             dst[ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
 
     commit_smem()
-    barrier_arrive(barrier)
+    plgpu.barrier_arrive(barrier)
 
 
 def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
@@ -395,7 +420,7 @@ def kernel(
     def fresh_body(*refs: Any, **scratch: Any) -> None:
         for key, t in accumulators.items():
             scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shapes)
-        with _interpreted(interpret):
+        with _interpreted(interpret), inflight.watched():
             if not interpret:
                 _mark()
             body(*refs, **scratch)

@@ -24,6 +24,9 @@ class Ring:
     filled: Any
     released: Any
 
+    def __post_init__(self) -> None:
+        core.is_ring(self.filled, self.released)
+
     @staticmethod
     def barriers(slots: int, *, copies: int, readers: int) -> dict[str, Any]:
         """`copies` arrive when a slot is filled, `readers` warpgroups when it may be overwritten."""

@@ -49,6 +49,6 @@ def device(warpgroups: int = 1) -> Any:
     with _lock:
         if warpgroups > _own["threads"]:
             threads = max(_FEWEST, warpgroups)
-            client = xla_client.make_cpu_client(asynchronous=False, num_devices=threads)  # a thread for each device
+            client: Any = xla_client.make_cpu_client(asynchronous=False, num_devices=threads)  # a thread for each device
             _own.update(threads=threads, device=client.local_devices()[0])
         return _own["device"]

@@ -156,10 +156,11 @@ def _is_window(gmem_slice: Any) -> bool:
     """Whether the slice is (end, WINDOW, rows, columns)."""
     match gmem_slice:
         case (_, ir.Value() as index, _, _):
-            while not isinstance(index.owner, ir.Block) and index.owner.name == "arith.index_cast":
-                index = index.owner.operands[0]
-            constant = not isinstance(index.owner, ir.Block) and index.owner.name == "arith.constant"
-            return constant and bool(ir.IntegerAttr(index.owner.attributes["value"]).value == WINDOW)
+            owner: Any = index.owner
+            while not isinstance(owner, ir.Block) and owner.name == "arith.index_cast":
+                owner = owner.operands[0].owner
+            constant = not isinstance(owner, ir.Block) and owner.name == "arith.constant"
+            return constant and bool(ir.IntegerAttr(owner.attributes["value"]).value == WINDOW)
     return False
 
 

@@ -1,0 +1,141 @@
+"""Watches, while a kernel is traced, that nothing it starts on the tensor cores is used before a wait says that it is done.
+
+wgmma is asynchronous: its accumulator may be read, and the slots of its operands given back, only after a wait that covers it.
+Neither JAX's interpreter nor a GPU tells where one is missing: results are then wrong now and then. So the functions of
+`engine` report here what they do, in the order of the program, and InFlight is raised where that is too early. What is checked:
+
+- an accumulator that is read (`accumulated`) while a product for it is in flight;
+- a slot of a `Ring` that is given back while a product that reads the ring's buffers is in flight;
+- a product that is in flight at the end of the loop or branch that started it: the body of a loop is traced once, so that every
+  turn must begin alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from jax._src import core as jax_core
+from jax._src.state.types import TransformedRef
+
+
+class InFlight(RuntimeError):
+    """A kernel uses what a wgmma in flight still reads or writes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A wgmma: its accumulator and operands, refs without what selects a part of them, and where it was traced."""
+
+    accumulator: Any
+    operands: tuple[Any, ...]
+    trace: Any
+
+
+@dataclasses.dataclass
+class _Kernel:
+    """A kernel that is traced. Lists, as refs are compared by identity."""
+
+    products: list[_Product] = dataclasses.field(default_factory=list)  # in flight, the oldest first
+    copies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (barrier that is told, buffer that is filled)
+    rings: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (barrier "filled", barrier "released")
+
+    def look(self) -> None:
+        """Raises where a product in flight belongs to a loop or branch that is over."""
+        open_traces = list(_ancestors(jax_core.trace_ctx.trace))
+        if any(all(product.trace is not trace for trace in open_traces) for product in self.products):
+            raise InFlight(
+                "a wgmma is still in flight at the end of the loop or branch that started it, and the next turn may "
+                "overwrite what it reads: call wgmma_wait(0) or read the accumulator with accumulated(acc, 0) there"
+            )
+
+    def wait(self, in_flight: int) -> None:
+        self.products = self.products[len(self.products) - in_flight :] if in_flight else []
+
+
+_kernel: ContextVar[_Kernel | None] = ContextVar("_kernel", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """The kernel that is traced within."""
+    token = _kernel.set(_Kernel())
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Accumulators live within, and are done with at its end, where JAX waits for what it started itself."""
+    yield
+    if kernel := _kernel.get():
+        kernel.look()
+        kernel.products = []
+
+
+def copies(buffer: Any, barrier: Any) -> None:
+    """A copy to `buffer` is started, which tells `barrier`."""
+    if (kernel := _kernel.get()) and barrier is not None:
+        kernel.copies.append((_base(barrier), _base(buffer)))
+
+
+def is_ring(filled: Any, released: Any) -> None:
+    """What copies that tell `filled` fill is given back by arriving at `released`."""
+    if kernel := _kernel.get():
+        kernel.rings.append((_base(filled), _base(released)))
+
+
+def starts(accumulator: Any, *operands: Any) -> None:
+    """A wgmma is started."""
+    if kernel := _kernel.get():
+        kernel.look()
+        kernel.products.append(_Product(_base(accumulator), tuple(map(_base, operands)), jax_core.trace_ctx.trace))
+
+
+def waits(in_flight: int) -> None:
+    """All wgmma are done but the last so many."""
+    if kernel := _kernel.get():
+        kernel.look()
+        kernel.wait(in_flight)
+
+
+def reads(accumulator: Any, in_flight: int) -> None:
+    """An accumulator is read when all wgmma are done but the last so many."""
+    if kernel := _kernel.get():
+        waits(in_flight)
+        if any(product.accumulator is _base(accumulator) for product in kernel.products):
+            raise InFlight(
+                f"accumulated(acc, {in_flight}) reads what one of the last {in_flight} wgmma adds to: leave fewer in flight"
+            )
+
+
+def arrives(barrier: Any) -> None:
+    """A barrier is told, perhaps that slots may be overwritten."""
+    if not (kernel := _kernel.get()):
+        return
+    kernel.look()
+    filled = [filled for filled, released in kernel.rings if released is _base(barrier)]
+    buffers = [buffer for told, buffer in kernel.copies if any(told is barrier for barrier in filled)]
+    for product in kernel.products:
+        if any(operand is buffer for operand in product.operands for buffer in buffers):
+            raise InFlight(
+                "a slot is given back while a wgmma in flight may still read it: before barrier_arrive, call wgmma_wait, or "
+                "accumulated to read the sum"
+            )
+
+
+def _base(ref: Any) -> Any:
+    while isinstance(ref, TransformedRef):
+        ref = ref.ref
+    return ref
+
+
+def _ancestors(trace: Any) -> Iterator[Any]:
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)

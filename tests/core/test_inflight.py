@@ -1,0 +1,193 @@
+"""A wait for the tensor cores that is missing, or waits for too little, is found when the kernel is traced: in each of ours.
+
+JAX's interpreter computes a product at once, so that no result and no race of it tells of such a wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import mgpu_ops
+from mgpu_ops import core, spec_of
+from mgpu_ops.core import engine, gpu, inflight
+from mgpu_ops.core.inflight import InFlight
+from mgpu_ops.core.ring import Ring
+
+H200 = gpu.find("h200")
+
+KERNELS = {  # op, name of the shape, changes to the default config; which between them have all the waits that there are
+    "matmul": ("matmul", "square-4096", {}),
+    "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
+    "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),
+    "forward": ("flash_attention", "mistral-7b-16384-window", {}),
+    "backward, fused": ("flash_attention_backward", "mha64-4096", {"mode": "fused"}),
+    "backward, split": ("flash_attention_backward", "mha64-4096", {"mode": "split"}),
+    "backward, wide": ("flash_attention_backward", "gemma2-9b-8192-causal", {}),
+}
+# Where in our kernels something is waited for: by `wgmma_wait`, or by `accumulated` before it reads. (File, line)
+SITES = [
+    (str(path), number)
+    for path in sorted(Path(mgpu_ops.__path__[0]).glob("*/*.py"))
+    for number, line in enumerate(path.read_text().splitlines(), 1)
+    if path.parent.name != "core" and re.search(r"core\.(wgmma_wait|accumulated)\(", line)
+]
+
+
+def trace(name: str, *, interpret: bool = False) -> None:
+    """Traces a kernel, or two that belong together; nothing is compiled or run."""
+    op, shape, changes = KERNELS[name]
+    spec = spec_of(op)
+    problem = spec.shapes[shape]
+    config = replace(spec.default(problem, H200), **changes)
+    assert spec.check(problem, config, H200) is None
+    arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
+    jax.eval_shape(lambda *arrays: spec.run(problem, config, H200, *arrays, interpret=interpret), *arrays)
+
+
+def caller() -> tuple[str, int]:
+    frame = sys._getframe(2)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+@functools.cache
+def waits_of(name: str) -> dict[tuple[str, int], bool]:
+    """What tracing a kernel meets, and whether something is ever in flight there."""
+    met: dict[tuple[str, int], bool] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ("wgmma_wait", "accumulated"):
+            kept = getattr(engine, function)
+
+            def note(*args: Any, kept: Any = kept) -> Any:
+                kernel = inflight._kernel.get()
+                assert kernel is not None
+                met[caller()] = met.get(caller(), False) or bool(kernel.products)
+                return kept(*args)
+
+            patch.setattr(engine, function, note)
+        trace(name)
+    return met
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_as_they_are_wait_for_all_that_they_must(name):
+    assert waits_of(name).keys() <= set(SITES)
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda site: f"{Path(site[0]).parent.name}-{Path(site[0]).stem}-{site[1]}")
+def test_each_wait_that_is_left_out_or_leaves_one_wgmma_more_in_flight_is_found(site, monkeypatch):
+    kernels = [name for name in KERNELS if site in waits_of(name)]
+    assert kernels
+    waits, reads = engine.wgmma_wait, engine.accumulated
+    monkeypatch.setattr(engine, "wgmma_wait", lambda n: None if caller() == site else waits(n))
+    monkeypatch.setattr(engine, "accumulated", lambda acc, n: reads(acc, n + (caller() == site)))
+    for name in kernels:
+        if waits_of(name)[site]:
+            with pytest.raises(InFlight):
+                trace(name)
+        else:
+            trace(name)  # an accumulator that is read when everything is done
+
+
+def test_an_interpreted_kernel_is_watched_too(monkeypatch):
+    trace("grouped_matmul", interpret=True)
+    monkeypatch.setattr(engine, "wgmma_wait", lambda n: None)
+    with pytest.raises(InFlight):
+        trace("grouped_matmul", interpret=True)
+
+
+# --- rule by rule
+
+
+def traced(compute: Callable[..., Any]) -> None:
+    """compute(accs, a, b, ring), by a warpgroup beside one that fills b, of two slots, over and over."""
+
+    def body(x_ref: Any, out_ref: Any, *, a: Any, b: Any, accs: Any, **barriers: Any) -> None:
+        ring = Ring(2, **barriers)
+
+        def copying() -> None:
+            core.loop(0, 8)(
+                lambda i: ring.fill(jnp.int32(i), lambda slot, filled: core.copy_gmem_to_smem(x_ref, b.at[slot], filled))
+            )
+
+        def computing(*accs: Any) -> None:
+            compute(accs, a, b, ring)
+            out_ref[...] = accs[0][...]
+
+        core.specialize(copying, lambda: accs.scope(computing), compute_warpgroups=1, copy_registers=40, compute_registers=232)
+
+    tiles = core.operand_transforms(64, jnp.bfloat16)
+    launch = core.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types={
+            "a": core.SMEM((64, 64), jnp.bfloat16, transforms=tiles),
+            "b": core.SMEM((2, 64, 64), jnp.bfloat16, transforms=tiles),
+            "accs": core.Accumulators(((64, 64), (64, 64)), 1),
+            **Ring.barriers(2, copies=1, readers=1),
+        },
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=2,
+        name="test",
+    )
+    jax.eval_shape(launch, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+
+
+def test_the_other_accumulator_may_be_read_meanwhile():
+    def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
+        core.wgmma(accs[0], a, b.at[0])
+        core.wgmma(accs[1], a, b.at[0])
+        core.accumulated(accs[0], 1)
+        core.accumulated(accs[1], 0)
+
+    traced(compute)
+
+
+def test_an_accumulator_that_is_read_with_its_wgmma_in_flight_is_an_error_that_says_what_to_do():
+    def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
+        core.wgmma(accs[0], a, b.at[0])
+        core.wgmma(accs[1], a, b.at[0])
+        core.accumulated(accs[1], 1)
+
+    with pytest.raises(InFlight, match=r"accumulated\(acc, 1\) reads .*: leave fewer in flight"):
+        traced(compute)
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_slot_is_given_back_after_what_reads_it_and_not_before(waits):
+    """With one in flight, that is the one which reads no slot of the ring."""
+
+    def step(first: Any, second: Any, accs: Any, a: Any, ring: Ring) -> Any:
+        def turn(i: Any, _: Any) -> Any:
+            core.wgmma(accs[0], a, first)
+            core.wgmma(accs[1], a, second)
+            core.wgmma_wait(waits)
+            core.barrier_arrive(ring.released.at[lax.rem(i, jnp.int32(2))])
+            core.wgmma_wait(0)
+            return _
+
+        return lax.fori_loop(0, 8, turn, ())
+
+    traced(lambda accs, a, b, ring: step(b.at[0], a, accs, a, ring))
+    if waits:
+        with pytest.raises(InFlight, match=r"given back .* before barrier_arrive, call wgmma_wait"):
+            traced(lambda accs, a, b, ring: step(a, b.at[0], accs, a, ring))
+
+
+def test_a_wgmma_that_a_turn_of_a_loop_leaves_in_flight_is_an_error():
+    def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
+        lax.fori_loop(0, 8, lambda i, _: (core.wgmma(accs[0], a, a), _)[1], ())
+
+    with pytest.raises(InFlight, match="at the end of the loop or branch that started it"):
+        traced(compute)
