@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
-from mgpu_ops import core
+from mgpu_ops.core import database
 from mgpu_ops.tuning import cli
 from scripts import figures
 
@@ -39,7 +39,7 @@ def test_the_figures_of_readme_are_those_of_the_files_it_names() -> None:
 
 
 def test_tuned_problems_are_counted_rightly() -> None:
-    tuned = {op: len(core.database.read(path).entries) for op, path in shipped().items()}
+    tuned = {op: len(database.read(path).entries) for op, path in shipped().items()}
     (said,) = re.findall(r"^\| tuned \| (.*?) \|$", README, re.MULTILINE)
     assert said.startswith(f"{sum(tuned.values())} problems on the H200")
     assert {op: int(count) for count, op in re.findall(r"(\d+) of (\w+)", said)} == tuned
@@ -230,3 +230,8 @@ def test_what_is_named_exists(name: str) -> None:
         assert link.startswith("http") or (ROOT / name).parent.joinpath(link).exists(), (
             f"{name} links to {link}, which is not there"
         )
+
+
+def test_every_file_of_core_is_described() -> None:
+    described = re.findall(r"^\| `(core/\w+\.py)` \|", TEXTS["docs/architecture.md"], re.MULTILINE)
+    assert sorted(described) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("[!_]*.py"))
