@@ -459,7 +459,7 @@ def refusal(spec: OpSpec, problem: Any) -> str | None:
     as_asked = [jax.ShapeDtypeStruct(x.shape, problem.dtype) if x.dtype == jnp.bfloat16 else x for x in arrays]
     try:
         jax.eval_shape(_PUBLIC[spec.name](problem, "xla"), *_public_arrays(spec, tuple(as_asked)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return brief(error)
     return None
 

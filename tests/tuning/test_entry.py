@@ -322,3 +322,10 @@ def test_a_program_that_ends_itself_is_told(
     done = mgpu_tune("capture", where)
     assert done.code == 2
     assert f"{where} could not be traced: SystemExit: 0" in done.err
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_which_of_more_groups_than_jax_can_count_is_a_sentence(mgpu_tune: Command) -> None:
+    done = mgpu_tune("which", "grouped_matmul", *SIDES, "--groups", 10**17, "--gpu", "h200")
+    assert done.code in (0, 2)
+    assert "grouped_matmul" in done.out + done.err
