@@ -120,7 +120,7 @@ def queued(backend: optuna.storages.BaseStorage) -> list[Job]:
     for key, fields in _fleet(backend).user_attrs.items():
         try:
             job = msgspec.convert(fields, Job)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, ValueError):  # text that is not Unicode
             continue
         if job.key == key:
             found.append(job)

@@ -200,7 +200,8 @@ class Ledger:
         self._trials: list[FrozenTrial] = list(self._call(self._storage.get_all_trials, self._study_id, False))
         self._holders: dict[Any, FrozenTrial] = {}
         for trial in self._trials:
-            given_up = len(trial.system_attrs.get("retry_history", ())) >= storage.RETRIES
+            retries = trial.system_attrs.get("retry_history")
+            given_up = isinstance(retries, list) and len(retries) >= storage.RETRIES
             if (trial.state != TrialState.FAIL or given_up) and (config := self._config(trial)) is not None:
                 self._holders.setdefault(config, trial)
         return self._trials
@@ -212,7 +213,7 @@ class Ledger:
             names = {field.name for field in dataclasses.fields(self._Config)}
             try:
                 config = msgspec.convert(fields, self._Config) if isinstance(fields, dict) and names == fields.keys() else None
-            except msgspec.ValidationError:
+            except (msgspec.ValidationError, ValueError):  # text that is not Unicode
                 config = None
             self._configs[trial.number] = config if config is not None and self._legal(config) else None
         return self._configs[trial.number]
@@ -222,7 +223,7 @@ class Ledger:
         try:
             us = (trial.values or [None])[0]  # `value` raises where another program's study has several
             outcome = msgspec.convert({"kind": "ok", **attrs, "us": us}, Outcome)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, ValueError):  # text that is not Unicode
             return None
         if config is None or (outcome.kind == "ok") != (trial.state == TrialState.COMPLETE):
             return None

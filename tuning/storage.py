@@ -223,8 +223,10 @@ def _journal(path: Path) -> optuna.storages.BaseStorage:
     try:
         opened = optuna.storages.JournalStorage(backend)
         for study in opened.get_all_studies():
-            if not isinstance(study.study_name, str):
-                raise ValueError(f"a study is named {study.study_name!r}")
+            trials = opened.get_all_trials(study._study_id, deepcopy=False)
+            attributes = [study.user_attrs, *(attrs for t in trials for attrs in (t.user_attrs, t.system_attrs))]
+            if not isinstance(study.study_name, str) or not all(isinstance(attrs, dict) for attrs in attributes):
+                raise ValueError(f"a study named {study.study_name!r} has a name or attributes that are none")
     except (*_OF_CORRUPT, KeyError) as error:
         raise StorageError(_corrupt(str(path), error)) from None
     return opened

@@ -240,6 +240,49 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(content: bytes, 
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    ("sound", "broken"),
+    [
+        (b'"system_attrs":{}', b'"system_attrs":3'),
+        (b'"directions":[1]', b'"directions":1'),
+        (b'"op_code":4', b'"op_code":400'),
+        (b'"op_code":4', b'"op_code":"'),
+    ],
+)
+def test_a_journal_with_a_broken_line_is_refused_in_one_line(
+    sound: bytes, broken: bytes, journal: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "studies.journal"
+    path.write_bytes(journal.replace(sound, broken, 1))
+    with pytest.raises(StorageError) as caught, storage.opened(path) as backend:
+        Ledger(open_study(backend, IDENTITY), toy.Config)
+    assert f"{path} is no journal of optuna, or is corrupt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sound", "broken", "left"),
+    [
+        (b'"directions":[1]', b'"directions":[1,1]', 3),  # of another program
+        (b'"config":{"a":1', b'"config":{"a":"\\ud800"', 2),
+        (b'"config":{"a":1', b'"config":{"a":null', 2),
+    ],
+)
+def test_a_trial_that_is_none_of_ours_is_passed_over(
+    sound: bytes, broken: bytes, left: int, journal: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "studies.journal"
+    path.write_bytes(journal.replace(sound, broken, 1))
+    with storage.opened(path) as backend:
+        assert len(Ledger(open_study(backend, IDENTITY), toy.Config).news()) == left
+
+
+def test_a_pipe_in_place_of_a_journal_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "studies.journal")
+    with pytest.raises(StorageError, match=r"studies.journal: is no regular file: name another with --storage"):
+        open_storage(tmp_path / "studies.journal")
+
+
 def test_reading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "studies.journal"
     measured(path, 2)
