@@ -51,6 +51,7 @@ from mgpu_ops.flash_attention.problem import (
     supports,
     supports_backward,
 )
+from mgpu_ops.flash_attention.visible import seen_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,8 @@ def flash_attention(
     )
     lengths = _checked_lengths(q, k, q_lengths, kv_lengths) if call.lengths else ()
     segments = _checked_segments(q, k, q_segment_ids, kv_segment_ids) if call.segments else ()
-    out, lse = attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, soft_cap, lengths, segments)
+    hides = mask is not None or kv_segment_ids is not None or (call.lengths and call.segments)
+    out, lse = attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, soft_cap, lengths, segments, hides)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -168,8 +170,16 @@ def attend(
     soft_cap: float | None,
     lengths: tuple[jax.Array, ...],
     segments: tuple[jax.Array, ...],
+    hides: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Checked, batched arguments to output and natural-log lse."""
+    """Checked, batched arguments to output and natural-log lse.
+
+    hides: bias or segments may hide a token from all. Zeros then take its place: in a kernel, its NaN times 0 would be NaN.
+    """
+    if hides:
+        seen = seen_tokens(_problem(call, q, k, bias), lengths or None, segments or None, bias)
+        rows, keys = (x[..., None] for x in seen)
+        q, k, v = jnp.where(rows, q, 0), jnp.where(keys, k, 0), jnp.where(keys, v, 0)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else _checked_number("scale", scale, positive=False)
     cap = 0.0 if soft_cap is None else _checked_number("soft_cap", soft_cap, positive=True)
     if scale < 0:  # the kernel takes the largest score before it scales
@@ -182,7 +192,7 @@ def attend(
     q, k, v, options, *rest = mesh.same_mesh_axes(q, k, v, options, *extra, *(() if bias is None else (bias,)))
     bias = None if bias is None else rest.pop()
     out, lse = _attention(call, q, k, v, bias, options, tuple(rest))
-    return out[..., :v_dim], jnp.where(lse < jnp.inf, lse / LOG2E, -jnp.inf)
+    return out[..., :v_dim], jnp.where(lse == jnp.inf, -jnp.inf, lse / LOG2E)
 
 
 def top_left_attention(
@@ -214,7 +224,7 @@ def top_left_attention(
         backend=backend,
     )
     lengths = _checked_lengths(q, k, q_lengths, kv_lengths) if call.lengths else ()
-    return attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, None, lengths, ())
+    return attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, None, lengths, (), mask is not None)
 
 
 def _problem(call: _Call, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Problem:
@@ -255,11 +265,11 @@ def _attention_backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax
     out_grad, lse_grad = gradients
     accurate = np.promote_types(q.dtype, np.float32)
     delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
+    delta = jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
     dq, dk, dv, *dbias = _backward_product(call)(q, k, v, bias, options, extra, out_grad.astype(q.dtype), lse, delta)
-    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), extra)
     if bias is not None and not dbias:
         dbias = [jnp.zeros_like(bias)]  # a mask
-    return dq, dk, dv, dbias[0] if dbias else None, jnp.zeros_like(options), none
+    return dq, dk, dv, dbias[0] if dbias else None, jnp.zeros_like(options), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -365,6 +375,11 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
             )
         if x.dtype != q.dtype:
             raise ValueError(f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one")
+        if not all(isinstance(n, int) for n in x.shape[-3:]):
+            raise ValueError(
+                f"{name} has shape {x.shape}: only the batch may be symbolic. Export a function for each number of tokens, or "
+                "for the most there are, and say with q_lengths and kv_lengths how many count"
+            )
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
     if q.shape[:-3] != k.shape[:-3]:

@@ -153,10 +153,10 @@ def _keys(
         interpret=interpret,
     )(
         deal(p, c, blocks),
-        as_blocks(q, c.tile_q),
+        as_blocks(q, c.tile_q, p),
         as_rows(k),
         as_rows(v),
-        as_blocks(out_grad, c.tile_q),
+        as_blocks(out_grad, c.tile_q, p),
         lse,
         delta,
         *extras.arrays,

@@ -73,7 +73,7 @@ class Block:
 
     def copying(self) -> None:
         """What the copying warpgroup does: for each tile of keys it and its values, then all rows that see some of them."""
-        p, c, x, smem, turns = self.p, self.c, self.x, self.smem, self.turns
+        c, x, smem, turns = self.c, self.x, self.smem, self.turns
 
         def tile(i: Any, number: Any, done: Any) -> Any:
             t = self.tile(number)
@@ -90,8 +90,8 @@ class Block:
                 row, n = row_tile * c.tile_q, t.kv_head * self.group + member
 
                 def copy(slot: Any, filled: Any) -> None:
-                    x.load_block(x.q, t.b, n, row, p.q_tokens, smem["q_smem"].at[slot], filled)
-                    x.load_block(self.out_grad, t.b, n, row, p.q_tokens, smem["do_smem"].at[slot], filled)
+                    x.load_block(x.q, "rows", t.b, n, row, smem["q_smem"].at[slot], filled)
+                    x.load_block(self.out_grad, "rows", t.b, n, row, smem["do_smem"].at[slot], filled)
                     for name in ("lse", "delta"):
                         values = self.stats[name].at[t.b, n, core.ds(row, c.tile_q)]
                         core.copy_gmem_to_smem(values, smem[f"{name}_smem"].at[slot], filled)

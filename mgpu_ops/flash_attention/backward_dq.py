@@ -79,7 +79,7 @@ def _kernel(
                 del masked
 
                 def keys(slot: Any, filled: Any) -> None:
-                    x.load_block(x.k, b, kv_head, key, p.kv_tokens, smem["k_smem"].at[slot], filled)
+                    x.load_block(x.k, "keys", b, kv_head, key, smem["k_smem"].at[slot], filled)
                     x.load_extras("rows", b, n, row, key, smem, slot, filled)
 
                 k_ring.fill(step, keys)
@@ -202,7 +202,7 @@ def launch(
     )(
         _deal(p, c, blocks),
         as_rows(q),
-        as_blocks(k, TILE_KV),
+        as_blocks(k, TILE_KV, p),
         as_rows(v),
         as_rows(out_grad),
         pad_tokens(lse, TILE_Q, math.inf),

@@ -27,7 +27,7 @@ from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention.launch import Extras, as_blocks, as_rows, kernel, pad_head, rows_like, specialize, swizzled
 from mgpu_ops.flash_attention.operands import LOG2E, Inputs, Operands, place
 from mgpu_ops.flash_attention.problem import PANEL, ROWS, Config, Problem, padded
-from mgpu_ops.flash_attention.visible import Order, key_steps
+from mgpu_ops.flash_attention.visible import Order, key_steps, some_see_nothing
 
 TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
 LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
@@ -68,7 +68,7 @@ def _load(x: Operands, c: Config, tiles: schedule.Turns, k_ring: Ring, v_ring: R
             k_ring.fill(step, keys)
 
             def values(slot: Any, filled: Any) -> None:
-                x.load_block(x.v, b, kv_head, key, p.kv_tokens, smem["v_smem"].at[slot], filled)
+                x.load_block(x.v, "keys", b, kv_head, key, smem["v_smem"].at[slot], filled)
 
             v_ring.fill(step, values)
             return step + 1
@@ -213,7 +213,10 @@ def _kernel(
             o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
             if p.lengths:  # rows that are padding see nothing
                 l = jnp.where(core.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row) + row < tokens.q_end, l, 0.0)
-            out = (out * along_row(jnp.where(l == 0, 0.0, 1.0 / l), p.head_dim)).astype(out_ref.dtype)
+            scaled = out * along_row(jnp.where(l == 0, 0.0, 1.0 / l), p.head_dim)
+            if some_see_nothing(p):  # zeros, also where the sum of values with weights of 0 is NaN
+                scaled = jnp.where(along_row(l, p.head_dim) == 0, 0.0, scaled)
+            out = scaled.astype(out_ref.dtype)
             for panel in panels:  # the queries are done with: their place takes the output on its way out
                 q[panel][...] = out[:, panel * PANEL : (panel + 1) * PANEL]
             lse = jnp.where(l == 0, jnp.inf, m + jnp.log2(l))
@@ -275,5 +278,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "v": Ring.barriers(steps, copies=1, readers=c.compute_warpgroups),
         },
         interpret=interpret,
-    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv), *extras.arrays)
+    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), *extras.arrays)
     return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

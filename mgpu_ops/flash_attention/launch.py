@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mgpu_ops import core
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.flash_attention.operands import Inputs
-from mgpu_ops.flash_attention.problem import PANEL, BackwardConfig, Config, compute_registers
+from mgpu_ops.flash_attention.problem import PANEL, BackwardConfig, Config, Problem, compute_registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +101,12 @@ def as_rows(x: jax.Array) -> jax.Array:
     return core.rows_view(x.reshape(batch * tokens, heads * head_dim))
 
 
-def as_blocks(x: jax.Array, tile: int) -> jax.Array:
+def as_blocks(x: jax.Array, tile: int, problem: Problem) -> jax.Array:
     """As `Operands.load_block` takes it in tiles: x itself where they divide the tokens, else `as_rows(x)`.
 
-    Copies from an array that tiles divide never need to be cut, and take less code.
+    Copies from an array that tiles divide never need to be cut, and take less code; lengths cut any.
     """
-    return x if x.shape[1] % tile == 0 else as_rows(x)
+    return x if x.shape[1] % tile == 0 and not problem.lengths else as_rows(x)
 
 
 def pad_head(x: jax.Array, head_dim: int) -> jax.Array:

@@ -93,28 +93,33 @@ class Operands:
         return first, whole, jnp.clip(whole_end, whole, end), end
 
     def load_rows(self, src: Any, b: Any, n: Any, row: Any, dst: Any, filled: Any) -> None:
-        """Starts the copies of query rows of one head, with zeros from the last on: dst is [panels, rows, PANEL]."""
-        self._load_panels(src, b * self.problem.q_tokens, self.problem.q_tokens, n, row, dst, filled)
+        """Starts the copies of query rows of one head, with zeros from the last on: dst is [panels, rows, PANEL].
+
+        Zeros too where lengths end, here and below: whatever the padding holds, be it NaN, has no say.
+        """
+        self._load_panels(src, b * self.problem.q_tokens, self.tokens(b).q_end, n, row, dst, filled)
 
     def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
         """Starts the copies of keys or values of one of their heads, zeros from the last on: dst is [panels, keys, PANEL]."""
-        self._load_panels(src, b * self.problem.kv_tokens, self.problem.kv_tokens, n, key, dst, filled)
+        self._load_panels(src, b * self.problem.kv_tokens, self.tokens(b).kv_end, n, key, dst, filled)
 
-    def _load_panels(self, src: Any, start: Any, tokens: int, n: Any, token: Any, dst: Any, filled: Any) -> None:
+    def _load_panels(self, src: Any, start: Any, end: Any, n: Any, token: Any, dst: Any, filled: Any) -> None:
         for panel in range(dst.shape[0]):
             column = n * self.problem.head_dim + panel * PANEL
-            core.load_rows(src, start + token, start + tokens, column, dst.at[panel], filled)
+            core.load_rows(src, start + token, start + end, column, dst.at[panel], filled)
 
-    def load_block(self, src: Any, b: Any, n: Any, token: Any, tokens: int, dst: Any, filled: Any) -> None:
-        """Starts the copy of tokens of one head, with zeros from the last on: dst is [rows, head_dim], several panels wide.
+    def load_block(self, src: Any, kind: str, b: Any, n: Any, token: Any, dst: Any, filled: Any) -> None:
+        """Starts the copy of "rows" or "keys" of one head, with zeros from the last on: dst is [tokens, head_dim].
 
         A product with a whole row of head_dim takes fewer instructions than with one of panels. src: see `launch.as_blocks`.
         """
         rows, d = dst.shape
         if src.shape[:2] != (1, 1):
             core.copy_gmem_to_smem(src.at[b, core.ds(token, rows), n], dst, filled)
-        else:
-            core.load_rows(src, b * tokens + token, b * tokens + tokens, n * d, dst, filled)
+            return
+        p, t = self.problem, self.tokens(b)
+        tokens, end = (p.q_tokens, t.q_end) if kind == "rows" else (p.kv_tokens, t.kv_end)
+        core.load_rows(src, b * tokens + token, b * tokens + end, n * d, dst, filled)
 
     def load_extras(self, keeps: str, b: Any, n: Any, own: Any, other: Any, smem: Any, slot: Any, filled: Any) -> None:
         """Starts the copies of what goes beside the tokens from `other` on, into `slot` of `launch.Extras.smem`.

@@ -154,6 +154,8 @@ BIASES = ("none", "bfloat16", "float16", "float32")
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernels can run `problem` on `gpu`, or None."""
     p = problem
+    if not isinstance(p.batch, int):
+        return "the batch is symbolic: export one function for each, or use backend='xla'"
     reason = supports_dtypes(p.dtype, p.dtype, gpu)
     if reason is not None:
         return reason

@@ -12,7 +12,7 @@ from jax import lax
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.flash_attention.operands import LOG2E, Inputs
 from mgpu_ops.flash_attention.problem import BackwardProblem, Problem
-from mgpu_ops.flash_attention.visible import visible
+from mgpu_ops.flash_attention.visible import seen_tokens, some_see_nothing, visible
 
 _CHUNK_BYTES = 2**31  # of scores in memory at a time
 
@@ -23,6 +23,9 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
     """
     p, inputs = problem, Inputs.of(problem, tuple(rest))
+    if some_see_nothing(p) or p.left is not None or p.right is not None:  # what nobody sees has no say, be it NaN
+        rows_seen, keys_seen = (x[..., None] for x in seen_tokens(p, inputs.lengths, inputs.segments, inputs.bias))
+        q, k, v = (jnp.where(seen, x, 0) for seen, x in ((rows_seen, q), (keys_seen, k), (keys_seen, v)))
     group = p.q_heads // p.kv_heads
     accurate = np.promote_types(q.dtype, np.float32)
     row_bytes = group * p.kv_tokens * accurate.itemsize
@@ -42,18 +45,19 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
             if p.soft_cap:
                 s = inputs.options[1] * jnp.tanh(s / inputs.options[1])
             if bias is not None:
-                of_batch = lax.dynamic_slice_in_dim(bias[b if bias.shape[0] > 1 else 0], first, rows, 1)
+                of_batch = lax.dynamic_slice_in_dim(bias[0 if bias.shape[0] == 1 else b], first, rows, 1)
                 heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
-                s = s + heads.astype(accurate)
-            some_seen = lax.dynamic_slice_in_dim(seen[b if seen.shape[0] > 1 else 0], first, rows)
-            s = jnp.where(some_seen[None] & (s > -1e30), s, -jnp.inf)
+                s = jnp.where(heads == -jnp.inf, -jnp.inf, s + heads.astype(accurate))
+            some_seen = lax.dynamic_slice_in_dim(seen[0 if seen.shape[0] == 1 else b], first, rows)
+            s = jnp.where(some_seen[None] & ~(s <= -1e30), s, -jnp.inf)  # NaN stays
             m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-            e = jnp.exp(s - jnp.where(m > -jnp.inf, m, 0.0))
-            total = e.sum(-1, keepdims=True)
-            some = total > 0
-            safe = jnp.where(some, total, 1.0)
-            out = _product("gts,sd->tgd", (e / safe).astype(v.dtype), v)
-            lse = jnp.where(some, (jnp.where(some, m, 0.0) + jnp.log(safe)) * LOG2E, jnp.inf)
+            nothing = m == -jnp.inf
+            m = jnp.where(nothing, 0.0, m)
+            e = jnp.exp(s - m)
+            total = jnp.where(nothing, 1.0, e.sum(-1, keepdims=True))
+            out = _product("gts,sd->tgd", (e / total).astype(v.dtype), v)
+            out = jnp.where(nothing.swapaxes(0, 1), 0.0, out)
+            lse = jnp.where(nothing, jnp.inf, (m + jnp.log(total)) * LOG2E)
             return out.astype(q.dtype), lse[..., 0].T.astype(jnp.float32)
 
         starts = jnp.arange(pieces) * rows
@@ -61,12 +65,14 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
         out, lse = lax.map(piece, (starts, by_piece))
         return out.reshape(-1, *q.shape[1:])[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
 
-    batch, heads = (x.reshape(-1) for x in jnp.indices((p.batch, p.kv_heads)))
+    count = p.batch * p.kv_heads
+    number = jnp.arange(count)
     by_head = q.reshape(p.batch, p.q_tokens, p.kv_heads, group, p.head_dim).transpose(0, 2, 1, 3, 4)
-    keys, values = (x.transpose(0, 2, 1, 3).reshape(-1, p.kv_tokens, p.head_dim) for x in (k, v))
+    keys, values = (x.transpose(0, 2, 1, 3).reshape(count, p.kv_tokens, p.head_dim) for x in (k, v))
     chunk = max(1, _CHUNK_BYTES // (row_bytes * p.q_tokens))
-    each = (batch, heads, by_head.reshape(-1, *by_head.shape[2:]), keys, values)
-    out, lse = lax.map(one, each, batch_size=min(chunk, len(batch)))
+    each = (number // p.kv_heads, number % p.kv_heads, by_head.reshape(count, *by_head.shape[2:]), keys, values)
+    known = isinstance(p.batch, int)  # a symbolic number cannot be cut into chunks
+    out, lse = lax.map(one, each, batch_size=min(chunk, count) if known else None)
     out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape), lse.reshape(p.batch, p.q_heads, p.q_tokens)
 
@@ -105,17 +111,18 @@ def backward(
     delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less log2(e) times lse's gradient. Here it
     only brings in the latter: XLA differentiates `forward`.
     """
-    del lse
     inputs = Inputs.of(problem, tuple(rest))
 
     def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:
         with_bias = Inputs(inputs.options, inputs.lengths, inputs.segments, bias)
         out, lse = forward(problem, q, k, v, *with_bias.arrays())
-        return out, jnp.where(lse < jnp.inf, lse, 0.0)
+        return out, jnp.where(lse == jnp.inf, 0.0, lse)
 
-    (out, _), pull = jax.vjp(of, q, k, v, inputs.bias)
+    (out, lse), pull = jax.vjp(of, q, k, v, inputs.bias)
     rows = jnp.einsum("btnd,btnd->bnt", out.astype(delta.dtype), out_grad.astype(delta.dtype))
-    dq, dk, dv, dbias = pull((out_grad, ((rows - delta) / LOG2E).astype(jnp.float32)))
+    lse_grad = ((rows - delta) / LOG2E).astype(jnp.float32)
+    # Reshaped: to JAX a symbolic batch that one of its caches remembers is another one.
+    dq, dk, dv, dbias = pull((out_grad.reshape(out.shape), lse_grad.reshape(lse.shape)))
     return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)
 
 

@@ -147,6 +147,26 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     return jnp.broadcast_to(out, (out.shape[0], p.q_tokens, p.kv_tokens))
 
 
+def seen_tokens(problem: Problem, lengths: Any = None, segments: Any = None, bias: Any = None) -> tuple[Any, Any]:
+    """Which query rows see a key, and which keys a row sees: booleans that broadcast to q and k [batch, tokens, heads].
+
+    bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens], -inf where it hides a key.
+    """
+    p, seen = problem, visible(problem, lengths, segments)[:, None]
+    if bias is not None:
+        seen &= bias != -jnp.inf
+    keys = seen.any(2)
+    if keys.shape[1] != 1:
+        keys = keys.reshape(keys.shape[0], p.kv_heads, p.q_heads // p.kv_heads, p.kv_tokens).any(2)
+    return seen.any(3).swapaxes(1, 2), keys.swapaxes(1, 2)
+
+
+def some_see_nothing(problem: Problem) -> bool:
+    """Whether there may be rows that see no key."""
+    first, end = key_range(problem, 1)
+    return problem.lengths or problem.segments or problem.bias != "none" or bool((first >= end).any())
+
+
 def key_steps(problem: Problem, tile: int, step: int) -> np.ndarray:
     """How many tiles of `step` keys each tile of query rows goes through, at least one; lengths and segments apart."""
     return _steps(*key_range(problem, tile), step)

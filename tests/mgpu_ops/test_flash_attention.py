@@ -318,6 +318,77 @@ def test_numbers_in_padding_have_no_say():
         np.testing.assert_array_equal(dirty[name], x)
 
 
+# --- NaN: shown by whoever sees it, and by nobody else
+
+SEEN: dict[str, tuple[Any, list[int], dict[str, Any]]] = {  # where in batch entry 1 and head 0 a NaN is, and which rows see it
+    "q": ((1, 4, 0, 3), [4], {"causal": True}),
+    "k": ((1, 5, 0, 3), [3, 4, 5, 6], {"causal": True, "soft_cap": 2.0}),
+    "k behind a mask": ((1, 5, 0, 3), [3, 4, 5, 6], {"mask": np.tri(7, 9, 2, bool)}),
+    "v": ((1, 5, 0, slice(None)), [3, 4, 5, 6], {"causal": True}),
+    "bias": ((1, 0, 4, 2), [4], {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_nan_shows_in_the_rows_that_see_it_and_in_their_gradients(name):
+    place, rows, kwargs = SEEN[name]
+    arrays = dict(zip(["q", "k", "v", "bias"], [*qkv(LONGER), normal(3, 2, 2, 7, 9)]))
+    x = name.split()[0]
+    arrays[x] = arrays[x].at[place].set(jnp.nan)
+    found = {name: np.isnan(y) for name, y in with_gradients(tuple(arrays.values()), **kwargs).items()}
+    shown = np.isin(np.arange(7), rows)
+    lse = np.zeros((2, 2, 7), bool)
+    lse[1, 0] = shown & (x != "v")
+    np.testing.assert_array_equal(found["lse"], lse)
+    assert found["out"][1, shown, 0].all()
+    assert found["q"][1, shown, 0].all()
+    assert found["k"][1, : rows[0] + 3, 0].all()  # keys that such a row sees
+    assert found["v"][1, : rows[0] + 3, 0].all() == (x != "v")  # the gradient of values depends on none
+    if x != "v":  # others, with the weight 0, may show it
+        np.testing.assert_array_equal(found["out"][1, :, 0].all(-1), shown)
+    for name, y in found.items():  # other batch entries and heads
+        heads = 1 if name in ("lse", "bias") else 2
+        assert not y[0].any()
+        assert not np.moveaxis(y, heads, 0)[1].any()
+
+
+UNSEEN: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "lengths": (LONGER, {"q_lengths": [7, 5], "kv_lengths": [4, 9]}),
+    "lengths, causal": (LONGER, {"q_lengths": [7, 0], "kv_lengths": [4, 9], "causal": True}),
+    "segments": (LONGER, {"q_segment_ids": IDS, "kv_segment_ids": KEY_IDS + (KEY_IDS == 3) * 90}),
+    "segments, lengths": (EQUAL, {"q_segment_ids": IDS, "q_lengths": [5, 6], "kv_lengths": [7, 6]}),
+    "mask of keys": (LONGER, {"mask": dots("xx.xxx..x")}),
+    "mask of rows": (LONGER, {"mask": dots("x x . x . . x")}),
+    "mask of the keys of a batch entry": (LONGER, {"mask": np.stack([dots("xx.xxx..x"), dots(".xxxxxxxx")])[:, None]}),
+    "mask of heads": (GROUPED, {"mask": np.arange(6)[:, None, None] < 3}),
+    "mask, causal": (
+        LONGER,
+        {"mask": dots("xxxxxxxxx xxxxxxxxx xxxxxxxxx xxxxxxxxx xxxxxxxxx xxxxxxx.x xxxxxxx.x"), "causal": True},
+    ),
+    "causal, fewer keys": (SHORTER, {"causal": True}),
+    "window, more keys": (LONGER, {"window": (1, 0)}),
+}
+
+
+def poisoned(shape: Shape, dtype: Any, kwargs: dict[str, Any]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """q, k, v and a bias; and the same with NaN wherever no row sees a key or value, a row sees no key, or a pair is hidden."""
+    arrays = *qkv(shape, dtype), normal(3, *shape.scores, dtype=dtype)
+    seen = attention.visible(shape.scores, **kwargs)
+    rows = seen.any(3).swapaxes(1, 2)
+    keys = seen.any(2).reshape(shape.batch, shape.kv_heads, -1, shape.kv_tokens).any(2).swapaxes(1, 2)
+    return arrays, tuple(
+        jnp.where(kept, x, jnp.nan) for x, kept in zip(arrays, (rows[..., None], keys[..., None], keys[..., None], seen))
+    )
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_nan_that_no_row_sees_has_no_say(name, assert_near):
+    shape, kwargs = UNSEEN[name]
+    clean, dirty = (x[: 4 if "causal" in kwargs else 3] for x in poisoned(shape, "float32", kwargs))
+    assert any(np.isnan(x).any() for x in dirty[:3])
+    assert_true(with_gradients(dirty, **kwargs), clean, assert_near, **kwargs)
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -545,6 +616,45 @@ def test_scan_and_checkpoint_and_their_gradients(assert_near):
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for y, z in zip(gradients, wanted_gradients):
         assert_near(y, z, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"causal": True, "soft_cap": 3.0}, {"mask": dots("xx.xxx..x"), "window": (3, None)}], ids=str
+)
+def test_export_with_a_symbolic_batch_and_its_gradients(kwargs, assert_near):
+    (batch,) = jax.export.symbolic_shape("b")
+    arrays = *qkv(THREE), jnp.array([9, 4, 0]), normal(3, 3, 1, 7, 9)
+
+    def f(q: Any, k: Any, v: Any, lengths: Any, bias: Any) -> Any:
+        return flash_attention(q, k, v, kv_lengths=lengths, bias=bias, **kwargs)
+
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in arrays]
+    exported = jax.export.export(jax.jit(f))(*shapes)
+    out_grad = normal(7, *THREE.out)
+    wanted = attention.truth(*arrays[:3], kv_lengths=arrays[3], bias=arrays[4], out_grad=out_grad, **kwargs)
+    for n in (1, 3):
+        some = [x[:n] for x in arrays]
+        assert_near(exported.call(*some), wanted["out"][:n], TOLERANCE["float32"])
+    gradients = exported.vjp().call(*arrays, out_grad)
+    for found, name in zip((*gradients[:3], gradients[4]), ["q", "k", "v", "bias"]):
+        assert_near(found, wanted[name], TOLERANCE["float32"])
+
+
+def test_export_for_a_gpu_with_a_symbolic_batch_runs_through_xla_or_raises():
+    (batch,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((batch, 7, 2, 64), BF16)] * 3
+    with gpu.target("h200"):
+        exported = jax.export.export(jax.jit(flash_attention), platforms=["cuda"])(*shapes)
+        with pytest.raises(ValueError, match="the batch is symbolic: export one function for each, or use backend='xla'"):
+            jax.export.export(jax.jit(functools.partial(flash_attention, backend="mosaic")), platforms=["cuda"])(*shapes)
+    assert "mosaic_gpu" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize("shape", ["2, t, 2, 8", "2, 7, h, 8", "2, 7, 2, d"])
+def test_other_symbolic_dimensions_raise_with_a_way_out(shape):
+    shapes = [jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), F32)] * 3
+    with pytest.raises(ValueError, match=r"q has shape .*: only the batch may be symbolic.* kv_lengths"):
+        jax.export.export(jax.jit(flash_attention))(*shapes)
 
 
 # --- several devices

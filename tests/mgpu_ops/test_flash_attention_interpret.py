@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import FlashAttentionConfig, FlashAttentionProblem, core, spec_of
+from mgpu_ops import FlashAttentionConfig, FlashAttentionProblem, core, flash_attention, spec_of
 from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.ring import Ring
 from mgpu_ops.flash_attention.operands import LOG2E, Inputs
@@ -57,10 +57,15 @@ def arguments_of(problem: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
     return named | {"scale": scale, "soft_cap": cap if problem.soft_cap else None}
 
 
-def assert_forward(problem: Any, config: Any, assert_near: Any, arrays: Any = None, device: Any = FEW_SMS) -> None:
-    """Output and lse are right everywhere, zeros and +inf for rows that see nothing, and there was no race."""
+def assert_forward(
+    problem: Any, config: Any, assert_near: Any, arrays: Any = None, device: Any = FEW_SMS, padding: Callable[..., Any] = tuple
+) -> None:
+    """Output and lse are right everywhere, zeros and +inf for rows that see nothing, and there was no race.
+
+    padding: what is done to q, k and v where that must not matter.
+    """
     arrays = attention.arguments(problem) if arrays is None else arrays
-    out, lse = interpreted(FORWARD, problem, config, arrays, device)
+    out, lse = interpreted(FORWARD, problem, config, (*padding(arrays[:3]), *arrays[3:]), device)
     assert not core.races_found()
     q, k, v, *rest = arrays
     wanted = attention.truth(q, k, v, **arguments_of(problem, tuple(rest)))
@@ -72,15 +77,22 @@ def assert_forward(problem: Any, config: Any, assert_near: Any, arrays: Any = No
     np.testing.assert_allclose(lse[~nothing], wanted["lse"][~nothing] * LOG2E, rtol=1e-5, atol=1e-5)
 
 
-def assert_backward(problem: Any, config: Any, assert_near: Any, arrays: Any = None, lse_grad: Any = None) -> None:
-    """The gradients are right everywhere, and there was no race. `arrays`: of the forward op."""
+def assert_backward(
+    problem: Any,
+    config: Any,
+    assert_near: Any,
+    arrays: Any = None,
+    lse_grad: Any = None,
+    padding: Callable[..., Any] = tuple,
+) -> None:
+    """The gradients are right everywhere, and there was no race. `arrays`: of the forward op; `padding` as above."""
     q, k, v, *rest = attention.arguments(problem) if arrays is None else arrays
     out_grad = attention.normal(9, *q.shape, dtype=q.dtype)
     arguments = arguments_of(problem, tuple(rest))
     wanted = attention.truth(q, k, v, out_grad=out_grad, lse_grad=lse_grad, **arguments)
     lse = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"] * LOG2E)
     delta = np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - (0.0 if lse_grad is None else lse_grad)
-    given = q, k, v, out_grad, *(jnp.asarray(x, jnp.float32) for x in (lse, delta)), *rest
+    given = *padding((q, k, v)), out_grad, *(jnp.asarray(x, jnp.float32) for x in (lse, delta)), *rest
     found = interpreted(BACKWARD, problem, config, given)
     assert not core.races_found()
     names = ["q", "k", "v", "bias"] if problem.bias_grad else ["q", "k", "v"]
@@ -164,12 +176,15 @@ def test_lengths_of_zero_and_out_of_range(assert_near):
     assert_forward(problem, BASE, assert_near, changed(problem, lengths=LENGTHS))
 
 
-def test_finite_numbers_in_padding_have_no_say(assert_near):
-    """NaN and infinity of padded values would: their weight is zero, and zero times either is NaN."""
-    problem = P(4, 70, 100, 1, 1, 64, lengths=True, causal=True)
-    q, k, v, *rest = changed(problem, lengths=(jnp.full(4, 40, jnp.int32), jnp.full(4, 70, jnp.int32)))
-    q, k, v = q.at[:, 40:].set(3e4), k.at[:, 70:].set(jnp.nan), v.at[:, 70:].set(-3e4)
-    assert_forward(problem, BASE, assert_near, (q, k, v, *rest))
+def nan_from(q_end: int, kv_end: int) -> Callable[..., Any]:
+    """Fills q, k and v from there on: the weight of a padded value is zero, and zero times NaN is NaN."""
+    return lambda arrays: tuple(x.at[:, end:].set(jnp.nan) for x, end in zip(arrays, (q_end, kv_end, kv_end)))
+
+
+def test_nan_in_padding_has_no_say(assert_near):
+    problem = P(2, 70, 128, 1, 1, 64, lengths=True, causal=True)  # whole tiles of keys, that lengths cut
+    arrays = changed(problem, lengths=(jnp.full(2, 40, jnp.int32), jnp.full(2, 70, jnp.int32)))
+    assert_forward(problem, BASE, assert_near, arrays, padding=nan_from(40, 70))
 
 
 def test_segments_in_any_order_that_some_rows_share_with_no_key(assert_near):
@@ -191,6 +206,7 @@ def test_nan_stays_in_its_batch_entry():
     out, lse = interpreted(FORWARD, problem, config, (*(x.at[1].set(jnp.nan) for x in (q, k, v)), options))
     wanted = attention.truth(q, k, v)
     assert np.isnan(float64(out)[1]).all()
+    assert np.isnan(lse[1]).all()
     for b in (0, 2):
         np.testing.assert_allclose(float64(out)[b], wanted["out"][b], atol=2e-2)
         np.testing.assert_allclose(lse[b], wanted["lse"][b] * LOG2E, atol=1e-4)
@@ -275,6 +291,42 @@ def test_gradient_of_the_lse(assert_near):
 def test_backward_with_lengths_of_zero_and_out_of_range(assert_near):
     problem = B(4, 70, 100, 1, 1, 64, lengths=True, causal=True)
     assert_backward(problem, FUSED_64, assert_near, changed(problem, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("config", [FUSED_64, SPLIT_64], ids=["fused", "split"])
+def test_nan_in_padding_has_no_say_in_gradients(config, assert_near):
+    problem = B(1, 128, 128, 1, 1, 64, lengths=True, causal=True, deterministic=config is SPLIT_64)
+    arrays = changed(problem, lengths=(jnp.full(1, 40, jnp.int32), jnp.full(1, 70, jnp.int32)))
+    assert_backward(problem, config, assert_near, arrays, padding=nan_from(40, 70))
+
+
+def test_gradients_of_rows_that_see_nan_are_nan():
+    problem, config = GROUPED
+    q, k, v, options = attention.arguments(problem)
+    lse = jnp.zeros((1, 4, 130), jnp.float32).at[:, :2].set(jnp.nan)  # as the forward pass gives it
+    given = q, k.at[0, 100, 0].set(jnp.nan), v, q, lse, jnp.zeros_like(lse), options
+    dq, dk, dv = (np.isnan(float64(x)) for x in interpreted(BACKWARD, problem, config, given))
+    for x, heads in ((dq, 2), (dk, 1), (dv, 1)):
+        assert x[:, :, :heads].all()
+        assert not x[:, :, heads:].any()
+
+
+def test_nan_that_a_mask_hides_from_all_rows_has_no_say(assert_near):
+    rows, keys = np.arange(70) % 7 != 3, np.arange(100) % 5 != 2
+    mask, arrays = rows[:, None] & keys[None, :], attention.qkv(attention.Shape(1, 70, 100, 1, 1, 64), "bfloat16")
+    dirty = [jnp.where(kept[:, None, None], x, jnp.nan) for x, kept in zip(arrays, (rows, keys, keys))]
+    out_grad = attention.normal(9, *arrays[0].shape, dtype="bfloat16")
+    f = functools.partial(
+        flash_attention, mask=mask, backend="interpret", config=BASE, backward_config=one_step(FUSED_64), return_lse=True
+    )
+    with quiet_interpreter():
+        (out, lse), pull = jax.vjp(f, *dirty)
+        gradients = pull((out_grad, jnp.zeros_like(lse)))
+    wanted = attention.truth(*arrays, mask=mask, out_grad=out_grad)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(wanted["lse"]))
+    for found, name in zip((out, *gradients), ["out", "q", "k", "v"]):
+        assert_near(found, wanted[name], 2 * TOLERANCE["bfloat16"])
+    assert not core.races_found()
 
 
 def test_backward_with_a_bias_that_hides_keys_and_whole_rows(assert_near):
