@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -84,12 +84,13 @@ class OpSpec:
         return timed if self.turns == 1 else timed[0]
 
 
-BACKENDS = ("mosaic", "interpret", "xla")
+type Backend = Literal["mosaic", "interpret", "xla"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend.__value__)
 _log = logging.getLogger("mgpu_ops")
 _said: set[tuple[str, str]] = set()
 
 
-def backend(name: str | None) -> str | None:
+def backend(name: str | None) -> Backend | None:
     """The backend a call asks for: its argument, else $MGPU_OPS_BACKEND, else None (choose by GPU and problem)."""
     where = "backend"
     if name is None:

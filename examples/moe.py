@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import mgpu_ops
 
 Params = dict[str, jax.Array]
+type Backend = Literal["mosaic", "interpret", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def route(layer: Layer, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax
     return experts, weights / weights.sum(axis=1, keepdims=True), balance
 
 
-def moe(layer: Layer, params: Params, x: jax.Array, backend: str | None = None) -> tuple[jax.Array, jax.Array]:
+def moe(layer: Layer, params: Params, x: jax.Array, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
     """The layer's output [tokens, width] and the balance loss, for x [tokens, width]."""
     experts, weights, balance = route(layer, params["router"], x)
     matmul = functools.partial(mgpu_ops.grouped_matmul, backend=backend)
@@ -94,7 +95,7 @@ def batch(layer: Layer, tokens: int, key: jax.Array, kinds: int = 8) -> tuple[ja
     return x, products[jnp.arange(tokens), kind]
 
 
-def loss(layer: Layer, params: Params, x: jax.Array, target: jax.Array, backend: str | None = None) -> jax.Array:
+def loss(layer: Layer, params: Params, x: jax.Array, target: jax.Array, backend: Backend | None = None) -> jax.Array:
     """The squared error as a share of the target's square, and a little of the balance loss."""
     out, balance = moe(layer, params, x, backend)
     return jnp.mean((out - target) ** 2) / jnp.mean(target**2) + 0.01 * balance
@@ -111,7 +112,7 @@ def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float
     return jax.tree.map(updated, params, mean, square), (mean, square)
 
 
-def train(layer: Layer, steps: int, tokens: int, backend: str | None = None) -> list[float]:
+def train(layer: Layer, steps: int, tokens: int, backend: Backend | None = None) -> list[float]:
     """The loss of each step, on a new batch every time."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 from mgpu_ops.collectives import SPECS as _COLLECTIVES
 from mgpu_ops.collectives import Config as CollectiveConfig
@@ -37,7 +37,19 @@ _OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_
 SPECS = {spec.name: spec for spec in _OPS}
 
 
-def explain(op: str, problem: Any, gpu: Any = None) -> str:
+type OpName = Literal[
+    "matmul",
+    "grouped_matmul",
+    "ragged_contraction",
+    "flash_attention",
+    "flash_attention_backward",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+]
+
+
+def explain(op: OpName, problem: Any, gpu: Any = None) -> str:
     """Which stored config `op` runs `problem` with, and why, as text.
 
     Args:

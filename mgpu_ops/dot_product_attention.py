@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from mgpu_ops.core import op
 from mgpu_ops.flash_attention import top_left_attention
@@ -20,22 +21,67 @@ _HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # JAX's score of a key that a 
 _jax_dot_product_attention = jax.nn.dot_product_attention  # bound here: a program may put ours in its place
 
 
+class _Options(TypedDict, total=False):
+    """The options of `dot_product_attention`, for its overloads."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Literal["xla", "cudnn"] | None
+    backend: op.Backend | None
+
+
+@overload
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
-    backend: str | None = None,
-) -> Any:
+    backend: op.Backend | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` with its arguments, through `flash_attention` where that computes the same, else JAX's.
 
     query[B, T, N, H], key and value[B, S, K, H], leading dimensions left out or not -> query's shape and, with
@@ -74,23 +120,23 @@ def dot_product_attention(
             _say(reason)
         return answer
     shape = np.shape(query)
-    query, key, value = (jnp.asarray(x).reshape(_four(x.shape)) for x in (query, key, value))
+    q, k, v = (jnp.asarray(x).reshape(_four(np.shape(x))) for x in (query, key, value))
     out, lse = top_left_attention(
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         bias=bias,
         mask=mask,
         causal=bool(is_causal),
         window=(local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size,
         q_lengths=query_seq_lengths,
         kv_lengths=key_value_seq_lengths,
-        scale=None if scale is None else float(scale),
+        scale=None if scale is None else float(np.asarray(scale)),
         backend=wanted,
     )
     if not return_residual:
         return out.reshape(shape)
-    residual = jnp.maximum(lse, _HIDDEN).swapaxes(1, 2).astype(key.dtype)
+    residual = jnp.maximum(lse, _HIDDEN).swapaxes(1, 2).astype(k.dtype)
     return out.reshape(shape), lax.stop_gradient(residual.reshape(shape[:-1]))
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, su
 # --- Sizes ----------------------------------------------------------------------------------------------------------
 
 # How sizes are spread over groups. A database cannot hold sizes: what a config was tuned for is one of these.
-SPREADS = ("even", "random", "skewed", "sparse")
+type Spread = Literal["even", "random", "skewed", "sparse"]
+SPREADS: tuple[Spread, ...] = get_args(Spread.__value__)
 _BLOCK = 128  # rows that the XLA reference takes at a time
 
 
@@ -145,7 +146,7 @@ def checked_out_dtype(out_dtype: Any, dtype: Any) -> str:
     return out.name
 
 
-def checked_spread(spread: str) -> str:
+def checked_spread(spread: Spread) -> Spread:
     if spread not in SPREADS:
         raise ValueError(f"spread={spread!r} is not one of {', '.join(SPREADS)}")
     return spread
@@ -156,18 +157,29 @@ def checked_spread(spread: str) -> str:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """Tuned. None of the fields changes the answer."""
+    """How a block of grouped_matmul or ragged_contraction works. Tuned; none of the fields changes the answer.
 
-    tile_m: int  # rows of the output tile of a block; a group's first tile begins at its first row
-    tile_n: int  # columns of the output tile of a block
-    tile_k: int  # depth of one pipeline step
-    max_concurrent_steps: int  # slots of the shared-memory ring
-    compute_warpgroups: int  # 1 or 2, beside the one that copies
-    wg_dimension: str  # "m" or "n": the side of the output tile that two compute warpgroups share out
-    raster_width: int  # a group's tiles are walked in strips of this many tile rows, column by column
-    epilogue_tile_n: int  # columns stored at a time; a warpgroup has room for `epilogue_slots` such pieces
+    tile_m, tile_n: rows and columns of the output tile of a block; a group's first tile begins at its first row.
+    tile_k: depth of one pipeline step.
+    max_concurrent_steps: slots of the shared-memory ring.
+    compute_warpgroups: 1 or 2, beside the one that copies.
+    wg_dimension: "m" or "n", the side of the output tile that two compute warpgroups share out.
+    raster_width: a group's tiles are walked in strips of this many tile rows, column by column.
+    epilogue_tile_n: columns stored at a time; a warpgroup has room for `epilogue_slots` such pieces.
+    epilogue_slots: see epilogue_tile_n.
+    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    max_concurrent_steps: int
+    compute_warpgroups: int
+    wg_dimension: str
+    raster_width: int
+    epilogue_tile_n: int
     epilogue_slots: int
-    memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
+    memory_registers: int
 
 
 # The products of one mixture-of-experts layer, gate and up fused, under the names of the models' shapes.

@@ -108,7 +108,7 @@ def run(
     seconds: float,
     progress: Callable[[str], None],
     seed: int = 0,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
     save: Callable[[list[Row]], None] | None = None,
     timer: Timer = measure.interleaved,
     warm: Timer = measure.warm,
@@ -215,7 +215,7 @@ class _Case:
     grad: bool
     seconds: float
     seed: int
-    backend: str | None
+    backend: op.Backend | None
     timer: Timer
     warm: Timer = measure.warm
     peer_seconds: float = 60.0
@@ -371,7 +371,7 @@ def six_digits(x: float) -> float:
 # --- What runs, and what it is checked against ----------------------------------------------------
 
 
-def _matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+def _matmul(problem: Any, backend: op.Backend | None) -> Callable[..., jax.Array]:
     call = partial(
         mgpu_ops.matmul,
         out_dtype=problem.out_dtype,
@@ -382,7 +382,7 @@ def _matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
     return call if problem.batch == 1 else jax.vmap(call)
 
 
-def _grouped_matmul(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+def _grouped_matmul(problem: Any, backend: op.Backend | None) -> Callable[..., jax.Array]:
     def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         return mgpu_ops.grouped_matmul(
             lhs,
@@ -399,11 +399,11 @@ def _grouped_matmul(problem: Any, backend: str | None) -> Callable[..., jax.Arra
     return call
 
 
-def _ragged_contraction(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+def _ragged_contraction(problem: Any, backend: op.Backend | None) -> Callable[..., jax.Array]:
     return partial(mgpu_ops.ragged_contraction, out_dtype=problem.out_dtype, spread=problem.spread, backend=backend)
 
 
-def _flash_attention(problem: Any, backend: str | None) -> Callable[..., jax.Array]:
+def _flash_attention(problem: Any, backend: op.Backend | None) -> Callable[..., jax.Array]:
     p = problem
     if p.align == "top_left" and (p.segments or p.soft_cap):
         raise ValueError("dot_product_attention, which aligns first tokens, has neither segment ids nor a soft cap")
@@ -425,13 +425,13 @@ def _flash_attention(problem: Any, backend: str | None) -> Callable[..., jax.Arr
     return call
 
 
-def _flash_attention_backward(problem: Any, backend: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+def _flash_attention_backward(problem: Any, backend: op.Backend | None) -> Callable[..., tuple[jax.Array, ...]]:
     """The op itself: the public function has it behind `jax.grad`."""
     spec = mgpu_ops.spec_of("flash_attention_backward")
     return lambda *arrays: op.dispatch(spec, problem, arrays, config=None, backend=backend)
 
 
-_PUBLIC: dict[str, Callable[[Any, str | None], Callable[..., Any]]] = {
+_PUBLIC: dict[str, Callable[[Any, op.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
     "grouped_matmul": _grouped_matmul,
     "ragged_contraction": _ragged_contraction,

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.typing import ArrayLike
 
 from mgpu_ops.collectives import meeting, model
 from mgpu_ops.collectives import problem as problems
@@ -29,6 +30,10 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.collective import Kind
 from mgpu_ops.core.exchange import Axes
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.op import Backend
+
+type Reduction = Literal["add", "min", "max"]
+type Transport = Literal["peer", "multimem", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +60,15 @@ class _Call:
 
 
 def all_reduce(
-    x: jax.Array,
+    x: ArrayLike,
     axis_name: str | Sequence[str],
-    op: str = "add",
+    op: Reduction = "add",
     *,
-    transport: str | None = None,
+    transport: Transport | None = None,
     across: str | Sequence[str] | None = None,
     config: Config | None = None,
     workspace: Workspace | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """out[i] = x_0[i] + x_1[i] + ...: x of all devices of a mesh axis, summed, on each of them. `jax.lax.psum` for use inside
@@ -119,15 +124,15 @@ def all_reduce(
 
 
 def reduce_scatter(
-    x: jax.Array,
+    x: ArrayLike,
     axis_name: str | Sequence[str],
-    op: str = "add",
+    op: Reduction = "add",
     *,
     dimension: int = 0,
-    transport: str | None = None,
+    transport: Transport | None = None,
     config: Config | None = None,
     workspace: Workspace | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """The d-th of n equal parts of `all_reduce(x)` on device d, cut along `dimension`: `jax.lax.psum_scatter(..., tiled=True)`.
@@ -149,14 +154,14 @@ def reduce_scatter(
 
 
 def all_gather(
-    x: jax.Array,
+    x: ArrayLike,
     axis_name: str | Sequence[str],
     *,
     dimension: int = 0,
-    transport: str | None = None,
+    transport: Transport | None = None,
     config: Config | None = None,
     workspace: Workspace | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """x of all n devices, one after the other along `dimension`: `jax.lax.all_gather(..., tiled=True)`.

@@ -33,9 +33,13 @@ MAX_CHUNK: Final = 256 * ROW_BYTES  # TMA takes 256 rows at a time
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """A collective over `devices` GPUs. size: elements of the payload, which is x of all_reduce and reduce_scatter and the
-    result of all_gather, on each device. transport: how GPUs reach each other: "peer" (NVLink, TMA) or "multimem" (the switch
-    reduces and copies).
+    """A collective between the GPUs of a host.
+
+    size: elements of the payload, which is x of all_reduce and reduce_scatter and the result of all_gather, on each device.
+    devices: how many GPUs.
+    dtype: of the payload.
+    reduction: "add", "min" or "max"; all_gather has "add".
+    transport: how GPUs reach each other, "peer" (NVLink, TMA) or "multimem" (the switch reduces and copies).
     """
 
     size: int
@@ -50,12 +54,18 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """Tuned. None of the fields changes the answer by more than rounding."""
+    """How the kernel works. Tuned; none of the fields changes the answer by more than rounding.
 
-    algorithm: str  # one of core/collective.py's, or "xla": then the other fields say nothing
-    blocks: int  # thread blocks a device, all of which must be resident at once
-    chunk: int  # bytes of a piece
-    stages: int  # pieces under way in a block
+    algorithm: one of core/collective.py's, or "xla": then the other fields say nothing.
+    blocks: thread blocks a device, all of which must be resident at once.
+    chunk: bytes of a piece.
+    stages: pieces under way in a block.
+    """
+
+    algorithm: str
+    blocks: int
+    chunk: int
+    stages: int
 
 
 def payload_bytes(problem: Problem) -> int:

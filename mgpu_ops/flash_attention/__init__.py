@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
@@ -68,29 +69,64 @@ class _Call:
     bias_grad: bool  # the bias is more than a mask
     config: Config | None
     backward_config: BackwardConfig | None
-    backend: str | None
+    backend: op.Backend | None
 
 
+type Window = Sequence[int | None]
+type Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+
+
+class _Options(TypedDict, total=False):
+    """The options of `flash_attention`, for its overloads."""
+
+    bias: ArrayLike | None
+    mask: ArrayLike | None
+    causal: bool
+    window: Window | None
+    q_lengths: Integers | None
+    kv_lengths: Integers | None
+    q_segment_ids: Integers | None
+    kv_segment_ids: Integers | None
+    scale: float | None
+    soft_cap: float | None
+    deterministic: bool
+    config: Config | None
+    backward_config: BackwardConfig | None
+    backend: op.Backend | None
+
+
+@overload
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Unpack[_Options]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def flash_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    q_lengths: jax.Array | None = None,
-    kv_lengths: jax.Array | None = None,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
+    window: Window | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_segment_ids: Integers | None = None,
+    kv_segment_ids: Integers | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     config: Config | None = None,
     backward_config: BackwardConfig | None = None,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """out[b, t, n] = sum_s w[s] v[b, s, n'], w = softmax over visible s of scale q[b, t, n] . k[b, s, n'] + bias[b, n, t, s].
 
@@ -123,7 +159,9 @@ def flash_attention(
 
     Returns:
       [batch, q_tokens, q_heads, v_head_dim] of q's dtype: zeros, with zero gradients, for a row that sees nothing. Scores below
-      -1e30 count as not visible.
+      -1e30 count as not visible. A NaN that a row sees shows in its output, its lse (but for a NaN in v) and its gradients.
+      What lengths cut off, and queries, keys and values that segments or a mask hide from all, have no say, NaN or not; any
+      other NaN may also show where it is not seen, as zero times NaN is NaN.
 
     Works under jit, grad (reverse mode), vmap (folded into the batch), scan, jax.checkpoint and shard_map.
 
@@ -200,14 +238,14 @@ def top_left_attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
     causal: bool,
     window: tuple[int, int] | None,
-    q_lengths: jax.Array | None,
-    kv_lengths: jax.Array | None,
+    q_lengths: ArrayLike | None,
+    kv_lengths: ArrayLike | None,
     scale: float | None,
-    backend: str | None,
+    backend: op.Backend | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`flash_attention` of batched arguments that fit each other, with lse; row t is aligned with key t, beside lengths too."""
     call = _Call(

@@ -19,11 +19,17 @@ class Problem:
     """out = softmax(scale q k^T + bias, where visible) v for each head: q[batch, q_tokens, q_heads, head_dim], k and v
     [batch, kv_tokens, kv_heads, head_dim].
 
-    Query row t sees key s where t + offset - window_left <= s <= t + offset + window_right; -1 is a side without bound, and
-    `causal` bounds the right side by 0. The offset is 0 with align "top_left", kv_tokens - q_tokens with "bottom_right", where
-    the last query sees the last key. `lengths`: each batch entry has token counts of its own. `segments`: each token has an
-    id, and sees its own segment only. `bias`: "none", or the dtype of an additive bias. `soft_cap`: scores go through
-    cap tanh(score / cap) before the bias.
+    Query row t sees key s where t + offset - window_left <= s <= t + offset + window_right.
+
+    batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim: dimensions; kv_heads divides q_heads.
+    dtype: of q, k and v, "bfloat16" or "float16" in the kernels.
+    causal: bounds the right side by 0.
+    window_left, window_right: keys before and after a row's own that it sees; -1 is a side without bound.
+    align: "top_left", the offset is 0, or "bottom_right", it is kv_tokens - q_tokens: the last query sees the last key.
+    lengths: each batch entry has token counts of its own.
+    segments: each token has an id, and sees its own segment only.
+    bias: "none", or the dtype of an additive bias.
+    soft_cap: scores go through cap tanh(score / cap) before the bias.
     """
 
     batch: int
@@ -63,9 +69,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BackwardProblem(Problem):
-    """The gradients of a `Problem` with respect to q, k, v and, with `bias_grad`, the bias.
+    """The gradients of a `Problem` with respect to q, k and v.
 
-    `deterministic`: sums are taken in a fixed order, so that equal inputs give bitwise equal gradients.
+    deterministic: sums are taken in a fixed order, so that equal inputs give bitwise equal gradients.
+    bias_grad: with respect to the bias too.
     """
 
     deterministic: bool = False
@@ -74,31 +81,43 @@ class BackwardProblem(Problem):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """How a block of the forward kernel works: `compute_warpgroups` times 64 query rows against `tile_kv` keys a step."""
+    """How a block of the forward kernel works. Tuned; none of the fields changes the answer.
+
+    compute_warpgroups: 1 to 3, with 64 query rows each, beside the one that copies.
+    tile_kv: keys of a step.
+    max_concurrent_steps: tiles of keys, and of values, in shared memory at a time.
+    q_slots: tiles of queries in shared memory: with 2, the next one loads while this one is worked on.
+    section_waves: heads whose tiles fill the GPU that many times are worked through together, their longest tiles first.
+    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    pv_wait: when to wait for P V: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it.
+    """
 
     compute_warpgroups: int
     tile_kv: int
-    max_concurrent_steps: int  # tiles of keys, and of values, in shared memory at a time
-    q_slots: int  # tiles of queries in shared memory: with 2, the next one loads while this one is worked on
-    section_waves: int  # heads whose tiles fill the GPU that many times are worked through together, their longest tiles first
-    memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
-    pv_wait: str  # when to wait for P V: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it
+    max_concurrent_steps: int
+    q_slots: int
+    section_waves: int
+    memory_registers: int
+    pv_wait: str
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BackwardConfig:
-    """How the backward kernels work.
+    """How the backward kernels work. Tuned; none of the fields changes the answer.
 
-    mode "fused": one kernel computes all gradients, a block keeping `tile_kv` keys while `tile_q` query rows a step go by, and
-    adds to dq in global memory. "split": one kernel for dk and dv, and one for dq whose blocks keep 128 query rows while 64
-    keys a step go by: seven matrix products instead of five, but no atomic sums.
+    mode: "fused", one kernel computes all gradients, a block keeping `tile_kv` keys while `tile_q` query rows a step go by, and
+      adds to dq in global memory; or "split", one kernel for dk and dv, and one for dq whose blocks keep 128 query rows while
+      64 keys a step go by: seven matrix products instead of five, but no atomic sums.
+    tile_q, tile_kv: see mode.
+    max_concurrent_steps: tiles of query rows, and of their gradients, in shared memory at a time.
+    section_waves, memory_registers: as in `Config`.
     """
 
     mode: str
     tile_q: int
     tile_kv: int
     max_concurrent_steps: int
-    section_waves: int  # as in `Config`
+    section_waves: int
     memory_registers: int
 
 
@@ -154,8 +173,6 @@ BIASES = ("none", "bfloat16", "float16", "float32")
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernels can run `problem` on `gpu`, or None."""
     p = problem
-    if not isinstance(p.batch, int):
-        return "the batch is symbolic: export one function for each, or use backend='xla'"
     reason = supports_dtypes(p.dtype, p.dtype, gpu)
     if reason is not None:
         return reason

@@ -163,8 +163,11 @@ def seen_tokens(problem: Problem, lengths: Any = None, segments: Any = None, bia
 
 def some_see_nothing(problem: Problem) -> bool:
     """Whether there may be rows that see no key."""
-    first, end = key_range(problem, 1)
-    return problem.lengths or problem.segments or problem.bias != "none" or bool((first >= end).any())
+    p = problem
+    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
+    before = p.right is not None and offset + p.right < 0  # the first row's keys
+    beyond = p.left is not None and p.q_tokens - 1 + offset - p.left >= p.kv_tokens  # the last row's
+    return p.lengths or p.segments or p.bias != "none" or before or beyond
 
 
 def key_steps(problem: Problem, tile: int, step: int) -> np.ndarray:

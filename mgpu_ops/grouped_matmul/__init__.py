@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
+from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import groups, integers
 from mgpu_ops.core import gpu as gpus
@@ -25,6 +27,7 @@ from mgpu_ops.grouped_matmul.problem import (
     ACTIVATIONS,
     SHAPES,
     SUITES,
+    Activation,
     Problem,
     bytes_moved,
     check,
@@ -41,24 +44,24 @@ class _Call:
 
     transpose_rhs: bool
     out_dtype: str
-    activation: str
-    spread: str
+    activation: Activation
+    spread: groups.Spread
     config: Config | None
-    backend: str | None
+    backend: op.Backend | None
 
 
 def grouped_matmul(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike | Sequence[int],
     *,
-    bias: jax.Array | None = None,
-    activation: str = "none",
-    out_dtype: Any = None,
+    bias: ArrayLike | None = None,
+    activation: Activation = "none",
+    out_dtype: DTypeLike | None = None,
     transpose_rhs: bool = False,
-    spread: str = "random",
+    spread: groups.Spread = "random",
     config: Config | None = None,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
 ) -> jax.Array:
     """out[i, n] = activation(sum_k lhs[i, k] rhs[g, k, n] + bias[g, n]) for each row i of group g; zeros for rows of no group.
 
@@ -131,15 +134,15 @@ _jax_ragged_dot = lax.ragged_dot  # bound here: a program may put ours in its pl
 
 
 def ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: jax.Array | None = None,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with its arguments, through `grouped_matmul` where that computes the same, else through JAX.
 
@@ -158,7 +161,8 @@ def ragged_dot(
     if not (plain and _is_grouped_matmul(lhs, rhs, group_sizes, precision, preferred_element_type)):
         if backend not in (None, "xla"):
             raise ValueError(f"backend={backend!r} cannot run this ragged_dot, which only JAX's own does: pass backend=None")
-        return _jax_ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
+        jaxs: Any = _jax_ragged_dot  # whose types are narrower than what it takes
+        return jaxs(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     sizes = integers.clipped(group_sizes, lhs.shape[0])
     out = groups.checked_out_dtype(preferred_element_type, lhs.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,17 @@ from mgpu_ops.groups import DECODING, MODELS, PANEL, TRAINING, Config, check_sme
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """out[m, n]: rows of group g of lhs[m, k] times rhs[g, k, n], stored as [g, n, k] with `layout` "nt" ("nn": as written).
+    """out[m, n]: rows of group g of lhs[m, k] times rhs[g, k, n].
 
-    dtypes: "bfloat16", "float16", "float32" (out only). `spread` is one of `groups.SPREADS`: how the m rows are spread over
-    the groups, a hint that decides which config runs and never the answer.
+    m, n, k: rows of lhs, columns of the result, and what is summed over.
+    groups: how many matrices rhs holds.
+    dtype: of lhs and rhs, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: "nn", or "nt" where rhs is stored as [g, n, k].
+    bias: whether a row per group, [groups, n], is added.
+    activation: of `ACTIVATIONS`, applied last.
+    spread: of `groups.SPREADS`, how the m rows are spread over the groups: a hint that decides which config runs and never the
+      answer.
     """
 
     m: int
@@ -56,7 +63,8 @@ SUITES: dict[str, Sequence[str]] = {
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu")
+type Activation = Literal["none", "relu", "silu", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation.__value__)
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:

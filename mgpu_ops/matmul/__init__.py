@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, op
@@ -43,18 +44,18 @@ class _Call:
     transpose_b: bool
     out_dtype: str
     config: Config | None
-    backend: str | None
+    backend: op.Backend | None
 
 
 def matmul(
-    a: jax.Array,
-    b: jax.Array,
+    a: ArrayLike,
+    b: ArrayLike,
     *,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     config: Config | None = None,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
 ) -> jax.Array:
     """out[m, n] = sum_k A[m, k] B[k, n], accumulated in float32, by the kernel tuned for the running GPU.
 

@@ -28,8 +28,14 @@ from mgpu_ops.models import MODELS
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """`batch` products of A[m, k] and B[k, n]. `layout` says how A and B are stored: "n" as written, "t" transposed
-    (A as [k, m], B as [n, k]); "nt" is A as written and B transposed. dtypes: "bfloat16", "float16", "float32" (out only).
+    """`batch` products of A[m, k] and B[k, n].
+
+    m, n, k: rows of A, columns of B, and what is summed over.
+    dtype: of A and B, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: how A and B are stored, "n" as written, "t" transposed (A as [k, m], B as [n, k]); "nt" is A as written and B
+      transposed.
+    batch: how many products; an operand without this dimension is shared by all.
     """
 
     m: int
@@ -46,20 +52,33 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """Tuned. None of the fields changes the answer, apart from the order of float32 additions over k."""
+    """How a block of the kernel works. Tuned; none of the fields changes the answer, but for the order of float32 sums over k.
 
-    tile_m: int  # rows of the output tile of a block
-    tile_n: int  # columns of the output tile of a block
-    tile_k: int  # depth of one pipeline step
-    max_concurrent_steps: int  # slots of the shared-memory ring
-    compute_warpgroups: int  # 1 or 2, beside the one that copies
-    wg_dimension: str  # "m" or "n": the side of the output tile that two compute warpgroups share out
-    cluster: str  # "none", or "m"/"n": two blocks, adjacent along it, load the operand they share once (multicast)
-    raster_dimension: str  # "m" or "n": tiles are walked in strips that are `raster_width` wide along it
+    tile_m, tile_n: rows and columns of the output tile of a block.
+    tile_k: depth of one pipeline step.
+    max_concurrent_steps: slots of the shared-memory ring.
+    compute_warpgroups: 1 or 2, beside the one that copies.
+    wg_dimension: "m" or "n", the side of the output tile that two compute warpgroups share out.
+    cluster: "none", or "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast).
+    raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
+    raster_width: see raster_dimension.
+    epilogue_tile_n: columns stored at a time; two such pieces are in flight.
+    split_k: parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few.
+    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    max_concurrent_steps: int
+    compute_warpgroups: int
+    wg_dimension: str
+    cluster: str
+    raster_dimension: str
     raster_width: int
-    epilogue_tile_n: int  # columns stored at a time; two such pieces are in flight
-    split_k: int  # parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few
-    memory_registers: int  # of a thread of the copying warpgroup; the compute warpgroups share out the rest
+    epilogue_tile_n: int
+    split_k: int
+    memory_registers: int
 
 
 _LAYER = ("qkv", "out", "gate_up", "down")  # the products of one layer: q, k and v fused, and gate and up fused

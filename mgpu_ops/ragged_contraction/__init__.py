@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import groups
 from mgpu_ops.core import gpu as gpus
@@ -37,20 +39,20 @@ class _Call:
     """What a call says beside its arrays."""
 
     out_dtype: str
-    spread: str
+    spread: groups.Spread
     config: Config | None
-    backend: str | None
+    backend: op.Backend | None
 
 
 def ragged_contraction(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike | Sequence[int],
     *,
-    out_dtype: Any = None,
-    spread: str = "random",
+    out_dtype: DTypeLike | None = None,
+    spread: groups.Spread = "random",
     config: Config | None = None,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
 ) -> jax.Array:
     """out[g, k, n] = sum over the rows i of group g of lhs[i, k] rhs[i, n], accumulated in float32; zeros for an empty group.
 
@@ -97,9 +99,9 @@ def contract(
     sizes: jax.Array,
     *,
     out_dtype: str,
-    spread: str,
+    spread: groups.Spread,
     config: Config | None = None,
-    backend: str | None = None,
+    backend: op.Backend | None = None,
 ) -> jax.Array:
     """`ragged_contraction` of arguments that were checked."""
     return _contract(_Call(out_dtype, spread, config, backend), lhs, rhs, sizes)

@@ -16,7 +16,11 @@ from mgpu_ops.groups import MODELS, PANEL, TRAINING, Config, check_smem, check_t
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """out[g, k, n]: lhs[m, k]^T times rhs[m, n], summed over the rows of group g. dtypes and `spread` as in grouped_matmul.
+    """out[g, k, n]: lhs[m, k]^T times rhs[m, n], summed over the rows of group g.
+
+    m, n, k: rows of both operands, columns of rhs and of lhs.
+    groups: into how many the rows are divided.
+    dtype, out_dtype, spread: as in grouped_matmul.
 
     In its Config, tile_m is a tile of k, and tile_k are the rows of one pipeline step.
     """

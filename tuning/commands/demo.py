@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Literal
 
 from mgpu_ops.tuning.commands import OK, WRONG, UsageError, answer, command, device_for, say
 from mgpu_ops.tuning.commands.run import progress_bar, tune_one
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     spec = mgpu_ops.spec_of("matmul")
     device = _device_of_demo()
     side = 4096 if device.kind == "measured" else 512
-    backend = "mosaic" if device.kind == "measured" else "interpret"
+    backend: Literal["mosaic", "interpret"] = "mosaic" if device.kind == "measured" else "interpret"
     problem = spec.Problem(side, side, side)
     path = database.user_path(device.gpu.key, spec.name)
     try:
