@@ -182,14 +182,15 @@ def test_bias_of_one_head_and_its_gradient_are_right(assert_close):
     assert_true(with_gradients(arrays), arrays, assert_close)
 
 
-def test_finite_numbers_in_padding_have_no_say():
-    """NaN and infinity would: the weight of a padded value is zero, and zero times either is NaN."""
-    q, k, v = qkv(MIDDLE, BF16)
+@pytest.mark.parametrize("shape", [MIDDLE, replace(MIDDLE, q_tokens=384, kv_tokens=512)], ids=["odd", "whole tiles"])
+def test_nan_in_padding_has_no_say(shape):
+    """The weight of a padded value is zero, and zero times NaN would be NaN."""
+    q, k, v = qkv(shape, BF16)
     q_lengths, kv_lengths = np.array([250, 130, 77]), np.array([380, 390, 60])
     dirty = []
     for x, lengths in ((q, q_lengths), (k, kv_lengths), (v, kv_lengths)):
         padding = np.arange(x.shape[1]) >= lengths[:, None]
-        dirty.append(jnp.where(padding[..., None, None], jnp.asarray(1e4, BF16), x))
+        dirty.append(jnp.where(padding[..., None, None], jnp.asarray(jnp.nan, BF16), x))
     kwargs = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "causal": True, "deterministic": True}
     found, clean = with_gradients(tuple(dirty), **kwargs), with_gradients((q, k, v), **kwargs)
     for name, x in clean.items():
@@ -206,6 +207,8 @@ def test_nan_stays_in_its_batch_entry_and_with_the_heads_that_share_keys(shape):
     by_head = with_gradients((q, k.at[:, :, 1].set(jnp.nan), v), **kwargs)
     first = shape.q_heads // shape.kv_heads  # heads of queries with the first head of keys
     assert np.isnan(float64(by_entry["out"][1])).all()
+    assert np.isnan(float64(by_entry["lse"][1])).all()
+    assert np.isnan(float64(by_entry["v"][1])).all()
     for name, x in clean.items():
         np.testing.assert_array_equal(by_entry[name][::2], x[::2])
         heads = 1 if name == "lse" else 2
