@@ -665,6 +665,9 @@ def _parsed(path: str | os.PathLike[str], line: int, header: Sequence[str], valu
         for c in _ABOVE_ZERO:
             if (value := fields.get(c)) is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{c}={texts[c]} must be a finite number above 0")
+        for c, value in fields.items():
+            if isinstance(value, float) and c != "error" and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{c}={texts[c]} must be a finite number, 0 or more")
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}: run the benchmark again") from None
     return Row(**fields)

@@ -127,6 +127,8 @@ def problem_label(spec: OpSpec, fields: Mapping[str, Any]) -> str:
     """As `bench` names it; the fields as they are where they are of another version of the op."""
     from mgpu_ops.core import database
 
+    if not isinstance(fields, Mapping):  # a journal may hold anything
+        return str(fields)
     try:
         return label(spec, "", database.to_problem(spec, fields))
     except (TypeError, ValueError):

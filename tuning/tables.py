@@ -142,7 +142,9 @@ def in_order(fields: Mapping[str, Any], cls: type) -> dict[str, Any]:
 
 
 def digits(x: float) -> str:
-    """At least four digits of a number above 0, without an exponent."""
+    """At least four digits of a number above 0, without an exponent; "0" of 0."""
+    if x == 0:
+        return "0"
     return f"{x:.{max(0, 3 - math.floor(math.log10(x)))}f}"
 
 

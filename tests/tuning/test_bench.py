@@ -662,6 +662,15 @@ def test_a_file_of_before_the_further_columns_is_read(tmp_path: Path) -> None:
     assert bench.read_csv(path) == [row()]
 
 
+@pytest.mark.parametrize("text", ["inf", "1e999", "-1.0", "nan"])
+def test_a_rate_that_is_no_number_is_refused_with_its_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    bench.write_csv([row(), row(tflops=123.25)], path)
+    path.write_text(path.read_text().replace("123.25", text))
+    with pytest.raises(ValueError, match=f"line 3: tflops={text} must be a finite number, 0 or more: run the benchmark again"):
+        bench.read_csv(path)
+
+
 @pytest.mark.parametrize("further", ["colour", "warm_us,warm_us"])
 def test_a_further_column_that_is_not_known_is_refused(further: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"

@@ -193,6 +193,18 @@ def test_a_journal_gives_the_finished_trials_of_its_studies(tmp_path: Path) -> N
     assert run.failures == {("compile", "spills 16 bytes"): 1}
 
 
+def test_a_journal_whose_problem_is_no_mapping_is_shown_as_it_is(tmp_path: Path) -> None:
+    place = tmp_path / "matmul.journal"
+    study_of(place, OUTCOMES)
+    lines = place.read_text().splitlines(keepends=True)
+    sound = next(line for line in lines if '"identity"' in line)
+    changed = json.loads(sound)
+    changed["user_attr"]["identity"]["problem"] = [512]
+    place.write_text("".join(lines).replace(sound, json.dumps(changed) + "\n"))
+    (run,) = sources.find([str(place)], SPECS).runs
+    assert (run.problem, len(run.trials)) == ("[512]", 3)
+
+
 def test_rates_are_those_of_measured_entries_with_baseline_and_roofline() -> None:
     path = database.shipped_path("h200", "flash_attention")
     spec, entries = spec_of("flash_attention"), database.read(path).entries
