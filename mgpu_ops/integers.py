@@ -43,7 +43,7 @@ def comparable(x_name: str, x: Any, y_name: str, y: Any) -> tuple[jax.Array, jax
         return jnp.asarray(numbers[: x.size].reshape(x.shape)), jnp.asarray(numbers[x.size :].reshape(y.shape))
     x, y = (jnp.asarray(each, jnp.int32) if _holds_small(each) else each for each in (x, y))
     common = np.promote_types(x.dtype, y.dtype)
-    if jax.dtypes.canonicalize_dtype(common) != common or not jnp.issubdtype(common, jnp.integer):
+    if not jnp.issubdtype(common, jnp.integer) or (common.itemsize == 8 and not jax.config.jax_enable_x64):
         raise ValueError(
             f"{x_name} are {x.dtype} and {y_name} {y.dtype}: no dtype of JAX's holds both here; cast both to int32, renumbered "
             "where int32 does not hold them"
