@@ -60,6 +60,7 @@ CompilerParams = plgpu.CompilerParams
 LoweringSemantics = plgpu.LoweringSemantics
 ShapeDtypeStruct = plgpu.ShapeDtypeStruct
 find_swizzle = plgpu.find_swizzle
+last_start = tma.last_start
 
 # Pipelines and loops.
 emit_pipeline = plgpu.emit_pipeline
@@ -211,6 +212,29 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle or find_swizzle(minor * itemsize * 8)
     return (TilingTransform((8, swizzle // itemsize)), SwizzleTransform(swizzle))
+
+
+def block_start(index: Any, width: int, length: int, dtype: Any, swizzle: int) -> Any:
+    """Where block `index` of a row of `length` begins whose blocks of `width` `copy_gmem_to_smem` brings.
+
+    index * width; but the last block of a row that swizzle tiles do not divide ends with the row where it is several of them
+    wide, as TMA cannot clip it: it then shares columns with the block before. The interpreter clips, as it may.
+    """
+    last = tma.last_start(length, width, swizzle // jnp.dtype(dtype).itemsize)
+    start = index * width
+    return start if last is None or _interpreting.get() else jnp.minimum(start, jnp.int32(last))
+
+
+def block_anywhere(ref: Any, *index: Any) -> Any:
+    """The block of an array [1, ..., rows, columns] at `index`, whose two slices may begin at any multiple of 8, for a copy.
+
+    Mosaic takes starts that it can see to be multiples of the swizzle tile only: they are written so often (`core/tma.py`).
+    """
+    *lead, rows, columns = index
+    if _interpreting.get():
+        return ref.at[(0, *index)]
+    there = (ds(rows.start * tma.ROW_UNIT, rows.size), ds(columns.start * tma.COLUMN_UNIT, columns.size))
+    return ref.at[(jnp.int32(tma.ANYWHERE), *lead, *there)]
 
 
 def rows_view(x: jax.Array) -> jax.Array:

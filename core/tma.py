@@ -16,7 +16,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf
 
 ROW_UNIT = 8  # rows of a window are given in eighths: Mosaic insists that tiles of 8 rows begin at multiples of 8
+ANYWHERE = 0x414E5957  # index into the first dimension, which has size 1: rows are then given eightfold, columns 64-fold
 WINDOW = 0x57494E44  # index into the second dimension, which has size 1: so a slice says that it is a window of rows
+COLUMN_UNIT = 64  # likewise for columns that begin anywhere
 _ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
 _WRAP_BYTES = 1 << 34  # times _ROWS, a stride of 2^64 bytes: nothing, in 64-bit addresses
 _MARK = "_mgpu_ops_kernel"  # attribute of the LaunchContext of a kernel of this library
@@ -112,10 +114,10 @@ class _RowsAnywhere(launch_context.MemRefTransform):
         return self
 
 
-def _view(ref: ir.Value, shape: Any, strides: Any) -> ir.Value:
+def _view(ref: ir.Value, shape: Any, strides: Any, offset: int = 0) -> ir.Value:
     ty = ir.MemRefType(ref.type)
-    view = ir.MemRefType.get(shape, ty.element_type, ir.StridedLayoutAttr.get(0, strides), ty.memory_space)
-    return memref.reinterpret_cast(view, ref, [], [], [], static_offsets=[0], static_sizes=shape, static_strides=strides)
+    view = ir.MemRefType.get(shape, ty.element_type, ir.StridedLayoutAttr.get(offset, strides), ty.memory_space)
+    return memref.reinterpret_cast(view, ref, [], [], [], static_offsets=[offset], static_sizes=shape, static_strides=strides)
 
 
 def mark(context: launch_context.LaunchContext) -> None:
@@ -142,6 +144,8 @@ def install() -> None:
             given = dict(options, predicate=arith.andi(options["predicate"], only)) if only else options
             copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
 
+        if len(gmem_slice) > 2 and _is_constant(gmem_slice[0], ANYWHERE):
+            gmem_slice = _anywhere(gmem_slice)
         if _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
         elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform)):
@@ -155,13 +159,26 @@ def install() -> None:
 def _is_window(gmem_slice: Any) -> bool:
     """Whether the slice is (end, WINDOW, rows, columns)."""
     match gmem_slice:
-        case (_, ir.Value() as index, _, _):
-            owner: Any = index.owner
-            while not isinstance(owner, ir.Block) and owner.name == "arith.index_cast":
-                owner = owner.operands[0].owner
-            constant = not isinstance(owner, ir.Block) and owner.name == "arith.constant"
-            return constant and bool(ir.IntegerAttr(owner.attributes["value"]).value == WINDOW)
+        case (_, index, _, _):
+            return _is_constant(index, WINDOW)
     return False
+
+
+def _is_constant(x: Any, value: int) -> bool:
+    owner: Any = getattr(x, "owner", None)
+    while isinstance(owner, ir.Operation | ir.OpView) and owner.name == "arith.index_cast":
+        owner = owner.operands[0].owner
+    constant = isinstance(owner, ir.Operation | ir.OpView) and owner.name == "arith.constant"
+    return constant and bool(ir.IntegerAttr(owner.attributes["value"]).value == value)
+
+
+def _anywhere(gmem_slice: Any) -> tuple[Any, ...]:
+    """The slice (ANYWHERE, ..., 8 rows, 64 columns) as it is meant: (0, ..., rows, columns)."""
+    index = ir.IndexType.get()
+    _, *lead, rows, columns = gmem_slice
+    units = ((rows, ROW_UNIT), (columns, COLUMN_UNIT))
+    there = [utils.DynamicSlice(arith.divui(part.base, utils.c(unit, index)), part.length) for part, unit in units]
+    return (utils.c(0, index), *lead, *there)
 
 
 def _ragged_tiling(gmem: Any, smem: Any, gmem_slice: Any, gmem_transform: Any) -> tuple[int, int] | None:
@@ -180,39 +197,98 @@ def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_s
     """Copies between an array that swizzle tiles do not divide and a block in shared memory, [tiles, panels, 8, panel].
 
     A block of one panel lies in shared memory as plain rows: one copy without tiles, which TMA clips at the array's true end.
-    Several panels interleave every 8 rows. Blocks that lie within the array's whole tiles take one copy in tiles; a block at
-    its end takes one copy, clipped, for each tile. That is the last block of a row or a column: the loop takes few registers.
+    Several panels interleave every 8 rows and come in tiles. Of a block that would reach beyond the end of the rows, the
+    columns are those that end with the rows (`last_start`), through a tensor map whose tiles end there too. A block that holds
+    part of the last 8 rows, where these are not all there, is copied tile by tile, clipped.
     """
     tiles, panels, tile, panel = smem.type.shape
     if panels == 1:
         copy(utils.memref_fold(smem, 0, 3), gmem_slice, ())
         return
-    if not to_smem:
-        raise NotImplementedError("a store of several swizzle tiles side by side needs an array that they divide")
+    *_, m, n = gmem.type.shape
+    width = panels * panel
+    if not to_smem or width > n:
+        raise NotImplementedError(f"a copy of blocks {width} wide and an array of rows of {n}: see `last_start`")
     index = ir.IndexType.get()
+    constant = lambda x: utils.c(x, index)  # noqa: E731
     *lead, rows, columns = gmem_slice
-    whole: Any = None
-    for length, unit, part in zip(gmem.type.shape[-2:], tiling, (rows, columns)):
-        if length % unit:
-            end = arith.addi(part.base, utils.c(part.length, index))
-            inside = arith.cmpi(arith.CmpIPredicate.ule, end, utils.c(length // unit * unit, index))
-            whole = inside if whole is None else arith.andi(whole, inside)
-    copy(smem, gmem_slice, (launch_context.TileTransform(tiling, launch_context.Rounding.DOWN),), whole)
-    partly = arith.xori(whole, utils.c(1, whole.type))
-    with ir.InsertionPoint(scf.IfOp(partly).then_block):  # type: ignore[call-arg]
+    ule = arith.CmpIPredicate.ule
+    # Of each kind of copy, the columns in the array as its tensor map sees it, and whether this block takes it.
+    kinds: list[tuple[Any, Any, Any]] = [(launch_context.TileTransform(tiling, launch_context.Rounding.DOWN), columns, None)]
+    if n % tiling[1]:
+        inside = arith.cmpi(ule, arith.addi(columns.base, constant(width)), constant(n))
+        last = utils.DynamicSlice(constant(n - n % tiling[1] - width), width)
+        kinds = [(kinds[0][0], columns, inside), (_TilesToTheEnd(tiling), last, _not(inside))]
+    whole = None
+    if m % tiling[0]:
+        whole = arith.cmpi(ule, arith.addi(rows.base, constant(rows.length)), constant(m // tiling[0] * tiling[0]))
+    for transform, at, only in kinds:
+        copy(smem, (*lead, rows, at), (transform,), _both(only, whole))
+    if whole is None:
+        return
+    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[call-arg]
+        first = arith.minui(columns.base, constant(n - width)) if n % tiling[1] else columns.base
         # The compiler does not see the number: unrolled, the loop's addresses spill.
         i32 = ir.IntegerType.get_signless(32)
         count = utils.inline_ptx(f"mov.b32 $0, {tiles * panels};", result_types=i32, has_side_effects=True)
-        loop = scf.ForOp(utils.c(0, index), arith.index_cast(index, count), utils.c(1, index))  # type: ignore[call-arg]
+        loop = scf.ForOp(constant(0), arith.index_cast(index, count), constant(1))  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
-            i = arith.divui(loop.induction_variable, utils.c(panels, index))
-            j = arith.remui(loop.induction_variable, utils.c(panels, index))
-            row = arith.addi(rows.base, arith.muli(i, utils.c(tile, index)))
-            column = arith.addi(columns.base, arith.muli(j, utils.c(panel, index)))
+            i = arith.divui(loop.induction_variable, constant(panels))
+            j = arith.remui(loop.induction_variable, constant(panels))
+            row = arith.addi(rows.base, arith.muli(i, constant(tile)))
+            column = arith.addi(first, arith.muli(j, constant(panel)))
             window = (*lead, utils.DynamicSlice(row, tile), utils.DynamicSlice(column, panel))
             copy(utils.memref_slice(smem, (i, j)), window, ())
             scf.YieldOp([])
         scf.YieldOp([])
+
+
+def last_start(length: int, width: int, panel: int) -> int | None:
+    """Where the last block of a row of `length` begins, if not at a multiple of its `width`: see `_ragged`.
+
+    Blocks of several panels never reach beyond a row that panels do not divide. None: as any other, and what lies beyond the
+    array reads as zeros.
+    """
+    return length - width if width > panel and length > panel and length % panel else None
+
+
+def _not(flag: Any) -> Any:
+    return arith.xori(flag, utils.c(1, flag.type))
+
+
+def _both(x: Any, y: Any) -> Any:
+    """x and y, of which None stands for true."""
+    return arith.andi(x, y) if x is not None and y is not None else y if x is None else x
+
+
+@dataclasses.dataclass(frozen=True)
+class _TilesToTheEnd(launch_context.MemRefTransform):
+    """Views an array in tiles of which the last of a row ends with the row; the first columns, less than one, are left out."""
+
+    tiling: tuple[int, int]
+
+    @property
+    def _tiles(self) -> Any:
+        return launch_context.TileTransform(self.tiling, launch_context.Rounding.DOWN)
+
+    def apply(self, ref: ir.Value) -> ir.Value:
+        ty = ir.MemRefType(ref.type)
+        *lead, columns = ty.shape
+        first = columns % self.tiling[1]
+        return self._tiles.apply(_view(ref, [*lead, columns - first], ty.get_strides_and_offset()[0], first))
+
+    def transform_index(self, idx: Any) -> tuple[Any, ...]:
+        return self._tiles.transform_index(idx)
+
+    def transform_shape(self, shape: Any) -> tuple[int, ...]:
+        return self._tiles.transform_shape(shape)
+
+    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
+        *lead, columns = shape
+        return self._tiles.transform_gmem_shape((*lead, columns - columns % self.tiling[1]))
+
+    def batch(self, leading_rank: int) -> _TilesToTheEnd:
+        return self
 
 
 def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> None:

@@ -124,14 +124,25 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
 
 
 def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
-    """Rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array."""
+    """Rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array.
+
+    Where the last tile of a row begins within the one before (`core.block_start`), both store the same values there.
+    """
     row, column = schedule.warpgroup_origin(c)
+    a_t, b_t = transposed(p)
+    swizzle = swizzle_bytes(p, c)
+    # An operand that is stored with this side along its rows says where its last block begins.
+    first_row = core.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
+    first_column = tile.column * c.tile_n if b_t else core.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
 
     def copy(piece: Any, i: int, j: int) -> None:
-        rows = core.ds(tile.row * c.tile_m + row + i, EPILOGUE_ROWS)
-        columns = core.ds(tile.column * c.tile_n + column + j, c.epilogue_tile_n)
+        rows = core.ds(first_row + row + i, EPILOGUE_ROWS)
+        columns = core.ds(first_column + column + j, c.epilogue_tile_n)
         product = tile.batch * c.split_k + tile.part
-        core.copy_smem_to_gmem(piece, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
+        if _ends_with_rows(p, c):
+            core.copy_smem_to_gmem(piece, core.block_anywhere(out_ref, product, rows, columns))
+        else:
+            core.copy_smem_to_gmem(piece, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
 
     store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], copy)
 
@@ -171,6 +182,14 @@ def _kernel(
     core.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
 
+def _ends_with_rows(p: Problem, c: Config) -> bool:
+    """Whether the last tile of a row or column of tiles may begin anywhere: see `core.block_start`."""
+    a_t, b_t = transposed(p)
+    panel = (swizzle_bytes(p, c) or 128) // 2
+    along_m, along_n = core.last_start(p.m, c.tile_m, panel), core.last_start(p.n, c.tile_n, panel)
+    return (a_t and along_m is not None) or (not b_t and along_n is not None)
+
+
 def _tile_groups(p: Problem, c: Config) -> int:
     """Output tiles, counted in clusters."""
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
@@ -183,9 +202,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
     p = partial_problem(p, c)
     cluster = 1 if c.cluster == "none" else 2
     blocks = min(gpu.sms // cluster, _tile_groups(p, c))
+    shape = (p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n)
+    anywhere = _ends_with_rows(p, c)
     out = core.kernel(
         functools.partial(_kernel, p, c, blocks),
-        out_type=jax.ShapeDtypeStruct((p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n), p.out_dtype),
+        out_type=jax.ShapeDtypeStruct((1, p.batch, p.m, p.n) if anywhere else shape, p.out_dtype),
         scratch_types={
             "accumulator": core.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
             "out_smem": core.SMEM(
@@ -201,7 +222,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
         num_threads=c.compute_warpgroups + 1,
         name="mgpu_ops_matmul",
         interpret=interpret,
-    )(a, b)
+    )(a, b).reshape(shape)
     if c.split_k > 1:  # in a fixed order: the result is the same from run to run
         parts = out.reshape(*((-1,) if batched else ()), c.split_k, p.m, p.n)
         out = parts.sum(-3).astype(out_dtype)

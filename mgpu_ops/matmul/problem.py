@@ -246,13 +246,16 @@ def _ragged_output(p: Problem, c: Config) -> str | None:
     return None
 
 
+_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`core.block_anywhere`)
+
+
 def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
     """Why operands that swizzle tiles do not divide cannot be copied in blocks that wide, or None.
 
-    A block at such an operand's end is copied tile by tile, which takes registers: along k, with tiles of 64 bytes, and with a
-    batch or parts of k in a cluster or beside few registers, more than the copying warpgroup has.
+    The last block of a row ends with the row, so that it must fit; along k it would bring elements twice. The last rows, where
+    they are no eight, come tile by tile, which takes registers of the copying warpgroup.
     """
-    scarce = swizzle != 128 or ((p.batch > 1 or c.split_k > 1) and (c.cluster != "none" or c.memory_registers < 40))
+    few_registers = c.memory_registers < 40 or c.cluster != "none"
     a_t, b_t = transposed(p)
     tile = swizzle // 2
     operands = (  # name, rows and row length, and the block's row length and its field
@@ -261,7 +264,11 @@ def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
     )
     for name, (rows, length), width, field in operands:
         divides = (rows <= 8 or rows % 8 == 0) and (length <= tile or length % tile == 0)
-        if not divides and width != tile and (field == "tile_k" or scarce):
+        if (
+            not divides
+            and width != tile
+            and (field == "tile_k" or width > length or length >= _LONGEST_RAGGED or (rows % 8 and few_registers))
+        ):
             return (
                 f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
                 f"not a multiple of 8 x {tile}"
