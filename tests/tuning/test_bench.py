@@ -810,7 +810,7 @@ def test_what_is_marked_as_wrong_is_what_failures_tells(spec: Any, grad: bool) -
     name, problem = next(iter(spec.shapes.items()))
     text = bench.label(spec, name, problem)
     for error in (1e-4, 5e-3, 0.02, 0.1, 0.2, math.nan):
-        ours = row(op=spec.name + bench.GRAD * grad, problem=text, error=error)
+        ours = row(op=spec.name + bench.GRAD * grad, problem=text, error=error, date="2026-11-22")
         assert bench.wrong(ours) == bool(bench.failures([ours], spec, {name: problem}, grad=grad))
 
 
@@ -831,3 +831,20 @@ def test_a_wrong_peer_is_no_win() -> None:
     [found] = bench.summary([row(), row("xla", 100.0, error=math.nan)])
     assert (found.problems, found.wins, found.wrong) == (0, 0, 1)
     assert math.isnan(found.geomean)
+
+
+def test_an_error_is_held_to_the_limit_of_the_day_it_was_measured():
+    """Attention's error was once taken over the rms of a whole gradient, where it is larger."""
+    row = bench.Row(op="flash_attention+grad", problem="mha64-4096 4096x4096x32x32x64 bfloat16 batch=4", impl="cudnn", config="",
+                    median_us=1.0, spread_us=0.0, tflops=1.0, gbs=1.0, error=0.2, gpu="NVIDIA H200", driver="", jax="",
+                    date="2026-11-21")  # fmt: skip
+    assert not bench.wrong(row)
+    assert bench.wrong(dataclasses.replace(row, date="2026-11-22"))
+    assert bench.wrong(dataclasses.replace(row, error=0.5))
+    assert bench.wrong(dataclasses.replace(row, error=float("nan")))
+
+
+def test_no_committed_result_is_marked_as_wrong():
+    files = sorted(Path("results").glob("*.csv"))
+    assert files
+    assert [(file.name, row.problem, row.impl) for file in files for row in bench.read_csv(file) if bench.wrong(row)] == []
