@@ -835,13 +835,12 @@ def test_a_wrong_peer_is_no_win() -> None:
 
 def test_an_error_is_held_to_the_limit_of_the_day_it_was_measured():
     """Attention's error was once taken over the rms of a whole gradient, where it is larger."""
-    row = bench.Row(op="flash_attention+grad", problem="mha64-4096 4096x4096x32x32x64 bfloat16 batch=4", impl="cudnn", config="",
-                    median_us=1.0, spread_us=0.0, tflops=1.0, gbs=1.0, error=0.2, gpu="NVIDIA H200", driver="", jax="",
-                    date="2026-11-21")  # fmt: skip
-    assert not bench.wrong(row)
-    assert bench.wrong(dataclasses.replace(row, date="2026-11-22"))
-    assert bench.wrong(dataclasses.replace(row, error=0.5))
-    assert bench.wrong(dataclasses.replace(row, error=float("nan")))
+    text = "mha64-4096 4096x4096x32x32x64 bfloat16 batch=4"
+    then = row("cudnn", op="flash_attention+grad", problem=text, error=0.2, date="2026-11-21")
+    assert not bench.wrong(then)
+    assert bench.wrong(dataclasses.replace(then, date="2026-11-22"))
+    assert bench.wrong(dataclasses.replace(then, error=0.5))
+    assert bench.wrong(dataclasses.replace(then, error=float("nan")))
 
 
 def test_no_committed_result_is_marked_as_wrong():
