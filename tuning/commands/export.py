@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     writable(arguments.output, "--output", folder=arguments.format == "json")
     specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     keys = [gpu.find(arguments.gpu).key] if arguments.gpu else [g.key for g in gpu.GPUS]
-    files = [
+    found = [
         (path, database.read(path, gpu_key=key, op=spec.name))
         for spec in specs
         for key, whose, path in stored_files(spec, keys)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     exported: dict[tuple[str, str], Any] = {}
     left_out: list[dict[str, Any]] = []
     shared = [(p, f) for p, f in shared_files(finished_storage(arguments)) if f.gpu in keys and f.op in [s.name for s in specs]]
-    for key, entries in merging.entries_of([*files, *shared]).items():
+    for key, entries in merging.entries_of([*found, *shared]).items():
         spec, device = mgpu_ops.SPECS[key[1]], gpu.find(key[0])
         wanted = [e for e in entries if arguments.kind in (None, e.evidence.kind)]
         faults = [(e, fault) for e in wanted if (fault := database.fault_of(e, device, spec))]
