@@ -130,7 +130,7 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
     """
     row, column = schedule.warpgroup_origin(c)
     a_t, b_t = transposed(p)
-    swizzle = swizzle_bytes(p, c)
+    swizzle = swizzle_bytes(p, c) or 128
     # An operand that is stored with this side along its rows says where its last block begins.
     first_row = core.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
     first_column = tile.column * c.tile_n if b_t else core.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
