@@ -35,80 +35,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from mgpu_ops.core import inflight, lines, multimem, ptxas, replicas, threads, tma
+from mgpu_ops.core import inflight, jax_patches, ptxas, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
 tma.install()
-multimem.install()
-replicas.install()
+jax_patches.add_in_float32()
+jax_patches.name_replicas()
 threads.install()
 
-# Memory spaces, types of scratch buffers, and how a block moves between memories.
-GMEM = plgpu.GMEM
-SMEM = plgpu.SMEM
-REGS = plgpu.REGS
-BlockSpec = plgpu.BlockSpec
-Barrier = plgpu.Barrier
-ClusterBarrier = plgpu.ClusterBarrier
-SemaphoreType = plgpu.SemaphoreType
-RefUnion = plgpu.RefUnion
-Layout = plgpu.Layout
-layout_cast = plgpu.layout_cast
-TilingTransform = plgpu.TilingTransform
-SwizzleTransform = plgpu.SwizzleTransform
-CompilerParams = plgpu.CompilerParams
-LoweringSemantics = plgpu.LoweringSemantics
-ShapeDtypeStruct = plgpu.ShapeDtypeStruct
-find_swizzle = plgpu.find_swizzle
 last_start = tma.last_start
 
-# Pipelines and loops.
-emit_pipeline = plgpu.emit_pipeline
-emit_pipeline_warp_specialized = plgpu.emit_pipeline_warp_specialized
-PipelinePipeline = plgpu.PipelinePipeline
-nd_loop = plgpu.nd_loop
-planar_snake = plgpu.planar_snake
-run_scoped = pl.run_scoped
-when = pl.when
-loop = pl.loop
-ds = pl.ds
-cdiv = pl.cdiv
-
-# Copies, barriers, registers.
-copy_smem_to_gmem = plgpu.copy_smem_to_gmem
-wait_smem_to_gmem = plgpu.wait_smem_to_gmem
-commit_smem = plgpu.commit_smem
-commit_smem_to_gmem_group = plgpu.commit_smem_to_gmem_group
-async_prefetch = plgpu.async_prefetch
-async_store_smem = plgpu.async_store_smem
-barrier_wait = plgpu.barrier_wait
-set_max_registers = plgpu.set_max_registers
-load = plgpu.load
-broadcasted_iota = plgpu.broadcasted_iota
-inline_mgpu = plgpu.inline_mgpu
-warp_map = plgpu.warp_map
 
 is_ring = inflight.is_ring
-
-# Between blocks of a cluster and between GPUs.
-cluster_ref = plgpu.cluster_ref
-remote_ref = plgpu.remote_ref
-multicast_ref = plgpu.multicast_ref
-multimem_load_reduce = plgpu.multimem_load_reduce
-multimem_store = plgpu.multimem_store
-store_lines = lines.store
-load_lines = lines.load
-LineDeadline = lines.Deadline
-Address = lines.Address
-read_word = lines.read_word
-write_word = lines.write_word
-semaphore_signal_multicast = plgpu.semaphore_signal_multicast
-semaphore_wait = plgpu.semaphore_wait
-atomic_add = plgpu.atomic_add
-
-# Profile traces: `with trace(name):` marks a region in the trace of a kernel compiled with
-# `CompilerParams(profile_space=..., profile_dir=...)`.
-trace = jax.named_scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +84,7 @@ class _Registers:
             with inflight.scope():
                 fn(*accs)
 
-        run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in self._shapes))
+        pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in self._shapes))
 
 
 class _Simulated:
@@ -183,7 +121,7 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
         plgpu.wgmma(acc, a, b)
     else:  # these loads stand for the tensor core's, which need no fence before the next TMA write
         acc[...] += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
-        commit_smem()
+        plgpu.commit_smem()
 
 
 def wgmma_wait(in_flight: int) -> None:
@@ -210,8 +148,8 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
     `swizzle` (128, 64 or 32 bytes) defaults to the largest that divides a row. Both operands of one wgmma need the same.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = swizzle or find_swizzle(minor * itemsize * 8)
-    return (TilingTransform((8, swizzle // itemsize)), SwizzleTransform(swizzle))
+    swizzle = swizzle or plgpu.find_swizzle(minor * itemsize * 8)
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
 def block_start(index: Any, width: int, length: int, dtype: Any, swizzle: int) -> Any:
@@ -233,7 +171,7 @@ def block_anywhere(ref: Any, *index: Any) -> Any:
     *lead, rows, columns = index
     if _interpreting.get():
         return ref.at[(0, *index)]
-    there = (ds(rows.start * tma.ROW_UNIT, rows.size), ds(columns.start * tma.COLUMN_UNIT, columns.size))
+    there = (pl.ds(rows.start * tma.ROW_UNIT, rows.size), pl.ds(columns.start * tma.COLUMN_UNIT, columns.size))
     return ref.at[(jnp.int32(tma.ANYWHERE), *lead, *there)]
 
 
@@ -257,13 +195,13 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
     dst[...] = jnp.zeros(dst.shape, dst.dtype)
     for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
 
-        @when(some)
+        @pl.when(some)
         def _(offset: Any = offset, count: int = count) -> None:
             # A row may end within the block.
-            whole = jnp.pad(src[0, 0, ds(row + offset, count), :], ((0, 0), (0, columns)))
-            dst[ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
+            whole = jnp.pad(src[0, 0, pl.ds(row + offset, count), :], ((0, 0), (0, columns)))
+            dst[pl.ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
 
-    commit_smem()
+    plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 
 
@@ -279,19 +217,19 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
     length = jnp.clip(end - row, 0, rows)
     for offset, count, some in _binary(length, rows):
 
-        @when(some)
+        @pl.when(some)
         def _(offset: Any = offset, count: int = count) -> None:
-            window = dst.at[0, 0, ds(row + offset, count), ds(column, columns)]
-            plgpu.copy_smem_to_gmem(src.at[ds(offset, count), :], window, commit_group=False)
+            window = dst.at[0, 0, pl.ds(row + offset, count), pl.ds(column, columns)]
+            plgpu.copy_smem_to_gmem(src.at[pl.ds(offset, count), :], window, commit_group=False)
 
-    commit_smem_to_gmem_group()
+    plgpu.commit_smem_to_gmem_group()
     # The interpreter counts copies, not groups of them: an empty group would be missing.
-    when(length == 0)(functools.partial(wait_smem_to_gmem, 0, wait_read_only=True))
+    pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
 
 
 def _window(ref: Any, row: Any, end: Any, column: Any, shape: tuple[int, int]) -> Any:
     """How `core/tma.py` wants a window of rows: Mosaic only takes rows in eights, so the row is written eightfold."""
-    return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), ds(row * tma.ROW_UNIT, shape[0]), ds(column, shape[1])]
+    return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(column, shape[1])]
 
 
 def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
@@ -310,7 +248,7 @@ def global_memory_fence() -> None:
     if _interpreting.get():
         return
 
-    @inline_mgpu()
+    @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
         mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
@@ -323,7 +261,7 @@ def signal_all(semaphore: Any, device_ids: Sequence[Any]) -> None:
     One fence releases to all, before it signals: `semaphore_signal` has one for each GPU, each of which takes about as long.
     """
 
-    @inline_mgpu(arg_types=[plgpu.RefType()] * len(device_ids))
+    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(device_ids))
     def signal(_: Any, *semaphores: Any) -> None:
         mosaic.warpgroup_barrier()
         with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
@@ -332,7 +270,7 @@ def signal_all(semaphore: Any, device_ids: Sequence[Any]) -> None:
             for one in semaphores:
                 mosaic.SemaphoreRef(mosaic.memref_ptr(one)).signal(1, predicate=always, relaxed=True)
 
-    signal(*(remote_ref(semaphore, device) for device in device_ids))
+    signal(*(plgpu.remote_ref(semaphore, device) for device in device_ids))
 
 
 def warpgroup_barrier() -> None:
@@ -340,7 +278,7 @@ def warpgroup_barrier() -> None:
     if _interpreting.get():
         return
 
-    @inline_mgpu()
+    @plgpu.inline_mgpu()
     def barrier(_: Any) -> None:
         mosaic.warpgroup_barrier()
 
@@ -356,9 +294,9 @@ def store_volatile(values: Any, ref: Any) -> None:
     if _interpreting.get():
         ref[...] = values
         return
-    layout = Layout.WGMMA.reduce(1)
+    layout = plgpu.Layout.WGMMA.reduce(1)
 
-    @inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def store(_: Any, values: Any, ref: Any) -> None:
         # Four threads have the same two rows, eight apart: a thread's are 16 rows of its warp, and those of its four of them.
         i32 = ir.IntegerType.get_signless(32)
@@ -415,7 +353,7 @@ def kernel(
     name: str,
     equal_over: tuple[str, ...] = (),
     interpret: bool = False,
-    compiler_params: CompilerParams | None = None,
+    compiler_params: plgpu.CompilerParams | None = None,
 ) -> Callable[..., Any]:
     """A function of arrays that launches `body(*input_refs, *output_refs, **scratch)` as one GPU kernel.
 
@@ -439,7 +377,7 @@ def kernel(
     buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
     if interpret:
         for k, t in accumulators.items():
-            buffers[k] = [SMEM((t.warpgroups, *shape), jnp.float32) for shape in t.shapes]
+            buffers[k] = [plgpu.SMEM((t.warpgroups, *shape), jnp.float32) for shape in t.shapes]
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
         for key, t in accumulators.items():
@@ -460,7 +398,7 @@ def kernel(
         num_threads=num_threads,
         thread_name=thread_name,
         kernel_name=name,
-        compiler_params=compiler_params or CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
+        compiler_params=compiler_params or plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
 
@@ -474,7 +412,7 @@ def kernel(
 
 def _mark() -> None:
     """Makes the kernel being traced one whose copies `core/tma.py` extends."""
-    inline_mgpu()(tma.mark)()
+    plgpu.inline_mgpu()(tma.mark)()
 
 
 def specialize(
@@ -493,14 +431,14 @@ def specialize(
     """
     wg = lax.axis_index(thread_name)
 
-    @when(wg == compute_warpgroups)
+    @pl.when(wg == compute_warpgroups)
     def _() -> None:
-        set_max_registers(copy_registers, action="decrease")
+        plgpu.set_max_registers(copy_registers, action="decrease")
         copying()
 
-    @when(wg < compute_warpgroups)
+    @pl.when(wg < compute_warpgroups)
     def _() -> None:
-        set_max_registers(compute_registers, action="increase")
+        plgpu.set_max_registers(compute_registers, action="increase")
         computing()
 
 

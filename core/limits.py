@@ -1,9 +1,10 @@
-"""What wgmma and TMA ask of any op's problems and configs: dtypes, rows of arrays, and how two warpgroups share a tile."""
+"""What wgmma and TMA ask of any op's problems and configs, and the shared memory that a block takes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, get_type_hints
 
 from mgpu_ops.core.gpu import Gpu
@@ -92,3 +93,19 @@ def warpgroup_tile(c: Any) -> tuple[int, int]:
     if c.compute_warpgroups == 1:
         return c.tile_m, c.tile_n
     return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
+
+
+# --- Shared memory
+
+ALIGNMENT = 1024  # Mosaic starts every buffer at a multiple: a 128-byte swizzle repeats every 8 rows of 128 bytes
+BARRIER_BYTES = 8  # an mbarrier is one 64-bit word
+
+Buffer = tuple[tuple[int, ...], int]  # its shape and bytes per element
+
+
+def block_bytes(buffers: Iterable[Buffer], barriers: int) -> int:
+    """Bytes of shared memory a block needs for `buffers` and `barriers` mbarriers."""
+    size = 0
+    for shape, itemsize in buffers:
+        size = -(-size // ALIGNMENT) * ALIGNMENT + math.prod(shape) * itemsize
+    return size + BARRIER_BYTES * barriers

@@ -6,36 +6,27 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from mgpu_ops.collectives import SPECS as _COLLECTIVES
+from mgpu_ops.attention.dot_product_attention import dot_product_attention
+from mgpu_ops.attention.flash_attention import flash_attention
+from mgpu_ops.attention.problem import BackwardConfig as FlashAttentionBackwardConfig
+from mgpu_ops.attention.problem import Config as FlashAttentionConfig
+from mgpu_ops.attention.problem import Problem as FlashAttentionProblem
 from mgpu_ops.collectives import Config as CollectiveConfig
 from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.core import extras
-from mgpu_ops.core.capture import capture
-from mgpu_ops.core.database import DatabaseError
-from mgpu_ops.core.resolution import use_configs
-from mgpu_ops.dot_product_attention import dot_product_attention
-from mgpu_ops.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
-from mgpu_ops.flash_attention import FORWARD as _FLASH_ATTENTION
-from mgpu_ops.flash_attention import flash_attention
-from mgpu_ops.flash_attention.problem import BackwardConfig as FlashAttentionBackwardConfig
-from mgpu_ops.flash_attention.problem import Config as FlashAttentionConfig
-from mgpu_ops.flash_attention.problem import Problem as FlashAttentionProblem
-from mgpu_ops.grouped_matmul import SPEC as _GROUPED_MATMUL
-from mgpu_ops.grouped_matmul import Problem as GroupedMatmulProblem
-from mgpu_ops.grouped_matmul import grouped_matmul, ragged_dot
-from mgpu_ops.groups import Config as GroupedMatmulConfig
-from mgpu_ops.matmul import SPEC as _MATMUL
+from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
+from mgpu_ops.grouped.grouped_matmul import grouped_matmul, ragged_dot
+from mgpu_ops.grouped.groups import Config as GroupedMatmulConfig
+from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
+from mgpu_ops.grouped.ragged_contraction import ragged_contraction
 from mgpu_ops.matmul import Config as MatmulConfig
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul import matmul
-from mgpu_ops.ragged_contraction import SPEC as _RAGGED_CONTRACTION
-from mgpu_ops.ragged_contraction import Problem as RaggedContractionProblem
-from mgpu_ops.ragged_contraction import ragged_contraction
-
-_OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD, *_COLLECTIVES.values())
-SPECS = {spec.name: spec for spec in _OPS}
-
+from mgpu_ops.ops import SPECS, spec_of
+from mgpu_ops.registry.capture import capture
+from mgpu_ops.registry.database import DatabaseError
+from mgpu_ops.registry.resolution import use_configs
 
 type OpName = Literal[
     "matmul",
@@ -60,8 +51,8 @@ def explain(op: OpName, problem: Any, gpu: Any = None) -> str:
     Raises ValueError for an unknown op or GPU, for what is no problem of the op, and for a field of another type.
     """
     from mgpu_ops.core import gpu as gpus
-    from mgpu_ops.core import resolution
-    from mgpu_ops.core.op import problem_of
+    from mgpu_ops.registry import resolution
+    from mgpu_ops.registry.spec import problem_of
 
     spec = spec_of(op)
     if not isinstance(problem, spec.Problem):
@@ -103,13 +94,6 @@ def autotune(
     from mgpu_ops.tuning.autotune import autotuned  # only here: nothing else in the package loads the tuner
 
     return autotuned(function, args, gpu=gpu, trials=trials, budget=budget, store=store)
-
-
-def spec_of(op: str) -> Any:
-    """The OpSpec of an op by name; ValueError names what there is."""
-    if not isinstance(op, str) or op not in SPECS:
-        raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}")
-    return SPECS[op]
 
 
 __all__ = [

@@ -5,7 +5,7 @@
 `--check` writes nothing and fails, with the difference, where the page is not what it should be.
 
 A row of its tables is a call of the public function that was traced, with its gradients, as on the GPU that is named; none is
-needed. Where it ran is what `op.dispatch` did with it, and why is what `supports` or `left_to_jax` answers.
+needed. Where it ran is what `dispatch.run` did with it, and why is what `supports` or `left_to_jax` answers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
+from mgpu_ops.attention.dot_product_attention import left_to_jax
+from mgpu_ops.attention.problem import HEAD_DIMS, padded
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
-from mgpu_ops.dot_product_attention import left_to_jax
-from mgpu_ops.flash_attention.problem import HEAD_DIMS, padded
 
 FILE = Path(__file__).parents[1] / "docs/kernels/flash_attention_support.md"
 BATCH, TOKENS, HEADS, HEAD_DIM = 2, 1024, 8, 128
-attention = importlib.import_module("mgpu_ops.flash_attention")
+attention = importlib.import_module("mgpu_ops.attention.flash_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +257,7 @@ def drop_in(arguments: dict[str, Any], device: gpus.Gpu) -> tuple[str, str, str,
 PAGE = """# What runs where: flash_attention and dot_product_attention
 
 Written by `python scripts/flash_attention_support.py` from what the code does; a test holds it to that. "kernel" is the Mosaic
-GPU kernel, "XLA" the same computed by `mgpu_ops/flash_attention/reference.py`. Where a call runs through XLA that could not run
+GPU kernel, "XLA" the same computed by `mgpu_ops/attention/reference.py`. Where a call runs through XLA that could not run
 in the kernel, the log says why, once per reason, and a named `backend="mosaic"` raises it.
 
 ## Devices

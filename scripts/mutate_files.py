@@ -37,9 +37,10 @@ os.environ.setdefault("NPROC", "64")
 import msgspec
 
 import mgpu_ops
-from mgpu_ops.core import database, gpu, resolution
-from mgpu_ops.core.database import DatabaseError, Entry, Evidence
-from mgpu_ops.core.op import OpSpec
+from mgpu_ops.core import gpu
+from mgpu_ops.registry import database, resolution
+from mgpu_ops.registry.database import DatabaseError, Entry, Evidence
+from mgpu_ops.registry.spec import OpSpec
 
 SECONDS = 2.0  # more is a hang
 TAKEN = "taken"
@@ -79,7 +80,8 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
     """Of a study with three trials that is done, one that is not, and a fleet's queue."""
     import dataclasses
 
-    from mgpu_ops.tuning import fleet, storage
+    from mgpu_ops.tuning import storage
+    from mgpu_ops.tuning.fleet import queue as fleet_queue
     from mgpu_ops.tuning.ledger import Ledger
     from mgpu_ops.tuning.outcome import Outcome
 
@@ -97,16 +99,16 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
             ledger.close()
             if kind == "measured":
                 storage.finish(study, entry_of(spec, name))
-        fleet.enqueue(backend, [fleet.Job(spec.name, dataclasses.asdict(problem), name, trials=8)])
+        fleet_queue.enqueue(backend, [fleet_queue.Job(spec.name, dataclasses.asdict(problem), name, trials=8)])
     return path.read_bytes()
 
 
 def csv_of(spec: OpSpec) -> bytes:
-    from mgpu_ops.tuning import bench, plot
+    from mgpu_ops.tuning.bench import plot, runner
 
     rows = plot.rows_of(spec, H200, [entry_of(spec, name) for name in list(spec.shapes)[:2]])
     with tempfile.TemporaryDirectory() as folder:
-        bench.write_csv(rows, Path(folder) / "sound.csv")
+        runner.write_csv(rows, Path(folder) / "sound.csv")
         return (Path(folder) / "sound.csv").read_bytes()
 
 
@@ -210,7 +212,8 @@ def mutated(kind: str, data: bytes, rng: random.Random) -> bytes:
 
 def read_database(path: Path, spec: OpSpec) -> bool:
     """Whether the file was taken for a database."""
-    from mgpu_ops.tuning import cli, page, search, sources
+    from mgpu_ops.tuning import cli, search
+    from mgpu_ops.tuning.bench import page, sources
 
     first, second, *_, last = spec.shapes.values()
     for problem in (first, second, last):  # as a program does while it is traced: nothing may be raised
@@ -235,15 +238,18 @@ def read_database(path: Path, spec: OpSpec) -> bool:
 
 
 def read_journal(path: Path, spec: OpSpec) -> bool:
-    from mgpu_ops.tuning import fleet, merging, page, sources, storage
+    from mgpu_ops.tuning import storage
+    from mgpu_ops.tuning.bench import page, sources
+    from mgpu_ops.tuning.fleet import merge
+    from mgpu_ops.tuning.fleet import queue as fleet_queue
     from mgpu_ops.tuning.ledger import Ledger
 
     try:
         page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
-        merging.tuned_in(str(path), mgpu_ops.SPECS)
+        merge.tuned_in(str(path), mgpu_ops.SPECS)
         problem = next(iter(spec.shapes.values()))
         with storage.opened(path) as backend:
-            fleet.queued(backend)
+            fleet_queue.queued(backend)
             for kind in ("measured", "modelled"):
                 study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
                 ledger = Ledger(study, spec.Config, legal=lambda config: spec.check(problem, config, H200) is None)
@@ -256,11 +262,11 @@ def read_journal(path: Path, spec: OpSpec) -> bool:
 
 
 def read_csv(path: Path, spec: OpSpec) -> bool:
-    from mgpu_ops.tuning import bench, page, report, sources
+    from mgpu_ops.tuning.bench import page, report, runner, sources
 
     try:
         page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
-        report.table(bench.read_csv(path))
+        report.table(runner.read_csv(path))
     except ValueError:
         return False
     return True

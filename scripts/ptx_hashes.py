@@ -25,7 +25,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs
 import jax
 
 import mgpu_ops
-from mgpu_ops.core import aot, database, gpu
+from mgpu_ops.core import aot, gpu
+from mgpu_ops.registry import database
 
 NO_KERNEL = "no-kernel"
 _DEBUG = re.compile(r"\s*(\.loc\b|\.file\b|\.section\b|//).*|\$L__(tmp|func_begin|func_end)\d+:|\s*")

@@ -79,8 +79,8 @@ def dot_product_attention_kernel(query: Any, *rest: Any, **named: Any) -> Any:
 FUNCTIONS = {
     "ragged_dot": Function(
         jaxs="jax.lax",
-        ours="mgpu_ops.grouped_matmul",
-        specs=(("mgpu_ops.grouped_matmul", "SPEC"), ("mgpu_ops.ragged_contraction", "SPEC")),
+        ours="mgpu_ops.grouped.grouped_matmul",
+        specs=(("mgpu_ops.grouped.grouped_matmul", "SPEC"), ("mgpu_ops.grouped.ragged_contraction", "SPEC")),
         files=(
             "tests/lax_test.py",
             "tests/export_test.py",
@@ -96,8 +96,8 @@ FUNCTIONS = {
     ),
     "dot_product_attention": Function(
         jaxs="jax.nn",
-        ours="mgpu_ops.dot_product_attention",
-        specs=(("mgpu_ops.flash_attention", "FORWARD"), ("mgpu_ops.flash_attention", "BACKWARD")),
+        ours="mgpu_ops.attention.dot_product_attention",
+        specs=(("mgpu_ops.attention.flash_attention", "FORWARD"), ("mgpu_ops.attention.flash_attention", "BACKWARD")),
         files=("tests/nn_test.py", "tests/fused_attention_stablehlo_test.py"),
         pattern="DotProductAttention",
         through_the_kernel=dot_product_attention_kernel,

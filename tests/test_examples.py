@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from examples import moe, tensor_parallel
-from mgpu_ops import core
+from mgpu_ops.core import engine
 
 SMALL = moe.Layer(width=32, hidden=48, experts=4, top_k=2)
 
@@ -86,11 +86,11 @@ def test_training_lowers_the_loss_as_the_dense_layer_does(monkeypatch):
 def test_the_interpreted_kernel_computes_the_same_loss():
     params, x, target = inputs(moe.Layer(width=16, hidden=16, experts=2, top_k=2), 20)
     loss = functools.partial(moe.loss, moe.Layer(width=16, hidden=16, experts=2, top_k=2), params, x, target)
-    core.reset_interpreter()
+    engine.reset_interpreter()
     with contextlib.redirect_stdout(io.StringIO()):
         value = float(loss("interpret"))
-    assert not core.races_found()
-    core.reset_interpreter()
+    assert not engine.races_found()
+    engine.reset_interpreter()
     assert value == pytest.approx(float(loss("xla")), rel=1e-3)
 
 

@@ -63,7 +63,7 @@ def test_wheel_holds_the_whole_package_and_no_other_top_level_name(unpacked_whee
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"mgpu_ops"}
     files = files_of_the_package(unpacked_wheel)
     assert files == files_of_the_package(ROOT)
-    assert files >= {"mgpu_ops/py.typed", "mgpu_ops/core/op.py", "mgpu_ops/tuning/__init__.py"}
+    assert files >= {"mgpu_ops/py.typed", "mgpu_ops/registry/spec.py", "mgpu_ops/tuning/__init__.py"}
 
 
 def test_sdist_holds_the_code_once_behind_no_links(built):
@@ -84,7 +84,7 @@ def test_wheel_installs_the_command(unpacked_wheel):
 def test_import_from_a_wheel_loads_no_tuner_and_touches_no_device(unpacked_wheel):
     code = """
 import json, sys
-import mgpu_ops, mgpu_ops.core.op
+import mgpu_ops, mgpu_ops.registry.dispatch
 mgpu_ops.matmul
 from jax._src.xla_bridge import backends_are_initialized
 print(json.dumps([mgpu_ops.__file__, sorted(sys.modules), backends_are_initialized()]))
@@ -96,6 +96,10 @@ print(json.dumps([mgpu_ops.__file__, sorted(sys.modules), backends_are_initializ
     heavy = {"optuna", "pandas", "matplotlib", "rich", "jax._src.pallas", "mgpu_ops.tuning", "core", "tuning"}
     assert not heavy & set(modules)
     assert not initialized
+
+
+DIRECTION = "core <- registry <- ops <- tuning, and ops know nothing of each other"
+CIRCLES = "no circles, among rooms and among the modules of a room"
 
 
 @pytest.fixture
@@ -120,29 +124,34 @@ def test_imports_keep_the_contracts(copy_of_the_sources):
 @pytest.mark.parametrize(
     ("file", "statement", "contract"),
     [
-        ("core/op.py", "import mgpu_ops.planted", "core imports neither ops nor the tuner"),
-        ("core/op.py", "from mgpu_ops.tuning import x", "core imports neither ops nor the tuner"),
-        ("core/op.py", "import mgpu_ops", "core does not import the top of the package"),
-        ("mgpu_ops/planted.py", "import mgpu_ops.tuning", "ops do not import the tuner"),
+        ("core/gpu.py", "import mgpu_ops.matmul", DIRECTION),
+        ("core/gpu.py", "from mgpu_ops.registry import spec", DIRECTION),
+        ("mgpu_ops/registry/spec.py", "import mgpu_ops", "only the tuner imports the top of the package"),
+        ("mgpu_ops/registry/spec.py", "import mgpu_ops.matmul", DIRECTION),
+        ("mgpu_ops/matmul/model.py", "import mgpu_ops.tuning", DIRECTION),
+        ("mgpu_ops/matmul/model.py", "from mgpu_ops.grouped import groups", DIRECTION),
+        ("mgpu_ops/matmul/problem.py", "from mgpu_ops.matmul import model", CIRCLES),
+        ("tuning/measure.py", "from mgpu_ops.tuning import worker", CIRCLES),
+        ("tuning/storage.py", "from mgpu_ops.tuning import search", "the rooms of the tuner"),
         (
             "mgpu_ops/__init__.py",
-            "from mgpu_ops.tuning import planted",
+            "from mgpu_ops.tuning import worker",
             "importing mgpu_ops does not load the tuner",
         ),
         (
-            "core/op.py",
+            "core/gpu.py",
             "def f():\n    import pandas.api",
             "only the tuner imports optuna, pandas, matplotlib and rich",
         ),
         (
-            "mgpu_ops/planted.py",
+            "mgpu_ops/matmul/planted.py",
             "import optuna",
             "only the tuner imports optuna, pandas, matplotlib and rich",
         ),
     ],
 )
 def test_an_import_against_the_direction_breaks_its_contract(copy_of_the_sources, file, statement, contract):
-    for planted in ("mgpu_ops/planted.py", "tuning/planted.py"):
+    for planted in ("mgpu_ops/matmul/planted.py", "tuning/cli/planted.py"):
         (copy_of_the_sources / planted).touch()
     with open(copy_of_the_sources / file, "a") as source:
         source.write(f"\n{statement}\n")
@@ -152,7 +161,7 @@ def test_an_import_against_the_direction_breaks_its_contract(copy_of_the_sources
 
 
 def test_the_tuner_may_import_its_libraries(copy_of_the_sources):
-    (copy_of_the_sources / "tuning/planted.py").write_text(
+    (copy_of_the_sources / "tuning/cli/planted.py").write_text(
         "import matplotlib.pyplot\nimport optuna\nimport pandas\nimport rich.table\n"
     )
     result = lint_imports(copy_of_the_sources)

@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
-from mgpu_ops.core import database
+from mgpu_ops.registry import database
 from mgpu_ops.tuning import cli
 from scripts import figures
 

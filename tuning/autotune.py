@@ -11,11 +11,14 @@ from typing import Any
 
 import msgspec
 
-from mgpu_ops import SPECS, capture, use_configs
-from mgpu_ops.core import database, job
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core.op import OpSpec
-from mgpu_ops.tuning import commands, problems, tuner
+from mgpu_ops.ops import SPECS
+from mgpu_ops.registry import database, job
+from mgpu_ops.registry.capture import capture
+from mgpu_ops.registry.resolution import use_configs
+from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.tuning import problems, tuner
+from mgpu_ops.tuning.cli import shared
 from mgpu_ops.tuning.device import Device, Measured, Modelled
 
 _log = logging.getLogger("mgpu_ops")
@@ -59,7 +62,7 @@ def autotuned(
 def _device(name: str | None) -> Device:
     """The GPU here if there is one and it is the one asked for; else the model of the one asked for."""
     wanted = gpus.find(name) if name else None
-    if commands.has_gpu():
+    if shared.has_gpu():
         here = Measured()
         if wanted is None or wanted.key == here.gpu.key:
             return here

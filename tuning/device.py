@@ -15,8 +15,8 @@ import jaxlib
 from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.op import OpSpec
-from mgpu_ops.tuning import compiling, neighbours, worker
+from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.tuning import compile_pool, neighbours, worker
 from mgpu_ops.tuning.child import Child, Gone
 from mgpu_ops.tuning.outcome import Final, Outcome
 
@@ -49,20 +49,20 @@ class Modelled:
     kind = "modelled"
     baseline: str | None = None
 
-    def __init__(self, gpu: Gpu, compile: bool | None = None, pool: compiling.Pool | None = None):
+    def __init__(self, gpu: Gpu, compile: bool | None = None, pool: compile_pool.Pool | None = None):
         self.gpu = gpu
         self.compiles = aot.available() is None if compile is None else compile
         self.versions = {
             "driver": None, "jax": jax.__version__, "jaxlib": jaxlib.__version__, "cuda": None
         }  # fmt: skip
         self.notes: list[str] = []
-        self._pool = pool or (compiling.Pool() if self.compiles else None)
+        self._pool = pool or (compile_pool.Pool() if self.compiles else None)
         self._own = pool is None
         self.slots = 2 * self._pool.processes if self._pool else 1
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._spec, self._problem = spec, problem
-        self._line = compiling.Line(self._pool, spec, problem, self.gpu) if self._pool else None
+        self._line = compile_pool.Line(self._pool, spec, problem, self.gpu) if self._pool else None
         self._waiting: collections.deque[Any] = collections.deque()
 
     def submit(self, config: Any) -> None:
@@ -103,7 +103,7 @@ class Measured:
         *,
         timeout: float = 15.0,
         slots: int = 8,
-        pool: compiling.Pool | None = None,
+        pool: compile_pool.Pool | None = None,
         serve: Callable[..., None] = worker.serve,
     ):
         """Raises WorkerError without a Hopper GPU.
@@ -123,7 +123,7 @@ class Measured:
         self._stopped = threading.Event()
         self._closed = False
         self._opened: tuple[Any, ...] | None = None
-        self._pool, self._own = pool or compiling.Pool(), pool is None
+        self._pool, self._own = pool or compile_pool.Pool(), pool is None
         self._pids: set[int] = set()  # of all workers so far: one that was killed may be on the GPU a moment longer
         self._watch = neighbours.Watch(self._name, lambda: self._pids, self._note) if self._name else None
         self._replace()
@@ -136,7 +136,7 @@ class Measured:
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._opened = None
-        self._line = compiling.Line(self._pool, spec, problem, self.gpu, self._topology)
+        self._line = compile_pool.Line(self._pool, spec, problem, self.gpu, self._topology)
         self._passed: dict[Any, Executable] = {}
         reply = self._ask(_OPEN, "open", spec.name, problem, seed, None)
         if not isinstance(reply, worker.Opened):
@@ -207,7 +207,7 @@ class Measured:
 
     def _compiled(self, configs: Sequence[Any]) -> list[tuple[Any, Executable]]:
         """With their executables. Those of another process's trials compile now, and are left out where they do not."""
-        missing = compiling.Line(self._pool, self._line.spec, self._line.problem, self.gpu, self._topology)
+        missing = compile_pool.Line(self._pool, self._line.spec, self._line.problem, self.gpu, self._topology)
         for config in configs:
             if config not in self._passed:
                 missing.submit(config)

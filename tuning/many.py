@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_ops.tuning import compiling, neighbours
+from mgpu_ops.tuning import compile_pool, neighbours
 from mgpu_ops.tuning.device import Measured
 from mgpu_ops.tuning.worker import Lost
 
@@ -46,7 +46,7 @@ def devices(workers: int | None = 1, gpus: int = 1, **options: Any) -> Iterator[
         raise ValueError(f"workers={workers}: {len(seen)} GPU(s) are visible here{each}: ask for at most so many, or for all")
     names = names[:workers]
     with (
-        compiling.Pool(min(compiling.cores(), _COMPILERS * len(names))) as pool,
+        compile_pool.Pool(min(compile_pool.cores(), _COMPILERS * len(names))) as pool,
         concurrent.futures.ThreadPoolExecutor(len(names)) as threads,
     ):
         starting = [threads.submit(Measured, name, pool=pool, **options) for name in names]

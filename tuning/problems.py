@@ -9,11 +9,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
-from mgpu_ops.core.capture import Captured
+from mgpu_ops.attention.problem import Problem as FlashAttentionProblem
 from mgpu_ops.core.gpu import Gpu, find
-from mgpu_ops.core.op import OpSpec
+from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
+from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
+from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.models import MODELS
+from mgpu_ops.ops import spec_of
+from mgpu_ops.registry.capture import Captured
+from mgpu_ops.registry.spec import OpSpec
 
 SCHEMA = 1
 TOKENS = (128, 256, 4096)  # that a model is tuned for unless it is said
@@ -74,7 +78,7 @@ def of(captured: Captured) -> list[Work]:
 
 
 def _work(op: str, problem: Any, count: int) -> Work:
-    from mgpu_ops.tuning.bench import describe
+    from mgpu_ops.tuning.labels import describe
 
     return Work(op, problem, count, describe(problem))
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import optuna
 
-from mgpu_ops.core import database, extras
-from mgpu_ops.core.database import Entry
+from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.op import OpSpec
-from mgpu_ops.tuning.effects import Effects
+from mgpu_ops.registry import database
+from mgpu_ops.registry.database import Entry
+from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.surrogate import Effects
 
 SAMPLERS = ("tpe", "gp", "random", "brute")
 SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried

@@ -27,7 +27,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.op import OpSpec
+from mgpu_ops.registry.spec import OpSpec
 
 VARIABLE = "MGPU_OPS_STORAGE"
 HEARTBEAT = 10  # seconds between the signs of life of a process that measures for a database

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import optuna
 
-from mgpu_ops.core import database
-from mgpu_ops.core.database import Entry, Evidence
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.op import OpSpec
+from mgpu_ops.registry import database
+from mgpu_ops.registry.database import Entry, Evidence
+from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger

@@ -16,7 +16,7 @@ from typing import Any
 
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.op import Baseline, OpSpec
+from mgpu_ops.registry.spec import Baseline, OpSpec
 from mgpu_ops.tuning.child import first_line, settle
 from mgpu_ops.tuning.outcome import Final, Outcome
 from mgpu_ops.tuning.sharing import first_devices, shared_out
@@ -82,7 +82,7 @@ def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] 
     except Exception as e:
         pipe.send(Failed(first_line(e)))
         return
-    import mgpu_ops
+    from mgpu_ops import ops
 
     session: _Session | None = None
     while session is None or not session.spoilt:
@@ -95,7 +95,7 @@ def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] 
                 session = None  # its arrays make room
                 op, problem, seed, baseline_us = arguments
                 say = lambda text: pipe.send(Note(text))  # noqa: E731
-                session = _Session((specs or mgpu_ops.spec_of)(op), problem, seed, baseline_us, say)
+                session = _Session((specs or ops.spec_of)(op), problem, seed, baseline_us, say)
                 pipe.send(Opened(session.baseline, session.clock.first))
             elif message == "judge":
                 outcome = session.judge(*arguments)  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
 """all_reduce, reduce_scatter and all_gather between the GPUs of a host, for use inside `jax.shard_map`, on NVIDIA Hopper.
 
 `problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `transport.py` how devices
-reach each other, `kernel.py` lays the payload out and launches; what the kernel does is a schedule (`core/collective.py`),
-which `core/exchange.py` carries out. Here are the public functions with their gradient and batching rules, and the ops' SPECs.
+reach each other, `kernel.py` lays the payload out and launches; what the kernel does is a schedule (`schedules.py`),
+which `executor.py` carries out. Here are the public functions with their gradient and batching rules, and the ops' SPECs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from mgpu_ops.collectives import meeting, model
+from mgpu_ops.collectives import exchange, model, rendezvous, topology
 from mgpu_ops.collectives import problem as problems
-from mgpu_ops.collectives.kernel import launch
+from mgpu_ops.collectives.exchange import Axes
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
+from mgpu_ops.collectives.schedules import Kind
 from mgpu_ops.collectives.transport import axes_of, split, unable, unreachable
 from mgpu_ops.collectives.workspace import Workspace, collective_workspace, config_for, unusable
-from mgpu_ops.core import capture, exchange, links, mesh, op, resolution
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core.collective import Kind
-from mgpu_ops.core.exchange import Axes
+from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.op import Backend
+from mgpu_ops.registry import capture, dispatch, resolution
+from mgpu_ops.registry.dispatch import Backend
+from mgpu_ops.registry.spec import Baseline, OpSpec
 
 type Reduction = Literal["add", "min", "max"]
 type Transport = Literal["peer", "multimem", "xla"]
@@ -104,7 +105,7 @@ def all_reduce(
     Raises:
       ValueError: an unknown axis, op, transport or backend; a transport or config that cannot run.
 
-    Source: schedules in mgpu_ops/core/collective.py; measurements in docs/kernels/all_reduce.md.
+    Source: schedules in schedules.py; measurements in docs/kernels/all_reduce.md.
     """
     x = jnp.asarray(x)
     call = _call("all_reduce", axis_name, op, transport, config, backend, workspace)
@@ -185,10 +186,10 @@ def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: An
         raise ValueError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}, {XLA}")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.CollectiveConfig")
-    backend = op.backend(backend)
+    backend = dispatch.requested_backend(backend)
     if backend not in (None, "xla") and transport == XLA:
         raise ValueError(f"transport='xla' does not run on backend={backend!r}: leave one of them out")
-    call = _Call(kind, axes, reduction, transport, config, backend, forbidden=links.multicast_forbidden())
+    call = _Call(kind, axes, reduction, transport, config, backend, forbidden=topology.multicast_forbidden())
     if workspace is not None:
         if not isinstance(workspace, Workspace):
             raise TypeError(
@@ -214,7 +215,7 @@ def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: An
 
 def _arrived(call: _Call, x: jax.Array) -> tuple[jax.Array, _Call]:
     """For debug=True: x, once all devices have come, and the call with a limit to what its kernel waits."""
-    return meeting.all_arrive(call.kind, call.axes, x), dataclasses.replace(call, seconds=meeting.seconds())
+    return rendezvous.all_arrive(call.kind, call.axes, x), dataclasses.replace(call, seconds=rendezvous.seconds())
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
@@ -356,13 +357,13 @@ def _run(call: _Call, x: jax.Array) -> jax.Array:
     )
     problem, reason = _choose(call, spec, _problem(call, x))
     backend = call.backend if call.transport != XLA else XLA
-    out = op.dispatch(spec, problem, (x.reshape(-1),), config=call.config, backend=backend, reason=reason)
+    out = dispatch.run(spec, problem, (x.reshape(-1),), config=call.config, backend=backend, reason=reason)
     if capture.capturing() and call.equal:
         out = _typed_equal(call, out)  # a mark knows nothing of equal results; nothing is run
     return out.reshape(shape)
 
 
-def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, str | None]:
+def _choose(call: _Call, spec: OpSpec, problem: Problem) -> tuple[Problem, str | None]:
     """The problem with its transport, and why it must go through XLA all the same, or None."""
     if call.transport == XLA or call.backend == XLA:
         return problem, None
@@ -392,7 +393,7 @@ def _choose(call: _Call, spec: op.OpSpec, problem: Problem) -> tuple[Problem, st
     return problem, reasons[-1]
 
 
-def _is_wanted(call: _Call, spec: op.OpSpec, problem: Problem, device: Gpu) -> bool:
+def _is_wanted(call: _Call, spec: OpSpec, problem: Problem, device: Gpu) -> bool:
     """Whether kernels run without being named: with a config that somebody chose, multimem with one that was measured only.
 
     The default does where an entry for about as many bytes says that kernels are faster than XLA there.
@@ -406,6 +407,13 @@ def _is_wanted(call: _Call, spec: op.OpSpec, problem: Problem, device: Gpu) -> b
     return given or found.source != "default"
 
 
+def launch(*arguments: Any, **options: Any) -> jax.Array:
+    """`kernel.launch`, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.collectives import kernel
+
+    return kernel.launch(*arguments, **options)
+
+
 def _through_kernel(
     call: _Call, problem: Problem, config: Config, gpu: Gpu, x: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
@@ -417,7 +425,7 @@ def _through_kernel(
         return launch(call.kind, call.axes, problem, config, gpu, x, equal=call.equal, seconds=call.seconds)
     kernel = functools.partial(launch, call.kind, call.axes, problem, config, gpu, equal=False, interpret=True)
     elements = {"all_reduce": x.size, "reduce_scatter": x.size // call.devices, "all_gather": x.size * call.devices}
-    own = meeting.interpret_together(call.axes, jax.ShapeDtypeStruct((elements[call.kind],), x.dtype), kernel, x)
+    own = rendezvous.interpret_together(call.axes, jax.ShapeDtypeStruct((elements[call.kind],), x.dtype), kernel, x)
     return _typed_equal(call, own) if call.equal else own
 
 
@@ -487,9 +495,9 @@ def _next_turn(kind: Kind, out: jax.Array, x: jax.Array) -> tuple[jax.Array]:
     return (x.at[:, :some].set(out[:, :some]),)
 
 
-def _spec(kind: Kind) -> op.OpSpec:
+def _spec(kind: Kind) -> OpSpec:
     of: Any = lambda function: functools.partial(function, kind)  # noqa: E731
-    return op.OpSpec(
+    return OpSpec(
         name=kind,
         version=1,
         Problem=Problem,
@@ -509,13 +517,13 @@ def _spec(kind: Kind) -> op.OpSpec:
         run=of(_on_all),
         reference=of(reference),
         tolerance=problems.tolerance,
-        baseline=lambda problem: op.Baseline("xla", of(_xla_on_all)),
+        baseline=lambda problem: Baseline("xla", of(_xla_on_all)),
         devices=lambda problem: problem.devices,
         turns=_TURNS,
         next_turn=of(_next_turn),
     )
 
 
-SPECS: dict[str, op.OpSpec] = {kind: _spec(kind) for kind in problems.KINDS}
+SPECS: dict[str, OpSpec] = {kind: _spec(kind) for kind in problems.KINDS}
 
 __all__ = ["SPECS", "Config", "Problem", "Workspace", "all_gather", "all_reduce", "collective_workspace", "reduce_scatter"]

@@ -7,11 +7,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops import core
-from mgpu_ops.collectives import meeting
+from mgpu_ops.collectives import rendezvous
+from mgpu_ops.collectives.exchange import Axes, Exchange, Memory
+from mgpu_ops.collectives.executor import Deadline, exchange
 from mgpu_ops.collectives.problem import Config, Problem, check, exchange_of
-from mgpu_ops.core.collective import Buffer, Kind
-from mgpu_ops.core.exchange import Axes, Deadline, Exchange, Memory, exchange
+from mgpu_ops.collectives.schedules import Buffer, Kind
+from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -43,7 +44,7 @@ def launch(
     else:
         deadline = Deadline(jax.new_ref(jnp.zeros(problem.devices + 1, jnp.int32)), seconds)
         out = exchange(rows, what, memory=memory, deadline=deadline, equal=equal)
-        out = meeting.lines_came(kind, axes, out, core.frozen(deadline.late, rows), seconds)
+        out = rendezvous.lines_came(kind, axes, out, engine.frozen(deadline.late, rows), seconds)
     return _cut(out, problem.size if kind == "all_reduce" else problem.size // problem.devices, groups=_groups(what, "out"))
 
 

@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
+from mgpu_ops.collectives import schedules
+from mgpu_ops.collectives.exchange import ROW_BYTES, ROWS_AT_ONCE
 from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule, supports
-from mgpu_ops.core import collective, rates
-from mgpu_ops.core.collective import Kind
-from mgpu_ops.core.exchange import ROW_BYTES, ROWS_AT_ONCE
+from mgpu_ops.collectives.schedules import Kind
+from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
 
 # From two and four H200s: docs/kernels/all_reduce.md.
@@ -44,7 +45,7 @@ def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices of each field of Config."""
     transport: Any = problem.transport
     return {
-        "algorithm": (*collective.algorithms(kind, transport), XLA),
+        "algorithm": (*schedules.algorithms(kind, transport), XLA),
         "blocks": tuple(b for b in BLOCKS if b <= gpu.sms),
         "chunk": CHUNKS,
         "stages": STAGES,
@@ -61,15 +62,15 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
         turns = 2 if kind == "all_reduce" else 1
         return XLA_CALL + turns * (p.devices - 1) / p.devices * size / XLA_BUS
     plan = schedule(kind, p, c)
-    traffic = collective.traffic(plan, size)
-    handshakes = sum(isinstance(step, collective.Wait) and not step.in_lines for step in plan.steps)
+    traffic = schedules.traffic(plan, size)
+    handshakes = sum(isinstance(step, schedules.Wait) and not step.in_lines for step in plan.steps)
     time = ENTRY + START + handshakes * HANDSHAKE
     link = gpu.nvlink_bytes_per_s
     first = True  # of the moves that reach peers at the same time
     for move in plan.steps:
-        if isinstance(move, collective.Wait):
+        if isinstance(move, schedules.Wait):
             first = True
-        if not isinstance(move, collective.Move):
+        if not isinstance(move, schedules.Move):
             continue
         length = (size if move.whole else -(-size // p.devices)) * (1 + move.in_lines)
         chunk = min(c.chunk * (1 + move.in_lines), length)
@@ -102,7 +103,7 @@ def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
 def _candidates(kind: Kind, problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     transport: Any = problem.transport
     best: list[Config] = []
-    for algorithm in collective.algorithms(kind, transport):
+    for algorithm in schedules.algorithms(kind, transport):
         legal = [Config(algorithm, *rest) for rest in itertools.product(*list(space(kind, problem, gpu).values())[1:])]
         legal = [config for config in legal if check(kind, problem, config, gpu) is None]
         by_cost = sorted(legal, key=lambda config: cost(kind, problem, config, gpu))

@@ -14,9 +14,9 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.core import collective, exchange
-from mgpu_ops.core.collective import Kind, Schedule, Transport
-from mgpu_ops.core.exchange import ROW_BYTES, Axes, Exchange
+from mgpu_ops.collectives import exchange, schedules
+from mgpu_ops.collectives.exchange import ROW_BYTES, Axes, Exchange
+from mgpu_ops.collectives.schedules import Kind, Schedule, Transport
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields
 
@@ -56,7 +56,7 @@ class Problem:
 class Config:
     """How the kernel works. Tuned; none of the fields changes the answer by more than rounding.
 
-    algorithm: one of core/collective.py's, or "xla": then the other fields say nothing.
+    algorithm: one of schedules.py's, or "xla": then the other fields say nothing.
     blocks: thread blocks a device, all of which must be resident at once.
     chunk: bytes of a piece.
     stages: pieces under way in a block.
@@ -119,7 +119,7 @@ def supports(kind: Kind, problem: Problem, gpu: Gpu) -> str | None:
 
 @functools.lru_cache(256)
 def _schedule(kind: Kind, algorithm: str, devices: int, transport: Any) -> Schedule:
-    return collective.schedule(kind, algorithm, devices, transport, entry_barrier=True)
+    return schedules.schedule(kind, algorithm, devices, transport, entry_barrier=True)
 
 
 def schedule(kind: Kind, problem: Problem, config: Config) -> Schedule:
@@ -151,7 +151,7 @@ def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return reason
     p, c = problem, config
     transport: Any = p.transport
-    known = (*collective.algorithms(kind, transport), XLA)
+    known = (*schedules.algorithms(kind, transport), XLA)
     if c.algorithm not in known:
         return f"algorithm={c.algorithm!r} is not one of {', '.join(known)}"
     if not 1 <= c.blocks <= gpu.sms:

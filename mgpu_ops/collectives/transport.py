@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from mgpu_ops.core import job, links
-from mgpu_ops.core.collective import Transport
-from mgpu_ops.core.exchange import Axes
+from mgpu_ops.collectives import topology
+from mgpu_ops.collectives.exchange import Axes
+from mgpu_ops.collectives.schedules import Transport
+from mgpu_ops.registry import job
 
 
 def axes_of(op: str, axis_name: Any) -> Axes:
@@ -58,11 +59,11 @@ def unreachable(forbidden: str | None, transport: Transport) -> str | None:
     if devices[0].platform != "gpu":
         return None  # compiling for GPUs elsewhere
     numbers = [device.local_hardware_id for device in devices]
-    return links.multicast(numbers) if transport == "multimem" else links.peer_access(numbers)
+    return topology.multicast(numbers) if transport == "multimem" else topology.peer_access(numbers)
 
 
 def _multicast_wanted() -> bool:
-    return os.environ.get("MGPU_OPS_MULTICAST", "").strip() == "1" and links.multicast_forbidden() is None
+    return os.environ.get("MGPU_OPS_MULTICAST", "").strip() == "1" and topology.multicast_forbidden() is None
 
 
 def split(axes: Axes, across: str | Sequence[str] | None) -> tuple[Axes, Axes]:

@@ -1,7 +1,7 @@
 """Memory that stays from call to call, at addresses that stay the same, with which a small collective is one plain kernel.
 
 Nothing comes before it: no look-up of peers' addresses by the host, no zeroed scratch, no barrier; and XLA takes it into its
-CUDA graphs. What would be settled before it follows from the calls before: `core/exchange.py` says how.
+CUDA graphs. What would be settled before it follows from the calls before: `executor.py` says how.
 
 XLA knows nothing of what passes between the GPUs then, so what it does for kernels that reach peers must hold by itself. All
 GPUs must have loaded a program's kernels before one of them waits in a later program: a load waits until its GPU is idle, and
@@ -24,10 +24,11 @@ import numpy as np
 from jax._src.state import AbstractRef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mgpu_ops.collectives import exchange
+from mgpu_ops.collectives.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, Memory
 from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize, payload_bytes
-from mgpu_ops.core import exchange, job
-from mgpu_ops.core.collective import Kind
-from mgpu_ops.core.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, Memory
+from mgpu_ops.collectives.schedules import Kind
+from mgpu_ops.registry import job
 
 SECOND_TRIP: Final = 355_000  # bytes that pass a link during the latency of one trip
 _TFRT, _ALLOCATOR = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "XLA_PYTHON_CLIENT_ALLOCATOR"

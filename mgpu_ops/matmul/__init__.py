@@ -17,8 +17,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core import mesh, op
-from mgpu_ops.matmul.kernel import launch
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
     SHAPES,
@@ -34,6 +34,8 @@ from mgpu_ops.matmul.problem import (
     tolerance,
     transposed,
 )
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class _Call:
     transpose_b: bool
     out_dtype: str
     config: Config | None
-    backend: op.Backend | None
+    backend: dispatch.Backend | None
 
 
 def matmul(
@@ -55,7 +57,7 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     config: Config | None = None,
-    backend: op.Backend | None = None,
+    backend: dispatch.Backend | None = None,
 ) -> jax.Array:
     """out[m, n] = sum_k A[m, k] B[k, n], accumulated in float32, by the kernel tuned for the running GPU.
 
@@ -100,7 +102,7 @@ def matmul(
     out = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out, jnp.floating):
         raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
-    call = _Call(bool(transpose_a), bool(transpose_b), out.name, config, op.backend(backend))
+    call = _Call(bool(transpose_a), bool(transpose_b), out.name, config, dispatch.requested_backend(backend))
     return _matmul(call, *mesh.same_mesh_axes(a, b))
 
 
@@ -136,7 +138,7 @@ def _batchable(call: _Call) -> Any:
 
     @jax.custom_batching.custom_vmap
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return op.dispatch(SPEC, _problem(call, a, b), (a, b), config=call.config, backend=call.backend)
+        return dispatch.run(SPEC, _problem(call, a, b), (a, b), config=call.config, backend=call.backend)
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], a: jax.Array, b: jax.Array) -> tuple[jax.Array, bool]:
@@ -182,7 +184,14 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.mT if a_t else a, b.mT if b_t else b, preferred_element_type=wide).astype(problem.out_dtype)
 
 
-SPEC = op.OpSpec(
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.matmul import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
     name="matmul",
     version=1,
     Problem=Problem,

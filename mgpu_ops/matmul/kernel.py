@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops import core
-from mgpu_ops.core import schedule
+from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import warpgroup_tile
@@ -55,7 +56,7 @@ def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
         if p.batch > 1
         else (jnp.int32(0), index)
     )
-    row, column = schedule.raster(index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width)
+    row, column = tile_scheduler.raster(index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width)
     if c.cluster == "m":
         row = row * 2 + lax.axis_index("cluster")
     if c.cluster == "n":
@@ -84,11 +85,11 @@ def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[An
                 k = k + at.part * k_steps(p, c)
             return ((at.batch,) if batched else ()) + index(at, k)
 
-        return core.BlockSpec(
+        return plgpu.BlockSpec(
             (None, *tile) if batched else tile,
             where,
-            transforms=core.operand_transforms(tile[1], ref.dtype, swizzle),
-            memory_space=core.SMEM,
+            transforms=engine.operand_transforms(tile[1], ref.dtype, swizzle),
+            memory_space=plgpu.SMEM,
             collective_axes=("cluster",) if shared else (),
         )
 
@@ -110,39 +111,39 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
     """acc += A tile @ B tile, this warpgroup's share."""
     a_t, b_t = transposed(p)
     wg_m, wg_n = warpgroup_tile(c)
-    row, column = schedule.warpgroup_origin(c)
+    row, column = tile_scheduler.warpgroup_origin(c)
     if wg_m < c.tile_m:
-        a_smem = a_smem.at[:, core.ds(row, wg_m)] if a_t else a_smem.at[core.ds(row, wg_m), :]
+        a_smem = a_smem.at[:, pl.ds(row, wg_m)] if a_t else a_smem.at[pl.ds(row, wg_m), :]
     if wg_n < c.tile_n:
-        b_smem = b_smem.at[core.ds(column, wg_n), :] if b_t else b_smem.at[:, core.ds(column, wg_n)]
-    core.wgmma(
+        b_smem = b_smem.at[pl.ds(column, wg_n), :] if b_t else b_smem.at[:, pl.ds(column, wg_n)]
+    engine.wgmma(
         acc,
-        core.transpose_ref(a_smem) if a_t else a_smem,
-        core.transpose_ref(b_smem) if b_t else b_smem,
+        engine.transpose_ref(a_smem) if a_t else a_smem,
+        engine.transpose_ref(b_smem) if b_t else b_smem,
     )
-    core.wgmma_wait(0)
+    engine.wgmma_wait(0)
 
 
 def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
     """Rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array.
 
-    Where the last tile of a row begins within the one before (`core.block_start`), both store the same values there.
+    Where the last tile of a row begins within the one before (`engine.block_start`), both store the same values there.
     """
-    row, column = schedule.warpgroup_origin(c)
+    row, column = tile_scheduler.warpgroup_origin(c)
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c) or 128
     # An operand that is stored with this side along its rows says where its last block begins.
-    first_row = core.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
-    first_column = tile.column * c.tile_n if b_t else core.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
+    first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
+    first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
 
     def copy(piece: Any, i: int, j: int) -> None:
-        rows = core.ds(first_row + row + i, EPILOGUE_ROWS)
-        columns = core.ds(first_column + column + j, c.epilogue_tile_n)
+        rows = pl.ds(first_row + row + i, EPILOGUE_ROWS)
+        columns = pl.ds(first_column + column + j, c.epilogue_tile_n)
         product = tile.batch * c.split_k + tile.part
         if _ends_with_rows(p, c):
-            core.copy_smem_to_gmem(piece, core.block_anywhere(out_ref, product, rows, columns))
+            plgpu.copy_smem_to_gmem(piece, engine.block_anywhere(out_ref, product, rows, columns))
         else:
-            core.copy_smem_to_gmem(piece, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
+            plgpu.copy_smem_to_gmem(piece, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
 
     store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], copy)
 
@@ -153,13 +154,13 @@ def _kernel(
     """One block: a pipeline over (its output tiles) x (steps of k), with a store at the end of each tile."""
     steps = k_steps(p, c)
     groups = _tile_groups(p, c)
-    my_tiles = schedule.tiles_of_block(groups, lax.axis_index("block"), blocks)
+    my_tiles = tile_scheduler.tiles_of_block(groups, lax.axis_index("block"), blocks)
 
     def step(indices: tuple[Any, Any], a_smem: Any, b_smem: Any, acc: Any) -> Any:
         t, k = indices
         _multiply(p, c, acc, a_smem, b_smem)
 
-        @core.when(k == steps - 1)
+        @pl.when(k == steps - 1)
         def _() -> None:
             _store(p, c, _tile(p, c, blocks, t), acc, out_smem, out_ref)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
@@ -169,7 +170,7 @@ def _kernel(
     def compute(pipeline: Any) -> None:
         accumulator.scope(lambda acc: (pipeline(acc), None)[1])
 
-    core.emit_pipeline_warp_specialized(
+    plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(my_tiles, steps),
         in_specs=_load(p, c, blocks, a_ref, b_ref),
@@ -179,14 +180,14 @@ def _kernel(
         wg_axis="wg",
         compute_context=compute,
     )(a_ref, b_ref)
-    core.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
 
 def _ends_with_rows(p: Problem, c: Config) -> bool:
-    """Whether the last tile of a row or column of tiles may begin anywhere: see `core.block_start`."""
+    """Whether the last tile of a row or column of tiles may begin anywhere: see `engine.block_start`."""
     a_t, b_t = transposed(p)
     panel = (swizzle_bytes(p, c) or 128) // 2
-    along_m, along_n = core.last_start(p.m, c.tile_m, panel), core.last_start(p.n, c.tile_n, panel)
+    along_m, along_n = engine.last_start(p.m, c.tile_m, panel), engine.last_start(p.n, c.tile_n, panel)
     return (a_t and along_m is not None) or (not b_t and along_n is not None)
 
 
@@ -204,15 +205,15 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
     blocks = min(gpu.sms // cluster, _tile_groups(p, c))
     shape = (p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n)
     anywhere = _ends_with_rows(p, c)
-    out = core.kernel(
+    out = engine.kernel(
         functools.partial(_kernel, p, c, blocks),
         out_type=jax.ShapeDtypeStruct((1, p.batch, p.m, p.n) if anywhere else shape, p.out_dtype),
         scratch_types={
-            "accumulator": core.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
-            "out_smem": core.SMEM(
+            "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
+            "out_smem": plgpu.SMEM(
                 out_smem_shape(c),
                 jnp.dtype(p.out_dtype),
-                transforms=core.operand_transforms(c.epilogue_tile_n, p.out_dtype),
+                transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype),
             ),
         },
         grid=(blocks,),

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mgpu_ops.core import smem
+from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import (
     MAX_SIZE,
@@ -246,7 +246,7 @@ def _ragged_output(p: Problem, c: Config) -> str | None:
     return None
 
 
-_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`core.block_anywhere`)
+_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`engine.block_anywhere`)
 
 
 def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
@@ -293,7 +293,7 @@ def out_smem_shape(c: Config) -> tuple[int, int, int, int]:
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
     c, steps = config, config.max_concurrent_steps
-    return smem.block_bytes(
+    return limits.block_bytes(
         [
             (out_smem_shape(c), itemsize_of(partial_problem(problem, c).out_dtype)),
             ((steps, c.tile_m, c.tile_k), 2),

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops import core
-from mgpu_ops.core import aot
+from mgpu_ops.core import aot, engine
 
 INT32 = jax.ShapeDtypeStruct((128,), jnp.int32)
 
@@ -25,10 +26,10 @@ INT32 = jax.ShapeDtypeStruct((128,), jnp.int32)
 @pytest.fixture(autouse=True)
 def clean_interpreter() -> Iterator[None]:
     """Each test starts with no kernel interpreted; the race detector's pages go nowhere."""
-    core.reset_interpreter()
+    engine.reset_interpreter()
     with contextlib.redirect_stdout(io.StringIO()):
         yield
-    core.reset_interpreter()
+    engine.reset_interpreter()
 
 
 def interpreted(body: Any, **kwargs: Any) -> Any:
@@ -41,28 +42,28 @@ def interpreted(body: Any, **kwargs: Any) -> Any:
         "name": "test",
         "interpret": True,
     }
-    return core.kernel(body, **(defaults | kwargs))
+    return engine.kernel(body, **(defaults | kwargs))
 
 
 def handover(*, ordered: bool) -> Any:
     """Warpgroup 0 fills a buffer in shared memory, warpgroup 1 adds one and stores it."""
 
     def body(out_ref: Any, *, smem: Any, filled: Any) -> None:
-        @core.when(lax.axis_index("wg") == 0)
+        @pl.when(lax.axis_index("wg") == 0)
         def _() -> None:
             smem[...] = jnp.full(128, 7, jnp.int32)
-            core.barrier_arrive(filled)
+            engine.barrier_arrive(filled)
 
-        @core.when(lax.axis_index("wg") == 1)
+        @pl.when(lax.axis_index("wg") == 1)
         def _() -> None:
             if ordered:
-                core.barrier_wait(filled)
+                plgpu.barrier_wait(filled)
             smem[...] = smem[...] + 1
             out_ref[...] = smem[...]
             if not ordered:
-                core.barrier_wait(filled)
+                plgpu.barrier_wait(filled)
 
-    scratch = {"smem": core.SMEM((128,), jnp.int32), "filled": core.Barrier()}
+    scratch = {"smem": plgpu.SMEM((128,), jnp.int32), "filled": plgpu.Barrier()}
     return interpreted(body, scratch_types=scratch, num_threads=2)
 
 
@@ -72,13 +73,13 @@ def has_a_race(kernel: Any) -> bool:
         kernel().block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         return "RACE DETECTED" in str(error)
-    return core.races_found()
+    return engine.races_found()
 
 
 def test_detector_is_silent_where_a_barrier_orders_two_warpgroups():
     out = handover(ordered=True)()
     np.testing.assert_array_equal(out, np.full(128, 8))
-    assert not core.races_found()
+    assert not engine.races_found()
 
 
 def test_detector_finds_two_warpgroups_that_share_a_buffer_without_a_barrier():
@@ -87,22 +88,22 @@ def test_detector_finds_two_warpgroups_that_share_a_buffer_without_a_barrier():
 
 def test_a_clean_kernel_after_a_race_is_judged_alone():
     assert has_a_race(handover(ordered=False))
-    core.reset_interpreter()
+    engine.reset_interpreter()
     assert not has_a_race(handover(ordered=True))
 
 
 def test_asking_for_races_before_any_kernel_ran_is_an_error():
     with pytest.raises(RuntimeError, match="no kernel was interpreted"):
-        core.races_found()
+        engine.races_found()
 
 
 def test_interpreter_works_again_after_a_kernel_failed_in_it_and_a_reset():
     def reads_beyond_its_array(x_ref: Any, out_ref: Any) -> None:
-        out_ref[...] = x_ref[core.ds(lax.axis_index("block") + 64, 128)]
+        out_ref[...] = x_ref[pl.ds(lax.axis_index("block") + 64, 128)]
 
     with pytest.raises(Exception, match=r"[Oo]ut.of.bounds"):
         interpreted(reads_beyond_its_array)(jnp.zeros(128, jnp.int32)).block_until_ready()
-    core.reset_interpreter()
+    engine.reset_interpreter()
     np.testing.assert_array_equal(handover(ordered=True)(), np.full(128, 8))
 
 
@@ -118,7 +119,7 @@ each = lambda x: mgpu_ops.all_reduce(x, "d", backend="interpret")
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 z = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))(x)
 np.testing.assert_array_equal(z[0], x[0] + x[1])
-assert not mgpu_ops.core.races_found()
+assert not mgpu_ops.core.engine.races_found()
 """
 
 
@@ -137,7 +138,7 @@ def test_one_body_launched_with_two_grids_runs_each_grid():
 
     def body(out_ref: Any) -> None:
         block = lax.axis_index("block")
-        out_ref[core.ds(block * 128, 128)] = jnp.full(128, block + 1, jnp.int32)
+        out_ref[pl.ds(block * 128, 128)] = jnp.full(128, block + 1, jnp.int32)
 
     for blocks in (2, 4, 3):
         out_type = jax.ShapeDtypeStruct((blocks * 128,), jnp.int32)
@@ -149,60 +150,60 @@ def test_one_body_launched_with_two_grids_runs_each_grid():
 def test_wgmma_adds_into_an_accumulator_that_starts_at_zero(transposed):
     def body(a_ref: Any, b_ref: Any, out_ref: Any, *, a: Any, b: Any, acc: Any, full: Any) -> None:
         for ref, buffer in ((a_ref, a), (b_ref, b)):
-            core.copy_gmem_to_smem(ref, buffer, full)
-        core.barrier_wait(full)
+            engine.copy_gmem_to_smem(ref, buffer, full)
+        plgpu.barrier_wait(full)
 
         def multiply(acc: Any) -> None:
             for _ in range(2):  # twice: it adds
-                core.wgmma(acc, a, core.transpose_ref(b) if transposed else b)
-                core.wgmma_wait(0)
+                engine.wgmma(acc, a, engine.transpose_ref(b) if transposed else b)
+                engine.wgmma_wait(0)
             out_ref[...] = acc[...]
 
         acc.scope(multiply)
 
     k1, k2 = jax.random.split(jax.random.key(0))
     x, y = jax.random.normal(k1, (64, 64), "bfloat16"), jax.random.normal(k2, (64, 64), "bfloat16")
-    tile = core.SMEM((64, 64), jnp.bfloat16, transforms=core.operand_transforms(64, jnp.bfloat16))
+    tile = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=engine.operand_transforms(64, jnp.bfloat16))
     scratch = {
         "a": tile,
         "b": tile,
-        "acc": core.Accumulators(((64, 64),), 1),
-        "full": core.Barrier(num_arrivals=2),
+        "acc": engine.Accumulators(((64, 64),), 1),
+        "full": plgpu.Barrier(num_arrivals=2),
     }
     out_type = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     out = interpreted(body, scratch_types=scratch, out_type=out_type)(x, y)
     wanted = 2 * np.asarray(x, np.float64) @ np.asarray(y.mT if transposed else y, np.float64)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
-    assert not core.races_found()
+    assert not engine.races_found()
 
 
 def two_products(*, interpret: bool) -> Any:
     """A function of x[64, 64]: half of the columns of x x^T, added to ones; and x (2 y + z) of its halves y and z."""
 
     def body(x_ref: Any, sum_ref: Any, out_ref: Any, *, x: Any, staged: Any, accs: Any, full: Any) -> None:
-        core.copy_gmem_to_smem(x_ref, x, full)
-        core.barrier_wait(full)
+        engine.copy_gmem_to_smem(x_ref, x, full)
+        plgpu.barrier_wait(full)
 
         def multiply(first: Any, second: Any) -> None:
-            core.wgmma(first, x, core.transpose_ref(x))
-            core.wgmma(second, core.load(x, layout=core.Layout.WGMMA, optimized=False), x.at[:, core.ds(0, 32)])
-            staged[0] = core.accumulated(first, 1)[:, :32]  # the second product may still go on
-            second[...] = core.accumulated(second, 0) * 2.0
-            core.wgmma(second, x, x.at[:, core.ds(32, 32)])
-            staged[1] = core.accumulated(second, 0)
-            core.commit_smem()
-            core.add_tile(staged.at[0], sum_ref)
-            core.copy_smem_to_gmem(staged.at[1], out_ref)
-            core.wait_smem_to_gmem(0)
+            engine.wgmma(first, x, engine.transpose_ref(x))
+            engine.wgmma(second, plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False), x.at[:, pl.ds(0, 32)])
+            staged[0] = engine.accumulated(first, 1)[:, :32]  # the second product may still go on
+            second[...] = engine.accumulated(second, 0) * 2.0
+            engine.wgmma(second, x, x.at[:, pl.ds(32, 32)])
+            staged[1] = engine.accumulated(second, 0)
+            plgpu.commit_smem()
+            engine.add_tile(staged.at[0], sum_ref)
+            plgpu.copy_smem_to_gmem(staged.at[1], out_ref)
+            plgpu.wait_smem_to_gmem(0)
 
         accs.scope(multiply)
 
-    half = core.operand_transforms(32, jnp.bfloat16)  # panels of 32 columns, which is as wide as a product below
+    half = engine.operand_transforms(32, jnp.bfloat16)  # panels of 32 columns, which is as wide as a product below
     scratch = {
-        "x": core.SMEM((64, 64), jnp.bfloat16, transforms=half),
-        "staged": core.SMEM((2, 64, 32), jnp.float32, transforms=core.operand_transforms(32, jnp.float32)),
-        "accs": core.Accumulators(((64, 64), (64, 32)), 1),
-        "full": core.Barrier(),
+        "x": plgpu.SMEM((64, 64), jnp.bfloat16, transforms=half),
+        "staged": plgpu.SMEM((2, 64, 32), jnp.float32, transforms=engine.operand_transforms(32, jnp.float32)),
+        "accs": engine.Accumulators(((64, 64), (64, 32)), 1),
+        "full": plgpu.Barrier(),
     }
     out = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     run = interpreted(body, scratch_types=scratch, out_type=out, interpret=interpret)
@@ -221,7 +222,7 @@ def test_an_accumulator_can_be_read_before_the_others_products_are_done_and_be_s
     y = np.asarray(x, np.float64)
     np.testing.assert_allclose(total, (y @ y.T)[:, :32], rtol=1e-5, atol=1e-4)  # not added to: see `add_tile`
     np.testing.assert_allclose(out, 2 * y @ y[:, :32] + y @ y[:, 32:], rtol=1e-5, atol=1e-4)
-    assert not core.races_found()
+    assert not engine.races_found()
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -246,9 +247,9 @@ def test_tiles_are_added_in_global_memory_by_tma():
 )
 def test_operand_transforms_take_the_largest_swizzle_of_a_row(minor, dtype, swizzle, wanted):
     row, swizzle_bytes = wanted
-    assert core.operand_transforms(minor, dtype, swizzle) == (
-        core.TilingTransform((8, row)),
-        core.SwizzleTransform(swizzle_bytes),
+    assert engine.operand_transforms(minor, dtype, swizzle) == (
+        plgpu.TilingTransform((8, row)),
+        plgpu.SwizzleTransform(swizzle_bytes),
     )
 
 
@@ -257,25 +258,16 @@ def test_more_shared_memory_than_a_gpu_has_is_an_error_when_lowered():
         smem[...] = jnp.zeros(smem.shape, jnp.float32)
         out_ref[...] = smem[0].astype(jnp.int32)
 
-    scratch = {"smem": core.SMEM((512, 128), jnp.float32)}
+    scratch = {"smem": plgpu.SMEM((512, 128), jnp.float32)}
     launch = jax.jit(interpreted(body, scratch_types=scratch, interpret=False))
     with pytest.raises(ValueError, match=r"[Ss]hared memory|SMEM|smem"):
         launch.trace().lower(lowering_platforms=("cuda",))
 
 
-def test_a_name_that_core_does_not_have_says_where_to_look():
-    with pytest.raises(AttributeError, match=r"no 'wgmmma'.*core/engine.py"):
-        core.wgmmma  # noqa: B018
-
-
-def test_dir_of_core_lists_what_kernels_may_use():
-    assert {"kernel", "wgmma", "emit_pipeline_warp_specialized", "SMEM"} <= set(dir(core))
-
-
 def test_importing_mgpu_ops_does_not_import_pallas():
     code = (
         "import sys, mgpu_ops; assert not [m for m in sys.modules if 'pallas' in m];"
-        "mgpu_ops.core.kernel; assert 'jax.experimental.pallas' in sys.modules"
+        "import mgpu_ops.core.engine; assert 'jax.experimental.pallas' in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops import core
 from mgpu_ops.core import engine
 from mgpu_ops.core.epilogue import store_tile
 
@@ -23,10 +24,10 @@ TILES, ROWS, COLUMNS = 3, 128, 64
 @pytest.fixture(autouse=True)
 def clean_interpreter() -> Iterator[None]:
     """Each test starts with no kernel interpreted; the race detector's pages go nowhere."""
-    core.reset_interpreter()
+    engine.reset_interpreter()
     with contextlib.redirect_stdout(io.StringIO()):
         yield
-    core.reset_interpreter()
+    engine.reset_interpreter()
 
 
 def stored(slots: int, height: int, width: int) -> Any:
@@ -35,18 +36,18 @@ def stored(slots: int, height: int, width: int) -> Any:
     def body(x_ref: Any, out_ref: Any, *, staging: Any) -> None:
         def tile(t: Any, _: Any) -> Any:
             def copy(piece: Any, i: int, j: int) -> None:
-                core.copy_smem_to_gmem(piece, out_ref.at[t, core.ds(i, height), core.ds(j, width)])
+                plgpu.copy_smem_to_gmem(piece, out_ref.at[t, pl.ds(i, height), pl.ds(j, width)])
 
             store_tile(x_ref[t], staging, copy)
             return _
 
         lax.fori_loop(0, TILES, tile, ())
-        core.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)
 
-    return core.kernel(
+    return engine.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((TILES, ROWS, COLUMNS), jnp.float32),
-        scratch_types={"staging": core.SMEM((slots, height, width), jnp.float32)},
+        scratch_types={"staging": plgpu.SMEM((slots, height, width), jnp.float32)},
         grid=(1,),
         grid_names=("block",),
         num_threads=1,
@@ -63,20 +64,20 @@ X = np.arange(TILES * ROWS * COLUMNS, dtype=np.float32).reshape(TILES, ROWS, COL
 )
 def test_all_pieces_of_all_tiles_are_stored_without_a_race(slots, height, width):
     np.testing.assert_array_equal(stored(slots, height, width)(X), X)
-    assert not core.races_found()
+    assert not engine.races_found()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_detector_finds_a_piece_that_does_not_wait_for_its_slot(slots, monkeypatch):
-    wait = engine.wait_smem_to_gmem
+    wait = plgpu.wait_smem_to_gmem
 
     def for_one_less(n: int, *, wait_read_only: bool = False) -> None:
         wait(n + 1 if wait_read_only else n, wait_read_only=wait_read_only)
 
-    monkeypatch.setattr(engine, "wait_smem_to_gmem", for_one_less)
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", for_one_less)
     try:
         stored(slots, 64, 32)(X).block_until_ready()
-        found = core.races_found()
+        found = engine.races_found()
     except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on a race raises
         found = "RACE DETECTED" in str(error)
     assert found

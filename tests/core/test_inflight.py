@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops
-from mgpu_ops import core, spec_of
+from mgpu_ops import spec_of
 from mgpu_ops.core import engine, gpu, inflight
 from mgpu_ops.core.inflight import InFlight
-from mgpu_ops.core.ring import Ring
+from mgpu_ops.core.pipeline import Ring
 
 H200 = gpu.find("h200")
 
@@ -38,9 +40,9 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
 # Where in our kernels something is waited for: by `wgmma_wait`, or by `accumulated` before it reads. (File, line)
 SITES = [
     (str(path), number)
-    for path in sorted(Path(mgpu_ops.__path__[0]).glob("*/*.py"))
+    for path in sorted(Path(mgpu_ops.__path__[0]).rglob("*.py"))
     for number, line in enumerate(path.read_text().splitlines(), 1)
-    if path.parent.name != "core" and re.search(r"core\.(wgmma_wait|accumulated)\(", line)
+    if path.parent.name != "core" and re.search(r"engine\.(wgmma_wait|accumulated)\(", line)
 ]
 
 
@@ -116,24 +118,26 @@ def traced(compute: Callable[..., Any]) -> None:
         ring = Ring(2, **barriers)
 
         def copying() -> None:
-            core.loop(0, 8)(
-                lambda i: ring.fill(jnp.int32(i), lambda slot, filled: core.copy_gmem_to_smem(x_ref, b.at[slot], filled))
+            pl.loop(0, 8)(
+                lambda i: ring.fill(jnp.int32(i), lambda slot, filled: engine.copy_gmem_to_smem(x_ref, b.at[slot], filled))
             )
 
         def computing(*accs: Any) -> None:
             compute(accs, a, b, ring)
             out_ref[...] = accs[0][...]
 
-        core.specialize(copying, lambda: accs.scope(computing), compute_warpgroups=1, copy_registers=40, compute_registers=232)
+        engine.specialize(
+            copying, lambda: accs.scope(computing), compute_warpgroups=1, copy_registers=40, compute_registers=232
+        )
 
-    tiles = core.operand_transforms(64, jnp.bfloat16)
-    launch = core.kernel(
+    tiles = engine.operand_transforms(64, jnp.bfloat16)
+    launch = engine.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
         scratch_types={
-            "a": core.SMEM((64, 64), jnp.bfloat16, transforms=tiles),
-            "b": core.SMEM((2, 64, 64), jnp.bfloat16, transforms=tiles),
-            "accs": core.Accumulators(((64, 64), (64, 64)), 1),
+            "a": plgpu.SMEM((64, 64), jnp.bfloat16, transforms=tiles),
+            "b": plgpu.SMEM((2, 64, 64), jnp.bfloat16, transforms=tiles),
+            "accs": engine.Accumulators(((64, 64), (64, 64)), 1),
             **Ring.barriers(2, copies=1, readers=1),
         },
         grid=(1,),
@@ -146,19 +150,19 @@ def traced(compute: Callable[..., Any]) -> None:
 
 def test_the_other_accumulator_may_be_read_meanwhile():
     def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
-        core.wgmma(accs[0], a, b.at[0])
-        core.wgmma(accs[1], a, b.at[0])
-        core.accumulated(accs[0], 1)
-        core.accumulated(accs[1], 0)
+        engine.wgmma(accs[0], a, b.at[0])
+        engine.wgmma(accs[1], a, b.at[0])
+        engine.accumulated(accs[0], 1)
+        engine.accumulated(accs[1], 0)
 
     traced(compute)
 
 
 def test_an_accumulator_that_is_read_with_its_wgmma_in_flight_is_an_error_that_says_what_to_do():
     def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
-        core.wgmma(accs[0], a, b.at[0])
-        core.wgmma(accs[1], a, b.at[0])
-        core.accumulated(accs[1], 1)
+        engine.wgmma(accs[0], a, b.at[0])
+        engine.wgmma(accs[1], a, b.at[0])
+        engine.accumulated(accs[1], 1)
 
     with pytest.raises(InFlight, match=r"accumulated\(acc, 1\) reads .*: leave fewer in flight"):
         traced(compute)
@@ -170,11 +174,11 @@ def test_a_slot_is_given_back_after_what_reads_it_and_not_before(waits):
 
     def step(first: Any, second: Any, accs: Any, a: Any, ring: Ring) -> Any:
         def turn(i: Any, _: Any) -> Any:
-            core.wgmma(accs[0], a, first)
-            core.wgmma(accs[1], a, second)
-            core.wgmma_wait(waits)
-            core.barrier_arrive(ring.released.at[lax.rem(i, jnp.int32(2))])
-            core.wgmma_wait(0)
+            engine.wgmma(accs[0], a, first)
+            engine.wgmma(accs[1], a, second)
+            engine.wgmma_wait(waits)
+            engine.barrier_arrive(ring.released.at[lax.rem(i, jnp.int32(2))])
+            engine.wgmma_wait(0)
             return _
 
         return lax.fori_loop(0, 8, turn, ())
@@ -187,7 +191,7 @@ def test_a_slot_is_given_back_after_what_reads_it_and_not_before(waits):
 
 def test_a_wgmma_that_a_turn_of_a_loop_leaves_in_flight_is_an_error():
     def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
-        lax.fori_loop(0, 8, lambda i, _: (core.wgmma(accs[0], a, a), _)[1], ())
+        lax.fori_loop(0, 8, lambda i, _: (engine.wgmma(accs[0], a, a), _)[1], ())
 
     with pytest.raises(InFlight, match="at the end of the loop or branch that started it"):
         traced(compute)

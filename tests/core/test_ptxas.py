@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops import core
-from mgpu_ops.core import aot, ptxas
+from mgpu_ops.core import aot, engine, ptxas
 
 
 @pytest.fixture
@@ -46,16 +46,16 @@ def trace(*, registers: bool) -> None:
 
     def body(out_ref: Any, *, a: Any, acc: Any) -> None:
         def multiply(acc: Any) -> None:
-            core.wgmma(acc, jnp.zeros((64, 64), jnp.bfloat16) if registers else a, a)
+            engine.wgmma(acc, jnp.zeros((64, 64), jnp.bfloat16) if registers else a, a)
             out_ref[...] = acc[...]
 
         acc.scope(multiply)
 
-    tile = core.SMEM((64, 64), jnp.bfloat16, transforms=core.operand_transforms(64, jnp.bfloat16))
-    launch = core.kernel(
+    tile = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=engine.operand_transforms(64, jnp.bfloat16))
+    launch = engine.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
-        scratch_types={"a": tile, "acc": core.Accumulators(((64, 64),), 1)},
+        scratch_types={"a": tile, "acc": engine.Accumulators(((64, 64),), 1)},
         grid=(1,),
         grid_names=("block",),
         num_threads=1,

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 
-from mgpu_ops import core
-from mgpu_ops.core import aot, tma
+from mgpu_ops.core import aot, engine, tma
 from tests.thorough import examples
 
 BF16 = jnp.bfloat16
@@ -218,10 +218,10 @@ def test_kernels_of_others_lower_to_the_same_with_and_without_mgpu_ops():
 
 @pytest.fixture
 def clean_interpreter() -> Iterator[None]:
-    core.reset_interpreter()
+    engine.reset_interpreter()
     with contextlib.redirect_stdout(io.StringIO()):
         yield
-    core.reset_interpreter()
+    engine.reset_interpreter()
 
 
 def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
@@ -233,17 +233,17 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
     def body(where_ref: Any, x_ref: Any, out_ref: Any, *, smem: Any, filled: Any) -> None:
         row, end, across, to, stop = (where_ref[i] for i in range(5))
         column = across * width
-        core.load_rows(x_ref, row, end, column, smem, filled)
-        core.barrier_wait(filled)
-        core.store_rows(smem, out_ref, to, stop, column)
-        core.wait_smem_to_gmem(0)
+        engine.load_rows(x_ref, row, end, column, smem, filled)
+        plgpu.barrier_wait(filled)
+        engine.store_rows(smem, out_ref, to, stop, column)
+        plgpu.wait_smem_to_gmem(0)
 
-    run = core.kernel(
+    run = engine.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((1, 1, *array), BF16),
         scratch_types={
-            "smem": core.SMEM((64, width), BF16, transforms=core.operand_transforms(width, BF16, 128)),
-            "filled": core.Barrier(),
+            "smem": plgpu.SMEM((64, width), BF16, transforms=engine.operand_transforms(width, BF16, 128)),
+            "filled": plgpu.Barrier(),
         },
         grid=(1,),
         grid_names=("block",),
@@ -251,7 +251,7 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
         name="test",
         interpret=interpret,
     )
-    return jax.jit(lambda where, x: run(where, core.rows_view(x)).reshape(array))
+    return jax.jit(lambda where, x: run(where, engine.rows_view(x)).reshape(array))
 
 
 def wanted_copy(where: Sequence[int], x: np.ndarray, width: int) -> np.ndarray:
@@ -282,7 +282,7 @@ def test_only_the_rows_before_the_end_are_copied(columns, width, clean_interpret
         where = [source[0], source[1], across, target[0], target[1]]
         out = run(np.array(where, np.int32), x.astype(BF16))
         np.testing.assert_array_equal(np.asarray(out, np.float32), wanted_copy(where, x, width))
-        assert not core.races_found()
+        assert not engine.races_found()
 
     check()
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgpu_ops import SPECS, core
-from tests.mgpu_ops import ragged
-from tests.mgpu_ops.ragged import float64
+from mgpu_ops import SPECS
+from mgpu_ops.core import engine
+from tests.mgpu_ops.grouped import ragged
+from tests.mgpu_ops.grouped.ragged import float64
 
 
 def _assert_near(out: Any, wanted: Any, tolerance: float) -> None:
@@ -63,9 +64,9 @@ def assert_grouped() -> Callable[..., None]:
 @pytest.fixture
 def no_races() -> Iterator[None]:
     """No kernel that the test interprets has a race; what a failed one leaves behind goes away."""
-    core.reset_interpreter()
+    engine.reset_interpreter()
     with contextlib.redirect_stdout(io.StringIO()):
         yield
     with contextlib.suppress(RuntimeError):  # none was interpreted
-        assert not core.races_found()
-    core.reset_interpreter()
+        assert not engine.races_found()
+    engine.reset_interpreter()

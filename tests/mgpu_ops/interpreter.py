@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops import core
 from mgpu_ops.core import engine, gpu
 
 FEW_SMS = replace(gpu.find("h200"), sms=3)  # a block works through several tiles, and its ring of slots wraps
@@ -24,7 +24,7 @@ def quiet_interpreter() -> Iterator[None]:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     except BaseException:
-        core.reset_interpreter()
+        engine.reset_interpreter()
         raise
 
 
@@ -33,25 +33,25 @@ def has_a_race(run: Callable[[], Any]) -> bool:
 
     Where threads are slow, a slot that is filled too early first shows as one filled twice before anyone looked.
     """
-    core.reset_interpreter()
+    engine.reset_interpreter()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             jax.block_until_ready(run())
-        return core.races_found()
+        return engine.races_found()
     except jax.errors.JaxRuntimeError as error:
-        if "RACE DETECTED" in str(error) or "no threads observed phase" in str(error) or core.races_found():
+        if "RACE DETECTED" in str(error) or "no threads observed phase" in str(error) or engine.races_found():
             return True
         raise
     finally:
-        core.reset_interpreter()
+        engine.reset_interpreter()
 
 
 def wait_for_all_stores_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault: kernels no longer wait for the one store whose place they need next."""
-    wait = engine.wait_smem_to_gmem
+    wait = plgpu.wait_smem_to_gmem
 
     def only_for_all(n: int, **kwargs: Any) -> None:
         if n == 0:
             wait(n, **kwargs)
 
-    monkeypatch.setattr(engine, "wait_smem_to_gmem", only_for_all)
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", only_for_all)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import mgpu_ops
 from mgpu_ops import SPECS, MatmulProblem
-from mgpu_ops.core import gpu, op
+from mgpu_ops.core import gpu
+from mgpu_ops.registry.spec import OpSpec
 
 GPUS = [gpu.find(key) for key in ("h200", "h100-sxm", "h100-pcie", "h20")]
 H200 = GPUS[0]
@@ -53,7 +54,7 @@ def test_config_has_no_defaults(spec):
 
 @every_spec
 def test_spec_is_listed_under_its_name_with_a_version(spec):
-    assert isinstance(spec, op.OpSpec)
+    assert isinstance(spec, OpSpec)
     assert mgpu_ops.spec_of(spec.name) is spec
     assert spec.version >= 1
 

@@ -61,12 +61,21 @@ assert not {"jax", "numpy"} & sys.modules.keys()
     python(code)
 
 
-@pytest.mark.parametrize("name", ["matmul", "grouped_matmul", "ragged_contraction", "flash_attention", "dot_product_attention"])
-def test_an_op_is_the_function_whatever_of_its_module_was_imported_first(name: str) -> None:
+MODULES = {
+    "matmul": "matmul",
+    "grouped_matmul": "grouped.grouped_matmul",
+    "ragged_contraction": "grouped.ragged_contraction",
+    "flash_attention": "attention.flash_attention",
+    "dot_product_attention": "attention.dot_product_attention",
+}
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items())
+def test_an_op_is_the_function_whatever_of_its_module_was_imported_first(name: str, module: str) -> None:
     """Its module has its name: importing that binds the module in the package."""
     python(f"""
-import mgpu_ops.{name}, mgpu_ops.groups, sys
-assert mgpu_ops.{name} is sys.modules["mgpu_ops.{name}"].{name}
+import mgpu_ops.{module}, mgpu_ops.grouped.groups, sys
+assert mgpu_ops.{name} is sys.modules["mgpu_ops.{module}"].{name}
 assert callable(mgpu_ops.matmul)
 """)
 
@@ -80,7 +89,8 @@ from mgpu_ops import *
 assert callable(matmul) and callable(explain) and pickle.loads(pickle.dumps(matmul)) is matmul
 assert pickle.loads(pickle.dumps(MatmulProblem(64, 64, 64))) == MatmulProblem(64, 64, 64)
 assert "autotune(" in text and "mgpu_ops" in text
-assert mgpu_ops.core.wgmma
+import mgpu_ops.core.engine
+assert mgpu_ops.core.engine.wgmma
 """
     python(code)
 

@@ -14,9 +14,10 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops.attention.problem import Problem, padded
 from mgpu_ops.collectives.problem import XLA
-from mgpu_ops.core import aot, database, gpu, resolution
-from mgpu_ops.flash_attention.problem import Problem, padded
+from mgpu_ops.core import aot, gpu
+from mgpu_ops.registry import database, resolution
 
 FILES = sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json"))
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))

@@ -16,9 +16,10 @@ from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine as core
-from mgpu_ops.core.op import OpSpec
+from mgpu_ops.core import engine
+from mgpu_ops.registry.spec import OpSpec
 
 FAR = 2**31 - 128  # a row 1 TiB behind the array
 COLUMNS = 128  # one element a thread
@@ -35,12 +36,12 @@ class Config:
 
 
 FAULTS = ("none", "again", "wrong", "nan", "varies", "overwrites", "memory", "illegal", "hang", "slow compile")
-_ROW = core.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
+_ROW = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
 
 
 def _kernel(fault: str, x: Any, rows: Any, out: Any, *huge: Any, never: Any) -> None:
     row = lax.axis_index("block")
-    y = core.load(x, (row,), layout=_ROW) + 1.0
+    y = plgpu.load(x, (row,), layout=_ROW) + 1.0
     if fault == "wrong":
         y = y + 1.0
     elif fault == "nan":
@@ -52,7 +53,7 @@ def _kernel(fault: str, x: Any, rows: Any, out: Any, *huge: Any, never: Any) -> 
     elif fault == "illegal":
         out[rows[1]] = y
     elif fault == "hang":
-        core.barrier_wait(never)  # nobody arrives
+        plgpu.barrier_wait(never)  # nobody arrives
     elif fault == "slow compile":
         for _ in range(2000):
             y = jnp.sqrt(y * y + 1.0) - y / (y + 2.0)
@@ -61,7 +62,7 @@ def _kernel(fault: str, x: Any, rows: Any, out: Any, *huge: Any, never: Any) -> 
     out[row] = y
 
 
-@core.inline_mgpu(return_type=core.ShapeDtypeStruct((COLUMNS,), jnp.int32, layout=_ROW))
+@plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((COLUMNS,), jnp.int32, layout=_ROW))
 def _clock(ctx: Any) -> Any:
     """Nanoseconds, modulo 4096, in every element."""
     i32 = ir.IntegerType.get_signless(32)
@@ -75,10 +76,10 @@ def run(problem: Problem, config: Config, gpu: Any, x: Any, rows: Any, interpret
     out_type: Any = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     if config.fault == "memory":
         out_type.append(jax.ShapeDtypeStruct((2**30, COLUMNS), x.dtype))  # 512 GiB
-    return core.kernel(
+    return engine.kernel(
         functools.partial(_kernel, config.fault),
         out_type=out_type,
-        scratch_types={"never": core.Barrier(num_arrivals=1)},
+        scratch_types={"never": plgpu.Barrier(num_arrivals=1)},
         grid=(problem.rows,),
         grid_names=("block",),
         num_threads=1,

@@ -15,8 +15,10 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul, spec_of
-from mgpu_ops.core import aot, database, gpu, resolution
-from mgpu_ops.tuning import autotune, commands, tuner
+from mgpu_ops.core import aot, gpu
+from mgpu_ops.registry import database, resolution
+from mgpu_ops.tuning import autotune, tuner
+from mgpu_ops.tuning.cli import shared
 from tests.jobs import run_job
 
 MATMUL = spec_of("matmul")
@@ -28,7 +30,7 @@ PROBLEM = MatmulProblem(512, 512, 512)
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "available", lambda: "not in this test")
-    monkeypatch.setattr(commands, "has_gpu", lambda: False)
+    monkeypatch.setattr(shared, "has_gpu", lambda: False)
 
 
 def config_at_the_kernel(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
@@ -149,7 +151,7 @@ process, address = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(address, 2, process)
 import jax.numpy as jnp
 import mgpu_ops
-from mgpu_ops.core import aot, database, gpu, resolution
+from mgpu_ops.core import aot, gpu; from mgpu_ops.registry import database, resolution
 aot.available = lambda: "not in this test"
 if process == 1:  # it does not tune: it is told
     import mgpu_ops.tuning.tuner

@@ -22,7 +22,7 @@ from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import find
 from mgpu_ops.tuning import neighbours, worker
-from mgpu_ops.tuning.compiling import Task
+from mgpu_ops.tuning.compile_pool import Task
 from mgpu_ops.tuning.device import Measured, Modelled
 from mgpu_ops.tuning.outcome import Final, Outcome
 from tests.tuning import serving

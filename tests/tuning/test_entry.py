@@ -16,10 +16,13 @@ import jax
 import pytest
 
 import mgpu_ops
-from mgpu_ops.core import database, extras
-from mgpu_ops.tuning import child, cli, neighbours, replay, sweep, versions
+from mgpu_ops.core import extras
+from mgpu_ops.registry import database
+from mgpu_ops.tuning import child, cli, neighbours
+from mgpu_ops.tuning.cli import versions
+from mgpu_ops.tuning.replay import replay, sweep
 from tests.tuning.conftest import Command
-from tests.tuning.test_replay import made
+from tests.tuning.replay.test_replay import made
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("--m", "512", "--n", "512", "--k", "512")
@@ -73,7 +76,7 @@ class Missing:
         if name.partition(".")[0] in {"rich", "optuna", "matplotlib", "optuna_dashboard", "grpc"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-from mgpu_ops.tuning import cli, commands
+from mgpu_ops.tuning import cli; from mgpu_ops.tuning.cli import shared as commands
 commands.has_gpu = lambda: False
 for command, words in json.loads(sys.argv[1]).items():
     print("#", command, cli.main([command, *words]), flush=True)
@@ -173,7 +176,7 @@ class Press:
         if name == at:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Press())
-from mgpu_ops.tuning import cli, commands
+from mgpu_ops.tuning import cli; from mgpu_ops.tuning.cli import shared as commands
 commands.has_gpu = lambda: False
 sys.exit(cli.main())
 """
@@ -188,10 +191,10 @@ def test_ctrl_c_while_jax_is_imported_is_130_and_one_line(command: str, tmp_path
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("run", "mgpu_ops.tuning.commands.run"),
+        ("run", "mgpu_ops.tuning.cli.run"),
         ("show", "rich.console"),
         ("replay", "optuna"),
-        ("export", "mgpu_ops.tuning.merging"),
+        ("export", "mgpu_ops.tuning.fleet.merge"),
     ],
 )
 def test_ctrl_c_while_a_command_imports_is_130_and_one_line(command: str, module: str, tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_ctrl_c_that_a_library_takes_for_its_own_is_130_too(tmp_path: Path) -> N
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from mgpu_ops.tuning import cli
-from mgpu_ops.tuning.commands import diff
+from mgpu_ops.tuning.cli import diff
 def run(arguments):
     try:
         os.kill(os.getpid(), signal.SIGINT)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mgpu_ops.tuning import compiling, worker
+from mgpu_ops.tuning import compile_pool, worker
 from mgpu_ops.tuning.device import Measured
 from mgpu_ops.tuning.outcome import Outcome
 from tests.tuning import faulty
@@ -23,7 +23,7 @@ NONE = faulty.Config("none")
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Measured]:
-    pool = compiling.Pool(2, seconds=5.0, serve=functools.partial(compiling.compile_tasks, specs=faulty.spec_of))
+    pool = compile_pool.Pool(2, seconds=5.0, serve=functools.partial(compile_pool.compile_tasks, specs=faulty.spec_of))
     with pool:
         made = Measured(pool=pool, serve=functools.partial(worker.serve, specs=faulty.spec_of))
         made.open(faulty.SPEC, PROBLEM, 0)

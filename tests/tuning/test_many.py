@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mgpu_ops.core.gpu import find
-from mgpu_ops.tuning import compiling, many, neighbours, worker
+from mgpu_ops.tuning import compile_pool, many, neighbours, worker
 from mgpu_ops.tuning.many import Done
 from tests.tuning import serving
 
@@ -162,8 +162,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         def __exit__(self, *_: Any) -> None:
             self.open = False
 
-    monkeypatch.setattr(compiling, "Pool", Pool)
-    monkeypatch.setattr(compiling, "cores", lambda: 64)
+    monkeypatch.setattr(compile_pool, "Pool", Pool)
+    monkeypatch.setattr(compile_pool, "cores", lambda: 64)
     yield functools.partial(serving.serve, ANSWERS, str(tmp_path / "log"))
     assert [pool.open for pool in pools] in ([], [False])
 

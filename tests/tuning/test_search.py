@@ -11,9 +11,9 @@ import pytest
 
 from mgpu_ops.core import extras
 from mgpu_ops.tuning import search
-from mgpu_ops.tuning.effects import Effects
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.search import Search
+from mgpu_ops.tuning.surrogate import Effects
 from tests.tuning.toy import CHOICES, DEFAULT, GPU, OPTIMUM, PROBLEM, SPEC, Config, slope, store
 
 SMALL = {"a": (1, 2, 4), "b": (16, 32), "c": (1,), "d": (8,), "mode": ("m", "n")}

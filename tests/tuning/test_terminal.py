@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from mgpu_ops import MatmulProblem, spec_of
-from mgpu_ops.core import database, gpu
+from mgpu_ops.core import gpu
+from mgpu_ops.registry import database
 from mgpu_ops.tuning import cli, terminal
-from mgpu_ops.tuning.commands import run as run_command
-from mgpu_ops.tuning.commands import worker
+from mgpu_ops.tuning.cli import run as run_command
+from mgpu_ops.tuning.cli import worker
 
 Command = Callable[..., Any]
 EVIL = "[/x][red]\x1b]0;title\x07\x1b[2J\nmgpu-tune: done\r\u202e\x9b"

@@ -13,8 +13,8 @@ from typing import Any
 import optuna
 import pytest
 
-from mgpu_ops.core import database, resolution
-from mgpu_ops.core.op import OpSpec
+from mgpu_ops.registry import database, resolution
+from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import search, tuner
 from mgpu_ops.tuning.outcome import Final, Outcome
 from mgpu_ops.tuning.worker import WorkerError

@@ -16,7 +16,7 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops.core import aot, gpu
-from mgpu_ops.core.op import Baseline
+from mgpu_ops.registry.spec import Baseline
 from mgpu_ops.tuning import measure, worker
 from mgpu_ops.tuning.outcome import Outcome
 

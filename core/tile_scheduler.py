@@ -1,0 +1,231 @@
+"""Orders in which the blocks of a persistent kernel work through output tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mgpu_ops.core.limits import warpgroup_tile
+
+
+def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
+    """How many of `tiles` fall to `block` (int32) when `blocks` blocks take turns: tile t goes to block t % blocks."""
+    return cdiv(tiles - block, blocks)
+
+
+AT_ONCE = 1 << 16  # tiles that `deal_heads` deals one by one
+KEPT_BYTES = 1 << 26
+
+
+def kept[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
+    """`make`, a function of hashable arguments, whose last results are kept, up to KEPT_BYTES in all. They are read-only."""
+    tables: dict[Any, np.ndarray] = {}  # the last used one last
+    lock = threading.Lock()
+
+    @functools.wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> np.ndarray:
+        key = args, tuple(sorted(kwargs.items()))
+        with lock:
+            table = tables.pop(key, None)
+        if table is None:
+            table = make(*args, **kwargs)
+            table.flags.writeable = False
+        with lock:
+            tables[key] = table
+            while sum(kept.nbytes for kept in tables.values()) > KEPT_BYTES:
+                del tables[next(iter(tables))]
+        return table
+
+    return get
+
+
+def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
+    """Deals tiles, in their order, each to the block that is done first: what a dynamic scheduler does, done beforehand.
+
+    costs: what each tile takes, in any unit. Returns int32 [blocks, 1 + most tiles of a block]: how many tiles a block has,
+    then their numbers, for `Turns`.
+    """
+    busy = [(0.0, block) for block in range(blocks)]
+    turns: list[list[int]] = [[] for _ in range(blocks)]
+    for number, cost in enumerate(costs):
+        until, block = busy[0]
+        turns[block].append(number)
+        heapq.heapreplace(busy, (until + cost, block))
+    return _table(turns)
+
+
+def _table(turns: Sequence[Any]) -> np.ndarray:
+    table = np.zeros((len(turns), 1 + max(map(len, turns))), np.int32)
+    for block, numbers in enumerate(turns):
+        table[block, : 1 + len(numbers)] = [len(numbers), *numbers]
+    return table
+
+
+def deal_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+    """`deal` for the tiles of `heads` heads, whose costs are the same for each: heads in sections, their longest tiles first.
+
+    A section has about `waves` tiles for each block. Short sections keep what the tiles of a head share in the L2; in long ones
+    the tiles that start last are shorter. A tile's number is that of its head, times the tiles of a head, plus its own.
+
+    Beyond `AT_ONCE` tiles, as many whole sections are dealt once and their shares given out again and again, each time the
+    largest to the block with the least so far. So loads differ by no more than a tile, as when all are dealt one by one.
+    """
+    tiles = len(costs)
+    section = math.ceil(waves * blocks / tiles)
+    at_once = max(1, AT_ONCE // (section * tiles)) * section
+    if heads <= at_once:
+        return _deal_sections(costs, heads, section, blocks)
+    loads: Any = np.zeros(blocks)
+    turns: list[list[np.ndarray]] = [[] for _ in range(blocks)]
+    tables = {some: _deal_sections(costs, some, section, blocks) for some in {at_once, heads % at_once or at_once}}
+    for first in range(0, heads, at_once):
+        table = tables[min(at_once, heads - first)]
+        shares = [row[1 : 1 + row[0]] for row in table]
+        work = np.array([costs[share % tiles].sum() for share in shares])
+        for block, share in zip(np.argsort(loads, kind="stable"), np.argsort(-work, kind="stable"), strict=True):
+            turns[block].append(first * tiles + shares[share])
+            loads[block] += work[share]
+    return _table([np.concatenate(numbers) for numbers in turns])
+
+
+def _deal_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> np.ndarray:
+    tiles = len(costs)
+    uniform = bool((costs == costs[0]).all())
+    longest_first = np.argsort(-costs, kind="stable")
+    order = []
+    for head in range(0, heads, section):
+        some = np.arange(head, min(head + section, heads)) * tiles
+        in_order = some[:, None] + longest_first if uniform else some[None, :] + longest_first[:, None]
+        order.append(in_order.ravel())
+    numbers = np.concatenate(order)
+    table = deal(costs[numbers % tiles].tolist(), blocks)
+    table[:, 1:] = numbers[table[:, 1:]]
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The tiles of one block in a table that `deal` made, in global memory."""
+
+    table: Any
+    block: Any
+
+    @property
+    def count(self) -> Any:
+        return self.table[self.block, 0]
+
+    def number(self, i: Any) -> Any:
+        """The number of the i-th tile; of the last one, where i is beyond."""
+        return self.table[self.block, 1 + jnp.minimum(i, self.table.shape[1] - 2)]
+
+    def for_each(self, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """carry = body(i, number of the i-th tile, carry). Numbers are read a tile ahead: global memory is far."""
+
+        def step(i: Any, state: Any) -> Any:
+            number, carry = state
+            return self.number(i + 1), body(i, number, carry)
+
+        return lax.fori_loop(0, self.count, step, (self.number(0), carry))[1]
+
+
+def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
+    """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips that snake.
+
+    A strip is `width` tiles wide along axis `minor` and as long as the other axis. Tiles in flight at one time then cover
+    a compact patch of the output, so that the operand blocks they share are still in L2.
+    """
+    width = min(width, shape[minor])
+    if shape[0] == 1:
+        return jnp.int32(0), index
+    if shape[1] == 1:
+        return index, jnp.int32(0)
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # only here: models import this module
+
+    return plgpu.planar_snake(index, shape, minor, width)
+
+
+def cdiv(x: Any, y: int) -> Any:
+    """ceil(x / y) of an int32 x > -y and a positive y."""
+    return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
+
+
+def strips(number: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
+    """Row and column of tile `number` of `rows` (traced) x `columns`: strips of `width` rows, each walked column by column."""
+    strip = lax.div(number, jnp.int32(width * columns))
+    inside = number - strip * (width * columns)
+    height = jnp.minimum(jnp.int32(width), rows - strip * width)  # of the last strip, what is left
+    return strip * width + lax.rem(inside, height), lax.div(inside, height)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTile:
+    """One tile of a group: the group, its rows [start, end) of the ragged array, and the tile's number within the group."""
+
+    group: Any
+    start: Any
+    end: Any
+    number: Any
+
+
+def for_each_group_tile(
+    sizes_ref: Any,
+    rows: int,
+    tiles: Callable[[Any], Any],
+    block: Any,
+    blocks: int,
+    body: Callable[[GroupTile, Any], Any],
+    carry: Any,
+) -> tuple[Any, Any]:
+    """carry = body(tile, carry) for every tile that falls to `block` when `blocks` blocks take turns, group after group.
+
+    Args:
+      sizes_ref: the groups' sizes in rows, int32 in global memory. A negative one counts as 0, and groups end where the
+        array of `rows` rows ends, so that no tile lies outside it whatever the sizes are.
+      tiles: how many tiles a group of a size has, both traced.
+
+    Returns the row where the last group ends, and the carry. Every block reads each size once.
+    """
+    groups = sizes_ref.shape[0]
+    zero = jnp.int32(0)
+
+    def size_of(group: Any, start: Any) -> Any:
+        size = sizes_ref[jnp.minimum(group, jnp.int32(groups - 1))]
+        return jnp.where(group < groups, jnp.clip(size, 0, rows - start), 0)
+
+    def find(tile: Any, state: Any) -> Any:
+        def before(s: Any) -> Any:
+            group, first, _, size = s
+            return (group < groups) & (tile >= first + tiles(size))
+
+        def following(s: Any) -> Any:
+            group, first, start, size = s
+            return group + 1, first + tiles(size), start + size, size_of(group + 1, start + size)
+
+        return lax.while_loop(before, following, state)
+
+    def step(s: Any) -> Any:
+        tile, (group, first, start, size), carry = s
+        carry = body(GroupTile(group, start, start + size, tile - first), carry)
+        return tile + blocks, find(tile + blocks, (group, first, start, size)), carry
+
+    start = find(block, (zero, zero, zero, size_of(zero, zero)))
+    _, last, carry = lax.while_loop(lambda s: s[1][0] < groups, step, (block, start, carry))
+    return last[2], carry
+
+
+def warpgroup_origin(c: Any) -> tuple[Any, Any]:
+    """First row and column of this compute warpgroup within the block's tile."""
+    if c.compute_warpgroups == 1:
+        return 0, 0
+    wg = lax.axis_index("wg")
+    wg_m, wg_n = warpgroup_tile(c)
+    return (wg * wg_m, 0) if c.wg_dimension == "m" else (0, wg * wg_n)

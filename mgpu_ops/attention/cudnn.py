@@ -1,0 +1,89 @@
+"""Attention through cuDNN, by `jax.nn.dot_product_attention`: what the kernels are timed beside."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+
+from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.problem import BackwardProblem, Problem
+from mgpu_ops.registry.spec import Baseline
+
+_IMPLEMENTATION: Literal["cudnn", "xla"] = "cudnn"
+
+
+def refuses(problem: Problem) -> str | None:
+    """Why cuDNN through JAX does not compute a problem, or None."""
+    p = problem
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"takes 16-bit floats, not {p.dtype}"
+    if p.head_dim % 8 or p.head_dim > 256:
+        return f"takes a head_dim of up to 256 in multiples of 8, not {p.head_dim}"
+    if p.soft_cap:
+        return "has no soft cap"
+    if p.segments:
+        return "takes no segment ids"
+    if p.right is None and p.left is not None:
+        return "has no window without a causal mask"
+    if p.right:
+        return f"sees no keys to the right: window_right={p.right}"
+    if p.right == 0 and not same_alignment(p):
+        return "aligns the first query with the first key, not the last with the last"
+    return None
+
+
+def same_alignment(problem: Problem) -> bool:
+    """Whether a row's own key is the same whether the first query and key are aligned, or the last."""
+    return problem.align == "top_left" or (problem.q_tokens == problem.kv_tokens and not problem.lengths)
+
+
+def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array) -> jax.Array:
+    """The output, with the scale of `model.inputs`; `extra` is what `Inputs.arrays()` has after the options.
+
+    A bias is rounded to q's dtype, the only one that cuDNN adds.
+    """
+    inputs = Inputs.of(problem, (None, *extra))
+    q_lengths, kv_lengths = inputs.lengths or (None, None)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias=None if inputs.bias is None else inputs.bias.astype(q.dtype),
+        is_causal=problem.right == 0,
+        query_seq_lengths=q_lengths,
+        key_value_seq_lengths=kv_lengths,
+        local_window_size=None if problem.left is None else (problem.left, 0),
+        implementation=_IMPLEMENTATION,
+    )
+
+
+def gradients(problem: BackwardProblem, pull: Any, out_grad: jax.Array) -> tuple[jax.Array, ...]:
+    """dq, dk, dv and, with `bias_grad`, dbias from what `residuals` kept: the backward pass alone."""
+    return pull(out_grad)
+
+
+def residuals(
+    problem: BackwardProblem, q: jax.Array, k: jax.Array, v: jax.Array, out_grad: jax.Array, lse: Any, delta: Any, *rest: Any
+) -> tuple[Any, jax.Array]:
+    """The forward pass: the arguments of `gradients` from the inputs of the backward op."""
+    _, *extra = rest
+    others, bias = (extra[:-1], extra[-1:]) if problem.bias_grad else (extra, [])
+
+    def of(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+        return attention(problem, q, k, v, *others, *bias)
+
+    _, pull = jax.vjp(of, q, k, v, *bias)
+    return pull, out_grad
+
+
+def baseline(problem: Problem) -> Baseline | None:
+    """cuDNN's forward pass, of the forward op's inputs, for the problems it takes."""
+    if refuses(problem) is not None:
+        return None
+    return Baseline("cudnn", lambda problem, q, k, v, options, *extra: attention(problem, q, k, v, *extra))
+
+
+def backward_baseline(problem: BackwardProblem) -> Baseline | None:
+    """cuDNN's backward pass without its forward one, for the problems it takes. It is not deterministic where ours is."""
+    return None if refuses(problem) is not None else Baseline("cudnn", gradients, residuals)

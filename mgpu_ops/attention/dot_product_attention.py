@@ -1,0 +1,238 @@
+"""dot_product_attention: takes the place of `jax.nn.dot_product_attention`, with its arguments, through `flash_attention`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.typing import ArrayLike
+
+from mgpu_ops.attention.flash_attention import top_left_attention
+from mgpu_ops.registry import dispatch
+
+DTYPES = ("bfloat16", "float16", "float32")
+_HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # JAX's score of a key that a row does not see
+_jax_dot_product_attention = jax.nn.dot_product_attention  # bound here: a program may put ours in its place
+
+
+class _Options(TypedDict, total=False):
+    """The options of `dot_product_attention`, for its overloads."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Literal["xla", "cudnn"] | None
+    backend: dispatch.Backend | None
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`jax.nn.dot_product_attention` with its arguments, through `flash_attention` where that computes the same, else JAX's.
+
+    query[B, T, N, H], key and value[B, S, K, H], leading dimensions left out or not -> query's shape and, with
+    `return_residual`, the natural logarithm of each row's sum of exponentials, [B, T, N] of key's dtype, without a gradient.
+    Causal masks and windows align row t with key t, unlike those of `flash_attention`.
+
+    `flash_attention` runs bfloat16, float16 and float32 arrays of known dimensions, without explicit mesh axes, with a bias of
+    any of these dtypes and a scale that is known and not 0. All else, an `implementation` that is named, and every error in the
+    arguments are JAX's own function's. `left_to_jax` says what and why, and so does the log, once per reason.
+
+    Where `flash_attention` runs, three things differ from JAX:
+      - A row that sees no key is zeros with zero gradients, not the mean of all values; its residual is JAX's. A key with a
+        score below -1e30, as a bias may give, counts as not seen.
+      - Forward-mode differentiation (`jax.jvp`, `jax.hessian`) raises TypeError and a gradient of a gradient ValueError: call
+        `jax.nn.dot_product_attention` for them.
+      - A 16-bit bias needs no promotion of dtypes, so that it passes under `jax.numpy_dtype_promotion("strict")`.
+
+    `backend` is as in `flash_attention`. Raises ValueError where it is unknown, or a kernel that is named cannot run this.
+    """
+    wanted = dispatch.requested_backend(backend)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "implementation": implementation,
+        "return_residual": return_residual,
+    }
+    reason = left_to_jax(query, key, value, bias, mask, **options)
+    if reason is not None:
+        if backend not in (None, "xla"):
+            raise ValueError(f"backend={backend!r} cannot run this dot_product_attention, as {reason}: pass backend=None")
+        answer = _jax_dot_product_attention(query, key, value, bias, mask, **options)
+        if implementation is None:
+            _say(reason)
+        return answer
+    shape = np.shape(query)
+    q, k, v = (jnp.asarray(x).reshape(_four(np.shape(x))) for x in (query, key, value))
+    out, lse = top_left_attention(
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        causal=bool(is_causal),
+        window=(local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size,
+        q_lengths=query_seq_lengths,
+        kv_lengths=key_value_seq_lengths,
+        scale=None if scale is None else float(np.asarray(scale)),
+        backend=wanted,
+    )
+    if not return_residual:
+        return out.reshape(shape)
+    residual = jnp.maximum(lse, _HIDDEN).swapaxes(1, 2).astype(k.dtype)
+    return out.reshape(shape), lax.stop_gradient(residual.reshape(shape[:-1]))
+
+
+def left_to_jax(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: Any = None,
+    return_residual: Any = False,
+) -> str | None:
+    """Why a call of `dot_product_attention` runs through JAX's own function, or None: `flash_attention` computes the same."""
+    if implementation is not None:
+        return f"implementation={implementation!r} asks for JAX's own"
+    needed = {"query": query, "key": key, "value": value}
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    optional = {name: x for name, x in ({"bias": bias, "mask": mask} | lengths).items() if x is not None}
+    for name, x in (needed | optional).items():
+        if not isinstance(x, jax.Array | np.ndarray):
+            return f"{name} is no array but a {type(x).__name__}"
+    types = {name: jax.typeof(x) for name, x in (needed | optional).items()}
+    if not all(isinstance(size, int) for x in types.values() for size in x.shape):
+        return "a dimension is symbolic"  # in an exported function
+    if any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types.values()):
+        return "a mesh axis is explicit"
+    if not _fit(types):
+        return "the arguments do not fit each other"
+    if types["query"].dtype.name not in DTYPES:
+        return f"dtype {types['query'].dtype} is not one of {', '.join(DTYPES)}"
+    if "bias" in types and types["bias"].dtype.name not in DTYPES:
+        return f"bias has dtype {types['bias'].dtype}, not one of {', '.join(DTYPES)}"
+    if not all(isinstance(x, bool | np.bool_) for x in (is_causal, return_residual)):
+        return "is_causal or return_residual is no bool"
+    if jax.config.jax_debug_infs:
+        return "jax_debug_infs is on, and masks hold infinities"
+    return _scale_is_jaxs(scale) or _window_is_jaxs(local_window_size)
+
+
+def _fit(types: dict[str, Any]) -> bool:
+    """Whether JAX takes these shapes and dtypes and each dimension of a bias or mask is 1 or that of the scores."""
+    query, key, value = (types[name] for name in ("query", "key", "value"))
+    if max(x.ndim for x in types.values()) > 4 or 0 in query.shape + key.shape:
+        return False
+    (b, t, n, h), (key_b, s, k, key_h) = _four(query.shape), _four(key.shape)
+    scores = [types[name].shape for name in ("bias", "mask") if name in types]
+    lengths = [x for name, x in types.items() if name.endswith("lengths")]
+    return (
+        (b, h) == (key_b, key_h)
+        and n % k == 0
+        and _four(value.shape) == (b, s, k, h)
+        and query.dtype == key.dtype == value.dtype
+        and all(have in (1, want) for shape in scores for have, want in zip(_four(shape), (b, n, t, s)))
+        and ("mask" not in types or types["mask"].dtype == jnp.bool_)
+        and all(x.shape == (b,) and x.dtype == jnp.int32 for x in lengths)
+    )
+
+
+def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of four dimensions that JAX's function makes of it."""
+    return (1,) * (4 - len(shape)) + shape
+
+
+def _scale_is_jaxs(scale: Any) -> str | None:
+    """Why a scale is left to JAX's own function, or None."""
+    if scale is None:
+        return None
+    if isinstance(scale, jax.core.Tracer):
+        return "scale is traced"
+    number = isinstance(scale, int | float | np.integer | np.floating) or (
+        isinstance(scale, jax.Array) and scale.ndim == 0 and jnp.isdtype(scale.dtype, "real floating")
+    )
+    if not number:
+        return f"scale is no number but a {type(scale).__name__}"
+    numbers = np.finfo(np.float32)
+    return None if numbers.tiny <= abs(float(scale)) <= numbers.max else f"scale={scale} is 0 or out of float32's range"
+
+
+def _window_is_jaxs(window: Any) -> str | None:
+    """Why a window is left to JAX's own function, or None."""
+    sides = (window, window) if isinstance(window, int) else window
+    if sides is None or (
+        isinstance(sides, tuple | list)
+        and len(sides) == 2
+        and all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= 0 for x in sides)
+    ):
+        return None
+    return f"local_window_size={window} is not one or two whole numbers from 0 on"
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    logging.getLogger("mgpu_ops").warning("dot_product_attention runs through JAX's own function: %s", reason)

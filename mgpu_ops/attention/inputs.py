@@ -1,0 +1,40 @@
+"""The arguments of attention beside q, k and v."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from mgpu_ops.attention.problem import Problem
+
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of attention beside q, k and v: what a call, a reference and a kernel are all given.
+
+    options: [3] float32: scale, soft cap and scale / soft cap (the last two 0 without one).
+    lengths: (q_lengths, kv_lengths), int32 [batch] each. segments: (q_segments [batch, q_tokens], kv_segments [batch,
+    kv_tokens]), int32. bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens].
+    """
+
+    options: Any
+    lengths: Any = None
+    segments: Any = None
+    bias: Any = None
+
+    @staticmethod
+    def of(problem: Problem, arrays: tuple[Any, ...]) -> Inputs:
+        """From the arrays that follow q, k and v in an op's flat list of arguments."""
+        options, *rest = arrays
+        lengths = (rest.pop(0), rest.pop(0)) if problem.lengths else None
+        segments = (rest.pop(0), rest.pop(0)) if problem.segments else None
+        bias = rest.pop(0) if problem.bias != "none" else None
+        assert not rest
+        return Inputs(options, lengths, segments, bias)
+
+    def arrays(self) -> tuple[Any, ...]:
+        bias = () if self.bias is None else (self.bias,)
+        return (self.options, *(self.lengths or ()), *(self.segments or ()), *bias)

@@ -1,0 +1,305 @@
+"""What is worth trying for attention, and a model of its time: used where nothing was measured, and to prune the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mgpu_ops.attention import reference
+from mgpu_ops.attention.mask import key_steps, row_steps
+from mgpu_ops.attention.problem import (
+    HEAD_DIMS,
+    ROWS,
+    BackwardConfig,
+    BackwardProblem,
+    Config,
+    Problem,
+    check,
+    check_backward,
+    padded,
+    supports,
+    supports_backward,
+)
+from mgpu_ops.core import rates
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of
+
+# --- Random inputs --------------------------------------------------------------------------------------------------
+
+SOFT_CAP = 30.0  # of the inputs of problems with one
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """Random normal q, k and v, and what the problem has beside them: half-random lengths, packed segments, a bias."""
+    p = problem
+    keys = jax.random.split(key, 8)
+    shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
+    qkv = [jax.random.normal(k, (p.batch, *s, p.head_dim), p.dtype) for k, s in zip(keys, shapes, strict=False)]
+    cap = SOFT_CAP if p.soft_cap else 0.0
+    scale = 1 / math.sqrt(p.head_dim)
+    rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
+    if p.lengths:
+        rest += [
+            jax.random.randint(k, (p.batch,), n // 2, n + 1) for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)
+        ]
+    if p.segments:
+        rest += [jnp.broadcast_to(jnp.arange(n) * 4 // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
+    if p.bias != "none":
+        rest.append(jax.random.normal(keys[5], (1, p.q_heads, p.q_tokens, p.kv_tokens), p.bias))
+    return (*qkv, *rest)
+
+
+def backward_inputs(problem: BackwardProblem, key: Any) -> tuple[jax.Array, ...]:
+    """`inputs`, a random gradient of the output, and the lse and delta that the forward pass leaves."""
+    p = problem
+    q, k, v, *rest = inputs(p, key)
+    out, lse = reference.forward(p, q, k, v, *rest)
+    out_grad = jax.random.normal(jax.random.fold_in(key, 1), out.shape, out.dtype)
+    delta = jnp.einsum("btnd,btnd->bnt", out.astype(jnp.float32), out_grad.astype(jnp.float32))
+    return (q, k, v, out_grad, lse, delta, *rest)
+
+
+# --- Forward --------------------------------------------------------------------------------------------------------
+
+
+_SECTION_WAVES = (1, 2, 4, 8, 1024)  # the last: all heads together
+_SECTION = 4  # of candidates: `cost` does not know the L2
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of Config, in order; `check` says which combinations run."""
+    del problem, gpu
+    return {
+        "compute_warpgroups": (1, 2, 3),
+        "tile_kv": (64, 128, 192, 256),
+        "max_concurrent_steps": (2, 3, 4),
+        "q_slots": (1, 2),
+        "section_waves": _SECTION_WAVES,
+        "memory_registers": (24, 32, 40, 56),
+        "pv_wait": ("early", "late"),
+    }
+
+
+# The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
+_MEASURED = {
+    64: Config(3, 128, 3, 2, 1, 32, "early"),
+    128: Config(2, 128, 2, 2, 1, 24, "early"),
+    256: Config(2, 64, 2, 1, 4, 24, "early"),
+}
+_MARGIN = 1.05  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
+
+    For each number of warpgroups, tile of keys and slots of queries, the deepest ring of up to three steps: the loads of two
+    hide behind the work on one.
+    """
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
+    found = [_MEASURED[padded(problem.head_dim)]]
+    for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
+        rings = [
+            Config(warpgroups, tile_kv, steps, q_slots, _SECTION, 32 if warpgroups == 3 else 24, "early") for steps in (3, 2)
+        ]
+        found += [c for c in rings if check(problem, c, gpu) is None][:1]
+    legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
+    return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """What was measured to be fastest for the head dim.
+
+    Unless it cannot run, has a warpgroup more than there are rows for, or is modelled well behind another.
+    """
+    best, *_ = ranked = candidates(problem, gpu)
+    measured = _MEASURED[padded(problem.head_dim)]
+    if measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
+        return best
+    return measured if cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu) else best
+
+
+# Fitted to an H200 at head dims 64 and 128, 4096 and 16384 tokens, full and causal.
+_EXPONENTIALS = 16  # a clock, of an SM (arXiv 2407.08608, section 3.1)
+_LANES = 128  # float32 operations a clock, of an SM
+_SCORE_OPERATIONS = 5  # scale, mask or cap, maximum, sum, rounding
+_EXPOSED = {1: 0.6, 2: 0.17, 3: 0.1}  # of the shorter of products and softmax, by how many warpgroups take turns
+_TILE = 1.2e-6  # s of an output tile: its first scores and last values overlap with nothing
+_MASKED = 1.5e-6  # s more where it has masked steps
+_REFILL = 4.5e-6  # s more where the next queries cannot load before the output is stored
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled time in seconds: steps of all tiles of keys that are seen, shared out over the SMs, above HBM.
+
+    step = the longest of products and softmax, of which warpgroups that take turns hide one behind the other; of the loads of
+    keys and values; and of a load's latency over the steps in flight.
+    """
+    p, c = problem, config
+    _require(supports(p, gpu))
+    rows, d = ROWS * c.compute_warpgroups, padded(p.head_dim)
+    scores = rows * c.tile_kv
+    products = 4 * scores * d / _rate(gpu)
+    softmax = (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * rows * d) / _LANES) / gpu.clock_hz
+    loaded = 4 * c.tile_kv * d + (scores * itemsize_of(p.bias) if p.bias != "none" else 0)
+    step = max(
+        max(products, softmax) + _EXPOSED[c.compute_warpgroups] * min(products, softmax),
+        loaded / _load_rate(gpu),
+        rates.LOAD_LATENCY / c.max_concurrent_steps,
+    )
+    masked = p.left is not None or p.right is not None
+    tile = _TILE + _MASKED * masked + _REFILL * (c.q_slots == 1)
+    work = _shared_out(_key_steps(p, rows, c.tile_kv) * step + tile, p.batch * p.q_heads, gpu)
+    return rates.LAUNCH + max(work, reference.bytes_moved(p) / _hbm(gpu))
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """How far a config tuned for `x` is from `y`: |log2| ratios of the sizes and windows, and a step for each other difference.
+
+    None where it does not carry over: another head dim as the kernels pad it, a bias in one only, and of gradients one kind of
+    sum in one and another in the other.
+    """
+    sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
+    if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:
+        return None
+    kinds = [(padded(p.head_dim), p.bias != "none", _gradient_kind(p)) for p in (x, y)]
+    if kinds[0] != kinds[1]:
+        return None
+    sides = ((x.batch * x.q_heads, y.batch * y.q_heads), (x.q_tokens, y.q_tokens), (x.kv_tokens, y.kv_tokens))
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.5 * abs(math.log2(_reach(x) / _reach(y))) + 0.5 * ((x.right is None) != (y.right is None))
+    near += 0.05 * sum(getattr(x, f.name) != getattr(y, f.name) for f in dataclasses.fields(x))
+    return near if near <= 6.0 else None
+
+
+def _reach(p: Problem) -> int:
+    """How many keys up to its own a row sees at most."""
+    return p.kv_tokens if p.left is None else min(p.kv_tokens, p.left + 1)
+
+
+def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
+    return (p.deterministic, p.bias_grad) if isinstance(p, BackwardProblem) else None
+
+
+# --- Backward -------------------------------------------------------------------------------------------------------
+
+
+def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
+    del problem, gpu
+    return {
+        "mode": ("fused", "split"),
+        "tile_q": (64, 128),
+        "tile_kv": (64, 128),
+        "max_concurrent_steps": (1, 2, 3),
+        "section_waves": _SECTION_WAVES,
+        "memory_registers": (24,),  # with more, the compute warpgroups' accumulators spill
+    }
+
+
+def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
+    """All but other sections that `check_backward` lets run, the least modelled `backward_cost` first.
+
+    Raises ValueError where there is none.
+    """
+    reason = supports_backward(problem, gpu)
+    choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
+    every = (BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values()))
+    legal = [c for c in every if check_backward(problem, c, gpu) is None]
+    if reason is not None or not legal:
+        reason = reason or "none of the space takes so little shared memory and so few registers"
+        raise ValueError(f"no config of flash_attention_backward fits {problem} on {gpu.name}: {reason}")
+    return sorted(legal, key=lambda c: backward_cost(problem, c, gpu))
+
+
+def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
+    """The first of the `backward_candidates`."""
+    return backward_candidates(problem, gpu)[0]
+
+
+_GRADIENT_OPERATIONS = 10  # of a score, beside its exponential: scale, mask, dp - delta, ds, two roundings
+_STEP = 0.1e-6  # s of a step that a larger tile saves: barriers, and ds on its way through shared memory
+
+
+def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
+    """Modelled time in seconds; not fitted to measurements, it ranks configs.
+
+    Fused: a block keeps a tile of keys while rows of all heads that share it go by: five products of a tile of scores, and dq
+    added to global memory in float32. Split: four products in such blocks, and three more in blocks that keep rows.
+    """
+    p, c = problem, config
+    _require(supports_backward(p, gpu))
+    group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
+    d = padded(p.head_dim)
+    dq = 4 * c.tile_q * d  # bytes
+    keys = _row_steps(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
+    rows = _key_steps(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
+    kernels = [(5, *keys, dq)] if c.mode == "fused" else [(4, *keys, 0), (3, *rows, 0)]
+    work = 0.0
+    for products, steps, entries, loaded, added in kernels:
+        step = _gradient_step(p, c, products, loaded + added, gpu)
+        work += rates.LAUNCH + _shared_out(steps * step + _TILE, entries, gpu)
+    moved = reference.backward_bytes_moved(p)
+    converted = (
+        10 * p.batch * p.q_tokens * p.q_heads * d if c.mode == "fused" else 0
+    )  # dq: zeros, float32 read, 16 bits written
+    return max(work, moved / _hbm(gpu)) + converted / _hbm(gpu)
+
+
+def _gradient_step(p: BackwardProblem, c: BackwardConfig, products: int, moved: int, gpu: Gpu) -> float:
+    """Seconds of one tile of scores: its `products`, then what is done to each score; loads behind them, if in flight."""
+    scores = c.tile_q * c.tile_kv
+    elementwise = (scores / _EXPONENTIALS + scores * _GRADIENT_OPERATIONS / _LANES) / gpu.clock_hz
+    compute = 2 * products * scores * padded(p.head_dim) / _rate(gpu) + elementwise + _STEP
+    moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
+    if c.max_concurrent_steps == 1:
+        return compute + moving + rates.LOAD_LATENCY
+    return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
+
+
+# --- What both share ------------------------------------------------------------------------------------------------
+
+
+def _require(reason: str | None) -> None:
+    """Raises ValueError where `supports` has a reason: tokens that no kernel takes would be counted for hours."""
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def _rate(gpu: Gpu) -> float:
+    """FLOP/s of one SM."""
+    return gpu.bf16_flops * rates.POWER / gpu.sms
+
+
+def _load_rate(gpu: Gpu) -> float:
+    """Bytes per second from L2 into one SM."""
+    return rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
+
+
+def _hbm(gpu: Gpu) -> float:
+    return gpu.memory_bytes_per_s * rates.HBM
+
+
+def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
+    """Seconds until the SMs are through with tiles of these seconds, each `entries` times.
+
+    Unequal ones are dealt out so that all SMs end at about the same time, equal ones go in waves.
+    """
+    longest, total = float(tiles.max()), float(tiles.sum()) * entries
+    if tiles.min() == longest:
+        return math.ceil(len(tiles) * entries / gpu.sms) * longest
+    return max(longest, total / gpu.sms)
+
+
+# The tuner asks for the cost of thousands of configs. Do not write to what these give.
+_key_steps = functools.lru_cache(4096)(key_steps)
+_row_steps = functools.lru_cache(4096)(row_steps)

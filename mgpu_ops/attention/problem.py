@@ -1,0 +1,329 @@
+"""What attention is (`Problem`, `BackwardProblem`), and which configs can run it (`supports`, `check`, `check_backward`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_ops.core import limits
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
+from mgpu_ops.models import MODELS
+
+# --- What is computed -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """out = softmax(scale q k^T + bias, where visible) v for each head: q[batch, q_tokens, q_heads, head_dim], k and v
+    [batch, kv_tokens, kv_heads, head_dim].
+
+    Query row t sees key s where t + offset - window_left <= s <= t + offset + window_right.
+
+    batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim: dimensions; kv_heads divides q_heads.
+    dtype: of q, k and v, "bfloat16" or "float16" in the kernels.
+    causal: bounds the right side by 0.
+    window_left, window_right: keys before and after a row's own that it sees; -1 is a side without bound.
+    align: "top_left", the offset is 0, or "bottom_right", it is kv_tokens - q_tokens: the last query sees the last key.
+    lengths: each batch entry has token counts of its own.
+    segments: each token has an id, and sees its own segment only.
+    bias: "none", or the dtype of an additive bias.
+    soft_cap: scores go through cap tanh(score / cap) before the bias.
+    """
+
+    batch: int
+    q_tokens: int
+    kv_tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    align: str = "bottom_right"
+    lengths: bool = False
+    segments: bool = False
+    bias: str = "none"
+    soft_cap: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"window_left": -1, "window_right": -1})
+
+    @property
+    def left(self) -> int | None:
+        """How many keys before its own position a row sees; None: all."""
+        return None if self.window_left < 0 else self.window_left
+
+    @property
+    def right(self) -> int | None:
+        """How many keys after its own position a row sees; None: all."""
+        bounds = ([0] if self.causal else []) + ([] if self.window_right < 0 else [self.window_right])
+        return min(bounds, default=None)
+
+    def masks(self, tile_kv: int) -> bool:
+        """Whether some row may not see all of some tile of keys, segments apart."""
+        return self.left is not None or self.right is not None or self.lengths or self.kv_tokens % tile_kv != 0
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BackwardProblem(Problem):
+    """The gradients of a `Problem` with respect to q, k and v.
+
+    deterministic: sums are taken in a fixed order, so that equal inputs give bitwise equal gradients.
+    bias_grad: with respect to the bias too.
+    """
+
+    deterministic: bool = False
+    bias_grad: bool = False
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Config:
+    """How a block of the forward kernel works. Tuned; none of the fields changes the answer.
+
+    compute_warpgroups: 1 to 3, with 64 query rows each, beside the one that copies.
+    tile_kv: keys of a step.
+    max_concurrent_steps: tiles of keys, and of values, in shared memory at a time.
+    q_slots: tiles of queries in shared memory: with 2, the next one loads while this one is worked on.
+    section_waves: heads whose tiles fill the GPU that many times are worked through together, their longest tiles first.
+    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    pv_wait: when to wait for P V: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it.
+    """
+
+    compute_warpgroups: int
+    tile_kv: int
+    max_concurrent_steps: int
+    q_slots: int
+    section_waves: int
+    memory_registers: int
+    pv_wait: str
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BackwardConfig:
+    """How the backward kernels work. Tuned; none of the fields changes the answer.
+
+    mode: "fused", one kernel computes all gradients, a block keeping `tile_kv` keys while `tile_q` query rows a step go by, and
+      adds to dq in global memory; or "split", one kernel for dk and dv, and one for dq whose blocks keep 128 query rows while
+      64 keys a step go by: seven matrix products instead of five, but no atomic sums.
+    tile_q, tile_kv: see mode.
+    max_concurrent_steps: tiles of query rows, and of their gradients, in shared memory at a time.
+    section_waves, memory_registers: as in `Config`.
+    """
+
+    mode: str
+    tile_q: int
+    tile_kv: int
+    max_concurrent_steps: int
+    section_waves: int
+    memory_registers: int
+
+
+def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | None = None, **mask: Any) -> Problem:
+    return Problem(batch, tokens, tokens, heads, kv_heads or heads, head_dim, **mask)
+
+
+def _of(model: str, batch: int, tokens: int, **mask: Any) -> Problem:
+    heads = MODELS[model].attention["attention"]
+    return _mha(heads.head_dim, batch, tokens, heads.q_heads, heads.kv_heads, causal=True, **mask)
+
+
+SHAPES: dict[str, Problem] = {
+    "bert-large-512": _mha(64, 32, 512, 16),
+    "gpt2-1024-causal": _of("gpt2", 16, 1024),
+    "whisper-cross-448x1500": Problem(16, 448, 1500, 20, 20, 64),
+    "mha64-4096": _mha(64, 4, 4096, 32),
+    "mha64-4096-causal": _mha(64, 4, 4096, 32, causal=True),
+    "mha64-16384-causal": _mha(64, 1, 16384, 32, causal=True),
+    "mha128-4096": _mha(128, 4, 4096, 16),
+    "mha128-4096-causal": _mha(128, 4, 4096, 16, causal=True),
+    "mha128-16384": _mha(128, 1, 16384, 16),
+    "mha128-16384-causal": _mha(128, 1, 16384, 16, causal=True),
+    "llama3-8b-512-causal": _of("llama3-8b", 16, 512),
+    "llama3-8b-2048-causal": _of("llama3-8b", 4, 2048),
+    "llama3-8b-8192-causal": _of("llama3-8b", 1, 8192),
+    "llama3-8b-32768-causal": _of("llama3-8b", 1, 32768),
+    "llama3-70b-8192-causal": _of("llama3-70b", 1, 8192),
+    "mistral-7b-16384-window": _of("mistral-7b", 1, 16384, window_left=4095),
+    "mha256-4096": _mha(256, 4, 4096, 8),
+    "mha256-4096-causal": _mha(256, 4, 4096, 8, causal=True),
+    "gemma2-9b-8192-causal": _of("gemma2-9b", 1, 8192),
+    "gemma2-9b-8192-window": _of("gemma2-9b", 1, 8192, window_left=4095),
+}
+SUITES: dict[str, Sequence[str]] = {
+    "llm": list(SHAPES),
+    **{f"d{d}": [name for name, p in SHAPES.items() if p.head_dim == d] for d in (64, 128, 256)},
+}
+BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in SHAPES.items()}
+BACKWARD_SUITES = SUITES
+
+# --- What can run ---------------------------------------------------------------------------------------------------
+
+ROWS = 64  # of a compute warpgroup: one wgmma writes 64 rows
+PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
+HEAD_DIMS = (64, 128, 256)
+MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
+MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
+MAX_WINDOW = 2**30  # keys: beyond, and with an offset added, they are no longer counted in 32 bits
+BIASES = ("none", "bfloat16", "float16", "float32")
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why no config of the kernels can run `problem` on `gpu`, or None."""
+    p = problem
+    reason = supports_dtypes(p.dtype, p.dtype, gpu)
+    if reason is not None:
+        return reason
+    if p.head_dim > HEAD_DIMS[-1]:
+        return f"head_dim={p.head_dim} is more than {HEAD_DIMS[-1]}: use backend='xla'"
+    reason = supports_sizes(p, ("batch", "q_tokens", "kv_tokens", "q_heads", "kv_heads", "head_dim"))
+    if reason is not None:
+        return reason
+    if p.q_heads % p.kv_heads:
+        return f"q_heads={p.q_heads} is no multiple of kv_heads={p.kv_heads}: repeat the keys and values"
+    if p.align not in ("bottom_right", "top_left"):
+        return f"align {p.align!r} is neither 'bottom_right' nor 'top_left'"
+    if p.bias not in BIASES:
+        return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
+    rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), p.kv_tokens)
+    if rows > MAX_ROWS:
+        return f"{rows} rows are more than {MAX_ROWS}: split the batch, or use backend='xla'"
+    if p.batch * p.q_heads * -(-p.q_tokens // ROWS) > MAX_SIZE:
+        return f"{p.batch * p.q_heads} heads of {p.q_tokens} rows are more than the kernels count in 32 bits: split the batch"
+    if max(p.window_left, p.window_right) > MAX_WINDOW:
+        return f"a window of {max(p.window_left, p.window_right)} keys is more than {MAX_WINDOW}: leave it out"
+    return None
+
+
+def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why the forward kernel cannot run `problem` with `config` on `gpu`, or None. Kernel, tuner and tests all ask here."""
+    reason = supports(problem, gpu)
+    if reason is not None:
+        return reason
+    p, c = problem, config
+    if c.compute_warpgroups not in (1, 2, 3):
+        return f"compute_warpgroups={c.compute_warpgroups} is not 1, 2 or 3"
+    if c.tile_kv % PANEL or not PANEL <= c.tile_kv <= 256:
+        return f"tile_kv={c.tile_kv} must be a multiple of {PANEL} (a swizzle row of keys) up to 256 (wgmma's N)"
+    if not 2 <= c.max_concurrent_steps <= 16:
+        return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16: keys are copied a step ahead of values"
+    if c.q_slots not in (1, 2):
+        return f"q_slots={c.q_slots} is neither 1 nor 2"
+    if not 1 <= c.section_waves <= 1024:
+        return f"section_waves={c.section_waves} must be from 1 to 1024"
+    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
+        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    if c.pv_wait not in ("early", "late"):
+        return f"pv_wait={c.pv_wait!r} is neither 'early' nor 'late'"
+    needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads
+    limit = compute_registers(c.compute_warpgroups, c.memory_registers, gpu)
+    if needed + 24 > limit:
+        return (
+            f"scores, weights and output take {needed} registers a thread and addresses about 24 more, but {limit} are left: "
+            "use a smaller tile_kv or fewer compute warpgroups"
+        )
+    return _check_smem(smem_bytes(p, c), gpu)
+
+
+def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
+    """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
+    if problem.bias_grad and problem.soft_cap:
+        return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"
+    return supports(problem, gpu)
+
+
+def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> str | None:
+    """Why the backward kernels cannot run `problem` with `config` on `gpu`, or None."""
+    reason = supports_backward(problem, gpu)
+    if reason is not None:
+        return reason
+    p, c = problem, config
+    wide = padded(p.head_dim) > 128
+    if c.mode not in ("fused", "split"):
+        return f"mode={c.mode!r} is neither 'fused' nor 'split'"
+    if c.mode == "fused" and (p.deterministic or wide):
+        why = "adds to dq in any order" if p.deterministic else f"has no registers for dq of head_dim={p.head_dim}"
+        return f"mode='fused' {why}: use 'split'"
+    tile_kv = ROWS if wide else 2 * ROWS
+    if c.tile_kv != tile_kv:
+        return f"tile_kv={c.tile_kv} must be {tile_kv} for head_dim={p.head_dim}: {ROWS} keys of each warpgroup's gradients"
+    if c.tile_q not in (ROWS, 2 * ROWS) or (c.tile_q == 2 * ROWS and padded(p.head_dim) > 64):
+        return f"tile_q={c.tile_q} must be {ROWS}, or {2 * ROWS} where head_dim is at most 64"
+    if c.mode == "fused" and padded(p.head_dim) == 64 and c.tile_q == ROWS:
+        return f"tile_q={c.tile_q} must be {2 * ROWS} with mode='fused' and head_dim={p.head_dim}: dq's rows are shared out"
+    if not 1 <= c.max_concurrent_steps <= 16:
+        return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
+    if not 1 <= c.section_waves <= 1024:
+        return f"section_waves={c.section_waves} must be from 1 to 1024"
+    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
+        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])
+    return _check_smem(max(sizes), gpu)
+
+
+def dq_steps(problem: BackwardProblem) -> int:
+    """Tiles of keys in shared memory at a time, in the kernel for dq alone."""
+    return 1 if padded(problem.head_dim) > 128 and problem.bias != "none" else 2
+
+
+def dq_value_steps(problem: BackwardProblem) -> int:
+    """Tiles of values there: head dim 256 leaves room for one."""
+    return 1 if padded(problem.head_dim) > 128 else 2
+
+
+def padded(head_dim: int) -> int:
+    """The head_dim that the kernels compute with."""
+    return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def compute_registers(compute_warpgroups: int, memory_registers: int, gpu: Gpu) -> int:
+    """Registers a compute thread gets, in steps of 8: what the copying warpgroup leaves, 240 at most."""
+    total = gpu.registers_per_sm // 128
+    launched = total // (compute_warpgroups + 1) // 8 * 8 * (compute_warpgroups + 1)  # setmaxnreg shares out what a launch got
+    return min(240, (launched - memory_registers) // compute_warpgroups // 8 * 8)
+
+
+def smem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory that a block of the forward kernel takes. Mosaic lays out buffers by name."""
+    p, c = problem, config
+    rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
+    keys = ((steps, c.tile_kv, d), 2)
+    buffers: list[limits.Buffer] = [((steps, rows, c.tile_kv), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers += [keys, ((rows,), 4), ((c.compute_warpgroups, c.tile_kv), 4), ((c.q_slots, rows, d), 2)]  # lse, numbers
+    buffers += [((steps, c.tile_kv), 4)] if p.segments else []
+    buffers += [keys, ((MOSAIC_SCRATCH,), 1)]  # values
+    return limits.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps))
+
+
+def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
+    """Bytes of shared memory that a block of the kernel for dk and dv takes, likewise."""
+    p, c, d, steps = problem, config, padded(problem.head_dim), config.max_concurrent_steps
+    wide, fused = d > 128, config.mode == "fused"
+    rows, stats = ((steps, c.tile_q, d), 2), ((steps, c.tile_q), 4)
+    buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers += [stats, rows]  # delta, the output's gradient
+    buffers += [((2, ROWS, PANEL), 4)] if fused else []  # dq
+    buffers += [((ROWS, ROWS) if wide else (2, c.tile_q, c.tile_kv), 2)] if fused or p.bias_grad else []  # ds
+    buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), rows]  # keys, lse, numbers, queries
+    buffers += [((steps, c.tile_q), 4)] if p.segments else []
+    buffers += [((c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
+    return limits.block_bytes(buffers, barriers=2 * steps + 2 + (2 if wide else 1))
+
+
+def dq_smem_bytes(problem: BackwardProblem) -> int:
+    """Bytes of shared memory that a block of the kernel for dq alone takes."""
+    p, d = problem, padded(problem.head_dim)
+    k_steps, v_steps = dq_steps(p), dq_value_steps(p)
+    rows = ((2 * ROWS, d), 2)
+    buffers: list[limits.Buffer] = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers += [rows, ((k_steps, ROWS, d), 2), ((2, ROWS), 4), rows]
+    buffers += [((k_steps, ROWS), 4)] if p.segments else []
+    return limits.block_bytes([*buffers, ((v_steps, ROWS, d), 2)], barriers=2 * (1 + k_steps + v_steps))
+
+
+def _check_smem(size: int, gpu: Gpu) -> str | None:
+    if size > gpu.smem_per_block:
+        return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
+    return None

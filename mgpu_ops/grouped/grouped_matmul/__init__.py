@@ -1,0 +1,287 @@
+"""grouped_matmul: each group of rows of lhs times a matrix of its own, float32 accumulation, for NVIDIA Hopper.
+
+`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `kernel.py` is the kernel
+from load to store; here are the public functions with their gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.typing import ArrayLike, DTypeLike
+
+from mgpu_ops import integers
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.grouped import groups
+from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance
+from mgpu_ops.grouped.grouped_matmul.problem import (
+    ACTIVATIONS,
+    SHAPES,
+    SUITES,
+    Activation,
+    Problem,
+    bytes_moved,
+    check,
+    inputs,
+    supports,
+)
+from mgpu_ops.grouped.groups import Config
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import Baseline, OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call says beside its arrays."""
+
+    transpose_rhs: bool
+    out_dtype: str
+    activation: Activation
+    spread: groups.Spread
+    config: Config | None
+    backend: dispatch.Backend | None
+
+
+def grouped_matmul(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike | Sequence[int],
+    *,
+    bias: ArrayLike | None = None,
+    activation: Activation = "none",
+    out_dtype: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    spread: groups.Spread = "random",
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """out[i, n] = activation(sum_k lhs[i, k] rhs[g, k, n] + bias[g, n]) for each row i of group g; zeros for rows of no group.
+
+    The first group_sizes[0] rows belong to group 0, the next group_sizes[1] to group 1, and so on, as in `jax.lax.ragged_dot`:
+    the tokens of a mixture of experts, sorted by expert.
+
+    Args:
+      lhs: [m, k]. bfloat16 or float16 for the kernel; other floats run through XLA.
+      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`, of lhs's dtype.
+      group_sizes: [groups], integers, in rows; any sizes, 0 included. Their sum may be less than m: the rows beyond are zeros
+        in the output, are not read, and cost no arithmetic. Where the sizes are known before the function runs, a negative one
+        or a sum above m raises; where they are traced, a negative one counts as 0 and groups end at row m. Nothing is read or
+        written out of bounds whatever they are.
+      bias: [groups, n] floats, added in float32. Default: none.
+      activation: "none", "relu", "silu" or "gelu" (the tanh approximation), applied in float32 before rounding.
+      out_dtype: of the result; lhs's dtype by default, or "float32".
+      transpose_rhs: rhs is stored transposed; it is read in place, not copied.
+      spread: how sizes are usually spread over the groups, which decides which tuned config runs and nothing else: "even",
+        "random" (the default), "skewed" or "sparse" (half of the groups empty).
+      config: runs the forward kernel with this Config instead of the database's.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
+        any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
+        and otherwise "xla", logging once why.
+
+    Returns:
+      [m, n] of out_dtype.
+
+    Works under jit, grad (reverse mode; lhs's gradient runs this kernel on rhs as stored, rhs's runs `ragged_contraction`;
+    with an activation the forward pass then stores its argument), vmap (one launch after the other), scan and shard_map.
+
+    Raises:
+      ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
+        activation, spread or backend, a config that cannot run.
+      TypeError: floats or integers expected and not found.
+
+    Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    groups.check_floats("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
+    k, n = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
+    if lhs.shape[1] != k:
+        raise ValueError(
+            f"lhs{lhs.shape} and rhs{rhs.shape} differ in k: {lhs.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
+        )
+    sizes = groups.checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0])
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != (rhs.shape[0], n):
+            raise ValueError(f"bias has shape {bias.shape}: it must be [groups, n] = {(rhs.shape[0], n)}")
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}: grouped_matmul takes floats; cast it first")
+        bias = bias.astype(np.promote_types(bias.dtype, np.float32))
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    call = Call(
+        transpose_rhs=bool(transpose_rhs),
+        out_dtype=groups.checked_out_dtype(out_dtype, lhs.dtype),
+        activation=activation,
+        spread=groups.checked_spread(spread),
+        config=config,
+        backend=dispatch.requested_backend(backend),
+    )
+    arrays = (lhs, rhs, sizes) if bias is None else (lhs, rhs, sizes, bias)
+    return product(call, *mesh.same_mesh_axes(*arrays))
+
+
+_jax_ragged_dot = lax.ragged_dot  # bound here: a program may put ours in its place
+
+
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` with its arguments, through `grouped_matmul` where that computes the same, else through JAX.
+
+    lhs[m, k], rhs[g, k, n], group_sizes[g] -> [m, n]. `grouped_matmul` runs two operands of one dtype, bfloat16, float16,
+    float32 or float64, with a result of that dtype or float32, known dimensions, no `group_offset`, no `out_sharding`, no
+    explicit mesh axes and a default `precision`; products of 16-bit floats, exact in float32, may have any. All else, and every
+    error in the arguments, is JAX's own.
+
+    Where `grouped_matmul` runs, three things differ from JAX: negative sizes count as 0, vmap takes any axis of any argument,
+    and forward-mode differentiation (`jax.jvp`, `jax.hessian`) raises TypeError: call `jax.lax.ragged_dot` for it.
+
+    Raises ValueError for a backend that is unknown, or that is named and is a kernel which cannot run this.
+    """
+    wanted = dispatch.requested_backend(backend)
+    plain = group_offset is None and out_sharding is None
+    if not (plain and _is_grouped_matmul(lhs, rhs, group_sizes, precision, preferred_element_type)):
+        if backend not in (None, "xla"):
+            raise ValueError(f"backend={backend!r} cannot run this ragged_dot, which only JAX's own does: pass backend=None")
+        jaxs: Any = _jax_ragged_dot  # whose types are narrower than what it takes
+        return jaxs(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    sizes = integers.clipped(group_sizes, lhs.shape[0])
+    out = groups.checked_out_dtype(preferred_element_type, lhs.dtype)
+    return product(Call(False, out, "none", "random", None, wanted), *mesh.same_mesh_axes(lhs, rhs, sizes))
+
+
+def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype: Any) -> bool:
+    """Whether these are arrays that `grouped_matmul` multiplies as `jax.lax.ragged_dot` does."""
+    arrays = lhs, rhs, sizes
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
+        return False
+    lhs, rhs, sizes = types = [jax.typeof(x) for x in arrays]
+    return (
+        (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1)
+        and all(isinstance(size, int) for x in types for size in x.shape)  # an exported function may have symbolic ones
+        and lhs.shape[1] == rhs.shape[1]
+        and rhs.shape[0] == sizes.shape[0] > 0
+        and lhs.dtype == rhs.dtype
+        and lhs.dtype.name in ("bfloat16", "float16", "float32", "float64")
+        and precision in (None, "default", *(lax.Precision if lhs.dtype.itemsize == 2 else [lax.Precision.DEFAULT]))
+        and jnp.dtype(lhs.dtype if out_dtype is None else out_dtype) in (lhs.dtype, jnp.float32)
+        and jnp.issubdtype(sizes.dtype, jnp.integer)
+        and not any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types)
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    return _batchable(call)(lhs, rhs, sizes, *(() if bias is None else (bias,)))
+
+
+def activate(activation: str, x: jax.Array) -> jax.Array:
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    functions = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
+    return functions[activation](wide).astype(x.dtype) if activation != "none" else x
+
+
+@functools.cache
+def _batchable(call: Call) -> Any:
+    """The call as a function of arrays."""
+
+    def product(*arrays: jax.Array) -> jax.Array:
+        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    return groups.looped(product)
+
+
+def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> Problem:
+    return Problem(
+        m=lhs.shape[0],
+        n=rhs.shape[1 if call.transpose_rhs else 2],
+        k=lhs.shape[1],
+        groups=rhs.shape[0],
+        dtype=lhs.dtype.name,
+        out_dtype=call.out_dtype,
+        layout="nt" if call.transpose_rhs else "nn",
+        bias=bias is not None,
+        activation=call.activation,
+        spread=call.spread,
+    )
+
+
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
+    p = problem
+    wide = np.promote_types(p.dtype, np.float32)
+    contracted = 1 if p.layout == "nt" else 0  # of b, which is not transposed for it
+    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+
+    def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
+        a, b = lhs[rows], rhs[group]
+        if exact:
+            a, b = a.astype(wide), b.astype(wide)
+        values = lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
+        if bias is not None:
+            values += bias[group][None]
+        values = activate(p.activation, values).astype(p.out_dtype)
+        return out.at[jnp.where(inside, rows, p.m)].set(values, mode="drop")
+
+    zeros = jnp.zeros((p.m, p.n), p.out_dtype)
+    (zeros,) = mesh.same_mesh_axes(zeros, lhs)[:1]
+    return zeros if 0 in (p.m, p.n) else groups.for_each_block(sizes, p.m, block, zeros)
+
+
+def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """A plain matmul through XLA of as many operations: what a grouped one is measured against."""
+    return jnp.matmul(lhs, rhs[0].mT if problem.layout == "nt" else rhs[0])
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.grouped.grouped_matmul import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="grouped_matmul",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=groups.space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=groups.flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=groups.tolerance,
+    baseline=lambda problem: Baseline("dense", dense),
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference"]

@@ -1,0 +1,132 @@
+"""What a grouped matmul is (`Problem`), and which configs can run it (`supports`, `check`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_fields, itemsize_of, warpgroup_tile
+from mgpu_ops.grouped import groups
+from mgpu_ops.grouped.groups import (
+    DECODING,
+    MODELS,
+    PANEL,
+    TRAINING,
+    Config,
+    check_smem,
+    check_tiles,
+    draw_sizes,
+    layer_problem,
+)
+
+# --- What is computed -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """out[m, n]: rows of group g of lhs[m, k] times rhs[g, k, n].
+
+    m, n, k: rows of lhs, columns of the result, and what is summed over.
+    groups: how many matrices rhs holds.
+    dtype: of lhs and rhs, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: "nn", or "nt" where rhs is stored as [g, n, k].
+    bias: whether a row per group, [groups, n], is added.
+    activation: of `ACTIVATIONS`, applied last.
+    spread: of `groups.SPREADS`, how the m rows are spread over the groups: a hint that decides which config runs and never the
+      answer.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    layout: str = "nn"
+    bias: bool = False
+    activation: str = "none"
+    spread: str = "random"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+_TRAINING = {"-".join(map(str, case)): layer_problem(Problem, *case) for case in TRAINING}
+_DECODING = {"-".join(map(str, case)): layer_problem(Problem, *case) for case in DECODING}
+_DECODING["64x7168x2048-4096-even"] = Problem(4096, 2048, 7168, 64, spread="even")
+_DLHS = {f"{name}-dlhs": replace(p, n=p.k, k=p.n, layout="nt") for name, p in _TRAINING.items()}
+SHAPES: dict[str, Problem] = {**_TRAINING, **_DECODING, **_DLHS}
+SUITES: dict[str, Sequence[str]] = {
+    "moe": [*_TRAINING, *_DECODING],
+    "training": list(_TRAINING),
+    "decoding": list(_DECODING),
+    "dlhs": list(_DLHS),
+    **{model: [name for name in (*_TRAINING, *_DECODING) if name.startswith(model)] for model in MODELS},
+}
+
+# --- What can run ---------------------------------------------------------------------------------------------------
+
+type Activation = Literal["none", "relu", "silu", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation.__value__)
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why no config of the kernel can run `problem` on `gpu`, or None."""
+    p = problem
+    if p.layout not in ("nn", "nt"):
+        return f"layout {p.layout!r} is neither 'nn' nor 'nt'"
+    if p.activation not in ACTIVATIONS:
+        return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
+    return groups.supports(p, gpu, rhs_row=("k", p.k) if p.layout == "nt" else ("n", p.n))
+
+
+def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
+    p, c = problem, config
+    reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu)
+    if reason is not None:
+        return reason
+    _, wg_n = warpgroup_tile(c)
+    if c.wg_dimension == "n" and c.compute_warpgroups == 2 and wg_n % PANEL and p.layout == "nn":
+        return f"a warpgroup's {wg_n} columns of tile_n={c.tile_n} must be a multiple of {PANEL}, one swizzle row of rhs"
+    if p.layout == "nn" and c.tile_n % PANEL:
+        return f"tile_n={c.tile_n} must be a multiple of {PANEL}, one swizzle row of rhs"
+    if p.layout == "nn" and p.n % PANEL and c.tile_n != PANEL:
+        return f"tile_n={c.tile_n} must be {PANEL} because n={p.n} is no multiple of {PANEL}: TMA clips one swizzle row only"
+    if p.layout == "nt" and p.k % PANEL and c.tile_k != PANEL:
+        return f"tile_k={c.tile_k} must be {PANEL} because k={p.k} is no multiple of {PANEL}: TMA clips one swizzle row only"
+    row = 128 // itemsize_of(p.out_dtype)
+    if p.n % row and c.epilogue_tile_n != row:
+        return (
+            f"epilogue_tile_n={c.epilogue_tile_n} must be {row} because n={p.n} is no multiple of it: "
+            "TMA clips one swizzle row only"
+        )
+    return check_smem(p, c, gpu)
+
+
+# --- What a problem takes and gives --------------------------------------------------------------------------------
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each input read once, of rhs only the groups that have rows, and each output written once."""
+    p = problem
+    used = min(p.groups, p.m) if p.spread != "sparse" else max(1, min(p.groups // 2, p.m))
+    operands = (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
+    return operands + p.m * p.n * itemsize_of(p.out_dtype)
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """Random normal lhs and rhs, sizes spread as the problem says, and a bias where it has one."""
+    p = problem
+    key_l, key_r, key_s, key_b = jax.random.split(key, 4)
+    lhs = jax.random.normal(key_l, (p.m, p.k), p.dtype)
+    rhs = jax.random.normal(key_r, (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n), p.dtype)
+    arrays = (lhs, rhs, draw_sizes(p.spread, p.m, p.groups, key_s))
+    return (*arrays, jax.random.normal(key_b, (p.groups, p.n), jnp.float32)) if p.bias else arrays

@@ -1,0 +1,178 @@
+"""ragged_contraction: lhs^T rhs over the rows of each group, float32 accumulation, for NVIDIA Hopper.
+
+`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `kernel.py` is the kernel
+from load to store; here are the public function with its gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.grouped import groups
+from mgpu_ops.grouped.groups import Config
+from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default
+from mgpu_ops.grouped.ragged_contraction.problem import SHAPES, SUITES, Problem, bytes_moved, check, inputs, supports
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import Baseline, OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call says beside its arrays."""
+
+    out_dtype: str
+    spread: groups.Spread
+    config: Config | None
+    backend: dispatch.Backend | None
+
+
+def ragged_contraction(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike | Sequence[int],
+    *,
+    out_dtype: DTypeLike | None = None,
+    spread: groups.Spread = "random",
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """out[g, k, n] = sum over the rows i of group g of lhs[i, k] rhs[i, n], accumulated in float32; zeros for an empty group.
+
+    It is the gradient of `grouped_matmul` with respect to its weights, and `jax.lax.ragged_dot_general` with a ragged
+    contracting dimension.
+
+    Args:
+      lhs: [m, k]. bfloat16 or float16 for the kernel; other floats run through XLA.
+      rhs: [m, n], of lhs's dtype.
+      group_sizes: [groups], integers, in rows, as in `grouped_matmul`; rows beyond their sum are not read.
+      out_dtype: of the result; lhs's dtype by default, or "float32".
+      spread: how sizes are usually spread over the groups, as in `grouped_matmul`: chooses the config, never the answer.
+      config: runs the kernel with this Config (tile_m: of k; tile_k: rows a step) instead of the database's.
+      backend: "mosaic", "interpret" or "xla", as in `grouped_matmul`.
+
+    Returns:
+      [groups, k, n] of out_dtype.
+
+    Works under jit, grad (reverse mode: both gradients are grouped matmuls), vmap (one launch after the other), scan and
+    shard_map.
+
+    Raises:
+      ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
+        spread or backend, a config that cannot run.
+      TypeError: floats or integers expected and not found.
+
+    Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    groups.check_floats("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
+    if lhs.shape[0] != rhs.shape[0]:
+        raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
+    sizes = groups.checked_sizes("ragged_contraction", group_sizes, None, lhs.shape[0])
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    out = groups.checked_out_dtype(out_dtype, lhs.dtype)
+    arrays = mesh.same_mesh_axes(lhs, rhs, sizes)
+    return contract(
+        *arrays, out_dtype=out, spread=groups.checked_spread(spread), config=config, backend=dispatch.requested_backend(backend)
+    )
+
+
+def contract(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *,
+    out_dtype: str,
+    spread: groups.Spread,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """`ragged_contraction` of arguments that were checked."""
+    return contracted(Call(out_dtype, spread, config, backend), lhs, rhs, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def contracted(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _batchable(call)(lhs, rhs, sizes)
+
+
+@functools.cache
+def _batchable(call: Call) -> Any:
+    """The call as a function of arrays."""
+
+    def product(*arrays: jax.Array) -> jax.Array:
+        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    return groups.looped(product)
+
+
+def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
+    (m, k), n = lhs.shape, rhs.shape[1]
+    return Problem(m, n, k, sizes.shape[0], lhs.dtype.name, call.out_dtype, call.spread)
+
+
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
+    p = problem
+    wide = np.promote_types(p.dtype, np.float32)
+    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+
+    def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
+        a, b = (jnp.where(inside[:, None], x[rows], 0) for x in (lhs, rhs))
+        if exact:
+            a, b = a.astype(wide), b.astype(wide)
+        return out.at[group].add(lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=wide))
+
+    zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
+    done = zeros if 0 in (p.m, p.n, p.k) else groups.for_each_block(sizes, p.m, block, zeros)
+    return done.astype(p.out_dtype)
+
+
+def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    """A plain matmul through XLA of as many operations: what a ragged contraction is measured against."""
+    return jnp.matmul(lhs.T, rhs)
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.grouped.ragged_contraction import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="ragged_contraction",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=groups.space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=groups.distance,
+    flops=groups.flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=groups.tolerance,
+    baseline=lambda problem: Baseline("dense", dense),
+)
+
+__all__ = ["SPEC", "Problem", "default", "launch", "ragged_contraction", "reference"]

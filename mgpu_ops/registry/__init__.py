@@ -1,0 +1,1 @@
+"""What an op is, and which config a call of it uses."""

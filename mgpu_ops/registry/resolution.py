@@ -1,0 +1,401 @@
+"""Which config a call uses. Where it comes from; the first that answers wins (`resolve`):
+
+1. Explicit: `argument`, `override` (`use_configs`), `environment` (`MGPU_OPS_CONFIG_PATH`). What
+   cannot be read or cannot run raises.
+2. Stored for exactly this problem: `user`, `shipped`, `family` (the user's and the shipped files of
+   other GPUs with the same architecture and SM count). Every measured entry comes before every
+   modelled one, whichever file it is in: a modelled entry never hides a measured one.
+3. `near`: the entry of those files for the nearest other problem, again measured before modelled, unless the op's model
+   puts its config behind the default for this problem, or it was no faster than the default there.
+4. `default`: the op's analytic choice.
+
+In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
+a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
+
+In 2 and 3 an entry is passed over whose problem no call could have, which fails the op's `check`, is for another kernel
+version, or was slower than the default when it was measured (`database.judge`); with one warning, where it is broken, as is a
+file that cannot be read.
+
+This happens while JAX traces. `use_configs` is part of jit's trace key; a file or an environment
+variable that changes later does not retrace a function that is already traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import msgspec
+
+from mgpu_ops.core.gpu import Gpu, family
+from mgpu_ops.registry import database, job
+from mgpu_ops.registry.database import (
+    AnyPath,
+    DatabaseError,
+    Entry,
+    Evidence,
+    decode,
+    judge,
+    key_of_fields,
+    read_bytes,
+    stale_kernel,
+    title,
+    to_config,
+)
+
+if TYPE_CHECKING:
+    from mgpu_ops.registry.spec import OpSpec
+
+NEAR_SLACK = 1.05  # a near entry's config may be modelled this much slower than the default: the model is no better than that
+NEAR_GAIN = 1.003  # how much faster than the default it must promise to be here: less is no difference
+
+
+# --- overrides
+
+
+class _Snapshot(NamedTuple):
+    """A database file as it was when `use_configs` was entered: hashable, for jit's trace key."""
+
+    path: Path
+    data: bytes
+
+
+# Layers, innermost first; each a tuple of (op, Config | ((Problem, Config), ...) | _Snapshot).
+_overrides: Any = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def use_configs(configs: Mapping[str, Any] | AnyPath) -> Iterator[None]:
+    """Uses `configs` inside a `with`, in this thread; the innermost block that has one wins.
+
+    `configs` maps an op's name to a Config, for every problem, or to a list of (Problem, Config);
+    or it is the path of a database file, read once here. A jitted function is traced again where
+    the configs differ. A backward pass that JAX traces after the block does not see them.
+    TypeError for anything else; a config that cannot run raises at the call.
+    """
+    layer = _layer(configs)
+    with _overrides((layer, *(_overrides.value or ()))):
+        yield
+
+
+def _layer(configs: Mapping[str, Any] | AnyPath) -> tuple[tuple[str, Any], ...]:
+    if isinstance(configs, str | os.PathLike):
+        snapshot = _Snapshot(Path(configs), read_bytes(configs))
+        return ((decode(snapshot.data, path=configs).op, snapshot),)
+    if isinstance(configs, Mapping):
+        return tuple((op, _frozen(op, configs[op])) for op in sorted(configs))
+    raise TypeError(f"use_configs takes {{op: config}} or a path, not {configs!r}")
+
+
+def _frozen(op: str, answer: Any) -> Any:
+    if dataclasses.is_dataclass(answer):
+        return answer
+    pairs = [p for p in answer if _is_pair(p)] if isinstance(answer, Sequence) else []
+    if not pairs or len(pairs) != len(answer):
+        raise TypeError(f"use_configs: {op} takes a Config or [(Problem, Config)], not {answer!r}")
+    return tuple(map(tuple, pairs))
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, Sequence) and len(pair) == 2 and all(map(dataclasses.is_dataclass, pair))
+
+
+# --- resolution
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """Which config a call uses, and why."""
+
+    config: Any
+    source: str  # argument, override, environment, user, shipped, family, near, default or job
+    path: Path | None = None  # the file it came from
+    entry: Entry | None = None
+    distance: float | None = None  # of a `near` entry's problem
+    nearest: Entry | None = None  # of a default: for a comparable problem, where it is no better than the default
+    tried: tuple[tuple[str, str], ...] = ()  # (source, what was found or why it was passed over)
+
+
+class _Query(NamedTuple):
+    spec: OpSpec
+    problem: Any
+    gpu: Gpu
+    tried: list[tuple[str, str]]
+
+    def note(self, source: str, what: str) -> None:
+        self.tried.append((source, what))
+
+
+class _Row(NamedTuple):
+    """An entry in the op's own types; problem and config are None for one that is broken or of another kernel version."""
+
+    path: Path
+    entry: Entry
+    problem: Any
+    config: Any
+    fault: str | None  # why it is not used unless somebody names its file
+    key: tuple[Any, ...]  # of its problem
+
+
+_logged: set[tuple[Any, ...]] = set()
+_warned: set[str] = set()
+
+
+def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolution:
+    """The config for a problem on a GPU, by the order at the top of this module.
+
+    Logs a choice once, at INFO to the logger "mgpu_ops", unless it is the `config` given.
+    Where an explicit source is wrong: ValueError (DatabaseError for its file), or TypeError if it
+    holds something else than a `spec.Config`.
+    """
+    result = _resolve(spec, problem, gpu, config)
+    key = (spec.name, problem, gpu.key, result.source, result.config)
+    if result.source != "argument" and key not in _logged:
+        _logged.add(key)
+        logging.getLogger("mgpu_ops").info(
+            "%s %s on %s: %s from %s", spec.name, problem, gpu.key, result.config, _place(result)
+        )
+    return result
+
+
+def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
+    query = _Query(spec, problem, gpu, [])
+    said = _argument(query, config) or _override(query)  # by the program, which is the same in every process
+    found = said or _environment(query)
+    if found is not None:
+        _require(query, found)
+    else:
+        found = _stored(query)
+    found = said or _agreed(query, found)
+    return dataclasses.replace(found, tried=tuple(query.tried))
+
+
+def _agreed(query: _Query, found: Resolution) -> Resolution:
+    """What the first process of the job to ask found; files may differ between machines."""
+    spec, problem, gpu, _ = query
+    if job.size() == 1:
+        return found
+    fields, mine = (msgspec.json.encode(dataclasses.asdict(x)).decode() for x in (problem, found.config))
+    first = job.first(f"config/{gpu.key}/{spec.name}/{spec.version}/{fields}", mine)
+    if first == mine:
+        return found
+    query.note("job", f"another process of this job chose first; here it would be {found.config} from {_place(found)}")
+    agreed = Resolution(to_config(spec, msgspec.json.decode(first)), "job")
+    _require(query, agreed)
+    return agreed
+
+
+def _argument(query: _Query, config: Any) -> Resolution | None:
+    if config is not None:
+        return Resolution(config, "argument")
+    query.note("argument", "no config= was given")
+    return None
+
+
+def _override(query: _Query) -> Resolution | None:
+    layers = _overrides.value or ()
+    for answer in (answer for layer in layers for op, answer in layer if op == query.spec.name):
+        if isinstance(answer, _Snapshot):
+            if found := _exact(query, "override", answer.path, answer.data):
+                return found
+            continue
+        config = dict(answer).get(query.problem) if isinstance(answer, tuple) else answer
+        if config is not None:
+            return Resolution(config, "override")
+    query.note("override", "no use_configs has one for this problem")
+    return None
+
+
+def _environment(query: _Query) -> Resolution | None:
+    what = "MGPU_OPS_CONFIG_PATH names no file for this GPU and op"
+    for path in _environment_paths(query.gpu.key, query.spec.name):
+        data = read_bytes(path)
+        if decode(data, path=path).op != query.spec.name:  # the paths may name one file per op
+            continue
+        if found := _exact(query, "environment", path, data):
+            return found
+        what = f"{path}: no entry for this problem"
+    query.note("environment", what)
+    return None
+
+
+def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | None:
+    """The answer of a file named explicitly; raises if it is for another kernel version only."""
+    fields = dataclasses.asdict(query.problem)
+    rows = _rows(query.spec, query.gpu, path, data)
+    matches = [row for row in rows if row.key == key_of_fields(fields)]
+    if not matches:
+        return None
+    row = min(matches, key=lambda r: (r.config is None, r.entry.evidence.kind == "modelled"))
+    if row.config is None:
+        raise DatabaseError(path, f"{fields}: {row.fault}")
+    return Resolution(row.config, source, path, row.entry)
+
+
+def _require(query: _Query, found: Resolution) -> None:
+    """Raises for an explicit config that cannot run."""
+    spec, problem, gpu, _ = query
+    what = f"{spec.name}: {found.config} from {_place(found)}"
+    if not isinstance(found.config, spec.Config):
+        raise TypeError(f"{what} must be a {spec.Config.__module__}.{spec.Config.__qualname__}")
+    reason = spec.check(problem, found.config, gpu)
+    if reason is not None:
+        raise ValueError(f"{what} cannot run {problem} on {gpu.key}: {reason}")
+
+
+def _stored(query: _Query) -> Resolution:
+    """The best entry of the user's, the shipped and the family's files that can run, or the default."""
+    spec, problem, gpu, _ = query
+    key = key_of_fields(dataclasses.asdict(problem))
+    ranked = []
+    for level, (source, owner, path) in enumerate(_stored_paths(gpu, spec.name)):
+        for row in _stored_rows(query, source, owner, path):
+            modelled = row.entry.evidence.kind == "modelled"
+            if row.key == key:
+                ranked.append(((False, modelled, 0.0, level), source, row))
+            elif row.fault is None:
+                distance = spec.distance(problem, row.problem)
+                if distance is not None:
+                    ranked.append(((True, modelled, distance, level), "near", row))
+
+    failed, nearest = 0, None
+    for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
+        reason = row.fault or spec.check(problem, row.config, gpu)
+        if reason is None and near:
+            nearest, reason = nearest or row.entry, _behind(query, row)
+        if reason is None:
+            return Resolution(row.config, source, row.path, row.entry, distance if near else None)
+        failed += near
+        if failed <= 3:  # enough to see why
+            query.note(source, f"{row.path}: {title(row.entry)} passed over: {reason}")
+    query.note("near", f"none of {failed} entries for comparable problems can run this one")
+    return Resolution(spec.default(problem, gpu), "default", nearest=nearest)
+
+
+def _stored_rows(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[_Row, ...]:
+    """The rows of `owner`'s file, that nobody named: it may be missing, and if it or an entry is broken one warns."""
+    try:
+        rows = _rows(query.spec, owner, path, read_bytes(path))
+    except DatabaseError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            query.note(source, f"passed over: {error}")
+            _warn_once(f"{error}. mgpu_ops goes on without this file.")
+        elif source != "family":
+            query.note(source, f"{path}: no such file")
+        return ()
+    broken = [row for row in rows if row.problem is None and stale_kernel(row.entry, query.spec) is None]
+    if broken:
+        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        what = f"{path}: {title(broken[0].entry)}: {broken[0].fault}"
+        _warn_once(f"{what}. mgpu_ops goes on without this entry{others}: see `mgpu-tune validate`.")
+    key = key_of_fields(dataclasses.asdict(query.problem))
+    kinds = [row.entry.evidence.kind for row in rows if row.key == key]
+    what = f"{path}: {len(rows)} entries, {' and '.join(kinds) or 'none'} for this problem"
+    query.note(source, what)
+    return rows
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+# Keyed by content: a changed file is always noticed, and a trace costs one read and one hash.
+@functools.lru_cache(maxsize=64)
+def _rows(spec: OpSpec, gpu: Gpu, path: Path, data: bytes) -> tuple[_Row, ...]:
+    entries = decode(data, path=path, gpu_key=gpu.key, op=spec.name).entries
+    return tuple(_Row(path, entry, *judge(entry, gpu, spec), key_of_fields(entry.problem)) for entry in entries)
+
+
+# --- files
+
+
+def _environment_paths(gpu_key: str, op: str) -> Iterator[Path]:
+    """What MGPU_OPS_CONFIG_PATH names: files, or directories that may hold <gpu key>/<op>.json."""
+    for part in filter(None, os.environ.get("MGPU_OPS_CONFIG_PATH", "").split(os.pathsep)):
+        path = Path(os.path.expanduser(part))
+        if not path.exists():
+            raise DatabaseError(path, "does not exist: correct or unset MGPU_OPS_CONFIG_PATH")
+        if not path.is_dir():
+            yield path
+        elif (inside := path / gpu_key / f"{op}.json").exists():
+            yield inside
+
+
+def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
+    """(source, GPU, path) of every file that may hold a config, in order of precedence."""
+    yield "user", gpu, database.user_path(gpu.key, op)
+    yield "shipped", gpu, database.shipped_path(gpu.key, op)
+    for other in family(gpu):
+        yield "family", other, database.user_path(other.key, op)
+        yield "family", other, database.shipped_path(other.key, op)
+
+
+def _behind(query: _Query, row: _Row) -> str | None:
+    """Why a config that was fast for a near problem is not to be trusted for this one; the default's own always is.
+
+    Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the op's model
+    does. And it promises no more than what it gained over the default there, changed as the model says from there to here.
+    """
+    spec, problem, gpu, _ = query
+    default = spec.default(problem, gpu)
+    if row.config == default:
+        return None
+    ours, theirs = (spec.cost(problem, c, gpu) for c in (row.config, default))
+    if ours > NEAR_SLACK * theirs:
+        return f"modelled at {ours * 1e6:.1f} us here, the default at {theirs * 1e6:.1f} us"
+    evidence = row.entry.evidence
+    if evidence.default_us is None:
+        return None
+    there, default_there = (spec.cost(row.problem, c, gpu) for c in (row.config, spec.default(row.problem, gpu)))
+    promised = evidence.default_us / evidence.median_us * (there / default_there) / (ours / theirs)
+    if promised >= NEAR_GAIN:
+        return None
+    return f"{evidence.default_us / evidence.median_us:.3f}x as fast as the default there, which promises {promised:.3f}x here"
+
+
+# --- telling
+
+
+def explain(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> str:
+    """What `resolve` chooses, on what evidence, and what it looked at: text of several lines."""
+    result = _resolve(spec, problem, gpu, config)
+    lines = [
+        f"{spec.name} {problem} on {gpu.key}",
+        f"  config    {result.config}",
+        f"  from      {_place(result)}",
+    ]
+    if result.entry is not None:
+        lines.append(f"  evidence  {_summary(result.entry.evidence)}")
+    lines += ["  tried", *(f"    {s}: {what}" for s, what in result.tried)]
+    return "\n".join(line.replace("\n", r"\n") for line in lines)  # a file's text has no line of its own
+
+
+def _place(result: Resolution) -> str:
+    """ "near, distance 0.5: measured {'m': 64} of /path"."""
+    text = result.source
+    if result.distance is not None:
+        text += f", distance {result.distance:.3g}"
+    if result.entry is not None:
+        text += f": {title(result.entry)} of {result.path}"
+    return text
+
+
+def _summary(e: Evidence) -> str:
+    parts = [f"{e.kind} {e.median_us:.4g} us, spread {e.spread_us:.2g} us, on {e.gpu}"]
+    for name, time in (("the default", e.default_us), (e.baseline, e.baseline_us)):
+        if time is not None:
+            parts.append(f"{time / e.median_us:.3g}x as fast as {name} ({time:.4g} us)")
+    if e.error is not None:
+        parts.append(f"error {e.error:.2g}")
+    parts.append(f"{e.trials} trials on {e.date}, jax {e.jax}, kernel version {e.kernel_version}")
+    return "; ".join(parts)

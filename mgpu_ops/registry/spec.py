@@ -1,0 +1,104 @@
+"""What an op is: `OpSpec`."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mgpu_ops.core.gpu import Gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """What is timed beside an op's kernel: `run(problem, *arrays)`.
+
+    The arrays are the op's inputs, or what `arrays(problem, *inputs)` makes of them in advance, untimed: a gradient's, say,
+    what the forward pass of the baseline left.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    arrays: Callable[..., tuple] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpSpec:
+    """Everything the dispatcher, the tuner, the benchmarks and the contract tests need to know of one op.
+
+    `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. A Config has no default values.
+    All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of another
+    type, negative) raises ValueError when it is made. Of any that can be made, `supports`, `check` and `distance` answer, and
+    `default` and `cost` raise ValueError where `supports` has a reason and they have no answer.
+    """
+
+    name: str
+    version: int  # of the kernel: raised when a stored config would mean something else
+    Problem: type
+    Config: type
+    shapes: Mapping[str, Any]  # named problems of real models: name -> Problem
+    suites: Mapping[str, Sequence[str]]  # named lists of `shapes`
+    space: Callable[[Any, Gpu], dict[str, Sequence]]  # field of Config -> its choices, ordered
+    supports: Callable[[Any, Gpu], str | None]  # why no config can run this problem, or None
+    check: Callable[[Any, Any, Gpu], str | None]  # why this config cannot run, or None
+    candidates: Callable[[Any, Gpu], list[Any]]  # analytic choices that pass `check`, the most promising first
+    default: Callable[[Any, Gpu], Any]  # the one that runs where nothing is tuned
+    cost: Callable[[Any, Any, Gpu], float]  # modelled time in seconds
+    distance: Callable[[Any, Any], float | None]  # how far two problems are; None: a config does not carry over
+    flops: Callable[[Any], int]
+    bytes: Callable[[Any], int]  # each input read once, each output written once
+    inputs: Callable[[Any, Any], tuple]  # (problem, jax key) -> random arguments
+    run: Callable[..., Any]  # run(problem, config, gpu, *inputs, interpret=False): the kernel
+    reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
+    tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
+    baseline: Callable[[Any], Baseline | None] | None = None  # what to time beside `run` of a problem; None: the reference
+    devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then
+    turns: int = 1  # calls in a row that are timed as one, where GPUs that start apart would blur a single one
+    next_turn: Callable[..., tuple] | None = None  # next_turn(out, *arrays) -> arrays: so that a call waits for the one before
+
+    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` as it is timed, `turns` times in a row: returns the first result and, of several, the last."""
+        import jax
+
+        if self.turns == 1:
+            return run
+        once = jax.jit(run)  # so that JAX lowers it once
+
+        def in_a_row(*arrays: Any) -> Any:
+            first = last = once(*arrays)
+            for _ in range(self.turns - 1):
+                arrays = self.next_turn(last, *arrays) if self.next_turn else arrays
+                last = once(*arrays)
+            return first, last
+
+        return in_a_row
+
+    def result(self, timed: Any) -> Any:
+        """What `run` returns, of what `timed(run)` does."""
+        return timed if self.turns == 1 else timed[0]
+
+
+def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
+    """A Problem from some of its fields: the rest have their defaults, out_dtype that of dtype.
+
+    ValueError names the field that is missing, unknown, of another type or too small.
+    """
+    if not isinstance(fields, Mapping):
+        raise ValueError(
+            f"{fields!r} is no {spec.name} problem: give its fields as a mapping, or a {spec.Problem.__qualname__}"
+        )
+    known = {field.name for field in dataclasses.fields(spec.Problem)}
+    unknown = sorted(map(str, fields.keys() - known))
+    if unknown:
+        raise ValueError(f"{spec.name} problems have no {', '.join(unknown)}: the fields are {', '.join(sorted(known))}")
+    # a whole number of numpy's, as a computed size is, is one
+    given = {name: operator.index(value) if isinstance(value, np.integer) else value for name, value in fields.items()}
+    if "dtype" in given and "out_dtype" in known:
+        given.setdefault("out_dtype", given["dtype"])
+    try:
+        return spec.Problem(**given)
+    except TypeError as e:
+        raise ValueError(f"{given} is no {spec.name} problem: {e}") from None

@@ -1,0 +1,129 @@
+"""The ring of shared-memory slots: what is copied into a slot is read once, and not overwritten before."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core import engine
+from mgpu_ops.core.pipeline import Ring
+
+
+@pytest.fixture(autouse=True)
+def clean_interpreter() -> Iterator[None]:
+    """Each test starts with no kernel interpreted; the race detector's pages go nowhere."""
+    engine.reset_interpreter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    engine.reset_interpreter()
+
+
+def passed_on(slots: int, steps: int, *, readers: int = 1, drain_first: bool = True, ring: type[Ring] = Ring) -> Any:
+    """A kernel: out[wg, i] = x[i] + wg. Both halves of x[i] are copied on their own; at last every slot is overwritten."""
+
+    def body(x_ref: Any, out_ref: Any, *, buffer: Any, again: Any, **barriers: Any) -> None:
+        steps_of = ring(slots, **barriers)
+
+        def copying() -> None:
+            def step(i: Any, _: Any) -> Any:
+                def copy(slot: Any, filled: Any) -> None:
+                    for half in range(2):
+                        engine.copy_gmem_to_smem(x_ref.at[i, half], buffer.at[slot, half], filled)
+
+                steps_of.fill(i, copy)
+                return _
+
+            lax.fori_loop(0, steps, step, ())
+            if drain_first:
+                steps_of.drain(jnp.int32(steps))
+            for slot in range(slots):
+                engine.copy_gmem_to_smem(x_ref.at[0, 0], buffer.at[slot, 0], again)
+            plgpu.barrier_wait(again)
+            if not drain_first:
+                steps_of.drain(jnp.int32(steps))
+
+        def computing() -> None:
+            wg = lax.axis_index("wg")
+
+            def step(i: Any, _: Any) -> Any:
+                def compute(slot: Any) -> None:
+                    out_ref[wg, i] = buffer[slot] + wg
+                    plgpu.commit_smem()  # TMA is to overwrite what was read by other means
+
+                steps_of.read(i, compute)
+                return _
+
+            lax.fori_loop(0, steps, step, ())
+
+        engine.specialize(copying, computing, compute_warpgroups=readers, copy_registers=40, compute_registers=232)
+
+    return engine.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((readers, max(1, steps), 2, 128), jnp.int32),
+        scratch_types={
+            "buffer": plgpu.SMEM((slots, 2, 128), jnp.int32),
+            "again": plgpu.Barrier(num_arrivals=slots),
+            **Ring.barriers(slots, copies=2, readers=readers),
+        },
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=readers + 1,
+        name="test",
+        interpret=True,
+    )
+
+
+def numbers(steps: int) -> jax.Array:
+    return jnp.arange(max(1, steps) * 256, dtype=jnp.int32).reshape(-1, 2, 128)
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(2, 1), (2, 2), (2, 7), (3, 7), (4, 3)])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_every_reader_gets_every_step_in_order_without_a_race(slots, steps, readers):
+    x = numbers(steps)
+    out = passed_on(slots, steps, readers=readers)(x)
+    np.testing.assert_array_equal(out, [np.asarray(x) + wg for wg in range(readers)])
+    assert not engine.races_found()
+
+
+def test_no_steps_are_nothing_to_wait_for():
+    passed_on(2, 0)(numbers(0)).block_until_ready()
+    assert not engine.races_found()
+
+
+def has_a_race(**kwargs: Any) -> bool:
+    """Up to jax 0.11 the interpreter notes a race and goes on, from 0.12 it raises."""
+    try:
+        passed_on(2, 5, **kwargs)(numbers(5)).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        return "RACE DETECTED" in str(error)
+    return engine.races_found()
+
+
+def test_slots_may_be_overwritten_after_a_drain_and_not_before():
+    assert not has_a_race()
+    engine.reset_interpreter()
+    assert has_a_race(drain_first=False)
+
+
+class Hasty(Ring):
+    """Releases a slot before it has been read."""
+
+    def read(self, step: Any, compute: Callable[[Any], None]) -> None:
+        slot = lax.rem(step, jnp.int32(self.slots))
+        plgpu.barrier_wait(self.filled.at[slot])
+        engine.barrier_arrive(self.released.at[slot])
+        compute(slot)
+
+
+def test_detector_finds_a_slot_that_is_released_before_it_was_read():
+    assert has_a_race(ring=Hasty)

@@ -1,0 +1,235 @@
+"""Tile orders: every tile is visited once, by the block whose turn it is, in strips or group after group."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_ops.core import tile_scheduler
+from tests.thorough import examples
+
+
+@given(st.integers(1, 3000), st.integers(1, 200))
+def test_blocks_that_take_turns_cover_every_tile_once(tiles, blocks):
+    blocks = min(blocks, tiles)
+    counts = tile_scheduler.tiles_of_block(tiles, np.arange(200, dtype=np.int32), blocks)[:blocks]
+    assert counts.dtype == jnp.int32
+    assert counts.tolist() == [len(range(block, tiles, blocks)) for block in range(blocks)]
+
+
+@functools.cache
+def walk(shape: tuple[int, int], minor: int, width: int) -> list[tuple[int, int]]:
+    def tile(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tile_scheduler.raster(index, shape, minor, width)
+
+    rows, columns = jax.jit(jax.vmap(tile))(jnp.arange(shape[0] * shape[1], dtype=jnp.int32))
+    assert rows.dtype == columns.dtype == jnp.int32
+    return list(zip(rows.tolist(), columns.tolist()))
+
+
+SHAPES = [(1, 1), (1, 7), (7, 1), (2, 3), (6, 6), (16, 9)]
+WIDTHS = [1, 2, 4, 100]
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_raster_visits_every_tile_once_whatever_the_width(shape, minor):
+    everything = [(r, c) for r in range(shape[0]) for c in range(shape[1])]
+    for width in WIDTHS:
+        assert sorted(walk(shape, minor, width)) == everything
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_raster_finishes_a_strip_before_the_next_and_turns_round_at_its_end(shape, minor):
+    for width in WIDTHS:
+        path = walk(shape, minor, width)
+        strips = [tile[minor] // width for tile in path]
+        if shape[1 - minor] > 1:  # one line of tiles has no strips
+            assert strips == sorted(strips)
+        # What is in flight stays compact: along the strip, the next tile is at most a step away.
+        along = [tile[1 - minor] for tile in path]
+        assert all(abs(x - y) <= 1 for x, y in itertools.pairwise(along))
+
+
+# --- tiles dealt beforehand
+
+COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=80)
+
+
+def dealt(table: np.ndarray) -> list[list[int]]:
+    """The tiles of each block, as a kernel reads them."""
+    assert table.dtype == np.int32
+    turns = [tile_scheduler.Turns(jnp.asarray(table), block) for block in range(len(table))]
+    return [[int(t.number(jnp.int32(i))) for i in range(int(t.count))] for t in turns]
+
+
+@given(COSTS, st.integers(1, 20))
+def test_tiles_are_dealt_once_each_and_no_block_has_more_than_a_tile_above_the_mean(costs, blocks):
+    shares = dealt(tile_scheduler.deal(costs, blocks))
+    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)  # in the order of the tiles
+    loads = [sum(costs[tile] for tile in share) for share in shares]
+    assert max(loads) <= sum(costs) / blocks + max(costs)
+    assert all(shares) or len(costs) < blocks
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([1, 2, 1024]), st.integers(1, 20)
+)
+def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, heads, waves, blocks):
+    tiles = len(costs)
+    shares = dealt(tile_scheduler.deal_heads(np.array(costs), heads, waves, blocks))
+    assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
+    loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
+    assert max(loads) <= sum(costs) * heads / blocks + max(costs)
+    section = -(-waves * blocks // tiles)  # heads
+    for share in shares:
+        order = [(number // tiles // section, -costs[number % tiles]) for number in share]
+        assert order == sorted(order)
+
+
+@examples(10)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40), st.sampled_from([1, 2]), st.integers(1, 20))
+def test_many_heads_are_dealt_some_at_a_time_once_each_and_as_evenly(costs, heads, waves, blocks):
+    tiles = len(costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_scheduler, "AT_ONCE", 60)
+        shares = dealt(tile_scheduler.deal_heads(np.array(costs), heads, waves, blocks))
+    assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
+    loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
+    assert max(loads) <= sum(costs) * heads / blocks + max(costs)
+    section = -(-waves * blocks // tiles)  # heads
+    for share in shares:
+        order = [(number // tiles // section, -costs[number % tiles]) for number in share]
+        assert order == sorted(order)
+
+
+def test_of_a_million_tiles_few_are_dealt_one_by_one(monkeypatch):
+    counted, deal = [], tile_scheduler.deal
+    monkeypatch.setattr(tile_scheduler, "deal", lambda costs, blocks: (counted.append(len(costs)), deal(costs, blocks))[1])
+    table = tile_scheduler.deal_heads(np.arange(1, 1025), 1024, 8, 132)
+    assert table[:, 0].sum() == 1024 * 1024
+    assert sum(counted) <= 2 * tile_scheduler.AT_ONCE
+
+
+def test_tables_are_kept_up_to_so_many_bytes_the_last_used_longest(monkeypatch):
+    made = []
+
+    @tile_scheduler.kept
+    def table(number: int) -> np.ndarray:
+        made.append(number)
+        return np.zeros(100, np.int32)
+
+    monkeypatch.setattr(tile_scheduler, "KEPT_BYTES", 1000)
+    for number in (1, 2, 1, 3, 1, 2):
+        assert table(number).nbytes == 400
+    assert made == [1, 2, 3, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        table(2)[0] = 1
+
+
+def test_a_turn_beyond_the_last_reads_inside_the_table():
+    """The tile after the last is read ahead."""
+    table = tile_scheduler.deal([1] * 5, 2)
+    turns = tile_scheduler.Turns(jnp.asarray(table), 0)
+    assert int(turns.number(jnp.int32(table.shape[1]))) == int(turns.number(jnp.int32(2))) == 4
+
+
+# --- strips, and tiles of groups
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.integers(0, 2**30), st.integers(1, 300))
+def test_cdiv_rounds_up(x, y):
+    assert tile_scheduler.cdiv(np.int32(x), y) == -(-x // y)
+
+
+@given(st.integers(1, 300), st.data())
+def test_cdiv_of_a_little_less_than_nothing_is_zero(y, data):
+    """So that a block beyond the last tile has none."""
+    assert tile_scheduler.cdiv(np.int32(-data.draw(st.integers(0, y - 1))), y) == 0
+
+
+@functools.cache
+def strip_walk(rows: int, columns: int, width: int) -> list[tuple[int, int]]:
+    tile = lambda number, rows: tile_scheduler.strips(number, rows, columns, width)  # noqa: E731
+    numbers = jnp.arange(rows * columns, dtype=jnp.int32)
+    row, column = jax.jit(jax.vmap(tile, (0, None)))(numbers, jnp.int32(rows))
+    assert row.dtype == column.dtype == jnp.int32
+    return list(zip(row.tolist(), column.tolist()))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_strips_are_walked_one_after_the_other_column_by_column(rows, columns):
+    for width in (1, 2, 4, 100):
+        wanted = [
+            (row, column)
+            for first in range(0, rows, width)
+            for column in range(columns)
+            for row in range(first, min(first + width, rows))
+        ]
+        assert strip_walk(rows, columns, width) == wanted
+
+
+TILE_ROWS, ACROSS, LIMIT = 16, 3, 200  # rows and columns of tiles; more tiles than any example below has
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each block: the tiles it visits, how many, and where it says that the last group ends."""
+
+    def tiles(size: jax.Array) -> jax.Array:
+        return tile_scheduler.cdiv(size, TILE_ROWS) * ACROSS
+
+    def visit(tile: tile_scheduler.GroupTile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seen, count = carry
+        return seen.at[count].set(jnp.stack([tile.group, tile.start, tile.end, tile.number])), count + 1
+
+    def walk(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
+        end, (seen, count) = tile_scheduler.for_each_group_tile(sizes, rows, tiles, block, blocks, visit, start)
+        return seen, count, end
+
+    return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))
+
+
+def group_tiles(sizes: list[int], rows: int) -> tuple[list[tuple[int, int, int, int]], int]:
+    """(group, start, end, number) of all tiles in order, and where the last group ends."""
+    found, end = [], 0
+    for group, size in enumerate(sizes):
+        start, end = end, min(rows, end + max(size, 0))
+        found += [(group, start, end, number) for number in range(-(-(end - start) // TILE_ROWS) * ACROSS)]
+    return found, end
+
+
+def assert_blocks_share_out_the_tiles(sizes: list[int], rows: int, blocks: int) -> None:
+    seen, counts, ends = visits(np.array(sizes, np.int32), rows, blocks)
+    wanted, end = group_tiles(sizes, rows)
+    assert ends.tolist() == [end] * blocks
+    for block in range(blocks):
+        assert [tuple(tile) for tile in seen[block, : counts[block]].tolist()] == wanted[block::blocks]
+
+
+@given(
+    st.lists(INT32 | st.integers(-2, 120) | st.sampled_from([0, 1, 16, 17]), min_size=7, max_size=7),
+    st.sampled_from([(0, 1), (1, 3), (300, 1), (300, 4), (300, 64)]),
+)
+def test_blocks_take_the_tiles_of_all_groups_in_turn_whatever_the_sizes_are(sizes, rows_and_blocks):
+    assert_blocks_share_out_the_tiles(sizes, *rows_and_blocks)
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_blocks_take_the_tiles_of_one_group_and_of_256_in_turn(blocks):
+    assert_blocks_share_out_the_tiles([300], 300, blocks)
+    sizes = np.random.default_rng(0).multinomial(60, np.ones(256) / 256)
+    assert_blocks_share_out_the_tiles(sizes.tolist(), 64, blocks)

@@ -1,0 +1,527 @@
+"""flash_attention on a Hopper GPU: what the interpreter and the compiler cannot show. The truth is NumPy's float64."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from mgpu_ops import FlashAttentionConfig, flash_attention, spec_of, use_configs
+from mgpu_ops.core import gpu
+from tests.mgpu_ops.attention import cases
+from tests.mgpu_ops.attention.cases import Shape, normal, qkv
+from tests.mgpu_ops.grouped.ragged import float64
+
+pytestmark = pytest.mark.gpu
+
+FORWARD, BACKWARD = spec_of("flash_attention"), spec_of("flash_attention_backward")
+BF16, F32 = jnp.bfloat16, jnp.float32
+TOLERANCE = {"bfloat16": (1e-2, 0.1), "float16": (1.5e-3, 1.5e-2)}  # of the root mean square of errors, and of any one
+NAMES = ["out", "lse", "q", "k", "v", "bias"]
+
+
+@pytest.fixture
+def assert_close(assert_near: Any) -> Any:
+    """Both the root mean square of the error and every single one are small, each as `TOLERANCE` has it."""
+
+    def check(out: Any, wanted: Any, dtype: Any, roundings: int = 1) -> None:
+        rms, largest = TOLERANCE[jnp.dtype(dtype).name]
+        error = np.sqrt(np.mean((float64(out) - float64(wanted)) ** 2) / np.mean(float64(wanted) ** 2))
+        assert error < roundings * rms
+        assert_near(out, wanted, roundings * largest)
+
+    return check
+
+
+def poison(*arrays: Any) -> None:
+    """Frees memory full of NaN, which outputs of the arrays' sizes will be put in: an element left unwritten shows."""
+    blocks = [jnp.full(x.shape, jnp.nan, dtype) for x in arrays for dtype in (x.dtype, F32) for _ in range(2)]
+    jax.block_until_ready(blocks)
+
+
+def cotangents(out: Any, lse: Any) -> tuple[jax.Array, jax.Array]:
+    return normal(7, *out.shape, dtype=out.dtype), normal(8, *lse.shape, dtype=lse.dtype)
+
+
+def runner(**kwargs: Any) -> Any:
+    """Output, lse and gradients by the kernels, as one jitted function of q, k, v and perhaps a bias."""
+
+    def both(q: Any, k: Any, v: Any, *bias: Any) -> Any:
+        return flash_attention(q, k, v, bias=bias[0] if bias else None, return_lse=True, **{"backend": "mosaic"} | kwargs)
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        outs, pull = jax.vjp(both, *arrays)
+        return *outs, *pull(cotangents(*outs))
+
+    return run
+
+
+def with_gradients(arrays: tuple[Any, ...], **kwargs: Any) -> dict[str, jax.Array]:
+    run = runner(**kwargs).lower(*arrays).compile()
+    poison(*arrays)
+    return dict(zip(NAMES, run(*arrays)))
+
+
+def assert_true(found: dict[str, Any], arrays: tuple[Any, ...], assert_close: Any, **kwargs: Any) -> None:
+    """`found` is `attention.truth`, exactly zero where nothing is visible, and has no NaN."""
+    out_grad, lse_grad = cotangents(found["out"], found["lse"])
+    bias = arrays[3] if len(arrays) > 3 else None
+    wanted = cases.truth(*arrays[:3], bias=bias, out_grad=out_grad, lse_grad=lse_grad, **kwargs)
+    lse = wanted.pop("lse")
+    assert found.keys() == {"lse", *wanted}
+    np.testing.assert_array_equal(np.isneginf(found["lse"]), np.isneginf(lse))
+    np.testing.assert_allclose(found["lse"], lse, rtol=1e-4, atol=1e-4)
+    nothing, unseen = np.isneginf(lse).swapaxes(1, 2), ~wanted["v"].any(-1)
+    for name, hidden in (("out", nothing), ("q", nothing), ("k", unseen), ("v", unseen)):
+        np.testing.assert_array_equal(float64(found[name])[hidden], 0)
+    for name, x in wanted.items():
+        if np.abs(x).max() < 1e-6:
+            np.testing.assert_allclose(float64(found[name]), 0, atol=1e-5)
+        else:
+            assert_close(found[name], x, arrays[0].dtype)
+
+
+# --- values and gradients
+
+SHAPES = [  # batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim, v_dim
+    Shape(1, 1, 1, 1, 1, 64),
+    Shape(3, 1, 1000, 8, 2, 128),
+    Shape(2, 127, 129, 3, 3, 64),
+    Shape(1, 1024, 1024, 4, 4, 128),
+    Shape(3, 333, 777, 6, 2, 64),
+    Shape(1, 777, 333, 4, 1, 128),
+    Shape(2, 200, 200, 2, 1, 256),
+    Shape(1, 257, 511, 4, 2, 256),
+    Shape(1, 520, 300, 2, 2, 80),
+    Shape(1, 300, 520, 4, 2, 96, 160),
+    Shape(2, 65, 4097, 1, 1, 64),
+    Shape(1, 4097, 65, 1, 1, 128),
+    Shape(5, 100, 100, 40, 8, 64),
+]
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 30)},
+    "causal window": {"causal": True, "window": (200, None)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_shape_is_right(shape, mask, assert_close):
+    arrays = qkv(shape, BF16)
+    assert_true(with_gradients(arrays, **MASKS[mask]), arrays, assert_close, **MASKS[mask])
+
+
+def segments(batch: int, tokens: int, packed: bool, seed: int = 0) -> np.ndarray:
+    ids = np.random.default_rng(seed).integers(0, 4, (batch, tokens))
+    return np.sort(ids, axis=1) if packed else ids
+
+
+MIDDLE = Shape(3, 250, 390, 4, 2, 64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lengths": {"q_lengths": [250, 0, 77], "kv_lengths": [0, 390, 200]},
+    "lengths, causal, window": {
+        "q_lengths": [250, 130, 77],
+        "kv_lengths": [380, 390, 60],
+        "causal": True,
+        "window": (90, None),
+    },
+    "lengths out of range": {"q_lengths": [-5, 300, 77], "kv_lengths": [10, 1000, -1], "causal": True},
+    "segments": {"q_segment_ids": segments(3, 250, True), "kv_segment_ids": segments(3, 390, True)},
+    "segments, causal": {"q_segment_ids": segments(3, 250, True), "kv_segment_ids": segments(3, 390, True), "causal": True},
+    "segments in any order": {"q_segment_ids": segments(3, 250, False), "kv_segment_ids": segments(3, 390, False)},
+    "soft cap": {"soft_cap": 2.0},
+    "soft cap, causal": {"soft_cap": 30.0, "causal": True, "scale": 2.0},
+    "negative scale": {"scale": -0.3, "window": (None, 4)},
+    "mask": {"mask": np.random.default_rng(0).random((3, 1, 250, 390)) < 0.3},
+    "mask of rows and heads": {"mask": np.random.default_rng(0).random((4, 250, 1)) < 0.5, "causal": True},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_any_option_is_right(name, head_dim, assert_close):
+    arrays = qkv(replace(MIDDLE, head_dim=head_dim), BF16)
+    assert_true(with_gradients(arrays, **OPTIONS[name]), arrays, assert_close, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["causal", "segments, causal", "soft cap"])
+def test_float16_is_right(name, head_dim, assert_close):
+    kwargs = (MASKS | OPTIONS)[name]
+    arrays = qkv(replace(MIDDLE, head_dim=head_dim), "float16")
+    assert_true(with_gradients(arrays, **kwargs), arrays, assert_close, **kwargs)
+
+
+BIASES = [(3, 4, 250, 390), (1, 4, 250, 390), (3, 1, 250, 390), (250, 390), (4, 1, 390), (3, 1, 250, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_bias_of_any_shape_and_its_gradient_are_right(shape, dtype, assert_close):
+    arrays = *qkv(MIDDLE, BF16), normal(3, *shape, dtype=dtype)
+    found = with_gradients(arrays, causal=True)
+    assert (found["bias"].shape, found["bias"].dtype) == (shape, dtype)
+    assert_true(found, arrays, assert_close, causal=True)
+
+
+def test_bias_of_one_head_and_its_gradient_are_right(assert_close):
+    """Where leading dimensions of one may not be taken for those of a window of rows (core/tma.py)."""
+    arrays = *qkv(Shape(1, 150, 200, 1, 1, 64), BF16), normal(3, 1, 1, 150, 200, dtype=BF16)
+    assert_true(with_gradients(arrays), arrays, assert_close)
+
+
+@pytest.mark.parametrize("shape", [MIDDLE, replace(MIDDLE, q_tokens=384, kv_tokens=512)], ids=["odd", "whole tiles"])
+def test_nan_in_padding_has_no_say(shape):
+    """The weight of a padded value is zero, and zero times NaN would be NaN."""
+    q, k, v = qkv(shape, BF16)
+    q_lengths, kv_lengths = np.array([250, 130, 77]), np.array([380, 390, 60])
+    dirty = []
+    for x, lengths in ((q, q_lengths), (k, kv_lengths), (v, kv_lengths)):
+        padding = np.arange(x.shape[1]) >= lengths[:, None]
+        dirty.append(jnp.where(padding[..., None, None], jnp.asarray(jnp.nan, BF16), x))
+    kwargs = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "causal": True, "deterministic": True}
+    found, clean = with_gradients(tuple(dirty), **kwargs), with_gradients((q, k, v), **kwargs)
+    for name, x in clean.items():
+        np.testing.assert_array_equal(found[name], x)
+
+
+@pytest.mark.parametrize("shape", [Shape(3, 77, 130, 2, 2, 64), Shape(3, 100, 200, 4, 2, 128)], ids=str)
+def test_nan_stays_in_its_batch_entry_and_with_the_heads_that_share_keys(shape):
+    """Whose last tiles reach into the next entry."""
+    q, k, v = qkv(shape, BF16)
+    kwargs = {"causal": True, "deterministic": True}
+    clean = with_gradients((q, k, v), **kwargs)
+    by_entry = with_gradients(tuple(x.at[1].set(jnp.nan) for x in (q, k, v)), **kwargs)
+    by_head = with_gradients((q, k.at[:, :, 1].set(jnp.nan), v), **kwargs)
+    first = shape.q_heads // shape.kv_heads  # heads of queries with the first head of keys
+    assert np.isnan(float64(by_entry["out"][1])).all()
+    assert np.isnan(float64(by_entry["lse"][1])).all()
+    assert np.isnan(float64(by_entry["v"][1])).all()
+    for name, x in clean.items():
+        np.testing.assert_array_equal(by_entry[name][::2], x[::2])
+        heads = 1 if name == "lse" else 2
+        kept = slice(first if name in ("out", "lse", "q") else 1)
+        np.testing.assert_array_equal(*(jnp.moveaxis(y, heads, 0)[kept] for y in (by_head[name], x)))
+
+
+def draw(spec: Any, seed: int) -> tuple[Any, Any]:
+    """A problem of any kind and a legal config for it."""
+    rng = random.Random(seed)
+    device = gpu.current()
+    kv_heads = rng.choice([1, 2, 3])
+    problem = spec.Problem(
+        rng.choice([1, 3]),
+        rng.randint(1, 700),
+        rng.randint(1, 700),
+        kv_heads * rng.choice([1, 1, 4]),
+        kv_heads,
+        rng.choice([64, 128, 256, 72]),
+        rng.choice(["bfloat16", "float16"]),
+        causal=rng.random() < 0.5,
+        window_left=rng.choice([-1, -1, 1, 100, 300]),  # with 0 and causal, gradients of q and k are noise
+        window_right=rng.choice([-1, -1, 0, 100]),
+        align=rng.choice(["bottom_right", "top_left"]),
+        lengths=rng.random() < 0.3,
+        segments=rng.random() < 0.3,
+        bias=rng.choice(["none", "none", "bfloat16", "float32"]),
+        soft_cap=rng.random() < 0.2,
+    )
+    if spec is BACKWARD:
+        with_bias = problem.bias != "none" and not problem.soft_cap
+        problem = replace(problem, deterministic=rng.random() < 0.5, bias_grad=with_bias and rng.random() < 0.5)
+    space = spec.space(problem, device)
+    drawn = (spec.Config(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
+    return problem, next(c for c in drawn if spec.check(problem, c, device) is None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
+def test_random_legal_config_is_right(spec, seed, assert_close):
+    problem, config = draw(spec, seed)
+    arrays = jax.jit(functools.partial(spec.inputs, problem))(jax.random.key(seed))
+    with jax.default_matmul_precision("highest"):
+        exact = replace(problem, dtype="float32")
+        wanted = jax.jit(functools.partial(spec.reference, exact))(
+            *(x.astype(F32) if x.dtype == problem.dtype else x for x in arrays)
+        )
+    run = jax.jit(functools.partial(spec.run, problem, config, gpu.current())).lower(*arrays).compile()
+    poison(*arrays)
+    coarse = "bfloat16" if "bfloat16" in (problem.dtype, problem.bias) else problem.dtype
+    dtypes = (problem.dtype,) * 3 + (coarse,)  # the last of four is the gradient of the bias
+    for x, y, dtype in zip(run(*arrays), wanted, dtypes):
+        x, y = float64(x), float64(y)
+        np.testing.assert_array_equal(np.isposinf(x), np.isposinf(y))
+        known = np.isfinite(y)
+        if np.abs(y[known]).max(initial=0) > 1e-6:
+            assert_close(x[known], y[known], dtype)
+
+
+# --- beside cuDNN: no error more than twice its
+
+
+def errors(found: dict[str, Any], wanted: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """For each array the root mean square of the error, and the largest one."""
+    each = {name: np.abs(float64(x) - wanted[name]) for name, x in found.items()}
+    return {name: (float(np.sqrt(np.mean(error**2))), float(error.max())) for name, error in each.items()}
+
+
+def by_cudnn(q: Any, k: Any, v: Any, *bias: Any, **kwargs: Any) -> jax.Array:
+    named = {"bias": bias[0]} if bias else {}
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **named, **kwargs)
+
+
+def by_kernels(q: Any, k: Any, v: Any, *bias: Any, **kwargs: Any) -> jax.Array:
+    return flash_attention(q, k, v, bias=bias[0] if bias else None, backend="mosaic", **kwargs)
+
+
+def assert_as_right_as_cudnn(arrays: tuple[Any, ...], ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """`theirs` are the arguments by which cuDNN computes what `ours` say.
+
+    No single error is more than twice its largest, but for what rounding the largest output to its dtype may add.
+    """
+    bias = arrays[3] if len(arrays) > 3 else None
+    out = cases.truth(*arrays[:3], bias=bias, **ours)["out"]
+    # Padding has no gradient here, as libraries differ in what its output is.
+    out_grad = jnp.where(out == 0, 0, normal(7, *out.shape, dtype=arrays[0].dtype)).astype(arrays[0].dtype)
+    wanted = cases.truth(*arrays[:3], bias=bias, out_grad=out_grad, **ours)
+
+    def errors_of(f: Any, kwargs: dict[str, Any]) -> dict[str, tuple[float, float]]:
+        @jax.jit
+        def run(*arrays: Any) -> Any:
+            out, pull = jax.vjp(functools.partial(f, **kwargs), *arrays)
+            return jnp.where(wanted["out"] == 0, 0, out), *pull(out_grad)
+
+        return errors(dict(zip(["out", *NAMES[2:]], run(*arrays))), wanted)
+
+    our_errors, their_errors = errors_of(by_kernels, ours), errors_of(by_cudnn, theirs)
+    for name, (rms, largest) in our_errors.items():
+        assert rms <= 2 * their_errors[name][0], (name, our_errors, their_errors)
+        rounding = float(np.abs(wanted[name]).max() * jnp.finfo(arrays[0].dtype).eps / 2)
+        assert largest <= 2 * their_errors[name][1] + rounding, (name, our_errors, their_errors)
+
+
+CAUSAL = {"causal": True}, {"is_causal": True}
+PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "causal": CAUSAL,
+    "window": ({"causal": True, "window": (200, None)}, {"is_causal": True, "local_window_size": (200, 0)}),
+    "small scale": ({"scale": 1e-4}, {"scale": 1e-4}),
+    "large scale, causal": ({"scale": 5.0, **CAUSAL[0]}, {"scale": 5.0, **CAUSAL[1]}),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_error_is_more_than_twice_that_of_cudnn(head_dim, name):
+    arrays = qkv(Shape(2, 1024, 1024, 4, 4, head_dim), BF16)
+    assert_as_right_as_cudnn(arrays, *PEERS[name])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_large_scores_beside_cudnn(head_dim, mask):
+    q, k, v = qkv(Shape(2, 1024, 1024, 4, 4, head_dim), BF16)
+    assert_as_right_as_cudnn((q * 30, k * 30, v * 30), *PEERS[mask])
+    assert_as_right_as_cudnn((q * 30, k, v), *PEERS[mask])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [(128, 16384), (16384, 128)], ids=["keys", "queries"])
+def test_long_rows_and_columns_beside_cudnn(head_dim, tokens):
+    arrays = qkv(Shape(1, *tokens, 2, 2, head_dim), BF16)
+    assert_as_right_as_cudnn(arrays, {}, {})
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 1024, 1024, 8, 2, 128), Shape(1, 1000, 1016, 4, 1, 64)], ids=str)
+def test_grouped_heads_beside_cudnn(shape):
+    assert_as_right_as_cudnn(qkv(shape, BF16), {}, {})
+
+
+def test_float16_beside_cudnn():
+    assert_as_right_as_cudnn(qkv(Shape(2, 1024, 1024, 4, 4, 128), "float16"), *CAUSAL)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bias_beside_cudnn(head_dim):
+    arrays = *qkv(Shape(2, 512, 512, 4, 4, head_dim), BF16), normal(3, 1, 4, 512, 512, dtype=BF16)
+    assert_as_right_as_cudnn(arrays, {}, {})
+
+
+def test_lengths_beside_cudnn():
+    q_lengths, kv_lengths = jnp.array([512, 130, 77]), jnp.array([400, 512, 60])
+    ours = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+    theirs = {"query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths}
+    assert_as_right_as_cudnn(qkv(Shape(3, 512, 512, 4, 4, 128), BF16), ours, theirs)
+
+
+def test_extreme_scales_give_no_nan(assert_close):
+    for scale in (1e-30, 100.0, -100.0):
+        arrays = qkv(MIDDLE, BF16)
+        found = with_gradients(arrays, scale=scale)
+        assert not any(np.isnan(float64(x)).any() for x in found.values())
+        assert_close(found["out"], cases.truth(*arrays, scale=scale)["out"], BF16)
+
+
+# --- the same each time
+
+REPEATED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "segments": OPTIONS["segments"],
+    "lengths": OPTIONS["lengths"],
+    "window": {"window": (100, 30)},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", REPEATED)
+def test_deterministic_gradients_have_the_same_bits_each_time_and_are_right(name, head_dim, assert_close):
+    arrays = qkv(replace(MIDDLE, head_dim=head_dim), BF16)
+    run = runner(deterministic=True, **REPEATED[name])
+    first = run(*arrays)
+    for _ in range(5):
+        for x, y in zip(first, run(*arrays)):
+            np.testing.assert_array_equal(x, y)
+    assert_true(dict(zip(NAMES, first)), arrays, assert_close, **REPEATED[name])
+
+
+def test_forward_has_the_same_bits_in_many_launches_in_a_row():
+    """A barrier out of phase, or a store that outlives its block, shows now and then only."""
+    run = jax.jit(functools.partial(flash_attention, backend="mosaic", causal=True))
+    inputs = [qkv(Shape(2, 900, 900, 8, 2, 128), BF16, seed) for seed in (0, 10, 20)]
+    wanted = [np.asarray(run(*arrays)) for arrays in inputs]
+    outs = [run(*arrays) for _ in range(50) for arrays in inputs]
+    for i, out in enumerate(outs):
+        np.testing.assert_array_equal(out, wanted[i % 3])
+
+
+def test_gradients_are_right_in_many_launches_in_a_row(assert_close):
+    arrays = qkv(Shape(2, 900, 900, 8, 2, 128), BF16)
+    run = runner(causal=True)
+    for found in [run(*arrays) for _ in range(50)][::10]:
+        assert_true(dict(zip(NAMES, found)), arrays, assert_close, causal=True)
+
+
+# --- transforms
+
+
+@pytest.mark.parametrize("mapped", ["q", "q k v", "bias", "q k v bias"])
+def test_vmap_and_its_gradients(mapped, assert_close):
+    shape = Shape(2, 100, 130, 4, 2, 64)
+    every = [(*qkv(shape, BF16, 10 * i), normal(100 + i, 1, 4, 100, 130, dtype=BF16)) for i in range(3)]
+    names = ["q", "k", "v", "bias"]
+    axes = tuple(0 if name in mapped.split() else None for name in names)
+    arguments = tuple(every[0][i] if axis is None else jnp.stack([x[i] for x in every]) for i, axis in enumerate(axes))
+    out_grad = normal(7, 3, *shape.out, dtype=BF16)
+
+    def call(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+        return flash_attention(q, k, v, bias=bias, causal=True, backend="mosaic")
+
+    @jax.jit
+    def run(*arguments: Any) -> Any:
+        out, pull = jax.vjp(jax.vmap(call, axes), *arguments)
+        return out, *pull(out_grad)
+
+    calls = [[x if axis is None else x[i] for x, axis in zip(arguments, axes)] for i in range(3)]
+    wanted = [cases.truth(*x[:3], bias=x[3], out_grad=out_grad[i], causal=True) for i, x in enumerate(calls)]
+    out, *gradients = run(*arguments)
+    assert_close(out, np.stack([x["out"] for x in wanted]), BF16)
+    for name, axis, gradient in zip(names, axes, gradients):
+        each = np.stack([x[name] for x in wanted])
+        assert_close(gradient, each.sum(0) if axis is None else each, BF16)
+
+
+def test_scan_and_checkpoint_run_the_kernels(assert_close):
+    x, weights = normal(0, 2, 200, 4, 64, dtype=BF16), normal(1, 3, 3, 64, 64, dtype=BF16) / 8
+
+    def loss(x: jax.Array, weights: jax.Array, **kwargs: Any) -> jax.Array:
+        def layer(x: jax.Array, weight: jax.Array) -> Any:
+            q, k, v = jnp.einsum("btnd,kde->kbtne", x, weight)
+            return x + flash_attention(q, k, v, causal=True, **kwargs), None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, weights)[0].astype(F32) ** 2).sum()
+
+    found = jax.jit(jax.grad(functools.partial(loss, backend="mosaic"), argnums=(0, 1)))(x, weights)
+    with jax.default_matmul_precision("highest"):
+        plain = jax.jit(jax.grad(functools.partial(loss, backend="xla"), argnums=(0, 1)))
+        wanted = plain(x.astype(F32), weights.astype(F32))
+    for y, z in zip(found, wanted):
+        assert_close(y, z, BF16, roundings=6)  # of three layers, and of the arguments of the kernels
+
+
+def assert_right_over_devices(devices: int, spec: PartitionSpec, assert_close: Any) -> None:
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    call = functools.partial(flash_attention, causal=True, backend="mosaic")
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    shape = Shape(2, 300, 300, 4, 2, 128)
+    arrays, out_grad = qkv(shape, BF16), normal(7, *shape.out, dtype=BF16)
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        out, pull = jax.vjp(sharded, *arrays)
+        return out, *pull(out_grad)
+
+    wanted = cases.truth(*arrays, out_grad=out_grad, causal=True)
+    for x, name in zip(run(*arrays), ["out", "q", "k", "v"]):
+        assert_close(x, wanted[name], BF16)
+
+
+SPECS = pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, None, "x")], ids=["batch", "heads"])
+
+
+@SPECS
+def test_shard_map_and_its_gradients_on_one_device(spec, assert_close):
+    assert_right_over_devices(1, spec, assert_close)
+
+
+@SPECS
+@pytest.mark.gpu(2)
+def test_shard_map_and_its_gradients_on_two_gpus(spec, assert_close):
+    assert_right_over_devices(2, spec, assert_close)
+
+
+# --- which kernel runs
+
+
+def test_default_backend_is_the_kernels():
+    arrays = qkv(Shape(1, 256, 256, 2, 2, 64), BF16)
+    assert "mosaic_gpu" in jax.jit(flash_attention).lower(*arrays).as_text()
+    pulled = jax.jit(jax.grad(lambda *x: flash_attention(*x).astype(F32).sum(), argnums=(0, 1, 2))).lower(*arrays).as_text()
+    assert "mgpu_ops_flash_attention_backward" in pulled
+
+
+@contextlib.contextmanager
+def given(config: Any, where: str) -> Iterator[dict[str, Any]]:
+    """The arguments that make a call use `config`, within which it does."""
+    with use_configs({"flash_attention": config} if where == "override" else {}):
+        yield {} if where == "override" else {"config": config}
+
+
+@pytest.mark.parametrize("where", ["argument", "override"])
+def test_configs_run_other_kernels_to_the_same_end(where, assert_close):
+    arrays = qkv(Shape(2, 500, 500, 4, 4, 64), BF16)
+    wanted = cases.truth(*arrays, causal=True)["out"]
+    for warpgroups, tile_kv, q_slots in ((1, 64, 2), (2, 128, 1), (3, 128, 1)):
+        config = FlashAttentionConfig(
+            compute_warpgroups=warpgroups,
+            tile_kv=tile_kv,
+            max_concurrent_steps=2,
+            q_slots=q_slots,
+            section_waves=1,
+            memory_registers=32 if warpgroups == 3 else 40,
+            pv_wait="late" if warpgroups > 1 else "early",
+        )
+        with given(config, where) as kwargs:
+            assert_close(flash_attention(*arrays, causal=True, backend="mosaic", **kwargs), wanted, BF16)

@@ -1,0 +1,186 @@
+"""What the tuner and the dispatcher take for granted of attention's configs, for problems of any shape and mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_ops import SPECS
+from mgpu_ops.attention import model
+from mgpu_ops.attention.mask import Tokens, key_steps, row_steps
+from mgpu_ops.attention.problem import BackwardProblem, Problem, padded
+from mgpu_ops.core import gpu
+from tests.thorough import examples
+
+FORWARD, BACKWARD = SPECS["flash_attention"], SPECS["flash_attention_backward"]
+GPUS = [gpu.find(key) for key in ("h200", "h100-pcie", "h20")]
+H200 = GPUS[0]
+tokens = st.integers(1, 300) | st.integers(1, 40_000)
+bounds = st.just(-1) | st.integers(0, 5000)
+
+
+@st.composite
+def problems(draw: Any) -> Problem:
+    kv_heads = draw(st.integers(1, 16))
+    return Problem(
+        batch=draw(st.integers(1, 16)),
+        q_tokens=draw(tokens),
+        kv_tokens=draw(tokens),
+        q_heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([64, 128, 256]) | st.integers(1, 256)),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        causal=draw(st.booleans()),
+        window_left=draw(bounds),
+        window_right=draw(bounds),
+        align=draw(st.sampled_from(["bottom_right", "top_left"])),
+        lengths=draw(st.booleans()),
+        segments=draw(st.booleans()),
+        bias=draw(st.sampled_from(["none", "none", "bfloat16", "float32"])),
+        soft_cap=draw(st.booleans()),
+    )
+
+
+def backward(problem: Problem, **changes: Any) -> BackwardProblem:
+    return BackwardProblem(**dataclasses.asdict(problem), **changes)
+
+
+gradients = st.builds(backward, problems(), deterministic=st.booleans(), bias_grad=st.booleans())
+
+
+# --- what is tried and what runs untuned
+
+
+@given(problem=problems(), device=st.sampled_from(GPUS))
+def test_every_candidate_can_run_and_the_default_is_one_of_them(problem: Problem, device: Any) -> None:
+    assert_candidates(FORWARD, problem, device)
+
+
+@given(problem=gradients, device=st.sampled_from(GPUS))
+def test_every_backward_candidate_can_run_and_the_default_is_one_of_them(problem: BackwardProblem, device: Any) -> None:
+    assert_candidates(BACKWARD, problem, device)
+
+
+def assert_candidates(spec: Any, problem: Any, device: Any) -> None:
+    reason = spec.supports(problem, device)
+    if reason is not None:
+        with pytest.raises(ValueError, match="no config of flash_attention"):
+            spec.candidates(problem, device)
+        return
+    found = spec.candidates(problem, device)
+    costs = [spec.cost(problem, config, device) for config in found]
+    assert spec.default(problem, device) in found
+    assert {spec.check(problem, config, device) for config in found} == {None}
+    assert costs == sorted(costs)
+    assert 0 < costs[0] <= costs[-1] < math.inf
+
+
+@pytest.mark.parametrize("name", FORWARD.shapes)
+def test_the_default_of_long_sequences_is_what_was_measured_to_be_fastest(name: str) -> None:
+    problem = FORWARD.shapes[name]
+    if problem.q_tokens < 4096:
+        return
+    c = FORWARD.default(problem, H200)
+    wanted = {64: (3, 128, 3, 2), 128: (2, 128, 2, 2), 256: (2, 64, 2, 1)}
+    assert (c.compute_warpgroups, c.tile_kv, c.max_concurrent_steps, c.q_slots) == wanted[problem.head_dim]
+
+
+@given(problem=problems(), rows=st.integers(1, 64))
+def test_a_single_warpgroup_works_on_few_rows(problem: Problem, rows: int) -> None:
+    """Others would work on padding."""
+    few = dataclasses.replace(problem, q_tokens=rows, bias="none")
+    assert FORWARD.default(few, H200).compute_warpgroups == 1
+
+
+@given(problem=problems())
+def test_a_deterministic_gradient_is_never_a_sum_in_any_order(problem: Problem) -> None:
+    exact = backward(problem, deterministic=True)
+    if BACKWARD.supports(exact, H200) is None:
+        assert {config.mode for config in BACKWARD.candidates(exact, H200)} == {"split"}
+
+
+# --- the model of time
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("mha128-4096", 690), ("mha128-16384", 700), ("mha64-4096", 492)])
+def test_the_model_is_near_what_was_measured(name: str, tflops: float) -> None:
+    problem = FORWARD.shapes[name]
+    time = FORWARD.cost(problem, FORWARD.default(problem, H200), H200)
+    assert FORWARD.flops(problem) / time == pytest.approx(tflops * 1e12, rel=0.1)
+
+
+@examples(30)
+@given(problem=problems())
+def test_no_mask_makes_attention_slower_by_more_than_its_edges(problem: Problem) -> None:
+    whole = dataclasses.replace(problem, causal=False, window_left=-1, window_right=-1)
+    config = FORWARD.default(problem, H200)
+    if FORWARD.check(whole, config, H200) is None:
+        edges = model._MASKED * math.ceil(problem.batch * problem.q_heads * math.ceil(problem.q_tokens / 64) / H200.sms)
+        assert FORWARD.cost(problem, config, H200) <= (FORWARD.cost(whole, config, H200) + edges) * (1 + 1e-9)
+
+
+@examples(15)
+@given(problem=problems(), tile=st.sampled_from([64, 128, 192]), step=st.sampled_from([64, 128]))
+def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile: int, step: int) -> None:
+    p = dataclasses.replace(
+        problem, lengths=False, q_tokens=problem.q_tokens % 1000 + 1, kv_tokens=problem.kv_tokens % 1000 + 1
+    )
+    each = Tokens(p, p.q_tokens, p.kv_tokens, p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0)
+
+    def steps(tiles: Any, count: int) -> list[int]:
+        first, _, _, end = tiles(jnp.arange(0, count, tile), tile, step)
+        return np.broadcast_to(end - first, (-(-count // tile),)).tolist()
+
+    with jax.disable_jit():
+        assert key_steps(p, tile, step).tolist() == steps(each.key_tiles, p.q_tokens)
+        assert row_steps(p, tile, step).tolist() == steps(each.row_tiles, p.kv_tokens)
+
+
+# --- how far problems are from each other
+
+
+@given(x=problems(), y=problems())
+def test_the_distance_is_the_same_both_ways_and_zero_to_itself_alone(x: Problem, y: Problem) -> None:
+    assert_distances(x, y)
+
+
+@given(x=gradients, y=gradients)
+def test_the_distance_of_gradients_is_the_same_both_ways_and_zero_to_itself_alone(
+    x: BackwardProblem, y: BackwardProblem
+) -> None:
+    assert_distances(x, y)
+
+
+def assert_distances(x: Any, y: Any) -> None:
+    assert model.distance(x, x) == 0
+    there = model.distance(x, y)
+    assert there == pytest.approx(model.distance(y, x))
+    assert there is None or (there > 0) == (x != y)
+    if padded(x.head_dim) != padded(y.head_dim) or (x.bias == "none") != (y.bias == "none"):
+        assert there is None
+
+
+@pytest.mark.parametrize("field", ["deterministic", "bias_grad"])
+def test_a_config_of_one_kind_of_gradient_is_none_of_another(field: str) -> None:
+    problem = BACKWARD.shapes["mha128-4096"]
+    assert model.distance(problem, dataclasses.replace(problem, **{field: True})) is None
+
+
+def test_a_neighbour_in_length_is_nearer_than_one_in_mask_is_nearer_than_a_far_one() -> None:
+    problem = FORWARD.shapes["mha128-4096-causal"]
+
+    def far(**changes: Any) -> float:
+        found = model.distance(problem, dataclasses.replace(problem, **changes))
+        assert found is not None
+        return found
+
+    assert far(dtype="float16") < far(causal=False) < far(q_tokens=8192, kv_tokens=8192) < far(q_tokens=512, kv_tokens=8192)
+    assert model.distance(problem, dataclasses.replace(problem, q_tokens=1, kv_tokens=1)) is None

@@ -1,0 +1,460 @@
+"""The peers of grouped products and attention: what they take, how they are tuned, their gradients. No GPU, no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mgpu_ops import SPECS, GroupedMatmulProblem, RaggedContractionProblem
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.tuning import measure
+from mgpu_ops.tuning.bench import implementations, runner
+
+H200 = gpus.find("h200")
+GROUPED, CONTRACTION = SPECS["grouped_matmul"], SPECS["ragged_contraction"]
+LARGE = GroupedMatmulProblem(16384, 3072, 4096, 8)
+SMALL = GroupedMatmulProblem(24, 16, 8, 3, spread="skewed")
+
+
+def equal(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+    return [[1.0] * rounds for _ in functions]
+
+
+def task(problem: Any = SMALL, timer: implementations.Timer = equal, **changes: Any) -> implementations.Task:
+    spec = GROUPED if isinstance(problem, GroupedMatmulProblem) else CONTRACTION
+    return implementations.Task(problem, H200, spec.inputs(problem, jax.random.key(0)), timer, **changes)
+
+
+# --- tuning
+
+
+SETTINGS = [(("tile", tile), ("raster", raster)) for tile in (64, 128, 192) for raster in (1, 2, 4)]
+COST = {64: 30.0, 128: 10.0, 192: 12.0}
+
+
+class Clock:
+    """Times settings by their fields: 10 us for tile 128, 12 for 192, 30 for 64, and 1 us a raster step away from 1."""
+
+    def __init__(self) -> None:
+        self.built: dict[int, Any] = {}
+        self.passes: list[list[Any]] = []
+
+    def build(self, setting: Any) -> Callable[..., Any]:
+        def function(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+            return lhs
+
+        self.built[id(function)] = setting
+        self.last = function
+        return function
+
+    def compiled(self, function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
+        setting = self.built[id(function)]
+
+        def call() -> Any:
+            return setting
+
+        return call
+
+    def timer(self, functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
+        settings = [dict(f()) for f in functions]
+        self.passes.append([(s["tile"], s["raster"]) for s in settings])
+        return [[COST[s["tile"]] + s["raster"]] * rounds for s in settings]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(implementations, "compiled", clock.compiled)
+    return clock
+
+
+def tile(setting: Any) -> Any:
+    return setting[0]
+
+
+def test_one_pass_times_every_setting_and_keeps_the_fastest(clock: Clock) -> None:
+    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build)
+    assert text == "tile=128 raster=1; fastest of 9"
+    assert len(clock.passes) == 1
+
+
+def test_two_passes_first_choose_the_tiles_and_then_all_else_of_the_two_fastest(clock: Clock) -> None:
+    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, tile)
+    assert clock.passes == [[(64, 2), (128, 2), (192, 2)], [(t, r) for t in (128, 192) for r in (1, 2, 4)]]
+    assert text == "tile=128 raster=1; fastest of 7"
+
+
+def test_settings_that_won_before_are_not_tuned_again(clock: Clock) -> None:
+    earlier = implementations.settings_in("tile=192 raster=4; fastest of 7 | tile=64 raster=1; fastest of 7")
+    _, text = implementations._fastest(task(timer=clock.timer, known=earlier), SETTINGS, clock.build, tile)
+    assert clock.passes == [[(64, 1), (192, 4)]]
+    assert text == "tile=192 raster=4; fastest of 2 that won before"
+
+
+def test_settings_of_another_version_that_won_before_are_no_hindrance(clock: Clock) -> None:
+    _, text = implementations._fastest(task(timer=clock.timer, known=frozenset(["tile=8"])), SETTINGS, clock.build, tile)
+    assert text == "tile=128 raster=1; fastest of 7"
+
+
+def test_settings_beyond_the_kernels_limits_are_passed_over(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
+        call = clock.compiled(function, arrays)
+        if dict(call())["tile"] == 128:
+            raise ValueError("Mosaic GPU kernel exceeds available shared memory")
+        return call
+
+    monkeypatch.setattr(implementations, "compiled", compiled)
+    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, tile)
+    assert text == "tile=192 raster=1; fastest of 6"
+    with pytest.raises(ValueError, match="none of 3 settings compiles; the last: ValueError: Mosaic GPU kernel exceeds"):
+        implementations._fastest(task(timer=clock.timer), SETTINGS[3:6], clock.build)
+
+
+def test_what_does_not_compile_in_time_is_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
+        time.sleep(0.3)
+        return clock.compiled(function, arrays)
+
+    monkeypatch.setattr(implementations, "compiled", slow)
+    many = [(("tile", 64), ("raster", i)) for i in range(100)]
+    _, text = implementations._fastest(task(timer=clock.timer, seconds=0.1), many, clock.build)
+    assert 1 <= int(text.split()[-1]) < 100
+
+
+def test_no_setting_at_all_is_told(clock: Clock) -> None:
+    with pytest.raises(ValueError, match="none of 0 settings compiles"):
+        implementations._fastest(task(), [], clock.build)
+
+
+# --- the settings of JAX's own kernels
+
+
+@pytest.mark.parametrize("n", [1536, 2048, 3072, 4096, 7168, 14336, 28672])
+def test_the_settings_of_jaxs_grouped_matmul_are_those_of_its_own_loop_and_few_in_the_first_pass(n: int) -> None:
+    settings = list(implementations.jax_grouped_settings(dataclasses.replace(LARGE, n=n)))
+    for s in settings:
+        assert n % (s["block_n"] * s["grid_block_n"]) == 0
+        assert s["block_m"] * s["block_n"] < 192 * 192
+        assert s["block_k"] == 64
+    first = {tuple(v for k, v in s.items() if k != "grid_block_n") for s in settings}
+    assert 24 <= len(first) <= 32
+    assert len(first) + 2 * 4 <= 40  # the second pass has at most four other rasters for each of two tiles
+
+
+def test_the_settings_of_jaxs_contraction_divide_its_output() -> None:
+    settings = list(implementations.jax_contraction_settings(RaggedContractionProblem(4096, 192, 64, 8)))
+    assert {(s["block_m"], s["block_n"]) for s in settings} == {(64, 64)}
+    wide = list(implementations.jax_contraction_settings(RaggedContractionProblem(4096, 2048, 4096, 8)))
+    assert len({tuple(v for k, v in s.items() if k != "grid_block_n") for s in wide}) == 32
+    assert min(s["max_concurrent_steps"] for s in wide) == 2
+
+
+def test_jaxs_kernels_are_called_with_each_setting_and_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    problem = GroupedMatmulProblem(64, 64, 64, 4, layout="nt", spread="even")
+    calls: list[dict[str, Any]] = []
+
+    def ragged_dot(lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
+        calls.append(options)
+        return lhs @ rhs[0].T
+
+    monkeypatch.setattr(ragged_dot_mgpu, "ragged_dot", ragged_dot)
+    function, text = implementations.PEERS["grouped_matmul"]["jax-pallas"].prepare(task(problem))
+    function(*task(problem).arrays)
+    assert all(options["transpose_rhs"] for options in calls)
+    assert {frozenset(options) for options in calls} == {frozenset([*next(implementations.jax_grouped_settings(problem)),
+                                                                    "group_sizes", "transpose_rhs"])}  # fmt: skip
+    settings = [{k: options[k] for k in next(implementations.jax_grouped_settings(problem))} for options in calls]
+    assert all(s in list(implementations.jax_grouped_settings(problem)) for s in settings)
+    assert text.startswith("block_m=")
+
+
+# --- tokamax, which is not installed here
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    persistent: bool
+    grid_minor_dim: int
+    grid_tile_width: int
+
+
+class Op:
+    def __init__(self, config: Config | None = None):
+        self.config = config
+
+    def replace(self, config: Config) -> Op:
+        return Op(config)
+
+
+@pytest.fixture
+def tokamax(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for tokamax: computes through XLA; returns the implementations it was asked for."""
+    asked: list[Any] = []
+
+    def ragged_dot_general(
+        lhs: Any, rhs: Any, sizes: Any, dims: Any, *, preferred_element_type: Any, implementation: Any
+    ) -> Any:
+        asked.append(implementation if isinstance(implementation, str) else implementation[0].config)
+        return jax.lax.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.dtype(preferred_element_type))
+
+    def get_bound_args(function: Callable[..., Any], *arrays: Any) -> list[Any]:
+        function.lower(*arrays)  # type: ignore[attr-defined]
+        configs = {
+            Config(block_m, 64, block_k, 2, persistent, minor, grid_tile_width=1)
+            for block_m in (16, 64, 128)
+            for block_k in (128, 512)
+            for persistent in (True, False)
+            for minor in (0, 1)
+        }
+        return [types.SimpleNamespace(op=Op(), autotuning_configs=configs)]
+
+    module = types.ModuleType("tokamax")
+    module.ragged_dot_general = ragged_dot_general  # type: ignore[attr-defined]
+    module.autotuning = types.SimpleNamespace(get_bound_args=get_bound_args)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    return asked
+
+
+def test_tokamax_is_tuned_over_its_own_and_wider_configs_but_those_that_cannot_compile(tokamax: list[Any]) -> None:
+    function, text = implementations.PEERS["grouped_matmul"]["tokamax"].prepare(task())
+    assert tokamax[0] == "mosaic"
+    configs = tokamax[1:]
+    assert {c.block_m for c in configs} == {64, 128}
+    assert {c.block_n for c in configs} == {64, 128}
+    assert {c.block_k for c in configs} == {64, 128}
+    assert len(set(configs)) == 4 * (2 * 2) + 2  # each tile once, then the other order of two of them
+    assert text.endswith("grid_minor_dim=0 grid_tile_width=1; fastest of 18")
+    out = function(*task().arrays)
+    assert measure.error(out, GROUPED.reference(SMALL, *task().arrays)) <= 8e-3
+
+
+def test_tokamaxs_contraction_is_not_tuned_over_what_it_does_not_read(tokamax: list[Any]) -> None:
+    problem = RaggedContractionProblem(24, 16, 8, 3, spread="skewed")
+    function, _ = implementations.PEERS["ragged_contraction"]["tokamax"].prepare(task(problem))
+    assert {(c.persistent, c.grid_minor_dim, c.grid_tile_width) for c in tokamax[1:]} == {(False, 0, 1)}
+    out = function(*task(problem).arrays)
+    assert measure.error(out, CONTRACTION.reference(problem, *task(problem).arrays)) <= 8e-3
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+def test_a_kernel_without_a_gradient_gets_one_of_its_own_tuned_products(layout: str, tokamax: list[Any]) -> None:
+    problem = dataclasses.replace(SMALL, layout=layout)
+    asked = task(problem, grad=True)
+    function, text = implementations.PEERS["grouped_matmul"]["tokamax"].prepare(asked)
+    assert text.count("block_m=") == 3
+    assert text.count(" | ") == 2
+    cotangent = jax.random.normal(jax.random.key(2), (problem.m, problem.n), problem.dtype)
+    ours = runner._PUBLIC["grouped_matmul"](problem, "xla")
+    theirs, right = (jax.jit(runner._with_gradient(f))(*asked.arrays, cotangent) for f in (function, ours))
+    assert [measure.error(x, y) <= 8e-3 for x, y in zip(theirs, right, strict=True)] == [True] * 3
+
+
+def test_a_missing_tokamax_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    for op, problem in (("grouped_matmul", LARGE), ("ragged_contraction", RaggedContractionProblem(64, 64, 64, 2))):
+        assert "pip install tokamax" in str(implementations.PEERS[op]["tokamax"].unavailable(problem, H200))
+
+
+# --- what they cannot do
+
+
+@pytest.mark.parametrize(
+    ("peer", "changes", "gpu", "reason"),
+    [
+        ("jax-pallas", {}, "h200", None),
+        ("jax-pallas", {"layout": "nt"}, "h200", None),
+        ("jax-pallas", {"n": 4000}, "h200", "n=4000"),
+        ("jax-pallas", {"k": 4000}, "h200", "k=4000"),
+        ("jax-pallas", {"out_dtype": "float32"}, "h200", "bfloat16 to float32"),
+        ("jax-pallas", {"bias": True}, "h200", "no bias"),
+        ("jax-pallas", {"activation": "silu"}, "h200", "no activation"),
+        ("jax-pallas", {}, "b200", "NVIDIA B200"),
+        ("tokamax", {"dtype": "float32"}, "h200", "not float32"),
+        ("tokamax", {"bias": True}, "h200", "no bias"),
+        ("tokamax", {}, "b200", "NVIDIA B200"),
+        ("lax", {}, "h200", None),
+        ("lax", {"bias": True}, "h200", "no bias"),
+        ("lax", {"m": 131072, "groups": 128}, "h200", "GB of [groups, m, k] and [groups, m, n], and takes 128 times"),
+        ("dense", {"bias": True, "m": 131072, "groups": 128}, "b200", None),
+    ],
+)
+def test_a_peer_says_what_it_cannot_do(peer: str, changes: dict[str, Any], gpu: str, reason: str | None) -> None:
+    found = implementations.PEERS["grouped_matmul"][peer].unavailable(dataclasses.replace(LARGE, **changes), gpus.find(gpu))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
+def test_only_the_dense_yardstick_computes_something_else(op: str) -> None:
+    assert [name for name, peer in implementations.PEERS[op].items() if peer.yardstick] == ["dense"]
+    assert not any(peer.yardstick for peer in implementations.PEERS["matmul"].values())
+
+
+# --- attention
+
+ATTENTION = SPECS["flash_attention"]
+CAUSAL = ATTENTION.Problem(4, 4096, 4096, 16, 4, 128, causal=True)
+TINY = ATTENTION.Problem(1, 16, 16, 4, 2, 8, causal=True, window_left=3)
+
+
+def attention_task(problem: Any, **changes: Any) -> implementations.Task:
+    arrays = runner._public_arrays(ATTENTION, ATTENTION.inputs(problem, jax.random.key(0)))
+    return implementations.Task(problem, H200, arrays, equal, **changes)
+
+
+@pytest.mark.parametrize(
+    ("peer", "changes", "reason"),
+    [
+        ("cudnn", {}, None),
+        ("cudnn", {"window_left": 100}, None),
+        ("cudnn", {"causal": False, "window_right": 0, "window_left": 100}, None),
+        ("cudnn", {"causal": False, "kv_tokens": 512, "lengths": True}, None),
+        ("cudnn", {"kv_tokens": 512, "align": "top_left"}, None),
+        ("cudnn", {"bias": "float32"}, None),
+        ("cudnn", {"kv_tokens": 512}, "aligns the first query with the first key"),
+        ("cudnn", {"lengths": True}, "aligns the first query with the first key"),
+        ("cudnn", {"causal": False, "window_left": 100}, "no window without a causal mask"),
+        ("cudnn", {"causal": False, "window_right": 5}, "window_right=5"),
+        ("cudnn", {"segments": True}, "no segment ids"),
+        ("cudnn", {"soft_cap": True}, "no soft cap"),
+        ("cudnn", {"dtype": "float32"}, "not float32"),
+        ("cudnn", {"head_dim": 100}, "not 100"),
+        ("jax-pallas", {}, None),
+        ("jax-pallas", {"causal": False, "kv_tokens": 512}, None),
+        ("jax-pallas", {"kv_tokens": 512, "align": "top_left"}, "as many queries as keys"),
+        ("jax-pallas", {"window_left": 100}, "no window"),
+        ("jax-pallas", {"bias": "bfloat16"}, "adds no bias"),
+        ("jax-pallas", {"soft_cap": True}, "caps no scores"),
+        ("jax-pallas", {"head_dim": 80}, "multiples of 64, not 80"),
+        ("jax-pallas", {"causal": False, "kv_tokens": 4000}, "has no tile that divides q_tokens=4096 and kv_tokens=4000"),
+        ("jax-pallas", {"segments": True}, "only as a mask"),
+        ("tokamax", {"lengths": True}, "only as a mask"),
+        ("tokamax", {"kv_tokens": 512}, "aligns the first query with the first key"),
+        ("tokamax", {"soft_cap": True, "bias": "bfloat16"}, "caps scores after the bias"),
+        ("tokamax", {"dtype": "float32"}, "not float32"),
+    ],
+)
+def test_a_peer_of_attention_says_what_it_cannot_do(peer: str, changes: dict[str, Any], reason: str | None) -> None:
+    found = implementations.PEERS["flash_attention"][peer].unavailable(dataclasses.replace(CAUSAL, **changes), H200)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_settings_of_jaxs_attention_divide_the_problem_and_fit(head_dim: int) -> None:
+    problem = dataclasses.replace(CAUSAL, head_dim=head_dim, q_tokens=1152, kv_tokens=1152)
+    settings = list(implementations.jax_attention_settings(problem))
+    assert {s["block_kv"] for s in settings} <= {64, 128}
+    assert {s["block_q"] for s in settings} <= {64}
+    assert (head_dim == 256) == (max(s["max_concurrent_steps"] for s in settings) == 2)
+
+
+def test_jaxs_attention_gets_scaled_queries_in_the_only_dtype_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    configs: list[Any] = []
+
+    def theirs(q: jax.Array, k: jax.Array, v: jax.Array, config: Any) -> jax.Array:
+        configs.append(config)
+        assert {x.dtype.name for x in (q, k, v)} == {"float16"}
+        return jax.nn.dot_product_attention(*(x.astype("float32") for x in (q, k, v)), scale=1.0, is_causal=config.causal)
+
+    monkeypatch.setattr(attention_mgpu, "attention", theirs)
+    problem = ATTENTION.Problem(1, 128, 128, 2, 1, 64, causal=True)
+    peer, given = implementations.PEERS["flash_attention"]["jax-pallas"], attention_task(problem)
+    assert peer.arrays is not None
+    arrays = peer.arrays(problem, *given.arrays)
+    function, text = peer.prepare(dataclasses.replace(given, arrays=arrays))
+    assert text.startswith("float16 block_q=64 block_kv=")
+    assert {config.causal for config in configs} == {True}
+    right, _ = ATTENTION.reference(problem, *ATTENTION.inputs(problem, jax.random.key(0)))
+    assert measure.error(function(*arrays), right) <= 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    block_q: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardBlocks:
+    block_q_dq: int
+
+
+class Forward:
+    def __init__(self, config: Blocks | None = None, vjp: Any = None):
+        self.config, self.vjp = config, vjp
+
+    def replace(self, **changes: Any) -> Forward:
+        return Forward(**{"config": self.config, "vjp": self.vjp} | changes)
+
+
+class Backward:
+    def __init__(self, config: BackwardBlocks | None = None):
+        self.config = config
+
+    def replace(self, config: BackwardBlocks) -> Backward:
+        return Backward(config)
+
+
+@pytest.fixture
+def tokamax_attention(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for tokamax, through XLA; returns the (forward, backward) configs it was called with."""
+    asked: list[Any] = []
+
+    def dot_product_attention(
+        q: Any, k: Any, v: Any, bias: Any, *, implementation: Any, logits_soft_cap: Any, **rest: Any
+    ) -> Any:
+        assert logits_soft_cap is None
+        if implementation != "mosaic":
+            (op,) = implementation
+            asked.append((op.config, op.vjp and op.vjp.config))
+        return jax.nn.dot_product_attention(q, k, v, bias, **rest)
+
+    def get_bound_args(function: Callable[..., Any], *arrays: Any) -> list[Any]:
+        outs = jax.tree.leaves(jax.eval_shape(function, *arrays))
+        forward = types.SimpleNamespace(op=Forward(), autotuning_configs={Blocks(64), Blocks(128)})
+        backward = types.SimpleNamespace(op=Backward(), autotuning_configs={BackwardBlocks(64), BackwardBlocks(128)})
+        return [forward] if len(outs) == 1 else [forward, backward]
+
+    module = types.ModuleType("tokamax")
+    module.dot_product_attention = dot_product_attention  # type: ignore[attr-defined]
+    module.autotuning = types.SimpleNamespace(get_bound_args=get_bound_args)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    return asked
+
+
+def test_tokamaxs_attention_is_tuned_and_sees_what_ours_sees(tokamax_attention: list[Any]) -> None:
+    given = attention_task(TINY)
+    function, text = implementations.PEERS["flash_attention"]["tokamax"].prepare(given)
+    assert {config for config, _ in tokamax_attention} == {Blocks(64), Blocks(128)}
+    assert text.startswith("block_q=")
+    right, _ = ATTENTION.reference(TINY, *ATTENTION.inputs(TINY, jax.random.key(0)))
+    assert measure.error(function(*given.arrays), right) <= 0.03
+
+
+def test_the_gradient_of_tokamaxs_attention_is_tuned_after_with_the_forward_pass_as_found(tokamax_attention: list[Any]) -> None:
+    _, text = implementations.PEERS["flash_attention"]["tokamax"].prepare(attention_task(TINY, grad=True))
+    forward, backward = text.split(" | ")
+    assert (forward.split("=")[0], backward.split("=")[0]) == ("block_q", "block_q_dq")
+    best = Blocks(int(forward.partition(";")[0].removeprefix("block_q=")))
+    assert {pair for pair in tokamax_attention if pair[1]} == {(best, BackwardBlocks(64)), (best, BackwardBlocks(128))}
+
+
+@pytest.mark.parametrize(("left", "right", "window"), [(3, -1, (3, 16)), (-1, 2, (16, 2)), (3, 2, (3, 2)), (3, 0, (3, 0))])
+def test_tokamax_is_told_of_a_side_without_bound_by_all_tokens(left: int, right: int, window: tuple[int, int]) -> None:
+    problem = dataclasses.replace(TINY, causal=False, window_left=left, window_right=right)
+    assert implementations._tokamax_window(problem) == window

@@ -1,0 +1,1 @@
+"""Benchmarks beside other implementations, and their tables and pictures."""

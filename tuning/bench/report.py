@@ -1,0 +1,368 @@
+"""Benchmark results to look at: in which order, a table for the terminal and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+import mgpu_ops
+from mgpu_ops.collectives.problem import size_text
+from mgpu_ops.tuning import files
+from mgpu_ops.tuning.bench.runner import BEST, GRAD, OURS, Line, Row, compared, lines, summary, wrong, yardsticks
+from mgpu_ops.tuning.labels import problem_of
+from mgpu_ops.tuning.tables import digits
+from mgpu_ops.tuning.terminal import printable
+
+# --- An order -------------------------------------------------------------------------------------
+
+
+def ordered(every: Iterable[Line]) -> list[Line]:
+    """By op and GPU. First what an op names, as it lists it: by model or head dim, then by size. Then the others, by size."""
+    return sorted(every, key=lambda line: place(line.op, line.problem, line.gpu))
+
+
+def place(op: str, problem: str, gpu: str = "") -> tuple[Any, ...]:
+    """Sorts as `ordered` does."""
+    ops, base = list(mgpu_ops.SPECS), op.removesuffix(GRAD)
+    known = ops.index(base) if base in ops else len(ops)
+    named = list(mgpu_ops.SPECS[base].shapes) if base in ops else []
+    name = problem.partition(" ")[0]
+    listed = named.index(name) if name in named else len(named)
+    return known, op, gpu, listed, _head_dim(op, problem) or 0, _numbers_as_such(problem)
+
+
+def group(line: Line) -> str:
+    """What a problem is listed with: its head dim, or its model; "" where neither is told."""
+    head_dim = _head_dim(line.op, line.problem)
+    if head_dim is not None:
+        return f"head dim {head_dim}"
+    name = line.problem.partition(" ")[0]
+    if line.op.removesuffix(GRAD) not in mgpu_ops.SPECS or name not in mgpu_ops.SPECS[line.op.removesuffix(GRAD)].shapes:
+        return ""
+    return re.split(r"-(?:qkv|out|gate_up|down)-|-\d+$", name)[0]
+
+
+def _head_dim(op: str, problem: str) -> int | None:
+    spec = mgpu_ops.SPECS.get(op.removesuffix(GRAD))
+    if spec is None or "head_dim" not in {field.name for field in dataclasses.fields(spec.Problem)}:
+        return None
+    try:
+        return int(problem_of(spec, problem).head_dim)
+    except ValueError:
+        return None
+
+
+def _numbers_as_such(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
+
+
+# --- A table --------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """One line per problem: our time, rate and share of the roofline, each peer's time over ours, and the best peer's.
+
+    "of" stands before a yardstick, of whose speed we reach that part. The last line of an op has the geometric means. "wrong"
+    stands where a result is not right, "-" where there is none. A collective's rate is its bus bandwidth, in GB/s, and beside
+    the time of a call is that of its kernels.
+    """
+    rows = list(rows)
+    every = ordered(lines(rows))
+    peers, of = compared(lines(rows)), yardsticks(every)
+    made = Table(title=_title(rows), title_justify="left")
+    made.add_column("problem")
+    between = {row.devices is not None for row in rows}
+    columns = ["us", *["TFLOP/s", "roofline"] * (False in between), *["kernels us", "bus GB/s"] * (True in between)]
+    for heading in (*columns, *(f"{'of' if peer in of else 'x'} {peer}" for peer in peers)):
+        made.add_column(heading, justify="right")
+    means = {(s.op, s.gpu, s.peer): s.geomean for s in summary(rows)}
+    for (op, gpu), of_op in _sets(every).items():
+        for line in of_op:
+            rates = _rates(line)
+            made.add_row(_problem(line, every), *(rates.get(c, "-") for c in columns), *(_ratio(line, p) for p in peers))
+        made.add_section()
+        ratios = (_times(means.get((op, gpu, peer))) for peer in peers)
+        made.add_row(f"{op}: geometric mean", *("" for _ in columns), *ratios)
+        made.add_section()
+    return made
+
+
+def _sets(every: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
+    """The lines of each op and GPU."""
+    sets: dict[tuple[str, str], list[Line]] = {}
+    for line in every:
+        sets.setdefault((line.op, line.gpu), []).append(line)
+    return sets
+
+
+def _problem(line: Line, every: Sequence[Line]) -> str:
+    """The problem, with its GPU or op where the lines have several."""
+    several = [len({getattr(x, key) for x in every}) > 1 for key in ("op", "gpu")]
+    parts = [line.op] * several[0] + [line.problem] + [f"({line.gpu})"] * several[1]
+    return " ".join(parts)
+
+
+def _rates(line: Line) -> Mapping[str, str | Text]:
+    """By heading; what is not there is not told."""
+    if line.ours is None:
+        return {}
+    if wrong(line.ours):
+        return {"us": _wrong(line.ours)}
+    told = {"us": digits(line.ours.median_us)}
+    if line.ours.devices is None:
+        told["TFLOP/s"] = digits(line.ours.tflops)
+    if line.roofline:
+        told["roofline"] = f"{line.roofline.median_us / line.ours.median_us:.0%}"
+    if line.ours.own_us:
+        told["kernels us"] = digits(line.ours.own_us)
+    if line.ours.bus_gbs:
+        told["bus GB/s"] = digits(line.ours.bus_gbs)
+    return told
+
+
+def _ratio(line: Line, peer: str) -> str | Text:
+    theirs = line.peers.get(peer)
+    if theirs is not None and wrong(theirs):
+        return _wrong(theirs)
+    return _times(line.ratio(peer))
+
+
+def _times(ratio: float | None) -> str | Text:
+    if ratio is None or math.isnan(ratio):
+        return "-"
+    return Text(f"{ratio:.2f}", style="green" if ratio >= 1.0 else "red")
+
+
+def _wrong(row: Row) -> Text:
+    return Text(f"wrong ({row.error:.2g})", style="bold red")
+
+
+def _title(rows: Sequence[Row]) -> str:
+    """What all rows have in common, and each value of what they do not."""
+
+    def values(field: str) -> str:
+        return ", ".join(filter(None, dict.fromkeys(getattr(row, field) for row in rows)))
+
+    parts = (
+        f"{values('op')} on {values('gpu')}",
+        f"driver {values('driver') or 'unknown'}",
+        f"jax {values('jax')}",
+        values("date"),
+    )
+    return " | ".join(parts)
+
+
+# --- A picture ------------------------------------------------------------------------------------
+
+_COLOURS = ("#0b6e99", "#c9c9c9", "#e39b3b", "#7fb069", "#9a7aa0")  # ours first
+_HATCHES = ("", "///", "...", "xx", "\\\\\\")  # so that colours are not all that tells them apart
+_LINES = ("#0b6e99", "#3f8f3f", "#b36a00", "#9a7aa0")
+_MARKERS = "os^D"
+_ACROSS = 16  # problems side by side; more take another panel
+STYLE: Any = {  # names are text, whatever dollar signs are in them; the same rows give the same bytes
+    "text.parse_math": False,
+    "svg.hashsalt": "mgpu_ops",
+    "axes.unicode_minus": False,
+    "hatch.linewidth": 0.6,
+}
+
+
+def picture(rows: Iterable[Row], path: str | os.PathLike[str]) -> list[Path]:
+    """Draws each implementation of each problem, as PNG and SVG; returns both paths.
+
+    TFLOP/s: a black line is the roofline of a problem; the number above our bar is how many times as fast as XLA (or, without
+    it, as the fastest peer) we are. A wrong result has no bar and says so. Of collectives, time and bus bandwidth against the
+    payload. ValueError without rows, and for collectives beside others.
+    """
+    rows = [_shown(row) for row in rows]
+    if not rows:
+        raise ValueError("there are no rows to draw: run the benchmark first")
+    between = {row.devices is not None for row in rows}
+    if len(between) > 1:
+        raise ValueError("collectives have no TFLOP/s, and others no bus bandwidth: draw them apart")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure = _between_gpus(pyplot, rows) if between == {True} else _bars(pyplot, rows)
+        try:
+            figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=12)
+            return save_figure(figure, path)
+        finally:
+            pyplot.close(figure)
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
+    """As PNG and SVG, each whole or not at all; returns both paths."""
+    paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
+    for out in paths:
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=out.suffix[1:], dpi=130, metadata={"Date": None} if out.suffix == ".svg" else None)
+        files.replace(out, drawn.getvalue())
+    return paths
+
+
+def _shown(row: Row) -> Row:
+    """With texts that a picture can hold."""
+    texts: dict[str, Any] = {name: printable(value) for name, value in vars(row).items() if isinstance(value, str)}
+    return dataclasses.replace(row, **texts)
+
+
+def _bars(pyplot: Any, rows: Sequence[Row]) -> Any:
+    every = ordered(lines(rows))
+    peers = compared(lines(rows))
+    panels, impls = _panels(every), [OURS, *(peer for peer in peers if peer != BEST)]
+    widest = max(4, *map(len, panels))
+    figure, axes = pyplot.subplots(
+        len(panels),
+        figsize=(max(7.5, 1.15 * widest + 1.5), 0.8 + 4.2 * len(panels)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax, panel in zip(axes[:, 0], panels):
+        _draw(ax, panel, impls, _measure_of(every), widest)
+    _legend(figure, axes[:, 0])
+    return figure
+
+
+def _legend(figure: Any, axes: Iterable[Any], across: int = 6) -> None:
+    """One for all panels, below them, where it covers nothing; a panel may lack an implementation."""
+    handles = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside lower left", ncols=min(len(handles), across), frameon=False)
+
+
+def _panels(every: Sequence[Line]) -> list[list[Line]]:
+    """The lines of each op and GPU in as few panels as `_ACROSS` allows, of about one length; a longer group is parted."""
+    panels: list[list[Line]] = []
+    for of_op in _sets(every).values():
+        groups = [list(members) for _, members in itertools.groupby(of_op, group)]
+        fewest = len(_filled(groups, _ACROSS))
+        panels += next(made for across in range(1, _ACROSS + 1) if len(made := _filled(groups, across)) == fewest)
+    return panels
+
+
+def _filled(groups: Iterable[Sequence[Line]], across: int) -> list[list[Line]]:
+    """Panels of so many lines at most; groups stay whole where they fit into one."""
+    panels: list[list[Line]] = [[]]
+    for members in groups:
+        for i in range(0, len(members), across):
+            part = members[i : i + across]
+            if len(panels[-1]) + len(part) > across:
+                panels.append([])
+            panels[-1] += part
+    return panels
+
+
+def _measure_of(every: Sequence[Line]) -> str | None:
+    """What the number above a bar compares with: XLA, the best peer, the only one, or a yardstick."""
+    peers = compared(every)
+    return next((peer for peer in ("xla", BEST) if peer in peers), next(iter(peers), None))
+
+
+def _draw(ax: Any, panel: Sequence[Line], impls: Sequence[str], baseline: str | None, widest: int) -> None:
+    width = 0.8 / len(impls)
+    for number, impl in enumerate(impls):
+        bars = [line.ours if impl == OURS else line.peers.get(impl) for line in panel]
+        left = [x - 0.4 + number * width for x in range(len(panel))]
+        heights = [0.0 if row is None or wrong(row) else row.tflops for row in bars]
+        look: Any = {"color": _COLOURS[number % len(_COLOURS)], "hatch": _HATCHES[number % len(_HATCHES)]}
+        ax.bar(left, heights, width, align="edge", edgecolor="#ffffff", linewidth=0, label=impl, **look)
+        for x, row in zip(left, bars):
+            if row is not None and wrong(row):
+                _note(ax, x + width / 2, 0.0, "wrong", color="#c0392b", rotation=90)
+    for x, line in enumerate(panel):
+        if line.roofline:
+            label = None if ax.get_legend_handles_labels()[1][-1:] == ["roofline"] else "roofline"
+            ax.hlines(line.roofline.tflops, x - 0.45, x + 0.45, color="black", lw=1.2, label=label)
+        ratio = line.ratio(baseline) if baseline else None
+        if ratio is not None and line.ours:
+            colour = "#1e7d32" if ratio >= 1.0 else "#c0392b"
+            _note(ax, x - 0.4 + width / 2, line.ours.tflops, f"{ratio:.2f}", color=colour)
+        if x and group(line) != group(panel[x - 1]):
+            ax.axvline(x - 0.5, color="#999999", lw=0.8, ls=":")
+    shared = _shared(panel)
+    ticks = [_tick(line, shared) for line in panel]
+    ax.set_xticks(range(len(panel)), ticks, fontsize=8, rotation=25, ha="right")
+    ax.tick_params(axis="x", length=0)
+    for text in ax.get_xticklabels():
+        text.set_rotation_mode("anchor")
+    ax.set_xlim(-0.6, widest - 0.4)
+    ax.set_xlabel("problem", loc="left", fontsize=9)
+    ax.set_ylabel("TFLOP/s")
+    ax.margins(y=0.1)
+    _plain(ax, axis="y")
+    of = ", ".join(dict.fromkeys(filter(None, map(group, panel))))
+    what = f"   (number: times as fast as {baseline})" if baseline else ""
+    named = " ".join((panel[0].op, *shared, "on", panel[0].gpu))
+    ax.set_title(f"{named}{f': {of}' if of else ''}{what}", loc="left", fontsize=10)
+
+
+def _plain(ax: Any, axis: str = "both") -> None:
+    ax.grid(axis=axis, color="#dddddd")
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _note(ax: Any, x: float, y: float, text: str, **style: Any) -> None:
+    ax.annotate(text, (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=8, **style)
+
+
+def _shared(panel: Sequence[Line]) -> list[str]:
+    """The words that all problems have, such as dtype and layout; not a problem's first, its name or sizes."""
+    first, *others = (line.problem.split()[1:] for line in panel)
+    return [word for word in first if all(word in words for words in others)]
+
+
+def _tick(line: Line, shared: Sequence[str]) -> str:
+    """The problem's own words on two lines: its name; its sizes and the rest."""
+    first, *words = line.problem.split() or [""]
+    return "\n".join(filter(None, [first, " ".join(word for word in words if word not in shared)]))
+
+
+def _between_gpus(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Time and bus bandwidth against the payload; for each op and number of GPUs, a row of two panels."""
+    sets: dict[tuple[str, str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.op, row.gpu, row.devices or 0, row.bytes or 0)):
+        sets.setdefault((row.op, row.gpu, row.devices or 0), []).append(row)
+    ours, others = (sorted({row.impl for row in rows if row.impl.startswith(OURS) is mine}) for mine in (True, False))
+    impls = [*enumerate(ours), *enumerate(others, 2)]  # XLA looks alike in all pictures, with a workspace of ours or without
+    figure, axes = pyplot.subplots(len(sets), 2, figsize=(12, 1.2 + 3.9 * len(sets)), squeeze=False, layout="constrained")
+    for (times, rates), ((op, _, devices), of_set) in zip(axes, sets.items()):
+        right = [row for row in of_set if not wrong(row)]
+        for number, impl in impls:
+            mine = [row for row in right if row.impl == impl]
+            sizes = [row.bytes for row in mine]
+            look: Any = {"color": _LINES[number % len(_LINES)], "marker": _MARKERS[number % len(_MARKERS)], "ms": 5}
+            times.plot(sizes, [row.median_us for row in mine], label=f"{impl}, a call", **look)
+            own = [row.own_us or math.nan for row in mine]
+            if not all(map(math.isnan, own)):
+                times.plot(sizes, own, ls=":", mfc="white", label=f"{impl}, its kernels alone", **look)
+            rates.plot(sizes, [row.bus_gbs or math.nan for row in mine], label=f"{impl}, a call", **look)
+        left_out = f" ({len(of_set) - len(right)} wrong results are left out)" if len(right) < len(of_set) else ""
+        ticks = sorted({row.bytes for row in of_set if row.bytes})
+        ticks = ticks[:: math.ceil(len(ticks) / 12)]
+        for ax, name in ((times, "time (us)"), (rates, "bus bandwidth (GB/s)")):
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(ticks, [size_text(tick, " ") for tick in ticks], rotation=25)
+            ax.minorticks_off()
+            ax.set_xlabel("payload on each GPU")
+            ax.set_ylabel(name)
+            ax.set_title(f"{op}, {devices} GPUs: {name}{left_out}", loc="left", fontsize=10)
+            _plain(ax)
+        if right:
+            times.set_yscale("log")
+            times.yaxis.set_major_formatter("{x:g}")
+    _legend(figure, axes.flat, across=len(impls))
+    return figure

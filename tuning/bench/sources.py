@@ -1,0 +1,123 @@
+"""What `mgpu-tune plot` and `report` look at: studies of a journal or a fleet's storage, sweeps, databases, benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.core import gpu
+from mgpu_ops.registry import database
+from mgpu_ops.registry.database import File
+from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.tuning import storage
+from mgpu_ops.tuning.bench import plot, runner
+
+_KINDS = ("*/*.json", "*.json", "*.json.gz", "*.csv", "*.journal")  # of files that a directory is asked for
+
+
+class SourceError(ValueError):
+    """A place where there is nothing to look at; the message names it."""
+
+
+@dataclasses.dataclass
+class Found:
+    """What there is to look at, and the places it came from, without passwords."""
+
+    places: list[str] = dataclasses.field(default_factory=list)
+    runs: list[plot.Run] = dataclasses.field(default_factory=list)
+    files: list[tuple[Path, File]] = dataclasses.field(default_factory=list)
+    rows: list[runner.Row] = dataclasses.field(default_factory=list)  # of benchmarks
+    skipped: list[str] = dataclasses.field(default_factory=list)  # files of a directory that are something else, and why
+
+    def of(self, op: str | None, device: gpu.Gpu | None) -> Found:
+        """Only what is about one op and one GPU, where they are given."""
+
+        def wanted(its_op: str, its_gpu: str) -> bool:
+            about = op in (None, its_op.removesuffix(runner.GRAD))
+            return about and (device is None or its_gpu in (device.key, *device.kinds))
+
+        return Found(
+            self.places,
+            [run for run in self.runs if wanted(run.op, run.gpu)],
+            [(path, file) for path, file in self.files if wanted(file.op, file.gpu)],
+            [row for row in self.rows if wanted(row.op, row.gpu)],
+            self.skipped,
+        )
+
+    def rates(self, specs: Mapping[str, OpSpec]) -> dict[tuple[str, str], list[runner.Row]]:
+        """(what, op) -> rows to draw beside each other: of benchmarks, and of the entries of the databases."""
+        drawn: dict[tuple[str, str], list[runner.Row]] = {}
+        for row in runner.merge(self.rows):
+            drawn.setdefault(("bench", row.op), []).append(row)
+        for _, file in self.files:
+            if file.op in specs:
+                rows = plot.rows_of(specs[file.op], gpu.find(file.gpu), file.entries)
+                drawn.setdefault(("tuned", file.op), []).extend(rows)
+        return {key: runner.merge(rows) for key, rows in drawn.items() if rows}
+
+
+def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Found:
+    """Reads the places: files, directories of such files, or URLs of storages.
+
+    Raises SourceError for a place with nothing in it, and the readers' own errors for a named file that is broken:
+    DatabaseError, SweepError, StorageError, ValueError.
+    """
+    found = Found()
+    for place in places:
+        found.places.append(storage.redact(place))
+        if "://" in place:
+            found.runs += _studies(place, specs)
+            continue
+        path = Path(os.path.expanduser(place))
+        if not path.exists():
+            raise SourceError(f"{path}: there is no such file: name a journal, a database, a sweep or a CSV file of `bench`")
+        if not path.is_dir():
+            _read(path, specs, found)
+            continue
+        inside = sorted({file for kind in _KINDS for file in path.glob(kind)})
+        if not inside:
+            raise SourceError(f"{path}: holds neither databases, sweeps, journals nor CSV files: name another directory")
+        for file in inside:
+            try:
+                _read(file, specs, found)
+            except ValueError as error:  # all readers' errors are some
+                found.skipped.append(str(error))
+    return found
+
+
+def own(specs: Mapping[str, OpSpec], keys: Sequence[str]) -> list[str]:
+    """The places of one's own: the databases, also the shipped ones, and the journals of `mgpu-tune run`."""
+    kinds = (database.user_path, database.shipped_path, storage.journal_path)
+    named = [path_of(key, op) for path_of in kinds for key in keys for op in specs]
+    return [str(path) for path in named if path.exists()]
+
+
+def _read(path: Path, specs: Mapping[str, OpSpec], found: Found) -> None:
+    name = path.name
+    if name.endswith(".t4.json.gz"):
+        return  # a sweep's other format
+    if name.endswith(".json.gz"):
+        from mgpu_ops.tuning.replay import sweep
+
+        found.runs.append(plot.run_of_sweep(sweep.read(path), specs))
+    elif name.endswith(".csv"):
+        try:
+            found.rows += runner.read_csv(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SourceError(f"{path}: cannot be read ({error}): name a CSV file of `bench`") from None
+    elif name.endswith(".json"):
+        found.files.append((path, database.read(path)))
+    else:
+        found.runs += _studies(str(path), specs)
+
+
+def _studies(where: str, specs: Mapping[str, OpSpec]) -> Iterator[plot.Run]:
+    import optuna
+
+    with storage.opened(where) as backend:
+        studies: list[Any] = [optuna.load_study(study_name=s.study_name, storage=backend) for s in backend.get_all_studies()]
+        runs = [plot.run_of_study(study, specs) for study in studies]
+    yield from (run for run in runs if run is not None and run.trials)

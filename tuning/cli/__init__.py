@@ -1,0 +1,167 @@
+"""The command `mgpu-tune`.
+
+Exit codes: 0 done, 1 it ran but something is wrong (no candidate worked, a database is invalid, a result is wrong), 2 it was
+asked wrongly or cannot run here, 130 stopped by Ctrl-C (what was found is stored).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from mgpu_ops.core import extras
+from mgpu_ops.tuning.cli import shared
+from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, USAGE, Parser, UsageError
+from mgpu_ops.tuning.terminal import printable
+
+STOPPED = "mgpu-tune: stopped"
+
+# Module of `commands` -> what it does. Only the module that is asked for loads: `mgpu-tune --help` answers at once.
+COMMANDS = {
+    "run": "tune one problem, or a suite of them, and store the best configs",
+    "worker": "take part in tuning what `mgpu-tune run --queue` put into a storage, from any host",
+    "proxy": "serve a database to workers over gRPC, to this machine alone unless told otherwise",
+    "dashboard": "look at the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
+    "capture": "list the problems that a function of yours runs, with counts, without running it",
+    "show": "list the tuned problems of a GPU",
+    "which": "say which config a problem runs with, and why",
+    "validate": "check database files: schema, fields, and that every config can run",
+    "merge": "join databases of several machines: of each problem the fastest measured entry",
+    "diff": "say what differs between two databases: added, removed, changed, and the times",
+    "export": "write what is tuned: a directory for MGPU_OPS_CONFIG_PATH, or one table",
+    "retune": "tune again what another jax or kernel version left in your database",
+    "plot": "draw pictures of trials, tuned problems and benchmarks, as PNG and SVG",
+    "report": "write one HTML page of what is tuned, what failed, and the pictures",
+    "bench": "measure beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
+    "sweep": "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
+    "replay": "search recorded sweeps again, without a GPU, and say how far from the optimum each sampler ends",
+    "demo": "a tour on any machine: tune one matmul, store it, call it, print its error",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Without `argv` it is the program itself, whose Ctrl-C is handled here."""
+    words = sys.argv[1:] if argv is None else argv
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks, as stderr does
+    interrupts = _Interrupts(argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    try:
+        code = _carry_out(words, interrupts)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a reader who has gone is no error
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except OSError as e:  # of standard output itself: `_carry_out` tells those of files
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = OK if isinstance(e, BrokenPipeError) else _refuse(e)  # `mgpu-tune show | head`
+    if code == OK and interrupts.seen:
+        code = INTERRUPTED  # a library took it for its own
+    if code == INTERRUPTED:
+        print(STOPPED, file=sys.stderr)
+    return code
+
+
+def _carry_out(words: Sequence[str], interrupts: _Interrupts) -> int:
+    parser = _parser(words)
+    arguments, more = parser.parse_known_args(words)
+    if more:
+        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(more)}")
+    if not hasattr(arguments, "run"):
+        parser.error("the command comes first: mgpu-tune COMMAND ...")  # mgpu-tune -- show
+    try:
+        extras.require(f"mgpu-tune {words[0]}", arguments.needs)
+        _prepare_jax()
+        from mgpu_ops.registry.database import DatabaseError
+        from mgpu_ops.tuning.measure import MeasurementError
+        from mgpu_ops.tuning.worker import WorkerError
+    except extras.MissingExtra as e:
+        return _refuse(e)
+    arguments.stdout = sys.stdout
+    people = contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext()
+    try:
+        with people, interrupts:
+            return int(arguments.run(arguments))
+    except (UsageError, DatabaseError, MeasurementError, WorkerError, extras.MissingExtra, ValueError) as e:
+        return _refuse(e)
+    except OSError as e:  # of a place that no command has words for: a name that is too long
+        if e.filename is None:
+            raise
+        return _refuse(UsageError(f"{e.filename}: {e.strerror}: name another"))
+    except ModuleNotFoundError as e:
+        if not extras.brought(e.name):
+            raise
+        return _refuse(extras.missing(f"mgpu-tune {words[0]}", [str(e.name)]))
+
+
+def _refuse(why: Exception) -> int:
+    print(f"mgpu-tune: {printable(why)}", file=sys.stderr)
+    return USAGE
+
+
+class _Interrupts:
+    """What Ctrl-C does: at once it ends the program, and inside of `with`, where a command is at work, it is KeyboardInterrupt.
+
+    Before and after, nothing would be lost, and the many seconds of imports are no place for an exception.
+    """
+
+    def __init__(self, own: bool):
+        self.own, self.seen = own, False
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        if self.own:
+            signal.signal(signal.SIGINT, self._raise)
+
+    def __exit__(self, *_: object) -> None:
+        if self.own:
+            signal.signal(signal.SIGINT, self._end)
+
+    def _raise(self, *_: object) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def _end(self, *_: object) -> None:
+        os.write(2, f"{STOPPED}\n".encode())
+        os._exit(INTERRUPTED)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from mgpu_ops.tuning.cli import versions
+
+        print(versions.text(shared.has_gpu()))
+        parser.exit()
+
+
+def _prepare_jax() -> None:
+    """Before JAX starts: the CPU backend where there is no GPU, and threads enough to interpret kernels."""
+    os.environ.setdefault("NPROC", str(max(64, os.cpu_count() or 1)))
+    if not shared.has_gpu() and not os.environ.get("JAX_PLATFORMS"):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mgpu-tune",
+        description="Tunes mgpu_ops for a GPU, and shows, checks and benchmarks what is tuned.",
+        epilog="exit codes: 0 done; 1 something is wrong; 2 asked wrongly, or not possible here; 130 Ctrl-C",
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the versions of mgpu_ops, Python, JAX, ptxas and the GPU's driver"
+    )
+    known = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, what in COMMANDS.items():
+        if [name] == list(words[:1]):
+            importlib.import_module(f"mgpu_ops.tuning.cli.{name}").register(known)
+        else:
+            known.add_parser(name, help=what)
+    return parser

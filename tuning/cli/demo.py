@@ -1,0 +1,69 @@
+"""`mgpu-tune demo`: a tour on any machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal
+
+from mgpu_ops.tuning.cli.run import progress_bar, tune_one
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, device_for, say
+
+
+def register(commands: Any) -> None:
+    command(
+        commands,
+        "demo",
+        run,
+        "a tour on any machine: tune one matmul, store it, call it, print its error",
+        """
+        mgpu-tune demo
+        """,
+        needs=("optuna", "rich"),
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tunes a matmul and calls it: measured and 4096^3 on a Hopper GPU, else modelled and small enough to interpret."""
+    import jax
+    import numpy as np
+
+    import mgpu_ops
+    from mgpu_ops.registry import database
+    from mgpu_ops.tuning import measure
+
+    spec = mgpu_ops.spec_of("matmul")
+    device = _device_of_demo()
+    side = 4096 if device.kind == "measured" else 512
+    backend: Literal["mosaic", "interpret"] = "mosaic" if device.kind == "measured" else "interpret"
+    problem = spec.Problem(side, side, side)
+    path = database.user_path(device.gpu.key, spec.name)
+    try:
+        database.require_writable(path, gpu_key=device.gpu.key, op=spec.name)
+        told: list[Any] = []
+        with progress_bar() as bar:
+            code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0, told, bar=bar)
+    finally:
+        device.close()
+    if code != OK:
+        answer(arguments, {"problems": told})
+        return code
+    a, b = spec.inputs(problem, jax.random.key(1))
+    out = mgpu_ops.matmul(a, b, backend=backend)
+    wide = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    error, limit = measure.error(out, jax.numpy.asarray(wide)), spec.tolerance(problem)
+    say(
+        f"mgpu_ops.matmul(a, b, backend={backend!r}) with that entry: max error {error:.2e} against float32 (limit {limit:.0e})"
+    )
+    for line in mgpu_ops.explain("matmul", problem, device.gpu.key).split("\n")[:3]:
+        say(line)
+    answer(arguments, {"problems": told, "backend": backend, "error": error, "limit": limit})
+    return OK if error <= limit else WRONG
+
+
+def _device_of_demo() -> Any:
+    from mgpu_ops.tuning.worker import WorkerError
+
+    try:
+        return device_for(None)
+    except (UsageError, WorkerError):
+        return device_for("h200")

@@ -1,0 +1,66 @@
+"""`mgpu-tune show`: lists what is tuned."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say, stored_files
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "show",
+        run,
+        "list the tuned problems of a GPU",
+        """
+        mgpu-tune show
+        mgpu-tune show matmul --gpu h200
+        mgpu-tune show --json | jq '.files[].entries[].problem'
+        """,
+        needs=("rich",),
+    )
+    parser.add_argument("op", nargs="?", help="an op; all by default")
+    parser.add_argument("--gpu", help="h200, h100-sxm ...; default: the one here, else all that have entries")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import mgpu_ops
+    from mgpu_ops.core import gpu
+    from mgpu_ops.registry import database
+    from mgpu_ops.tuning import tables, terminal
+
+    specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
+    here = gpu.find(arguments.gpu) if arguments.gpu else gpu.current()
+    keys = [here.key] if here else [g.key for g in gpu.GPUS]
+    console, found = terminal.console(), []
+    tuned: dict[str, set[str]] = {}  # of each op, its problems on each GPU
+    for spec in specs:
+        for key, whose, path in stored_files(spec, keys):
+            file = {"op": spec.name, "gpu": key, "whose": whose, "path": path}
+            try:
+                entries = database.read(path, gpu_key=key, op=spec.name).entries
+            except database.DatabaseError as e:
+                say(f"mgpu-tune: {e}")
+                found.append(file | {"fault": e.reason})
+                continue
+            found.append(file | {"entries": entries})
+            tuned.setdefault(spec.name, set()).update(f"{key} {sorted(entry.problem.items())}" for entry in entries)
+            title = f"{spec.name} on {key}, {whose}: {path}"
+            shown = tables.by_problem(entries, spec)
+            if console.is_terminal:
+                console.print(tables.entries_table(title, shown, spec))
+            else:
+                say(title)
+                for line in tables.entries_lines(shown, spec):
+                    say(f"  {line}")
+            if tables.between_gpus(spec):
+                say(f"  {tables.BETWEEN_GPUS}")
+    if not found:
+        say(f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}")
+    counts = {op: len(problems) for op, problems in tuned.items()}
+    if counts:
+        say(f"{count(sum(counts.values()), 'tuned problem')}: {', '.join(f'{n} of {op}' for op, n in counts.items())}")
+    answer(arguments, {"files": found, "problems": counts})
+    return WRONG if any("fault" in file for file in found) else OK

@@ -1,0 +1,145 @@
+"""`mgpu-tune sweep`: measures every config of a grid, for `mgpu-tune replay` to search again without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.tuning.cli.arguments import positive_int, seed, workers_argument
+from mgpu_ops.tuning.cli.shared import (
+    INTERRUPTED,
+    OK,
+    WRONG,
+    UsageError,
+    answer,
+    command,
+    count,
+    devices_for,
+    has_gpu,
+    say,
+    writable,
+)
+
+OUTPUT = Path("results/replay")
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "sweep",
+        run,
+        "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
+        """
+        mgpu-tune sweep --suite replay --output results/replay       # what `replay` is judged by; goes on where it stopped
+        mgpu-tune sweep --suite replay --workers all                 # on every GPU of this machine, each a problem at a time
+        mgpu-tune sweep matmul --suite replay
+        mgpu-tune sweep flash_attention --shape mha128-4096 --output sweeps
+        mgpu-tune sweep grouped_matmul --suite mixtral-8x7b --configs 200
+        """,
+        needs=("rich",),
+    )
+    parser.add_argument("op", nargs="?", help="default, of the suite replay: every op that is in it")
+    parser.add_argument("--shape", metavar="NAME", help="a named problem of the op")
+    parser.add_argument("--suite", metavar="NAME", help="replay, or a suite of the op")
+    parser.add_argument("--configs", type=positive_int, metavar="N", help="at most so many of a problem's grid (default 250)")
+    workers_argument(parser)
+    parser.set_defaults(gpu=None)  # the one here
+    parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the order (default 0)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help=f"default {OUTPUT}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    problems = _problems(arguments)
+    if not has_gpu():
+        raise UsageError("a sweep is measured and no NVIDIA GPU is here: run it on a machine with a Hopper GPU")
+    writable(arguments.output, "--output", folder=True)
+    with devices_for(arguments) as devices:
+        return sweep_all(problems, devices, arguments)
+
+
+def sweep_all(problems: Sequence[tuple[Any, str, Any]], devices: Sequence[Any], arguments: argparse.Namespace) -> int:
+    """Sweeps each problem into a file of its own, on each device one at a time; one that fails does not end the rest."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from mgpu_ops.tuning import compile_pool, many, terminal, worker
+    from mgpu_ops.tuning.replay import sweep
+
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    told: list[dict[str, Any]] = []
+    code = OK
+    for device in devices:  # a sweep waits for no result to go on: all cores compile ahead
+        device.slots = max(device.slots, 2 * compile_pool.cores() // len(devices))
+    with Progress(*columns, console=terminal.console()) as bar:
+
+        def measure(job: tuple[Any, str, Any], device: Any) -> Any:
+            spec, name, problem = job
+            task = bar.add_task(
+                terminal.printable(f"{spec.name} {name}") + f" ({problems.index(job) + 1} of {len(problems)})", total=None
+            )
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            limit = arguments.configs or sweep.LIMIT
+            try:
+                return sweep.measure_all(
+                    spec, name, problem, device, arguments.output, limit=limit, seed=arguments.seed, progress=progress
+                )
+            finally:
+                bar.stop_task(task)
+
+        try:
+            for done in many.each(problems, devices, measure):
+                spec, name, _ = done.job
+                if done.error is None:
+                    told.append(_told(spec.name, name, done.result))
+                elif not isinstance(done.error, worker.WorkerError | sweep.SweepError) or isinstance(done.error, worker.Lost):
+                    raise done.error
+                else:
+                    say(f"{spec.name} {name}: {done.error}")
+                    told.append({"op": spec.name, "name": name, "fault": str(done.error)})
+                    code = WRONG
+        except KeyboardInterrupt:
+            say(f"stopped: what was measured is in {arguments.output}; the same command goes on from there")
+            code = INTERRUPTED
+    answer(arguments, told)
+    return code
+
+
+def _told(op: str, name: str, found: Any) -> dict[str, Any]:
+    """Says what came of a problem's sweep; the same for machines."""
+    failed = sum(row.kind != "ok" for row in found.rows)
+    best = f"best {found.optimum:.1f} us" if failed < len(found.rows) else "none worked"
+    say(f"{op} {name}: {count(len(found.rows), 'config')}, {failed} failed, {best}")
+    return {"op": op, "name": name, "configs": len(found.rows), "failed": failed, "best_us": _finite(found.optimum)}
+
+
+def _finite(us: float) -> float | None:
+    return us if math.isfinite(us) else None
+
+
+def _problems(arguments: argparse.Namespace) -> list[tuple[Any, str, Any]]:
+    """(spec, name, problem) of what is asked for."""
+    import mgpu_ops
+    from mgpu_ops.tuning.replay import sweep
+
+    op, shape, suite = arguments.op, arguments.shape, arguments.suite
+    if bool(shape) == bool(suite):
+        raise UsageError("name what to sweep in one way: --suite replay, or an op with --shape NAME or --suite NAME")
+    spec = mgpu_ops.spec_of(op) if op else None
+    if suite == "replay":
+        return sweep.suite(mgpu_ops.SPECS, op)
+    if spec is None:
+        raise UsageError(
+            f"--{'shape' if shape else 'suite'} {shape or suite} is an op's: name the op ({', '.join(mgpu_ops.SPECS)})"
+        )
+    if suite and suite not in spec.suites:
+        raise UsageError(f"suite {suite!r} is not one of replay, {', '.join(spec.suites)}")
+    if shape and shape not in spec.shapes:
+        raise UsageError(f"shape {shape!r} is not one of {', '.join(spec.shapes)}")
+    names = dict.fromkeys(spec.suites[suite]) if suite else [shape]
+    return [(spec, name, spec.shapes[name]) for name in names]

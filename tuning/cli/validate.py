@@ -1,0 +1,92 @@
+"""`mgpu-tune validate`: checks database files."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, stored_files
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "validate",
+        run,
+        "check database files: schema, fields, and that every config can run",
+        """
+        mgpu-tune validate
+        mgpu-tune validate tuned.json configs/h200/matmul.json
+        mgpu-tune validate --stale             # then: mgpu-tune retune --stale
+        mgpu-tune validate --stale --details   # each entry
+        """,
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="default: your own and the shipped ones")
+    parser.add_argument(
+        "--stale", action="store_true", help="also say how many entries were tuned with another jax; they are used all the same"
+    )
+    parser.add_argument("--details", action="store_true", help="with --stale: list these entries")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import mgpu_ops
+    from mgpu_ops.core import gpu
+
+    if arguments.details and not arguments.stale:
+        raise UsageError("--details lists what --stale counts: say --stale too")
+    files = list(arguments.files)
+    if not files:
+        keys = [g.key for g in gpu.GPUS]
+        files = [path for spec in mgpu_ops.SPECS.values() for _, _, path in stored_files(spec, keys)]
+    found = []
+    for path in files:
+        faults, old = faults_of(path), stale_of(path) if arguments.stale else []
+        say(f"{path}: {count(len(faults), 'fault') if faults else 'ok'}{_counted(old)}")
+        for line in faults + (old if arguments.details else []):
+            say(f"  {line}")
+        found.append({"path": path, "faults": faults} | ({"stale": old} if arguments.stale else {}))
+    number = sum(len(file.get("stale", ())) for file in found)
+    if number:
+        say(f"{count(number, 'entry').replace('entrys', 'entries')} of another jax: used all the same; "
+            "`mgpu-tune retune --stale` tunes them again")  # fmt: skip
+    answer(arguments, {"files": found})
+    return WRONG if any(file["faults"] for file in found) else OK
+
+
+def _counted(old: Sequence[str]) -> str:
+    """What the entries of one file have in common, and how many there are of each."""
+    reasons = collections.Counter(line.rpartition(": ")[2] for line in old)
+    return "".join(f"; {number} {reason}" for reason, number in reasons.items())
+
+
+def faults_of(path: Path) -> list[str]:
+    """What is wrong with a database file; a line each."""
+    import mgpu_ops
+    from mgpu_ops.registry import database
+
+    try:
+        file = database.read(path)
+    except database.DatabaseError as e:
+        return [e.reason]
+    spec = mgpu_ops.SPECS.get(file.op)
+    if spec is None:
+        return [*database.validate(path, None), f"op {file.op!r} is not one of {', '.join(mgpu_ops.SPECS)}"]
+    return database.validate(path, spec)
+
+
+def stale_of(path: Path) -> list[str]:
+    """Which entries of a database file were tuned with another jax, a line each. One of another kernel version is a fault."""
+    import mgpu_ops
+    from mgpu_ops.registry import database
+
+    try:
+        file = database.read(path)
+    except database.DatabaseError:
+        return []
+    if (spec := mgpu_ops.SPECS.get(file.op)) is None:
+        return []
+    of_today = [e for e in file.entries if e.evidence.kernel_version == spec.version]
+    return [f"{database.title(e)}: {reason}" for e in of_today if (reason := database.stale(e, spec))]

@@ -1,0 +1,50 @@
+"""`mgpu-tune which`: says which config a problem runs with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from mgpu_ops.tuning.cli.arguments import problem_arguments, problems_of
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, gpu_or_current, say
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "which",
+        run,
+        "say which config a problem runs with, and why",
+        """
+        mgpu-tune which matmul --m 4096 --n 4096 --k 4096 --gpu h200
+        mgpu-tune which matmul --shape llama3-70b-down-256
+        mgpu-tune which grouped_matmul --m 8192 --n 4096 --k 7168 --groups 32 --layout nt --bias --gpu h200
+        mgpu-tune which flash_attention --batch 4 --q-tokens 4096 --kv-tokens 4096 --q-heads 16 --kv-heads 16 --head-dim 128 \\
+          --causal --gpu h200
+        """,
+    )
+    problem_arguments(parser)
+    parser.add_argument("--gpu", help="h200, h100-sxm ... (default: the one here)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import mgpu_ops
+    from mgpu_ops.registry import resolution
+    from mgpu_ops.tuning.bench import runner
+
+    spec = mgpu_ops.spec_of(arguments.op)
+    (problem,) = problems_of(spec, arguments).values()
+    gpu = gpu_or_current(arguments.gpu)
+    asked = {"op": spec.name, "problem": problem, "gpu": gpu.key}
+    reason = spec.supports(problem, gpu)
+    if reason is not None and (refusal := runner.refusal(spec, problem)):
+        raise UsageError(f"{spec.name} refuses {problem}: {refusal}")
+    if reason is not None:
+        say(f"{spec.name} {problem} runs through XLA: {reason}")
+        answer(arguments, asked | {"backend": "xla", "reason": reason})
+        return OK
+    for line in mgpu_ops.explain(spec.name, problem, gpu.key).split("\n"):
+        say(line)
+    answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(resolution.resolve(spec, problem, gpu)))
+    return OK

@@ -1,0 +1,106 @@
+"""`mgpu-tune worker`: tunes what a fleet's queue holds, from any host."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from mgpu_ops.tuning.cli.arguments import seconds, workers_argument
+from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, devices_for, say
+from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
+
+
+def register(commands: Any) -> None:
+    parser = command(
+        commands,
+        "worker",
+        run,
+        "take part in tuning what `mgpu-tune run --queue` put into a storage, from any host",
+        """
+        mgpu-tune worker --storage postgresql://tuner@db.example/studies
+        MGPU_OPS_STORAGE=postgresql://tuner:...@db.example/studies mgpu-tune worker --wait 1h
+        mgpu-tune worker --storage grpc://127.0.0.1:13000 --op matmul --op flash_attention
+        mgpu-tune worker --storage studies.journal --workers all         # on every GPU of this machine
+        """,
+        needs=("optuna",),
+    )
+    storage_argument(parser, otherwise="an error")
+    workers_argument(parser)
+    parser.add_argument("--op", action="append", metavar="OP", help="only problems of this op; may be given several times")
+    parser.add_argument(
+        "--wait", type=seconds, default=0.0, metavar="TIME", help="for more once the queue is done (default: end)"
+    )
+    parser.add_argument("--gpu", help="tune for this GPU, by the model unless it is the one here: h200, h100-sxm ...")
+    parser.add_argument("--database", type=Path, metavar="FILE", help="where to store as well (default: your own, see `show`)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import mgpu_ops
+    from mgpu_ops.registry import database
+    from mgpu_ops.tuning import many, storage
+    from mgpu_ops.tuning.fleet import queue as fleet_queue
+
+    where = required_storage(arguments)
+    ops = {mgpu_ops.spec_of(op).name for op in arguments.op or ()}
+    if arguments.database:
+        ops = {_op_of(arguments.database, ops)}
+    told: list[dict[str, Any]] = []
+    say_once = functools.cache(say)  # what each of several GPUs finds out
+    with storage.opened(where) as backend, devices_for(arguments) as devices:
+        gpu_key = devices[0].gpu.key
+        for op in ops or mgpu_ops.SPECS:
+            path = arguments.database or database.user_path(gpu_key, op)
+            if arguments.database and path.exists():
+                database.read(path, gpu_key=gpu_key, op=op)
+            database.require_writable(path, gpu_key=gpu_key, op=op)
+
+        def work(_: int, device: Any) -> None:
+            worker = fleet_queue.Worker(backend, device, mgpu_ops.spec_of, say_once)
+            for ended in worker.work(lambda job: not ops or job.op in ops, arguments.wait):
+                path = arguments.database or database.user_path(device.gpu.key, ended.job.op)
+                if ended.entry is not None:
+                    database.update(path, [ended.entry], gpu_key=device.gpu.key, op=ended.job.op)
+                say(sentence(ended, path))
+                told.append(document(ended))
+
+        code = OK
+        try:
+            for done in many.each(range(len(devices)), devices, work):
+                if done.error is not None:
+                    raise done.error
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    say(f"{count(len(told), 'problem')} ended here; {'stopped' if code else 'the queue has no more for this GPU'}")
+    answer(arguments, {"ended": told})
+    return code or (WRONG if any(job["config"] is None for job in told) else OK)
+
+
+def _op_of(path: Path, ops: Collection[str]) -> str:
+    """The op whose file that is, or is to be: other jobs are left to other workers."""
+    from mgpu_ops.registry import database
+
+    known = {database.read(path).op} if path.exists() else set(ops)
+    if len(known) != 1 or (ops and not known <= set(ops)):
+        raise UsageError(f"--database {path} is a file of one op: name that with --op")
+    return known.pop()
+
+
+def sentence(ended: Any, path: Path) -> str:
+    """What came of a job, for people."""
+    what = f"{ended.job.op} {ended.job.name}"
+    if ended.entry is None:
+        return f"{what}: {ended.reason}, nothing is stored"
+    e, hosts = ended.entry.evidence, count(len(ended.hosts), "host")
+    return f"{what}: best of {ended.trials}, measured by {hosts}: {e.median_us:.1f} us {e.kind}, stored in {path}"
+
+
+def document(ended: Any) -> dict[str, Any]:
+    """The same for machines."""
+    told = {"op": ended.job.op, "problem": ended.job.problem, "trials": ended.trials, "hosts": ended.hosts}
+    if ended.entry is None:
+        return told | {"config": None, "reason": ended.reason}
+    e = ended.entry.evidence
+    return told | {"config": ended.entry.config, "kind": e.kind, "median_us": e.median_us, "default_us": e.default_us}

@@ -1,0 +1,1 @@
+"""Recorded sweeps, and searches replayed on them."""
