@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import time
 import types
@@ -77,8 +78,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def tile(setting: Any) -> Any:
-    return setting[0]
+PASSES = (("tile",), ("raster",))
 
 
 def test_one_pass_times_every_setting_and_keeps_the_fastest(clock: Clock) -> None:
@@ -88,20 +88,20 @@ def test_one_pass_times_every_setting_and_keeps_the_fastest(clock: Clock) -> Non
 
 
 def test_two_passes_first_choose_the_tiles_and_then_all_else_of_the_two_fastest(clock: Clock) -> None:
-    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, tile)
-    assert clock.passes == [[(64, 2), (128, 2), (192, 2)], [(t, r) for t in (128, 192) for r in (1, 2, 4)]]
+    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, PASSES)
+    assert clock.passes == [[(64, 1), (128, 1), (192, 1)], [(t, r) for t in (128, 192) for r in (1, 2, 4)]]
     assert text == "tile=128 raster=1; fastest of 7"
 
 
 def test_settings_that_won_before_are_not_tuned_again(clock: Clock) -> None:
     earlier = implementations.settings_in("tile=192 raster=4; fastest of 7 | tile=64 raster=1; fastest of 7")
-    _, text = implementations._fastest(task(timer=clock.timer, known=earlier), SETTINGS, clock.build, tile)
+    _, text = implementations._fastest(task(timer=clock.timer, known=earlier), SETTINGS, clock.build, PASSES)
     assert clock.passes == [[(64, 1), (192, 4)]]
     assert text == "tile=192 raster=4; fastest of 2 that won before"
 
 
 def test_settings_of_another_version_that_won_before_are_no_hindrance(clock: Clock) -> None:
-    _, text = implementations._fastest(task(timer=clock.timer, known=frozenset(["tile=8"])), SETTINGS, clock.build, tile)
+    _, text = implementations._fastest(task(timer=clock.timer, known=frozenset(["tile=8"])), SETTINGS, clock.build, PASSES)
     assert text == "tile=128 raster=1; fastest of 7"
 
 
@@ -113,7 +113,7 @@ def test_settings_beyond_the_kernels_limits_are_passed_over(clock: Clock, monkey
         return call
 
     monkeypatch.setattr(implementations, "compiled", compiled)
-    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, tile)
+    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, PASSES)
     assert text == "tile=192 raster=1; fastest of 6"
     with pytest.raises(ValueError, match="none of 3 settings compiles; the last: ValueError: Mosaic GPU kernel exceeds"):
         implementations._fastest(task(timer=clock.timer), SETTINGS[3:6], clock.build)
@@ -127,7 +127,11 @@ def test_what_does_not_compile_in_time_is_left(clock: Clock, monkeypatch: pytest
     monkeypatch.setattr(implementations, "compiled", slow)
     many = [(("tile", 64), ("raster", i)) for i in range(100)]
     _, text = implementations._fastest(task(timer=clock.timer, seconds=0.1), many, clock.build)
-    assert 1 <= int(text.split()[-1]) < 100
+    found = re.fullmatch(r"tile=64 raster=\d+; fastest of (\d+), (\d+) were not in time", text)
+    assert found
+    done, late = map(int, found.groups())
+    assert done >= 1
+    assert done + late == 100
 
 
 def test_no_setting_at_all_is_told(clock: Clock) -> None:
@@ -146,15 +150,16 @@ def test_the_settings_of_jaxs_grouped_matmul_are_those_of_its_own_loop_and_few_i
         assert s["block_m"] * s["block_n"] < 192 * 192
         assert s["block_k"] == 64
     first = {tuple(v for k, v in s.items() if k != "grid_block_n") for s in settings}
-    assert 24 <= len(first) <= 32
-    assert len(first) + 2 * 4 <= 40  # the second pass has at most four other rasters for each of two tiles
+    assert 20 <= len(first) <= 32  # and the last pass has at most four other rasters for each of two
 
 
 def test_the_settings_of_jaxs_contraction_divide_its_output() -> None:
     settings = list(implementations.jax_contraction_settings(RaggedContractionProblem(4096, 192, 64, 8)))
     assert {(s["block_m"], s["block_n"]) for s in settings} == {(64, 64)}
     wide = list(implementations.jax_contraction_settings(RaggedContractionProblem(4096, 2048, 4096, 8)))
-    assert len({tuple(v for k, v in s.items() if k != "grid_block_n") for s in wide}) == 32
+    assert (
+        len({tuple(v for k, v in s.items() if k != "grid_block_n") for s in wide}) == 25
+    )  # of 32 those that fit shared memory
     assert min(s["max_concurrent_steps"] for s in wide) == 2
 
 
@@ -197,7 +202,7 @@ class Op:
     def __init__(self, config: Config | None = None):
         self.config = config
 
-    def replace(self, config: Config) -> Op:
+    def replace(self, config: Config, vjp: Any = None) -> Op:
         return Op(config)
 
 
@@ -221,7 +226,8 @@ def tokamax(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             for persistent in (True, False)
             for minor in (0, 1)
         }
-        return [types.SimpleNamespace(op=Op(), autotuning_configs=configs)]
+        own = Config(64, 64, 128, 2, True, 0, grid_tile_width=1)
+        return [types.SimpleNamespace(op=Op(), autotuning_configs=configs, heuristics_config=own)]
 
     module = types.ModuleType("tokamax")
     module.ragged_dot_general = ragged_dot_general  # type: ignore[attr-defined]
@@ -237,8 +243,8 @@ def test_tokamax_is_tuned_over_its_own_and_wider_configs_but_those_that_cannot_c
     assert {c.block_m for c in configs} == {64, 128}
     assert {c.block_n for c in configs} == {64, 128}
     assert {c.block_k for c in configs} == {64, 128}
-    assert len(set(configs)) == 4 * (2 * 2) + 2  # each tile once, then the other order of two of them
-    assert text.endswith("grid_minor_dim=0 grid_tile_width=1; fastest of 18")
+    assert Config(64, 64, 128, 2, True, 0, grid_tile_width=1) in configs
+    assert text.endswith(f"fastest of {len(set(configs))}")
     out = function(*task().arrays)
     assert measure.error(out, GROUPED.reference(SMALL, *task().arrays)) <= 8e-3
 
@@ -387,11 +393,13 @@ def test_jaxs_attention_gets_scaled_queries_in_the_only_dtype_it_has(monkeypatch
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     block_q: int
+    num_stages: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardBlocks:
     block_q_dq: int
+    num_stages: int = 2
 
 
 class Forward:
@@ -416,7 +424,7 @@ def tokamax_attention(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
     def dot_product_attention(
-        q: Any, k: Any, v: Any, bias: Any, *, implementation: Any, logits_soft_cap: Any, **rest: Any
+        q: Any, k: Any, v: Any, bias: Any = None, *, implementation: Any, logits_soft_cap: Any, **rest: Any
     ) -> Any:
         assert logits_soft_cap is None
         if implementation != "mosaic":
@@ -426,8 +434,11 @@ def tokamax_attention(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def get_bound_args(function: Callable[..., Any], *arrays: Any) -> list[Any]:
         outs = jax.tree.leaves(jax.eval_shape(function, *arrays))
-        forward = types.SimpleNamespace(op=Forward(), autotuning_configs={Blocks(64), Blocks(128)})
-        backward = types.SimpleNamespace(op=Backward(), autotuning_configs={BackwardBlocks(64), BackwardBlocks(128)})
+        forward = types.SimpleNamespace(
+            op=Forward(), autotuning_configs={Blocks(64), Blocks(128)}, heuristics_config=Blocks(64)
+        )
+        settings = {BackwardBlocks(64), BackwardBlocks(128)}
+        backward = types.SimpleNamespace(op=Backward(), autotuning_configs=settings, heuristics_config=BackwardBlocks(128))
         return [forward] if len(outs) == 1 else [forward, backward]
 
     module = types.ModuleType("tokamax")
@@ -450,7 +461,7 @@ def test_the_gradient_of_tokamaxs_attention_is_tuned_after_with_the_forward_pass
     _, text = implementations.PEERS["flash_attention"]["tokamax"].prepare(attention_task(TINY, grad=True))
     forward, backward = text.split(" | ")
     assert (forward.split("=")[0], backward.split("=")[0]) == ("block_q", "block_q_dq")
-    best = Blocks(int(forward.partition(";")[0].removeprefix("block_q=")))
+    best = Blocks(int(forward.split()[0].removeprefix("block_q=")))
     assert {pair for pair in tokamax_attention if pair[1]} == {(best, BackwardBlocks(64)), (best, BackwardBlocks(128))}
 
 

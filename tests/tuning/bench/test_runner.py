@@ -689,14 +689,15 @@ def test_every_committed_result_is_read_and_its_problems_are_of_their_op(path: P
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=20)
-_VALUES = {"str": _TEXT, "float": st.floats(), "float | None": st.none() | st.floats(), "int | None": st.none() | st.integers()}
+_NUMBER = st.floats(0, allow_infinity=False)
+_VALUES = {"str": _TEXT, "float": _NUMBER, "float | None": st.none() | _NUMBER, "int | None": st.none() | st.integers()}
 _ABOVE_ZERO = st.floats(0, exclude_min=True, allow_infinity=False)
 _ROWS = st.lists(
     st.builds(
         runner.Row,
         **{f.name: _VALUES[str(f.type)] for f in dataclasses.fields(runner.Row)}
         | dict.fromkeys(("op", "problem", "impl"), _TEXT.filter(bool))
-        | {"median_us": _ABOVE_ZERO}
+        | {"median_us": _ABOVE_ZERO, "error": st.none() | st.floats()}
         | dict.fromkeys(("warm_us", "chain_us"), st.none() | _ABOVE_ZERO)
         | dict.fromkeys(("devices", "bytes"), st.none() | st.integers(1, 2**40)),
     ),
