@@ -125,9 +125,9 @@ def assert_compiles(spec: Any, problem: Any, config: Any, device: Any) -> None:
 
 
 # Bytes that ptxas 13.5 keeps in local memory over a whole tile of queries, and reads outside of the loops over keys; 13.0, with
-# which the entry was measured, keeps none.
+# which the entry (Gemma 2, window) was measured, keeps none.
 SPILLS_OF_A_NEWER_PTXAS = {
-    "h200-flash_attention-bottom_rightx1xnonexTruexbfloat16x256x8x8192xFalsex16x8192xFalsexFalsex4095x-1": 64,  # Gemma 2, window
+    "h200-flash_attention-bottom_rightx1xnonexTruexbfloat16x256x8x8192xFalsex16x8192xFalsexFalsex4095x-1": 64,
 }
 
 
