@@ -103,7 +103,9 @@ def refuse_to_open(answers: Answers, pipe: Any, visible: str | None = None) -> N
 
 def start_once(answers: Answers, log: str, pipe: Any, visible: str | None = None) -> None:
     """Serves the first time, and then never again, as where a GPU has gone."""
-    if os.path.exists(log):
+    try:
+        os.close(os.open(log + ".started", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
         os._exit(4)
     serve(answers, log, pipe)
 
