@@ -117,7 +117,7 @@ def problems_of(spec: OpSpec) -> bytes:
 
     from mgpu_ops.tuning import problems
 
-    items = [problems.Item(spec.name, dataclasses.asdict(spec.shapes[name]), 3) for name in list(spec.shapes)[:2]]
+    items = [problems.ProblemEntry(spec.name, dataclasses.asdict(spec.shapes[name]), 3) for name in list(spec.shapes)[:2]]
     file = problems.File(problems.SCHEMA, H200.key, "train:step", tuple(items), notes=("a loop",))
     return msgspec.json.encode(file)
 

@@ -73,7 +73,7 @@ def _device(name: str | None) -> Device:
     return Modelled(wanted)
 
 
-def _config(work: problems.Work, device: Device, trials: int, budget: float, store: bool) -> Any:
+def _config(work: problems.TuningJob, device: Device, trials: int, budget: float, store: bool) -> Any:
     """The config of the entry there is for exactly this problem, else of a new one; None: no candidate worked."""
     spec, problem = work.spec, work.problem
     there = _stored(spec, problem, device)

@@ -33,7 +33,7 @@ _said: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Task:
+class CompileJob:
     op: str
     problem: Any
     config: Any
@@ -58,14 +58,14 @@ class Pool:
         """`processes`: by default one a core. `seconds` a candidate may take, after which its process is replaced."""
         self.processes = processes or min(cores(), _MOST)
         self._seconds = seconds
-        self._serve = serve or compile_tasks
+        self._serve = serve or compile_jobs
         self._closed = False
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()  # one that has worked before is quicker than a new one
         for _ in range(self.processes):
             self._idle.put(Child(self._serve))
         self._threads = concurrent.futures.ThreadPoolExecutor(self.processes, thread_name_prefix="compile")
 
-    def submit(self, task: Task | Call) -> concurrent.futures.Future[Executable | Outcome]:
+    def submit(self, task: CompileJob | Call) -> concurrent.futures.Future[Executable | Outcome]:
         """The executable, or why there is none: kind "compile", or "timeout". WorkerError where no process starts."""
         return self._threads.submit(self._compile, task)
 
@@ -84,7 +84,7 @@ class Pool:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _compile(self, task: Task | Call) -> Executable | Outcome:
+    def _compile(self, task: CompileJob | Call) -> Executable | Outcome:
         child = self._idle.get()
         try:
             if child.busy:  # it has not said yet that it is ready
@@ -112,29 +112,29 @@ class Pool:
             raise WorkerError("the tuner is closing")
 
 
-class Line:
+class Candidates:
     """The candidates of one problem on their way through a pool."""
 
     def __init__(self, pool: Pool, spec: OpSpec, problem: Any, gpu: Gpu, topology: bytes | None = None):
         self.spec, self.problem = spec, problem
         self._pool = pool
-        self._task = functools.partial(Task, spec.name, problem, gpu=gpu, topology=topology)
+        self._task = functools.partial(CompileJob, spec.name, problem, gpu=gpu, topology=topology)
         self._default = spec.default(problem, gpu)
         self._done: queue.SimpleQueue[tuple[Any, concurrent.futures.Future[Executable | Outcome]] | None] = queue.SimpleQueue()
-        self._flying = 0
+        self._in_flight = 0
 
     def submit(self, config: Any) -> None:
-        self._flying += 1
+        self._in_flight += 1
         self._pool.submit(self._task(config=config)).add_done_callback(lambda future: self._done.put((config, future)))
 
     def next(self) -> tuple[Any, Executable | Outcome]:
         """The next that is through. One that spills is refused, but for the default, which runs where nothing is stored."""
-        if not self._flying:
+        if not self._in_flight:
             raise LookupError("no candidate is under way")
         found = self._done.get()
         if found is None:
             raise KeyboardInterrupt
-        self._flying -= 1
+        self._in_flight -= 1
         config, future = found
         try:
             made = future.result()
@@ -149,7 +149,7 @@ class Line:
         return config, made
 
     def __iter__(self) -> Iterator[tuple[Any, Executable | Outcome]]:
-        while self._flying:
+        while self._in_flight:
             yield self.next()
 
     def stop(self) -> None:
@@ -162,8 +162,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def compile_tasks(pipe: Any, specs: Callable[[str], OpSpec] | None = None) -> None:
-    """What a process of the pool does: says "ready", then answers each Task or Call with an Executable or an Outcome.
+def compile_jobs(pipe: Any, specs: Callable[[str], OpSpec] | None = None) -> None:
+    """What a process of the pool does: says "ready", then answers each CompileJob or Call with an Executable or an Outcome.
 
     `specs` finds an op by its name, `mgpu_ops.spec_of` by default.
     """
@@ -203,7 +203,7 @@ class _Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def build(task: Task | Call, specs: Callable[[str], OpSpec]) -> Executable | Outcome:
+def build(task: CompileJob | Call, specs: Callable[[str], OpSpec]) -> Executable | Outcome:
     import jax
 
     from mgpu_ops.core import aot

@@ -62,15 +62,15 @@ class Modelled:
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._spec, self._problem = spec, problem
-        self._line = compile_pool.Line(self._pool, spec, problem, self.gpu) if self._pool else None
+        self._candidates = compile_pool.Candidates(self._pool, spec, problem, self.gpu) if self._pool else None
         self._waiting: collections.deque[Any] = collections.deque()
 
     def submit(self, config: Any) -> None:
-        (self._line.submit if self._line else self._waiting.append)(config)
+        (self._candidates.submit if self._candidates else self._waiting.append)(config)
 
     def next(self) -> tuple[Any, Outcome]:
-        if self._line:
-            config, made = self._line.next()
+        if self._candidates:
+            config, made = self._candidates.next()
             return config, made if isinstance(made, Outcome) else Outcome("ok", self._us(config))
         if not self._waiting:
             raise LookupError("no candidate is under way")
@@ -136,7 +136,7 @@ class Measured:
 
     def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
         self._opened = None
-        self._line = compile_pool.Line(self._pool, spec, problem, self.gpu, self._topology)
+        self._candidates = compile_pool.Candidates(self._pool, spec, problem, self.gpu, self._topology)
         self._passed: dict[Any, Executable] = {}
         reply = self._ask(_OPEN, "open", spec.name, problem, seed, None)
         if not isinstance(reply, worker.Opened):
@@ -147,10 +147,10 @@ class Measured:
         self._limit = self._timeout + _CALLS * reply.baseline_us * 1e-6
 
     def submit(self, config: Any) -> None:
-        self._line.submit(config)
+        self._candidates.submit(config)
 
     def next(self) -> tuple[Any, Outcome]:
-        config, made = self._line.next()
+        config, made = self._candidates.next()
         if isinstance(made, Outcome):
             return config, made
         outcome = self._judge(config, made)
@@ -175,8 +175,8 @@ class Measured:
     def stop(self) -> None:
         """Makes what another thread waits for here raise KeyboardInterrupt."""
         self._stopped.set()
-        if hasattr(self, "_line"):
-            self._line.stop()
+        if hasattr(self, "_candidates"):
+            self._candidates.stop()
 
     def wait(self, seconds: float) -> None:
         """Nothing to do for a while; `stop` ends it as it ends all else."""
@@ -196,8 +196,8 @@ class Measured:
         reply: Any = None
         for _ in range(2):
             reply = self._ask(self._limit, "judge", config, executable)
-            if isinstance(reply, worker.Judged):
-                if reply.leaving:
+            if isinstance(reply, worker.Verdict):
+                if reply.spoilt:
                     self._restart()
                 return reply.outcome
             self._restart()
@@ -207,7 +207,7 @@ class Measured:
 
     def _compiled(self, configs: Sequence[Any]) -> list[tuple[Any, Executable]]:
         """With their executables. Those of another process's trials compile now, and are left out where they do not."""
-        missing = compile_pool.Line(self._pool, self._line.spec, self._line.problem, self.gpu, self._topology)
+        missing = compile_pool.Candidates(self._pool, self._candidates.spec, self._candidates.problem, self.gpu, self._topology)
         for config in configs:
             if config not in self._passed:
                 missing.submit(config)

@@ -37,7 +37,7 @@ Encoded = tuple[dict[str, Any], dict[str, Any]]  # params and distributions, as 
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class FinishedTrial:
     """A candidate that somebody has measured."""
 
     config: Any
@@ -74,11 +74,11 @@ class Ledger:
 
     # --- what there is
 
-    def news(self) -> list[Done]:
+    def news(self) -> list[FinishedTrial]:
         """What was finished since the last call, by whomever: at first everything that the study holds."""
         fresh = [t for t in self._refresh() if t.number not in self._told and t.state in _FINISHED]
         self._told.update(trial.number for trial in fresh)
-        return [done for trial in fresh if (done := self._done(trial)) is not None]
+        return [finished for trial in fresh if (finished := self._finished(trial)) is not None]
 
     def taken(self, config: Any) -> bool:
         """Whether a config was measured, is being measured by somebody, or took down its process again and again.
@@ -218,7 +218,7 @@ class Ledger:
             self._configs[trial.number] = config if config is not None and self._legal(config) else None
         return self._configs[trial.number]
 
-    def _done(self, trial: FrozenTrial) -> Done | None:
+    def _finished(self, trial: FrozenTrial) -> FinishedTrial | None:
         config, attrs = self._config(trial), trial.user_attrs
         try:
             us = (trial.values or [None])[0]  # `value` raises where another program's study has several
@@ -227,7 +227,7 @@ class Ledger:
             return None
         if config is None or (outcome.kind == "ok") != (trial.state == TrialState.COMPLETE):
             return None
-        return Done(config, str(attrs.get("origin", "search")), outcome, str(attrs.get("host", "?")))
+        return FinishedTrial(config, str(attrs.get("origin", "search")), outcome, str(attrs.get("host", "?")))
 
     def _me(self) -> dict[str, Any]:
         holder = {"process": _process(os.getpid()), "since": time.time(), "beats": self._pulse.interval is not None}

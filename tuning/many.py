@@ -22,7 +22,7 @@ _COMPILERS = 16  # processes a GPU, where there are cores for them
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedJob:
     """What became of a job: the result of `work`, or what it raised."""
 
     job: Any
@@ -61,7 +61,7 @@ def devices(workers: int | None = 1, gpus: int = 1, **options: Any) -> Iterator[
                 device.close()
 
 
-def each(jobs: Iterable[Any], devices: Sequence[Any], work: Callable[[Any, Any], Any]) -> Iterator[Done]:
+def each(jobs: Iterable[Any], devices: Sequence[Any], work: Callable[[Any, Any], Any]) -> Iterator[FinishedJob]:
     """Runs `work(job, device)` for every job, one at a time on each device, and gives what is done as it is done.
 
     With several devices `work` runs in threads. A device that is `Lost` takes no more jobs: what it was at goes to another.
@@ -81,25 +81,25 @@ def each(jobs: Iterable[Any], devices: Sequence[Any], work: Callable[[Any, Any],
             else:
                 yield done
     for job in waiting:
-        yield Done(job, error=lost)
+        yield FinishedJob(job, error=lost)
 
 
-def _one(waiting: collections.deque[Any], device: Any, work: Callable[[Any, Any], Any]) -> Iterator[Done]:
-    """On this thread, until nothing waits or the device is lost: its last Done then holds it as its result."""
+def _one(waiting: collections.deque[Any], device: Any, work: Callable[[Any, Any], Any]) -> Iterator[FinishedJob]:
+    """On this thread, until nothing waits or the device is lost: its last FinishedJob then holds it as its result."""
     while waiting:
         job = waiting.popleft()
         try:
-            done = Done(job, work(job, device))
+            done = FinishedJob(job, work(job, device))
         except Lost as e:
-            yield Done(job, device, e)
+            yield FinishedJob(job, device, e)
             return
         except Exception as e:
-            done = Done(job, error=e)
+            done = FinishedJob(job, error=e)
         yield done
 
 
-def _several(waiting: collections.deque[Any], devices: Sequence[Any], work: Callable[[Any, Any], Any]) -> Iterator[Done]:
-    found: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
+def _several(waiting: collections.deque[Any], devices: Sequence[Any], work: Callable[[Any, Any], Any]) -> Iterator[FinishedJob]:
+    found: queue.SimpleQueue[FinishedJob | None] = queue.SimpleQueue()
 
     def run(device: Any) -> None:
         try:

@@ -38,7 +38,7 @@ def others(gpu: str, mine: Collection[int]) -> list[str]:
     return foreign
 
 
-def held(gpu: str) -> int:
+def memory_in_use(gpu: str) -> int:
     """MiB in use on a GPU, by whomever; 0 where that is what an idle one has, or not known."""
     listed = asked("-i", gpu, "--query-gpu=memory.used") or []
     used = max((int(line) for line in listed if line.isdigit()), default=0)
@@ -58,7 +58,7 @@ class Watch:
 
     def _look(self, gpu: str, mine: Callable[[], Collection[int]], say: Callable[[str], None]) -> None:
         # Before our own worker has a context. In a container it may be all there is to see.
-        if taken := held(gpu):
+        if taken := memory_in_use(gpu):
             say(f"another process holds {taken} MiB on GPU {gpu}; times may be off")
         while not self._closed.is_set():
             found = others(gpu, mine())

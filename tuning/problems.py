@@ -30,7 +30,7 @@ Fields = dict[str, int | str | bool]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProblemEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A problem of an op and how many times one call of the function runs it."""
 
     op: str
@@ -53,13 +53,13 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: Annotated[int, msgspec.Meta(ge=1, le=SCHEMA)]
     gpu: str  # Gpu.key
     function: str  # "module:function"
-    problems: tuple[Item, ...]
+    problems: tuple[ProblemEntry, ...]
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class TuningJob:
     """A problem to tune, how often it runs, and what to call it."""
 
     op: str
@@ -72,15 +72,15 @@ class Work:
         return spec_of(self.op)
 
 
-def of(captured: Captured) -> list[Work]:
+def of(captured: Captured) -> list[TuningJob]:
     """What there is to tune of a captured function; the problem that takes most time first."""
-    return by_time((_work(use.op, use.problem, use.count) for use in captured.problems), captured.gpu)
+    return by_time((_job(use.op, use.problem, use.count) for use in captured.problems), captured.gpu)
 
 
-def _work(op: str, problem: Any, count: int) -> Work:
+def _job(op: str, problem: Any, count: int) -> TuningJob:
     from mgpu_ops.tuning.labels import describe
 
-    return Work(op, problem, count, describe(problem))
+    return TuningJob(op, problem, count, describe(problem))
 
 
 def to_file(captured: Captured, function: str) -> File:
@@ -89,7 +89,7 @@ def to_file(captured: Captured, function: str) -> File:
         SCHEMA,
         captured.gpu.key,
         function,
-        tuple(Item(work.op, dataclasses.asdict(work.problem), work.count) for work in of(captured)),
+        tuple(ProblemEntry(work.op, dataclasses.asdict(work.problem), work.count) for work in of(captured)),
         tuple(Skipped(u.op, dataclasses.asdict(u.problem), u.count, u.skipped) for u in captured.uses if u.skipped),
         captured.notes,
     )
@@ -107,7 +107,7 @@ def write(path: Path, file: File) -> None:
         raise ValueError(f"{path}: cannot be written ({error}): name another file with --output") from None
 
 
-def read(path: Path, gpu: Gpu | None = None) -> list[Work]:
+def read(path: Path, gpu: Gpu | None = None) -> list[TuningJob]:
     """The problems of a file of `mgpu-tune capture`: each once, the one that takes most time first.
 
     Time is count times the modelled time of the default config on `gpu`, which is the file's own by default. ValueError, naming
@@ -119,7 +119,7 @@ def read(path: Path, gpu: Gpu | None = None) -> list[Work]:
         for item in file.problems:
             key = item.op, _problem(spec_of(item.op), item.problem)
             counts[key] = counts.get(key, 0) + item.count
-        return by_time((_work(op, problem, n) for (op, problem), n in counts.items()), gpu or find(file.gpu))
+        return by_time((_job(op, problem, n) for (op, problem), n in counts.items()), gpu or find(file.gpu))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error}): write it with `mgpu-tune capture --output`") from None
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
@@ -138,10 +138,10 @@ def _problem(spec: OpSpec, fields: Fields) -> Any:
     return problem
 
 
-def by_time(work: Iterable[Work], gpu: Gpu) -> list[Work]:
+def by_time(work: Iterable[TuningJob], gpu: Gpu) -> list[TuningJob]:
     """In the order of what can be won: count times modelled time, longest first; last what no kernel runs on `gpu`."""
 
-    def time(w: Work) -> float:
+    def time(w: TuningJob) -> float:
         if w.spec.supports(w.problem, gpu) is not None:
             return 0.0
         return w.count * w.spec.cost(w.problem, w.spec.default(w.problem, gpu), gpu)
@@ -152,14 +152,14 @@ def by_time(work: Iterable[Work], gpu: Gpu) -> list[Work]:
 # --- Models
 
 
-def of_model(model: str, tokens: Sequence[int] = TOKENS, *, op: str | None = None, grad: bool = False) -> list[Work]:
+def of_model(model: str, tokens: Sequence[int] = TOKENS, *, op: str | None = None, grad: bool = False) -> list[TuningJob]:
     """What a model runs with each of these numbers of tokens, in bfloat16, for one op or all that it concerns.
 
     `tokens` are the rows of its products: a sequence in training or prefill, whose attention is causal, or as many sequences
     that decode a token each, below `SHORTEST`, whose attention is left out. With `grad`, and of an op that only gradients run,
     also the problems of the backward pass.
     """
-    found: dict[tuple[str, Any], Work] = {}
+    found: dict[tuple[str, Any], TuningJob] = {}
     for backward, work in (product for count in tokens for product in _products(model, count)):
         if op in (None, work.op) and (grad or not backward or op in BACKWARD):
             same = found.get((work.op, work.problem))  # two products may be one problem
@@ -169,22 +169,22 @@ def of_model(model: str, tokens: Sequence[int] = TOKENS, *, op: str | None = Non
     return list(found.values())
 
 
-def _products(name: str, tokens: int) -> Iterator[tuple[bool, Work]]:
+def _products(name: str, tokens: int) -> Iterator[tuple[bool, TuningJob]]:
     """Each with whether it is of the backward pass."""
     model, m = MODELS[name], tokens
     for what, p in model.projections.items():
         label = f"{name}-{what}-{m}"
-        yield False, Work("matmul", MatmulProblem(m, p.n, p.k), p.count, label)
-        yield True, Work("matmul", MatmulProblem(m, p.k, p.n, layout="nt"), p.count, f"{label}-da")
-        yield True, Work("matmul", MatmulProblem(p.k, p.n, m, layout="tn"), p.count, f"{label}-db")
+        yield False, TuningJob("matmul", MatmulProblem(m, p.n, p.k), p.count, label)
+        yield True, TuningJob("matmul", MatmulProblem(m, p.k, p.n, layout="nt"), p.count, f"{label}-da")
+        yield True, TuningJob("matmul", MatmulProblem(p.k, p.n, m, layout="tn"), p.count, f"{label}-db")
     for what, e in model.experts.items():
         label = f"{name}-experts-{what}-{m}"
         forward = GroupedMatmulProblem(e.rows * m, e.n, e.k, e.groups)
         dlhs = dataclasses.replace(forward, n=e.k, k=e.n, layout="nt")
         drhs = RaggedContractionProblem(e.rows * m, e.n, e.k, e.groups)
-        yield False, Work("grouped_matmul", forward, e.count, label)
-        yield True, Work("grouped_matmul", dlhs, e.count, f"{label}-dlhs")
-        yield True, Work("ragged_contraction", drhs, e.count, f"{label}-drhs")
+        yield False, TuningJob("grouped_matmul", forward, e.count, label)
+        yield True, TuningJob("grouped_matmul", dlhs, e.count, f"{label}-dlhs")
+        yield True, TuningJob("ragged_contraction", drhs, e.count, f"{label}-drhs")
     for what, a in model.attention.items() if m >= SHORTEST else ():
         label = f"{name}-{what}-{m}"
         left = -1 if a.window is None else a.window - 1
@@ -192,5 +192,5 @@ def _products(name: str, tokens: int) -> Iterator[tuple[bool, Work]]:
             1, m, m, a.q_heads, a.kv_heads, a.head_dim, causal=True, window_left=left, soft_cap=a.soft_cap
         )
         backward = spec_of("flash_attention_backward").Problem(**dataclasses.asdict(attention))
-        yield False, Work("flash_attention", attention, a.count, label)
-        yield True, Work("flash_attention_backward", backward, a.count, f"{label}-backward")
+        yield False, TuningJob("flash_attention", attention, a.count, label)
+        yield True, TuningJob("flash_attention_backward", backward, a.count, f"{label}-backward")

@@ -1,8 +1,9 @@
 """The search alone: which config of a problem to try next. It knows nothing of devices, times or budgets.
 
-Seeds (the default, the nearest stored configs, the op's analytic candidates), then a sampler (optuna's, or a walk over all
-configs), then what the measurements so far promise most of (`effects`): one knob off the best, or another config of the pool.
-Configs that `check` refuses, or that the op's model puts far behind the best it knows, are never named.
+It begins with seeds: the default, the nearest stored configs, the op's analytic candidates. A sampler follows: optuna's, or a
+walk over all configs. Last come the configs from which the `surrogate` expects most, given the times so far: configs one
+parameter off the best, or others of the pool. Configs that `check` refuses, or that the op's model puts far behind the best it
+knows, are never named.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning.outcome import Outcome
-from mgpu_ops.tuning.surrogate import Effects
+from mgpu_ops.tuning.surrogate import Surrogate
 
 SAMPLERS = ("tpe", "gp", "random", "brute")
 SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
@@ -87,7 +88,7 @@ class Search:
             fast = [c for c in pool if self._cost(c) <= self._limit]
             self._fast = fast if self._size() <= _POOLED else None
             self._pool = self._random.sample(fast, min(len(fast), _WEIGHED))
-            self._effects = Effects(self._space, self._indices, self._cost)
+            self._surrogate = Surrogate(self._space, self._indices, self._cost)
 
     def ask(self) -> tuple[Any, str] | None:
         """A new legal config and where it comes from: default, near, model, local or search. None once there is no more."""
@@ -195,7 +196,7 @@ class Search:
     def _seeded(self, pool: Sequence[Any], stored: Sequence[Any] | None) -> Iterator[tuple[Any, str]]:
         """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
         yield self._spec.default(self._problem, self._gpu), "default"
-        near = nearest(self._spec, self._problem, self._gpu) if stored is None else stored
+        near = stored_neighbours(self._spec, self._problem, self._gpu) if stored is None else stored
         yield from ((c, "near") for c in near[:NEAREST])
         yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
         yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])
@@ -213,14 +214,14 @@ class Search:
         return None
 
     def _promising(self) -> tuple[Any, str] | None:
-        """The config, of the pool and of those one knob off the best ones, that may gain most."""
+        """The config, of the pool and of those one parameter off the best ones, that may gain most."""
         if not self._times:
             return None
         near = [c for c in dict.fromkeys(self._neighbours()) if self._nameable(c)]
         configs = list(dict.fromkeys(near + [c for c in self._pool if c not in self._seen]))
         if not configs:
             return None
-        gains = self._effects.improvement(self._times, list(self._pending), configs)
+        gains = self._surrogate.improvement(self._times, list(self._pending), configs)
         config = configs[int(gains.argmax())]
         self._seen.add(config)
         return self._named(config, "local" if config in near else "model")
@@ -252,7 +253,7 @@ def lacks_for_gp() -> str | None:
     return f"needs {' and '.join(lacking)}: {extras.install('gp')}" if lacking else None
 
 
-def nearest(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
+def stored_neighbours(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
     """Configs of the stored entries nearest to a problem, its own first."""
     found = []
     for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):
@@ -269,7 +270,7 @@ def nearest(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
     return list(dict.fromkeys(config for _, config in found))[:NEAREST]
 
 
-def held(spec: OpSpec, problem: Any, gpu: Gpu, kind: str) -> Any | None:
+def stored_config(spec: OpSpec, problem: Any, gpu: Gpu, kind: str) -> Any | None:
     """The config that the user's database, else the shipped one, holds for exactly this problem by evidence of this kind."""
     fields = dataclasses.asdict(problem)
     for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):

@@ -240,19 +240,19 @@ class _JournalLock:
 
     def __init__(self, path: Path):
         self._path = path
-        self._held: int | None = None
+        self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        held = os.open(self._path, os.O_RDWR)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        _cut_unfinished_line(held)
-        self._held = held
+        descriptor = os.open(self._path, os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _cut_unfinished_line(descriptor)
+        self._descriptor = descriptor
         return True
 
     def release(self) -> None:
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _cut_unfinished_line(file: int) -> None:

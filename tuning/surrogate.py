@@ -1,9 +1,9 @@
-"""What a few measurements say about the configs that were not measured: the op's model of time, corrected knob by knob.
+"""The surrogate model of a search: predicts the times of configs that were not measured from a few that were.
 
-log(time) = log(modelled time) + an offset + a tilt of the model + one smooth effect a knob + one of all knobs together + noise
+log(time) = log(modelled time) + offset + tilt of the model + an effect of each parameter + an effect of all together + noise
 
-A Gaussian process with fixed widths: a knob's effect is some `_KNOB` wide and alike at neighbouring choices. With a dozen
-knobs and thirty measurements, additive effects are what can be learned; a model of full interactions would know nothing yet.
+It is a Gaussian process with fixed standard deviations. A parameter's effect has `_PARAMETER`, and is alike at neighbouring
+choices. A dozen parameters and thirty measurements can teach additive effects; full interactions could not be learned yet.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 # Standard deviations, of the logarithm of the time.
 _OFFSET = 0.2  # of the model everywhere
 _TILT = 0.3  # of the exponent of the modelled time
-_KNOB = 0.05  # of a knob's effect
+_PARAMETER = 0.05  # of a parameter's effect
 _TOGETHER = 0.06  # of what only the combination tells
 _NOISE = 0.01  # of a measurement
 
-_NEXT = 0.7  # correlation of a knob's effect at neighbouring choices
+_NEXT = 0.7  # correlation of a parameter's effect at neighbouring choices
 _OTHER = 0.3  # at two choices without an order
 
 
-class Effects:
+class Surrogate:
     """Learns from measured times of one problem which configs may be faster."""
 
     def __init__(
@@ -64,21 +64,21 @@ class Effects:
         lower = np.linalg.cholesky(covariance)
         weights = np.linalg.solve(lower.T, np.linalg.solve(lower, residual - residual.mean()))
         explained = np.linalg.solve(lower, cross)
-        prior = _OFFSET**2 + _TILT**2 * (modelled - lowest) ** 2 + _KNOB**2 * at.shape[1] + _TOGETHER**2
+        prior = _OFFSET**2 + _TILT**2 * (modelled - lowest) ** 2 + _PARAMETER**2 * at.shape[1] + _TOGETHER**2
         variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-9)
         return modelled + residual.mean() + cross.T @ weights, np.sqrt(variance)
 
     def _covariance(self, a: np.ndarray, model_a: np.ndarray, b: np.ndarray, model_b: np.ndarray) -> np.ndarray:
         covariance = _OFFSET**2 + _TILT**2 * np.outer(model_a, model_b)
         together = np.ones_like(covariance)
-        for knob, alike in enumerate(self._alike):
-            same = alike[a[:, knob][:, None], b[:, knob]]
-            covariance += _KNOB**2 * same
+        for parameter, alike in enumerate(self._alike):
+            same = alike[a[:, parameter][:, None], b[:, parameter]]
+            covariance += _PARAMETER**2 * same
             together *= same
         return covariance + _TOGETHER**2 * together
 
     def _places(self, configs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """[config, knob] places, and the logarithms of the modelled times."""
+        """[config, parameter] places, and the logarithms of the modelled times."""
         for config in configs:
             if config not in self._known:
                 self._known[config] = tuple(self._index(config).values()), math.log(self._cost(config))

@@ -31,7 +31,7 @@ from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.outcome import Final, Outcome
-from mgpu_ops.tuning.search import Search, held
+from mgpu_ops.tuning.search import Search, stored_config
 from mgpu_ops.tuning.worker import WorkerError
 
 FINALISTS = 8
@@ -219,21 +219,21 @@ def _entry(
     ok = sorted((t for t in done if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)
     if not ok:
         return None, None
-    default, holder = spec.default(problem, device.gpu), held(spec, problem, device.gpu, device.kind)
+    default, incumbent = spec.default(problem, device.gpu), stored_config(spec, problem, device.gpu, device.kind)
     working = {t.config: t for t in ok}
     baseline_us = ok[0].outcome.baseline_us
     measured = Final({c: [t.outcome.us or 0.0] for c, t in working.items()}, [baseline_us] if baseline_us else [])
     best, confidence = ok[0].config, None
     if time.monotonic() < until:
-        finalists = list(dict.fromkeys([t.config for t in ok[:FINALISTS]] + [c for c in (default, holder) if c in working]))
-        ranked = _rerank(device, finalists, {default, holder}, until, seed)
+        finalists = list(dict.fromkeys([t.config for t in ok[:FINALISTS]] + [c for c in (default, incumbent) if c in working]))
+        ranked = _rerank(device, finalists, {default, incumbent}, until, seed)
         if ranked is not None and not ranked.samples:
             return None, None
         if ranked is not None:
             measured = ranked
-            best = winner(measured.samples, holder, seed)
+            best = winner(measured.samples, incumbent, seed)
             if default in measured.samples and _median(measured, best) > _median(measured, default):
-                best = default  # a holder that nothing beats for sure is stored as no slower than what it would hide
+                best = default  # an incumbent that nothing beats for sure is stored as no slower than what it would hide
             confidence = sureness(measured.samples, best, seed)
     samples, baseline = measured.samples, measured.baseline
     evidence = Evidence(
@@ -298,12 +298,12 @@ def _rerank(device: Device, finalists: Sequence[Any], kept: set[Any], until: flo
     return Final(samples, baseline) if samples else None
 
 
-def winner(samples: Mapping[Any, Sequence[float]], holder: Any, seed: int) -> Any:
-    """The config of the smallest median of those with all rounds; the holder's, unless that is faster for sure."""
+def winner(samples: Mapping[Any, Sequence[float]], incumbent: Any, seed: int) -> Any:
+    """The config of the smallest median of those with all rounds; the incumbent's, unless that is faster for sure."""
     longest = max(map(len, samples.values()))
     best = min((c for c in samples if len(samples[c]) == longest), key=lambda c: measure.median_us(samples[c]))
-    if holder in samples and confidence_faster(samples[best], samples[holder], NEAR_TIE, seed) < CONFIDENCE:
-        return holder
+    if incumbent in samples and confidence_faster(samples[best], samples[incumbent], NEAR_TIE, seed) < CONFIDENCE:
+        return incumbent
     return best
 
 

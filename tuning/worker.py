@@ -47,9 +47,9 @@ class Opened:
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class Verdict:
     outcome: Outcome
-    leaving: bool = False  # the process is not fit for another candidate, and ends
+    spoilt: bool = False  # the process is not fit for another candidate, and ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] 
                 pipe.send(Opened(session.baseline, session.clock.first))
             elif message == "judge":
                 outcome = session.judge(*arguments)  # type: ignore[union-attr]
-                pipe.send(Judged(outcome, session.spoilt))  # type: ignore[union-attr]
+                pipe.send(Verdict(outcome, session.spoilt))  # type: ignore[union-attr]
             elif message == "finals":
                 pipe.send(session.finals(*arguments))  # type: ignore[union-attr]
         except Exception as e:

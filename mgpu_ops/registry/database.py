@@ -369,7 +369,7 @@ def shipped_path(gpu_key: str, op: str) -> Path:
 def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
     """What is wrong with a database file, one line each; empty where all is well.
 
-    With `spec` also whether `resolve` would use every entry (`judge`), and that its error is within the op's tolerance.
+    With `spec` also whether `resolve` would use every entry (`check_entry`), and that its error is within the op's tolerance.
     """
     try:
         file = read(path, op=spec.name if spec else None)
@@ -382,7 +382,7 @@ def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
     return [f"{path}: {title(entry)}: {fault}" for entry, fault in faults if fault]
 
 
-class Judged(NamedTuple):
+class CheckedEntry(NamedTuple):
     """An entry in its op's own types, which are None where it is none of the op as it is now, and why not to use it."""
 
     problem: Any
@@ -390,22 +390,22 @@ class Judged(NamedTuple):
     fault: str | None
 
 
-def judge(entry: Entry, gpu: Gpu, spec: OpSpec) -> Judged:
+def check_entry(entry: Entry, gpu: Gpu, spec: OpSpec) -> CheckedEntry:
     """An entry of a file of `gpu`. What is stored is held to the rules that a call is held to: a file may hold anything."""
     if stale := stale_kernel(entry, spec):
-        return Judged(None, None, f"{stale}: tune again")
+        return CheckedEntry(None, None, f"{stale}: tune again")
     try:
         problem, config = to_problem(spec, entry.problem), to_config(spec, entry.config)
     except ValueError as error:
-        return Judged(None, None, str(error))
+        return CheckedEntry(None, None, str(error))
     if reason := spec.supports(problem, gpu):
-        return Judged(None, None, reason)
-    return Judged(problem, config, _of_another_gpu(entry, gpu) or spec.check(problem, config, gpu) or _slow(entry))
+        return CheckedEntry(None, None, reason)
+    return CheckedEntry(problem, config, _of_another_gpu(entry, gpu) or spec.check(problem, config, gpu) or _slow(entry))
 
 
 def fault_of(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
     """Why `resolve` would not use an entry of a file of `gpu`, or None."""
-    return _of_another_gpu(entry, gpu) if spec is None else judge(entry, gpu, spec).fault
+    return _of_another_gpu(entry, gpu) if spec is None else check_entry(entry, gpu, spec).fault
 
 
 def error_of(entry: Entry, spec: OpSpec) -> str | None:

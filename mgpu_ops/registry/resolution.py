@@ -12,9 +12,9 @@
 In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
 a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
 
-In 2 and 3 an entry is passed over whose problem no call could have, which fails the op's `check`, is for another kernel
-version, or was slower than the default when it was measured (`database.judge`); with one warning, where it is broken, as is a
-file that cannot be read.
+In 2 and 3 an entry is passed over that `database.check_entry` refuses: no call could have its problem, it fails the op's
+`check`, it is for another kernel version, or it was slower than the default when it was measured. A broken entry, and a file
+that cannot be read, are passed over with one warning.
 
 This happens while JAX traces. `use_configs` is part of jit's trace key; a file or an environment
 variable that changes later does not retrace a function that is already traced.
@@ -42,8 +42,8 @@ from mgpu_ops.registry.database import (
     DatabaseError,
     Entry,
     Evidence,
+    check_entry,
     decode,
-    judge,
     key_of_fields,
     read_bytes,
     stale_kernel,
@@ -134,7 +134,7 @@ class _Query(NamedTuple):
         self.tried.append((source, what))
 
 
-class _Row(NamedTuple):
+class StoredEntry(NamedTuple):
     """An entry in the op's own types; problem and config are None for one that is broken or of another kernel version."""
 
     path: Path
@@ -230,14 +230,14 @@ def _environment(query: _Query) -> Resolution | None:
 def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | None:
     """The answer of a file named explicitly; raises if it is for another kernel version only."""
     fields = dataclasses.asdict(query.problem)
-    rows = _rows(query.spec, query.gpu, path, data)
-    matches = [row for row in rows if row.key == key_of_fields(fields)]
+    entries = _entries(query.spec, query.gpu, path, data)
+    matches = [stored for stored in entries if stored.key == key_of_fields(fields)]
     if not matches:
         return None
-    row = min(matches, key=lambda r: (r.config is None, r.entry.evidence.kind == "modelled"))
-    if row.config is None:
-        raise DatabaseError(path, f"{fields}: {row.fault}")
-    return Resolution(row.config, source, path, row.entry)
+    stored = min(matches, key=lambda r: (r.config is None, r.entry.evidence.kind == "modelled"))
+    if stored.config is None:
+        raise DatabaseError(path, f"{fields}: {stored.fault}")
+    return Resolution(stored.config, source, path, stored.entry)
 
 
 def _require(query: _Query, found: Resolution) -> None:
@@ -257,33 +257,33 @@ def _stored(query: _Query) -> Resolution:
     key = key_of_fields(dataclasses.asdict(problem))
     ranked = []
     for level, (source, owner, path) in enumerate(_stored_paths(gpu, spec.name)):
-        for row in _stored_rows(query, source, owner, path):
-            modelled = row.entry.evidence.kind == "modelled"
-            if row.key == key:
-                ranked.append(((False, modelled, 0.0, level), source, row))
-            elif row.fault is None:
-                distance = spec.distance(problem, row.problem)
+        for stored in _stored_entries(query, source, owner, path):
+            modelled = stored.entry.evidence.kind == "modelled"
+            if stored.key == key:
+                ranked.append(((False, modelled, 0.0, level), source, stored))
+            elif stored.fault is None:
+                distance = spec.distance(problem, stored.problem)
                 if distance is not None:
-                    ranked.append(((True, modelled, distance, level), "near", row))
+                    ranked.append(((True, modelled, distance, level), "near", stored))
 
     failed, nearest = 0, None
-    for (near, _, distance, _), source, row in sorted(ranked, key=lambda candidate: candidate[0]):
-        reason = row.fault or spec.check(problem, row.config, gpu)
+    for (near, _, distance, _), source, stored in sorted(ranked, key=lambda candidate: candidate[0]):
+        reason = stored.fault or spec.check(problem, stored.config, gpu)
         if reason is None and near:
-            nearest, reason = nearest or row.entry, _behind(query, row)
+            nearest, reason = nearest or stored.entry, _behind(query, stored)
         if reason is None:
-            return Resolution(row.config, source, row.path, row.entry, distance if near else None)
+            return Resolution(stored.config, source, stored.path, stored.entry, distance if near else None)
         failed += near
         if failed <= 3:  # enough to see why
-            query.note(source, f"{row.path}: {title(row.entry)} passed over: {reason}")
+            query.note(source, f"{stored.path}: {title(stored.entry)} passed over: {reason}")
     query.note("near", f"none of {failed} entries for comparable problems can run this one")
     return Resolution(spec.default(problem, gpu), "default", nearest=nearest)
 
 
-def _stored_rows(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[_Row, ...]:
-    """The rows of `owner`'s file, that nobody named: it may be missing, and if it or an entry is broken one warns."""
+def _stored_entries(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[StoredEntry, ...]:
+    """The entries of `owner`'s file, that nobody named: it may be missing, and if it or an entry is broken one warns."""
     try:
-        rows = _rows(query.spec, owner, path, read_bytes(path))
+        entries = _entries(query.spec, owner, path, read_bytes(path))
     except DatabaseError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             query.note(source, f"passed over: {error}")
@@ -291,16 +291,16 @@ def _stored_rows(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[_R
         elif source != "family":
             query.note(source, f"{path}: no such file")
         return ()
-    broken = [row for row in rows if row.problem is None and stale_kernel(row.entry, query.spec) is None]
+    broken = [stored for stored in entries if stored.problem is None and stale_kernel(stored.entry, query.spec) is None]
     if broken:
         others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         what = f"{path}: {title(broken[0].entry)}: {broken[0].fault}"
         _warn_once(f"{what}. mgpu_ops goes on without this entry{others}: see `mgpu-tune validate`.")
     key = key_of_fields(dataclasses.asdict(query.problem))
-    kinds = [row.entry.evidence.kind for row in rows if row.key == key]
-    what = f"{path}: {len(rows)} entries, {' and '.join(kinds) or 'none'} for this problem"
+    kinds = [stored.entry.evidence.kind for stored in entries if stored.key == key]
+    what = f"{path}: {len(entries)} entries, {' and '.join(kinds) or 'none'} for this problem"
     query.note(source, what)
-    return rows
+    return entries
 
 
 def _warn_once(message: str) -> None:
@@ -311,9 +311,9 @@ def _warn_once(message: str) -> None:
 
 # Keyed by content: a changed file is always noticed, and a trace costs one read and one hash.
 @functools.lru_cache(maxsize=64)
-def _rows(spec: OpSpec, gpu: Gpu, path: Path, data: bytes) -> tuple[_Row, ...]:
+def _entries(spec: OpSpec, gpu: Gpu, path: Path, data: bytes) -> tuple[StoredEntry, ...]:
     entries = decode(data, path=path, gpu_key=gpu.key, op=spec.name).entries
-    return tuple(_Row(path, entry, *judge(entry, gpu, spec), key_of_fields(entry.problem)) for entry in entries)
+    return tuple(StoredEntry(path, entry, *check_entry(entry, gpu, spec), key_of_fields(entry.problem)) for entry in entries)
 
 
 # --- files
@@ -340,7 +340,7 @@ def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
         yield "family", other, database.shipped_path(other.key, op)
 
 
-def _behind(query: _Query, row: _Row) -> str | None:
+def _behind(query: _Query, stored: StoredEntry) -> str | None:
     """Why a config that was fast for a near problem is not to be trusted for this one; the default's own always is.
 
     Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the op's model
@@ -348,15 +348,15 @@ def _behind(query: _Query, row: _Row) -> str | None:
     """
     spec, problem, gpu, _ = query
     default = spec.default(problem, gpu)
-    if row.config == default:
+    if stored.config == default:
         return None
-    ours, theirs = (spec.cost(problem, c, gpu) for c in (row.config, default))
+    ours, theirs = (spec.cost(problem, c, gpu) for c in (stored.config, default))
     if ours > NEAR_SLACK * theirs:
         return f"modelled at {ours * 1e6:.1f} us here, the default at {theirs * 1e6:.1f} us"
-    evidence = row.entry.evidence
+    evidence = stored.entry.evidence
     if evidence.default_us is None:
         return None
-    there, default_there = (spec.cost(row.problem, c, gpu) for c in (row.config, spec.default(row.problem, gpu)))
+    there, default_there = (spec.cost(stored.problem, c, gpu) for c in (stored.config, spec.default(stored.problem, gpu)))
     promised = evidence.default_us / evidence.median_us * (there / default_there) / (ours / theirs)
     if promised >= NEAR_GAIN:
         return None

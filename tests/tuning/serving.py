@@ -116,7 +116,7 @@ def _note(log: str, text: str) -> None:
 
 
 def compile_words(answers: Answers, log: str, pipe: Any) -> None:
-    """In place of `compiling.compile_tasks`: a task's config says what becomes of it."""
+    """In place of `compiling.compile_jobs`: a task's config says what becomes of it."""
     _note(log, "start")
     pipe.send("ready")
     while True:

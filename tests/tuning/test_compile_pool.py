@@ -19,7 +19,7 @@ from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import find
 from mgpu_ops.tuning import compile_pool
-from mgpu_ops.tuning.compile_pool import Line, Pool, Task, build, cores
+from mgpu_ops.tuning.compile_pool import Candidates, CompileJob, Pool, build, cores
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning import serving
@@ -35,8 +35,8 @@ ANSWERS = {"ok": pickle.dumps(MADE), "refused": pickle.dumps(REFUSED)}
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=f"needs the extra aot: {aot.available()}")
 
 
-def task(config: Any) -> Task:
-    return Task("matmul", PROBLEM, config, GPU)
+def task(config: Any) -> CompileJob:
+    return CompileJob("matmul", PROBLEM, config, GPU)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_by_default_there_is_a_process_a_core(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_line_gives_each_candidate_with_what_became_of_it(pool: Callable[..., Pool]) -> None:
-    line = Line(pool(), MATMUL, PROBLEM, GPU)
+    line = Candidates(pool(), MATMUL, PROBLEM, GPU)
     for config in ("ok", "refused", "ok2"):
         line.submit(config)
     assert dict(line) == {"ok": MADE, "refused": REFUSED, "ok2": MADE}
@@ -127,7 +127,7 @@ def test_what_processes_warn_of_is_said_once(pool: Callable[..., Pool], tmp_path
     monkeypatch.setattr(compile_pool, "_said", set())
     answers = {"ok": pickle.dumps(dataclasses.replace(MADE, warnings=("an old ptxas",)))}
     two = pool(2, serve=functools.partial(serving.compile_words, answers, str(tmp_path / "log")))
-    line = Line(two, MATMUL, PROBLEM, GPU)
+    line = Candidates(two, MATMUL, PROBLEM, GPU)
     for config in ("meet", "meet", "ok"):
         line.submit(config)
     assert len(list(line)) == 3

@@ -22,7 +22,7 @@ from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import find
 from mgpu_ops.tuning import neighbours, worker
-from mgpu_ops.tuning.compile_pool import Task
+from mgpu_ops.tuning.compile_pool import CompileJob
 from mgpu_ops.tuning.device import Measured, Modelled
 from mgpu_ops.tuning.outcome import Final, Outcome
 from tests.tuning import serving
@@ -40,9 +40,9 @@ ANSWERS = {
         "ready": worker.Ready(GPU, {"driver": "1.2", "jax": "0.11.2", "jaxlib": "0.11.2", "cuda": "13000"}, b"topology"),
         "opened": worker.Opened("cudnn", 20.0),
         "failed": worker.Failed("ValueError: no such thing"),
-        "ok": worker.Judged(OK),
-        "wrong": worker.Judged(WRONG),
-        "poison": worker.Judged(POISON, leaving=True),
+        "ok": worker.Verdict(OK),
+        "wrong": worker.Verdict(WRONG),
+        "poison": worker.Verdict(POISON, spoilt=True),
         "note": worker.Note("the clock has drifted"),
         "final": FINAL,
     }.items()
@@ -56,11 +56,11 @@ class Compiler:
     processes = 2
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[CompileJob] = []
         self.late: concurrent.futures.Future[Executable | Outcome] = concurrent.futures.Future()
         self.closed = False
 
-    def submit(self, task: Task) -> concurrent.futures.Future[Executable | Outcome]:
+    def submit(self, task: CompileJob) -> concurrent.futures.Future[Executable | Outcome]:
         self.tasks.append(task)
         if task.config == "late":
             return self.late
@@ -187,7 +187,7 @@ def test_candidates_are_measured_as_they_are_compiled_not_as_they_were_submitted
 def test_candidates_compile_for_the_very_gpu_that_runs_them(start: Start) -> None:
     device = start()
     judge(device, "ok")
-    assert device._pool.tasks == [Task("matmul", PROBLEM, "ok", GPU, b"topology")]  # type: ignore[attr-defined]
+    assert device._pool.tasks == [CompileJob("matmul", PROBLEM, "ok", GPU, b"topology")]  # type: ignore[attr-defined]
 
 
 def test_a_problem_opened_anew_forgets_candidates_of_the_one_before(start: Start) -> None:

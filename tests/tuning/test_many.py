@@ -15,7 +15,7 @@ import pytest
 
 from mgpu_ops.core.gpu import find
 from mgpu_ops.tuning import compile_pool, many, neighbours, worker
-from mgpu_ops.tuning.many import Done
+from mgpu_ops.tuning.many import FinishedJob
 from tests.tuning import serving
 
 
@@ -121,7 +121,7 @@ def test_ctrl_c_stops_all_devices_and_what_is_done_still_comes(four: list[Device
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=ctrl_c).start()
-    done: list[Done] = []
+    done: list[FinishedJob] = []
 
     def collect() -> None:
         for each in many.each(range(10), four, work):

@@ -61,16 +61,16 @@ def test_without_nvidia_smi_or_where_it_fails_nobody_is_seen(says: Says) -> None
     assert neighbours.others("0", {17}) == []
     says(nothing="")
     assert neighbours.others("0", {17}) == []
-    assert neighbours.held("0") == 0
+    assert neighbours.memory_in_use("0") == 0
 
 
 def test_memory_in_use_counts_beyond_what_an_idle_gpu_has(says: Says) -> None:
     says(memory=r"612\n")
-    assert neighbours.held("0") == 0
+    assert neighbours.memory_in_use("0") == 0
     says(memory=r"70001\n")
-    assert neighbours.held("0") == 70001
+    assert neighbours.memory_in_use("0") == 70001
     says(memory=r"[N/A]\n")
-    assert neighbours.held("0") == 0
+    assert neighbours.memory_in_use("0") == 0
 
 
 def test_a_watch_says_who_comes_while_it_is_open(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:

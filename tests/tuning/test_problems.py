@@ -16,13 +16,13 @@ from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem,
 from mgpu_ops.core.gpu import find
 from mgpu_ops.models import MODELS
 from mgpu_ops.tuning import problems
-from mgpu_ops.tuning.problems import Work
+from mgpu_ops.tuning.problems import TuningJob
 
 H200 = find("h200")
 SMALL = {"op": "matmul", "problem": {"m": 512, "n": 512, "k": 512}, "count": 1}
 
 
-def seconds(work: Work, gpu: Any = H200) -> float:
+def seconds(work: TuningJob, gpu: Any = H200) -> float:
     return work.count * work.spec.cost(work.problem, work.spec.default(work.problem, gpu), gpu)
 
 
@@ -51,8 +51,8 @@ def test_a_file_gives_back_what_was_captured(tmp_path: Path) -> None:
     problems.write(path, file)
     assert problems.read(path) == problems.of(captured())
     assert problems.read(path) == [
-        Work("matmul", MatmulProblem(512, 512, 512), 50, "512x512x512 bfloat16 nn"),
-        Work("matmul", MatmulProblem(512, 512, 512, out_dtype="float32"), 1, "512x512x512 bfloat16->float32 nn"),
+        TuningJob("matmul", MatmulProblem(512, 512, 512), 50, "512x512x512 bfloat16 nn"),
+        TuningJob("matmul", MatmulProblem(512, 512, 512, out_dtype="float32"), 1, "512x512x512 bfloat16->float32 nn"),
     ]
     told = json.loads(path.read_text())
     assert (told["gpu"], told["function"]) == ("h200", "program:step")

@@ -13,7 +13,7 @@ from mgpu_ops.core import extras
 from mgpu_ops.tuning import search
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.search import Search
-from mgpu_ops.tuning.surrogate import Effects
+from mgpu_ops.tuning.surrogate import Surrogate
 from tests.tuning.toy import CHOICES, DEFAULT, GPU, OPTIMUM, PROBLEM, SPEC, Config, slope, store
 
 SMALL = {"a": (1, 2, 4), "b": (16, 32), "c": (1,), "d": (8,), "mode": ("m", "n")}
@@ -106,20 +106,20 @@ def test_an_unknown_sampler_and_gp_without_pytorch_are_refused_with_the_way_out(
 def test_the_config_held_for_a_problem_is_that_of_its_own_entry_of_that_kind() -> None:
     measured, modelled = Config(2, 16, 1, 8, "m"), Config(4, 16, 1, 8, "m")
     store(2048, Config(8, 16, 1, 8, "m"), kind="measured")
-    assert search.held(SPEC, PROBLEM, GPU, "measured") is None
+    assert search.stored_config(SPEC, PROBLEM, GPU, "measured") is None
     store(1024, measured, kind="measured")
     store(1024, modelled)
-    assert search.held(SPEC, PROBLEM, GPU, "measured") == measured
-    assert search.held(SPEC, PROBLEM, GPU, "modelled") == modelled
-    assert search.held(dataclasses.replace(SPEC, version=4), PROBLEM, GPU, "measured") is None
+    assert search.stored_config(SPEC, PROBLEM, GPU, "measured") == measured
+    assert search.stored_config(SPEC, PROBLEM, GPU, "modelled") == modelled
+    assert search.stored_config(dataclasses.replace(SPEC, version=4), PROBLEM, GPU, "measured") is None
 
 
 # --- effects
 
 
-def effects(cost: Any = lambda config: 100e-6) -> Effects:
+def effects(cost: Any = lambda config: 100e-6) -> Surrogate:
     found = searching()
-    return Effects(CHOICES, lambda config: found.encode(config)[0], cost)
+    return Surrogate(CHOICES, lambda config: found.encode(config)[0], cost)
 
 
 def test_an_effect_of_one_knob_is_learned_and_carried_over_to_other_configs() -> None:

@@ -356,21 +356,21 @@ def test_a_modelled_entry_says_so_and_has_no_baseline() -> None:
 
 
 def test_a_near_tie_goes_to_what_the_database_holds_so_that_reruns_agree() -> None:
-    held = dataclasses.replace(OPTIMUM, d=32)
-    store(1024, held, kind="measured")
+    incumbent = dataclasses.replace(OPTIMUM, d=32)
+    store(1024, incumbent, kind="measured")
 
     def nearly(config: Config) -> float:
-        return 100.2 if config == held else slope(config)
+        return 100.2 if config == incumbent else slope(config)
 
-    assert stored_config(tune(FakeDevice(nearly), trials=100)) == held
-    assert stored_config(tune(FakeDevice(lambda c: 101.0 if c == held else slope(c)), trials=100)) == OPTIMUM
+    assert stored_config(tune(FakeDevice(nearly), trials=100)) == incumbent
+    assert stored_config(tune(FakeDevice(lambda c: 101.0 if c == incumbent else slope(c)), trials=100)) == OPTIMUM
 
 
 def test_what_the_database_holds_is_not_stored_again_as_slower_than_the_default() -> None:
     """Such an entry would be passed over, and the near tie decides between candidates only."""
-    held = dataclasses.replace(OPTIMUM, d=32)
-    store(1024, held, kind="measured")
-    entry = tune(FakeDevice(lambda c: {held: 90.1, DEFAULT: 90.0}.get(c, slope(c))), trials=100).entry
+    incumbent = dataclasses.replace(OPTIMUM, d=32)
+    store(1024, incumbent, kind="measured")
+    entry = tune(FakeDevice(lambda c: {incumbent: 90.1, DEFAULT: 90.0}.get(c, slope(c))), trials=100).entry
     assert entry is not None
     assert database.to_config(SPEC, entry.config) == DEFAULT
     assert entry.evidence.median_us == entry.evidence.default_us == 90.0

@@ -21,7 +21,7 @@ from mgpu_ops.registry.database import Entry, File
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import storage
 from mgpu_ops.tuning.bench import plot, report, runner
-from mgpu_ops.tuning.bench.sources import Found
+from mgpu_ops.tuning.bench.sources import Sources
 from mgpu_ops.tuning.tables import assignments, in_order
 from mgpu_ops.tuning.terminal import printable
 
@@ -54,7 +54,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 Kind = str  # of a column: "short", "name", "long", "count", "number", "ratio", "of", "share", "error"
 
 
-def page(found: Found, specs: Mapping[str, OpSpec], pictures: Iterable[tuple[str, Sequence[Path]]], date: str) -> str:
+def page(found: Sources, specs: Mapping[str, OpSpec], pictures: Iterable[tuple[str, Sequence[Path]]], date: str) -> str:
     """The page. `pictures` are (what it shows, its files), of which the SVG is shown."""
     title, taken = "mgpu_ops: what is tuned", set[str]()
     groups = [
@@ -169,7 +169,7 @@ def _in_op_order(files: Iterable[tuple[Path, File]], specs: Mapping[str, OpSpec]
     return sorted(files, key=lambda found: (ops.index(found[1].op) if found[1].op in ops else len(ops), found[1].gpu))
 
 
-def _summary(found: Found, specs: Mapping[str, OpSpec]) -> str:
+def _summary(found: Sources, specs: Mapping[str, OpSpec]) -> str:
     shown, tuned = "", []
     columns: list[tuple[str, Kind]]
     for path, file in _in_op_order(found.files, specs):

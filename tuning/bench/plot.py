@@ -113,7 +113,7 @@ def run_of_sweep(sweep: Any, specs: Mapping[str, OpSpec]) -> Run:
     trials = [
         Trial(
             origin="sweep",
-            config={k: v[i] for (k, v), i in zip(sweep.knobs.items(), row.config)},
+            config={k: v[i] for (k, v), i in zip(sweep.parameters.items(), row.config)},
             kind=row.kind,
             us=row.us if row.kind == "ok" else None,
             detail=row.detail,

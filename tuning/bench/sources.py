@@ -23,7 +23,7 @@ class SourceError(ValueError):
 
 
 @dataclasses.dataclass
-class Found:
+class Sources:
     """What there is to look at, and the places it came from, without passwords."""
 
     places: list[str] = dataclasses.field(default_factory=list)
@@ -32,14 +32,14 @@ class Found:
     rows: list[runner.Row] = dataclasses.field(default_factory=list)  # of benchmarks
     skipped: list[str] = dataclasses.field(default_factory=list)  # files of a directory that are something else, and why
 
-    def of(self, op: str | None, device: gpu.Gpu | None) -> Found:
+    def of(self, op: str | None, device: gpu.Gpu | None) -> Sources:
         """Only what is about one op and one GPU, where they are given."""
 
         def wanted(its_op: str, its_gpu: str) -> bool:
             about = op in (None, its_op.removesuffix(runner.GRAD))
             return about and (device is None or its_gpu in (device.key, *device.kinds))
 
-        return Found(
+        return Sources(
             self.places,
             [run for run in self.runs if wanted(run.op, run.gpu)],
             [(path, file) for path, file in self.files if wanted(file.op, file.gpu)],
@@ -59,13 +59,13 @@ class Found:
         return {key: runner.merge(rows) for key, rows in drawn.items() if rows}
 
 
-def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Found:
+def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Sources:
     """Reads the places: files, directories of such files, or URLs of storages.
 
     Raises SourceError for a place with nothing in it, and the readers' own errors for a named file that is broken:
     DatabaseError, SweepError, StorageError, ValueError.
     """
-    found = Found()
+    found = Sources()
     for place in places:
         found.places.append(storage.redact(place))
         if "://" in place:
@@ -95,7 +95,7 @@ def own(specs: Mapping[str, OpSpec], keys: Sequence[str]) -> list[str]:
     return [str(path) for path in named if path.exists()]
 
 
-def _read(path: Path, specs: Mapping[str, OpSpec], found: Found) -> None:
+def _read(path: Path, specs: Mapping[str, OpSpec], found: Sources) -> None:
     name = path.name
     if name.endswith(".t4.json.gz"):
         return  # a sweep's other format

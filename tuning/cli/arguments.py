@@ -272,7 +272,7 @@ def _payloads(spec: Any, arguments: argparse.Namespace, given: dict[str, Any]) -
 
 
 def work_of(arguments: argparse.Namespace) -> list[Any]:
-    """The `problems.Work` that the arguments ask for: of a captured program, a model, one op, or every op that has a suite."""
+    """The tuning jobs that the arguments ask for: of a captured program, a model, one op, or every op that has a suite."""
     from mgpu_ops import spec_of
     from mgpu_ops.tuning import problems
 
@@ -296,7 +296,7 @@ def work_of(arguments: argparse.Namespace) -> list[Any]:
     if arguments.grad:
         raise UsageError(f"--grad is for --suite with a model ({', '.join(MODELS)})")
     return [
-        problems.Work(spec.name, problem, 1, name)
+        problems.TuningJob(spec.name, problem, 1, name)
         for spec in _specs_of(op, suite)
         for name, problem in problems_of(spec, arguments).items()
     ]

@@ -78,11 +78,11 @@ def _gpus(spec: Any, given: Any) -> int:
 def _work(
     specs: Iterable[Any], gpu_key: str, given: Any, kind: str, gpus: int, arguments: argparse.Namespace
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The `problems.Work` of what is stored for a GPU, or in the file that is given, and what can no longer be tuned."""
+    """The tuning jobs of what is stored for a GPU, or in the file that is given, and what can no longer be tuned."""
     from mgpu_ops.core import gpu
     from mgpu_ops.registry import database
     from mgpu_ops.tuning.labels import describe
-    from mgpu_ops.tuning.problems import Work
+    from mgpu_ops.tuning.problems import TuningJob
     from mgpu_ops.tuning.tuner import check_supported
 
     found, skipped = [], []
@@ -101,7 +101,7 @@ def _work(
                 say(f"skipped: {e}")
                 skipped.append({"op": spec.name, "problem": fields, "reason": str(e)})
             else:
-                found.append(Work(spec.name, problem, 1, describe(problem)))
+                found.append(TuningJob(spec.name, problem, 1, describe(problem)))
     return found, skipped
 
 

@@ -72,7 +72,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:  # a Ledger's config
+class FinalClaim:  # a Ledger's config
     """The right to end a job for one kind of GPU: to measure the finalists and to say what is best."""
 
     job: str
@@ -80,7 +80,7 @@ class Turn:  # a Ledger's config
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class TunedJob:
     """A job that this worker ended. `entry` is None where no candidate worked, with the reason."""
 
     job: Job
@@ -104,7 +104,7 @@ def enqueue(backend: optuna.storages.BaseStorage, jobs: Sequence[Job]) -> list[J
             raise ValueError(f"{job.op} {job.name} cannot be queued: {fault}")
     fleet = _fleet(backend)
     known = {job.key: job for job in queued(backend)}
-    done = {(d.config.job, d.config.study.rpartition(" | run ")[2]) for d in Ledger(fleet, Turn).news()}
+    done = {(d.config.job, d.config.study.rpartition(" | run ")[2]) for d in Ledger(fleet, FinalClaim).news()}
     queue = []
     for job in jobs:
         if (old := known.get(job.key)) is not None:
@@ -158,8 +158,8 @@ class _Plan:
     identity: Identity
 
     @property
-    def turn(self) -> Turn:
-        return Turn(self.job.key, self.identity.name(self.job.run))
+    def claim(self) -> FinalClaim:
+        return FinalClaim(self.job.key, self.identity.name(self.job.run))
 
 
 class Worker:
@@ -176,21 +176,21 @@ class Worker:
         self._backend, self._device, self._spec_of, self._say = backend, device, spec_of, say
         self._pause: Callable[[float], None] = getattr(device, "wait", time.sleep)  # a GPU of several hears of Ctrl-C that way
         self._plans: dict[bytes, _Plan | None] = {}  # by the job, in JSON
-        self._done: set[Turn] = set()
-        self._searched: set[Turn] = set()  # this worker's part of the search is over
+        self._done: set[FinalClaim] = set()
+        self._searched: set[FinalClaim] = set()  # this worker's part of the search is over
 
-    def work(self, wanted: Callable[[Job], bool] = lambda job: True, wait: float = 0.0) -> Iterator[Ended]:
+    def work(self, wanted: Callable[[Job], bool] = lambda job: True, wait: float = 0.0) -> Iterator[TunedJob]:
         """Takes part in every job that is `wanted` until all are done, and for `wait` seconds more; gives those it ended.
 
         A job that other workers are at is joined only when all others are taken or done.
         """
         idle = time.monotonic()
-        self._turns = Ledger(_fleet(self._backend), Turn)
+        self._claims = Ledger(_fleet(self._backend), FinalClaim)
         try:
             while True:
-                self._done.update(done.config for done in self._turns.news())
+                self._done.update(done.config for done in self._claims.news())
                 plans = [plan for job in queued(self._backend) if wanted(job) and (plan := self._plan(job)) is not None]
-                plans = [plan for plan in plans if plan.turn not in self._done]
+                plans = [plan for plan in plans if plan.claim not in self._done]
                 if (plan := self._next(plans)) is not None:
                     if (ended := self._tried(plan)) is not None:
                         yield ended
@@ -200,7 +200,7 @@ class Worker:
                 else:
                     self._pause(POLL)
         finally:
-            self._turns.close()
+            self._claims.close()
 
     def _plan(self, job: Job) -> _Plan | None:
         """None where this worker's device cannot do a job, which is said once."""
@@ -227,21 +227,21 @@ class Worker:
 
     def _next(self, plans: Sequence[_Plan]) -> _Plan | None:
         """What to do next: what a dead worker was about to end, then what nobody is at, then where one can help."""
-        turns = {plan.turn: plan for plan in plans}
-        if (adopted := self._turns.adopt(turns.__contains__)) is not None:
-            return turns[adopted[0]]
+        by_claim = {plan.claim: plan for plan in plans}
+        if (adopted := self._claims.adopt(by_claim.__contains__)) is not None:
+            return by_claim[adopted[0]]
         helped = None
         for plan in plans:
             ledger = Ledger(self._study(plan), plan.spec.Config)
             others = ledger.running()
-            search = ledger.waiting() > 0 or (plan.turn not in self._searched and ledger.count() < plan.job.trials)
+            search = ledger.waiting() > 0 or (plan.claim not in self._searched and ledger.count() < plan.job.trials)
             if search and not others:
                 return plan
-            if search or (not others and not self._turns.taken(plan.turn)):
+            if search or (not others and not self._claims.taken(plan.claim)):
                 helped = helped or plan
         return helped
 
-    def _tried(self, plan: _Plan) -> Ended | None:
+    def _tried(self, plan: _Plan) -> TunedJob | None:
         """`_tune`; a job that cannot be done here after all is said once, and left to other workers."""
         try:
             return self._tune(plan)
@@ -257,17 +257,17 @@ class Worker:
         self._plans[msgspec.json.encode(job)] = None
         self._say(f"{job.op} {job.name} is left to other workers: {error}")
 
-    def _tune(self, plan: _Plan) -> Ended | None:
-        """Takes part in a job; what came of it where the turn to end it fell to this worker."""
+    def _tune(self, plan: _Plan) -> TunedJob | None:
+        """Takes part in a job; what came of it where the claim to end it fell to this worker."""
         job, study = plan.job, self._study(plan)
         ledger = Ledger(study, plan.spec.Config)
-        again = plan.turn in self._searched and not ledger.waiting()
-        self._searched.add(plan.turn)
+        again = plan.claim in self._searched and not ledger.waiting()
+        self._searched.add(plan.claim)
 
         def ours() -> bool:
-            if self._turns.holds(plan.turn):
+            if self._claims.holds(plan.claim):
                 return True
-            return not ledger.unfinished() and self._turns.claim(plan.turn, "final")
+            return not ledger.unfinished() and self._claims.claim(plan.claim, "final")
 
         result = tuner.tune(
             plan.spec,
@@ -283,14 +283,14 @@ class Worker:
         )
         if result.ended == "interrupted":
             raise KeyboardInterrupt
-        if not self._turns.holds(plan.turn):
+        if not self._claims.holds(plan.claim):
             return None
         entry, reason = result.entry, "" if result.entry else "no candidate worked"
         storage.finish(study, entry)
         us = entry.evidence.median_us if entry else None
-        self._turns.record(plan.turn, Outcome("ok", us) if us else Outcome("crash", detail=reason))
+        self._claims.record(plan.claim, Outcome("ok", us) if us else Outcome("crash", detail=reason))
         hosts = sorted({str(trial.user_attrs.get("host")) for trial in study.get_trials(deepcopy=False)})
-        return Ended(job, plan.spec, entry, reason, len(result.trials), tuple(hosts))
+        return TunedJob(job, plan.spec, entry, reason, len(result.trials), tuple(hosts))
 
     def _study(self, plan: _Plan) -> optuna.Study:
         return storage.open_study(self._backend, plan.identity, plan.job.run)

@@ -97,7 +97,7 @@ def recorded_spec(sweep: Sweep) -> tuple[OpSpec, Any]:
     cost = functools.cache(lambda config: spec.cost(problem, config, gpu))
     recorded = dataclasses.replace(
         spec,
-        space=lambda problem, gpu: dict(sweep.knobs),
+        space=lambda problem, gpu: dict(sweep.parameters),
         check=lambda problem, config, gpu: None if config in measured else "it was not measured",
         candidates=lambda problem, gpu: analytic,
         default=lambda problem, gpu: default,

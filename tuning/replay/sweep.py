@@ -1,9 +1,8 @@
 """Exhaustive sweeps: every legal config of a declared grid, measured on a GPU, raw samples kept, for `replay` to search again.
 
-The grid of a problem is `GRIDS` of its op. While more than `limit` configs of it are legal, one knob after the other, in the
-order of `FIXED`, keeps only the value of the op's default. Added to the grid are the configs that a search or the database
-could name without it (`extras`), so that a replay misses none. The order of measuring is random, so that a GPU that warms up
-slows no region of the grid.
+The grid of a problem is `GRIDS` of its op. While more than `limit` configs of it are legal, the parameters of `FIXED` are held
+at the op's default, one after the other. `extras` adds the configs that a search or the database could name beside the grid,
+so that a replay misses none. The order of measuring is random, so that a GPU that warms up slows no region of the grid.
 
 A sweep is a gzipped JSON file, and beside it lies the same in the T4 format of the auto-tuning community (Kernel Tuner,
 autotuning_methodology). It is saved as it goes; a sweep that was stopped goes on from there.
@@ -71,7 +70,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
     "flash_attention_backward": ("gpt2-1024-causal", "mha64-4096-causal"),
 }
 
-# Knobs left out have all choices of the op's space.
+# Parameters left out have all choices of the op's space.
 _GROUPED = {
     "tile_m": (64, 128, 256),
     "tile_n": (64, 128, 256),
@@ -112,8 +111,8 @@ FIXED: dict[str, tuple[str, ...]] = {
 # --- the file
 
 
-class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What became of one config: its indices into `Sweep.knobs`, field by field, and as in `Outcome`."""
+class SweepRow(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What became of one config: its indices into `Sweep.parameters`, field by field, and as in `Outcome`."""
 
     config: tuple[int, ...]
     kind: Kind
@@ -146,12 +145,14 @@ class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str  # of its end
     complete: bool
     grid: dict[str, tuple[int | str, ...]]  # what every legal combination of is measured
-    knobs: dict[str, tuple[int | str, ...]]  # all values that occur, for `Row.config`
-    rows: tuple[Row, ...]
+    parameters: dict[str, tuple[int | str, ...]] = msgspec.field(name="knobs")  # all values that occur, for `SweepRow.config`
+    rows: tuple[SweepRow, ...]
 
     def configs(self, spec: OpSpec) -> list[Any]:
         """The Config of each row."""
-        return [spec.Config(**{k: v[i] for (k, v), i in zip(self.knobs.items(), row.config, strict=True)}) for row in self.rows]
+        names, choices = self.parameters.keys(), self.parameters.values()
+        values = ([of_one[i] for of_one, i in zip(choices, row.config, strict=True)] for row in self.rows)
+        return [spec.Config(**dict(zip(names, chosen))) for chosen in values]
 
     @property
     def optimum(self) -> float:
@@ -171,10 +172,10 @@ def read(path: Path) -> Sweep:
         raise SweepError(f"{path} is no sweep ({error}): delete it and measure again") from None
     if sweep.schema != SCHEMA:
         raise SweepError(f"{path} has schema {sweep.schema}, this mgpu_ops reads {SCHEMA}: upgrade it or measure again")
-    widths = [len(values) for values in sweep.knobs.values()]
+    widths = [len(values) for values in sweep.parameters.values()]
     for row in sweep.rows:
         if len(row.config) != len(widths) or not all(0 <= i < n for i, n in zip(row.config, widths)):
-            raise SweepError(f"{path}: config {row.config} is outside of its {len(widths)} knobs: measure again")
+            raise SweepError(f"{path}: config {row.config} is outside of its {len(widths)} parameters: measure again")
     return sweep
 
 
@@ -220,7 +221,7 @@ def t4(sweep: Sweep) -> dict[str, Any]:
             measurements.append({"name": "baseline_time", "value": _ms(row.baseline_us), "unit": "ms"})
         results.append(
             {
-                "configuration": {k: v[i] for (k, v), i in zip(sweep.knobs.items(), row.config)},
+                "configuration": {k: v[i] for (k, v), i in zip(sweep.parameters.items(), row.config)},
                 "objectives": ["time"],
                 "times": {"runtimes": [_ms(us) for us in row.samples]},
                 "invalidity": _INVALIDITY.get(row.kind, "runtime"),
@@ -247,15 +248,15 @@ def _ms(us: float) -> float:
 
 
 def grid(spec: OpSpec, problem: Any, gpu: Gpu, limit: int = LIMIT) -> tuple[dict[str, tuple[Any, ...]], list[Any]]:
-    """The declared grid of a problem, and its legal configs: no more than `limit`, unless no knob is left to fix."""
+    """The declared grid of a problem, and its legal configs: no more than `limit`, unless no parameter is left to fix."""
     default = dataclasses.asdict(spec.default(problem, gpu))
     choices = {k: tuple(v) for k, v in spec.space(problem, gpu).items()} | GRIDS.get(spec.name, {})
     fixed = iter(FIXED.get(spec.name, ()))
     while len(legal := _legal(spec, problem, gpu, choices)) > limit:
-        knob = next(fixed, None)
-        if knob is None:
+        parameter = next(fixed, None)
+        if parameter is None:
             break
-        choices[knob] = (default[knob],)
+        choices[parameter] = (default[parameter],)
     return choices, legal
 
 
@@ -314,7 +315,7 @@ def measure_all(
     path, other = paths(folder, spec.name, device.gpu.key, name)
     choices, configs = grid(spec, problem, device.gpu, limit)
     configs = list(dict.fromkeys(configs + extras(spec, problem, device.gpu)))
-    knobs = {k: _ordered({getattr(c, k) for c in configs}) for k in choices}
+    parameters = {k: _ordered({getattr(c, k) for c in configs}) for k in choices}
     device.open(spec, problem, seed)
     sweep = Sweep(
         schema=SCHEMA,
@@ -334,17 +335,17 @@ def measure_all(
         date=datetime.date.today().isoformat(),
         complete=False,
         grid=choices,
-        knobs=knobs,
-        rows=_resumed(path, device, spec, choices, knobs, seed),
+        parameters=parameters,
+        rows=_resumed(path, device, spec, choices, parameters, seed),
     )
     rows = {row.config: row for row in sweep.rows}
-    indices = {c: tuple(knobs[k].index(getattr(c, k)) for k in knobs) for c in configs}
+    indices = {c: tuple(parameters[k].index(getattr(c, k)) for k in parameters) for c in configs}
     missing = [c for c in configs if indices[c] not in rows]
     random.Random(seed).shuffle(missing)
     saved = time.monotonic()
     try:
         for config, outcome in judged(device, missing):
-            rows[indices[config]] = _row(indices[config], outcome)
+            rows[indices[config]] = _row_of(indices[config], outcome)
             progress(len(rows), len(configs))
             if time.monotonic() - saved > _SAVE_SECONDS:
                 write(_with(sweep, rows), path)
@@ -356,16 +357,16 @@ def measure_all(
     return done
 
 
-def _with(sweep: Sweep, rows: Mapping[Any, Row], complete: bool = False) -> Sweep:
+def _with(sweep: Sweep, rows: Mapping[Any, SweepRow], complete: bool = False) -> Sweep:
     return msgspec.structs.replace(sweep, rows=tuple(rows[key] for key in sorted(rows)), complete=complete)
 
 
-def _row(config: tuple[int, ...], outcome: Outcome) -> Row:
+def _row_of(config: tuple[int, ...], outcome: Outcome) -> SweepRow:
     samples: tuple[float, ...] = ()
     if outcome.kind == "ok":
         samples = tuple(round(us, 3) for us in outcome.samples or (outcome.us or 0.0,))  # CUPTI counts nanoseconds
     baseline = None if outcome.baseline_us is None else round(outcome.baseline_us, 3)
-    return Row(config, outcome.kind, samples, baseline, _finite(outcome.error), outcome.detail)
+    return SweepRow(config, outcome.kind, samples, baseline, _finite(outcome.error), outcome.detail)
 
 
 def _finite(x: float | None) -> float | None:
@@ -376,14 +377,14 @@ def _ordered(values: set[Any]) -> tuple[Any, ...]:
     return tuple(sorted(values))
 
 
-def _resumed(path: Path, device: Device, spec: OpSpec, choices: Any, knobs: Any, seed: int) -> tuple[Row, ...]:
+def _resumed(path: Path, device: Device, spec: OpSpec, choices: Any, parameters: Any, seed: int) -> tuple[SweepRow, ...]:
     """The rows of an earlier run of the same sweep."""
     if not path.exists():
         return ()
     old = read(path)
     v = device.versions
     ours = {"device": device.gpu.name, "driver": v["driver"], "jax": v["jax"], "jaxlib": v["jaxlib"], "seed": seed}
-    ours |= {"kernel_version": spec.version, "grid": choices, "knobs": knobs}
+    ours |= {"kernel_version": spec.version, "grid": choices, "parameters": parameters}
     for what, mine in ours.items():
         if (its := getattr(old, what)) != mine:
             raise SweepError(f"{path} was measured with {what} {its}, here it is {mine}: move it away or name another --output")

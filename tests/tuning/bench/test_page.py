@@ -21,7 +21,7 @@ from mgpu_ops import SPECS, MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
 from mgpu_ops.tuning.bench import page, plot, runner
-from mgpu_ops.tuning.bench.sources import Found
+from mgpu_ops.tuning.bench.sources import Sources
 from tests.thorough import examples
 
 Command = Callable[..., Any]
@@ -66,12 +66,12 @@ def entry(text: str = "x", **changes: Any) -> database.Entry:
     return good if text == "x" else database.Entry({text: text}, {text: text}, good.evidence)
 
 
-def found_with(text: str) -> Found:
+def found_with(text: str) -> Sources:
     """One of everything, with a text wherever there may be one of others."""
     trial = plot.Trial(text, {text: text}, "ok", 10.0, text, 12.0)
     failed = plot.Trial(text, {text: text}, text, None, text)
     row = runner.Row(text, text, runner.OURS, text, 1.0, 0.1, 1.0, 1.0, 0.0, text, text, text, text)
-    return Found(
+    return Sources(
         places=[text],
         runs=[plot.Run(text, text, text, text, (trial, failed))],
         files=[(Path(text), database.File(1, "h200", op, (entry(text),))) for op in ("matmul", text)],
@@ -110,7 +110,7 @@ def test_no_text_becomes_a_tag(tmp_path_factory: pytest.TempPathFactory, text: s
 
 
 def test_the_page_allows_no_script_and_no_network() -> None:
-    text = page.page(Found(), SPECS, [], "2025-01-31")
+    text = page.page(Sources(), SPECS, [], "2025-01-31")
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in {value for _, value in Reader(text).attributes}
     assert "http://" not in text
     assert "https://" not in text
@@ -120,7 +120,7 @@ def test_the_page_tells_times_rates_failures_and_what_is_stale() -> None:
     problem = MatmulProblem(512, 512, 512)
     file = database.File(1, "h200", "matmul", (entry(gpu=H200.name, jax="0.0.1", baseline="xla"),))
     trials = [plot.Trial("search", {}, "crash", None, "illegal address")] * 3 + [plot.Trial("search", {}, "ok", 9.0)]
-    found = Found(["here"], [plot.Run("matmul", "p", "NVIDIA H200", "measured", tuple(trials))], [(Path("f.json"), file)])
+    found = Sources(["here"], [plot.Run("matmul", "p", "NVIDIA H200", "measured", tuple(trials))], [(Path("f.json"), file)])
     cells = Reader(page.page(found, SPECS, [], "2025-01-31")).texts
     rate = MATMUL.flops(problem) / 12.5 / 1e6
     for cell in ("matmul on h200", "512x512x512 bfloat16 nn", "12.5", f"{rate:.1f}", "1.200", "x xla", "2.000"):
@@ -140,7 +140,7 @@ def test_a_summary_on_top_has_the_mean_and_the_worst_against_each_competitor() -
         *(bench_row(runner.OURS, 10.0), bench_row("xla", 12.0), bench_row("jax-pallas", 20.0)),
         *(bench_row(runner.OURS, 10.0, "q 8x8x16"), bench_row("xla", 9.0, "q 8x8x16"), bench_row("dense", 5.0, error=None)),
     ]
-    seen = check_safe(page.page(Found(rows=rows), SPECS, [], "2025-01-31"))
+    seen = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31"))
     texts = seen.texts
     assert texts.index("Summary") < texts.index("Benchmarks")
     mean = f"{(1.2 * 0.9) ** 0.5:.3f}"
@@ -166,7 +166,7 @@ def test_numbers_of_a_column_have_one_precision() -> None:
         for us in (1234.5678, 20.0, 3.25)
         for row in (bench_row(runner.OURS, us, f"p {us}"), bench_row("xla", 7.0, f"p {us}"))
     ]
-    texts = check_safe(page.page(Found(rows=rows), SPECS, [], "2025-01-31")).texts
+    texts = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31")).texts
     assert {"1234.57", "20.00", "3.25"} <= set(texts)
     assert {"0.006", "0.350", "2.154"} <= set(texts)
 
@@ -184,7 +184,7 @@ def test_collectives_have_their_bandwidth_in_the_report(tmp_path: Path, mgpu_tun
 
 def test_a_wrong_result_says_so_and_has_no_ratio() -> None:
     rows = [bench_row(runner.OURS, 10.0), bench_row("xla", 12.0, error=0.5)]
-    texts = check_safe(page.page(Found(rows=rows), SPECS, [], "2025-01-31")).texts
+    texts = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31")).texts
     assert "wrong (0.5)" in texts
     assert "1.200" not in texts
 
@@ -213,7 +213,7 @@ def test_the_page_names_no_folder_of_the_machine(tmp_path: Path, mgpu_tune: Comm
     assert "own h200/matmul.json, shipped h200/matmul.json" in first
     assert "; other.json; " in second or "other.json</p>" in second
     failed = plot.Trial("search", {}, "compile", None, "ptxas: /tmp/a/b/kernel.ptx line 3, see https://host/a/b and 1/2")
-    text = page.page(Found(runs=[plot.Run("matmul", "p", "g", "measured", (failed,))]), SPECS, [], "2025-01-31")
+    text = page.page(Sources(runs=[plot.Run("matmul", "p", "g", "measured", (failed,))]), SPECS, [], "2025-01-31")
     assert "ptxas: kernel.ptx line 3, see https://host/a/b and 1/2" in text
 
 

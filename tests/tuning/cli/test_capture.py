@@ -201,10 +201,10 @@ def test_run_from_a_program_tunes_all_ops_the_longest_first(
     mgpu_tune: Command, folder: Path, tuned: list[tuple[str, str]]
 ) -> None:
     items = [
-        problems.Item("matmul", {"m": 512, "n": 512, "k": 512}, 1),
-        problems.Item("grouped_matmul", {"m": 4096, "n": 4096, "k": 4096, "groups": 8}, 3),
-        problems.Item("matmul", {"m": 8192, "n": 8192, "k": 8192}, 100),
-        problems.Item("matmul", {"m": 512, "n": 510, "k": 512}, 100),
+        problems.ProblemEntry("matmul", {"m": 512, "n": 512, "k": 512}, 1),
+        problems.ProblemEntry("grouped_matmul", {"m": 4096, "n": 4096, "k": 4096, "groups": 8}, 3),
+        problems.ProblemEntry("matmul", {"m": 8192, "n": 8192, "k": 8192}, 100),
+        problems.ProblemEntry("matmul", {"m": 512, "n": 510, "k": 512}, 100),
     ]
     problems.write(folder / "problems.json", problems.File(1, "h200", "a:b", tuple(items)))
     done = mgpu_tune("run", "--from", "problems.json", "--gpu", "h200")
@@ -284,7 +284,7 @@ def test_run_tells_a_users_mistake(words: list[str], message: str, mgpu_tune: Co
 
 
 def test_run_of_a_program_that_the_gpu_cannot_run(mgpu_tune: Command, folder: Path, tuned: list[tuple[str, str]]) -> None:
-    items = tuple(problems.Item("matmul", {"m": m, "n": 510, "k": 512}, 1) for m in (8, 16))
+    items = tuple(problems.ProblemEntry("matmul", {"m": m, "n": 510, "k": 512}, 1) for m in (8, 16))
     problems.write(folder / "problems.json", problems.File(1, "h200", "a:b", items))
     done = mgpu_tune("run", "--from", "problems.json", "--gpu", "h200")
     assert done.code == 2

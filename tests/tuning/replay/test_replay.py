@@ -1,7 +1,7 @@
 """Replays of sweeps: that the recorded device is honest, what the numbers mean, and that the search holds its bounds.
 
-The sweeps here are made: the op's model of time, perturbed knob by knob, with noise and failures. Those that were recorded on a
-GPU are held to the bounds as well, where there are any.
+The sweeps here are made: the op's model of time, each parameter perturbed, with noise and failures. Recorded sweeps must hold
+the bounds as well, where there are any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops.core.gpu import find
 from mgpu_ops.tuning.replay import replay, sweep
-from mgpu_ops.tuning.replay.sweep import Row, Sweep
+from mgpu_ops.tuning.replay.sweep import Sweep, SweepRow
 from tests.thorough import ALL, only_in_all
 from tests.tuning.conftest import Command
 
@@ -35,10 +35,10 @@ def made(op: str, name: str, seed: int = 0) -> Sweep:
     problem, rng = spec.shapes[name], np.random.default_rng(seed)
     grid, legal = sweep.grid(spec, problem, GPU)
     configs = list(dict.fromkeys(legal + sweep.extras(spec, problem, GPU)))
-    knobs = {k: tuple(sorted({getattr(c, k) for c in configs})) for k in grid}
-    places = np.array([[values.index(getattr(c, k)) for k, values in knobs.items()] for c in configs])
+    parameters = {k: tuple(sorted({getattr(c, k) for c in configs})) for k in grid}
+    places = np.array([[values.index(getattr(c, k)) for k, values in parameters.items()] for c in configs])
     log = np.log([spec.cost(problem, c, GPU) * 1e6 for c in configs]) + rng.normal(0, 0.01, len(configs))
-    sizes = [len(v) for v in knobs.values()]
+    sizes = [len(v) for v in parameters.values()]
     for i, size in enumerate(sizes):
         log += np.cumsum(rng.normal(0, 0.04, size))[places[:, i]]
     for i, j in itertools.combinations(range(len(sizes)), 2):
@@ -48,11 +48,11 @@ def made(op: str, name: str, seed: int = 0) -> Sweep:
     rows = []
     for place, us, bad in zip(places.tolist(), np.exp(log), failed, strict=True):
         samples = () if bad else tuple(float(x) for x in us * np.exp(rng.normal(0, 0.004, 12)))
-        rows.append(Row(tuple(place), "compile" if bad else "ok", samples, None if bad else 100.0))
+        rows.append(SweepRow(tuple(place), "compile" if bad else "ok", samples, None if bad else 100.0))
     return Sweep(
         schema=1, op=op, name=name, problem=dataclasses.asdict(problem), kind="measured", gpu="h200", device=GPU.name,
         driver="1", jax="0", jaxlib="0", cuda=None, kernel_version=spec.version, baseline="xla", seed=0, date="2025-11-20",
-        complete=True, grid=grid, knobs=knobs, rows=tuple(sorted(rows, key=lambda row: row.config)),
+        complete=True, grid=grid, parameters=parameters, rows=tuple(sorted(rows, key=lambda row: row.config)),
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_only_what_was_measured_is_searched_and_nothing_stored_helps(sweeps: lis
     for found in sweeps:
         spec, problem = replay.recorded_spec(found)
         measured, space = set(found.configs(spec)), spec.space(problem, GPU)
-        assert all(getattr(config, knob) in choices for config in measured for knob, choices in space.items())
+        assert all(getattr(config, parameter) in choices for config in measured for parameter, choices in space.items())
         assert spec.default(problem, GPU) in measured
         assert set(spec.candidates(problem, GPU)) <= measured
         assert spec.distance(problem, problem) is None
@@ -134,13 +134,14 @@ def test_only_what_was_measured_is_searched_and_nothing_stored_helps(sweeps: lis
 
 
 def small(times: list[float]) -> Sweep:
-    """A sweep of as many configs, that differ in one knob."""
+    """A sweep of as many configs, that differ in one parameter."""
     base = made("flash_attention_backward", "gpt2-1024-causal")
     rows = tuple(
-        Row((0,) * 5 + (i,), "ok" if us < math.inf else "crash", (us,) if us < math.inf else ()) for i, us in enumerate(times)
+        SweepRow((0,) * 5 + (i,), "ok" if us < math.inf else "crash", (us,) if us < math.inf else ())
+        for i, us in enumerate(times)
     )
-    knobs = {k: v[:1] for k, v in base.knobs.items()} | {"memory_registers": tuple(range(len(times)))}
-    return msgspec.structs.replace(base, rows=rows, knobs=knobs)
+    parameters = {k: v[:1] for k, v in base.parameters.items()} | {"memory_registers": tuple(range(len(times)))}
+    return msgspec.structs.replace(base, rows=rows, parameters=parameters)
 
 
 def test_the_expected_best_of_a_random_search_is_the_mean_over_all_orders() -> None:

@@ -103,7 +103,7 @@ def test_the_suite_has_20_problems_of_all_ops_each_large_enough_to_search_and_sm
         choices, legal = sweep.grid(spec, problem, GPU)
         assert 32 < len(legal) <= sweep.LIMIT, name
         space = spec.space(problem, GPU)
-        assert all(set(values) <= set(space[knob]) for knob, values in choices.items()), name
+        assert all(set(values) <= set(space[parameter]) for parameter, values in choices.items()), name
         assert spec.default(problem, GPU) in sweep.extras(spec, problem, GPU)
 
 
@@ -182,9 +182,9 @@ def test_a_file_that_is_no_sweep_is_refused_with_its_name_and_the_way_out(tmp_pa
 def test_a_row_outside_of_the_knobs_and_a_later_schema_are_refused(tmp_path: Path) -> None:
     found = run(FakeDevice(measured), tmp_path)
     path = tmp_path / "x.json.gz"
-    rows = (*found.rows, sweep.Row((9, 0, 0, 0, 0), "ok", (1.0,)))
+    rows = (*found.rows, sweep.SweepRow((9, 0, 0, 0, 0), "ok", (1.0,)))
     sweep.write(msgspec.structs.replace(found, rows=rows), path)
-    with pytest.raises(sweep.SweepError, match="outside of its 5 knobs"):
+    with pytest.raises(sweep.SweepError, match="outside of its 5 parameters"):
         sweep.read(path)
     sweep.write(msgspec.structs.replace(found, schema=sweep.SCHEMA + 1), path)
     with pytest.raises(sweep.SweepError, match="has schema 2, this mgpu_ops reads 1: upgrade it"):
