@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.mask import Order, row_steps
+from mgpu_ops.attention.mask import BlockOrder, q_blocks
 from mgpu_ops.attention.operands import Operands, place
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import engine, tile_scheduler
@@ -23,7 +23,7 @@ TILE_COST = 4  # what a tile of keys takes beside its tiles of rows, in tiles of
 @tile_scheduler.kept
 def deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which block works on which tiles of keys."""
-    steps = row_steps(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
+    steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
     return tile_scheduler.deal_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
 
 
@@ -34,7 +34,7 @@ class Tile:
     b: Any
     kv_head: Any
     key: Any
-    rows: Order
+    rows: BlockOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Block:
 
     def tile(self, number: Any) -> Tile:
         b, kv_head, key = place(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
-        return Tile(b, kv_head, key, Order.of(*self.x.row_tiles(b, key, self.c.tile_kv, self.c.tile_q)))
+        return Tile(b, kv_head, key, BlockOrder.of(self.x.q_range(b, key, self.c.tile_kv, self.c.tile_q)))
 
     def copying(self) -> None:
         """What the copying warpgroup does: for each tile of keys it and its values, then all rows that see some of them."""
@@ -132,7 +132,7 @@ class Block:
         if masked:
             rows = plgpu.load(smem["numbers_smem"].at[wg], layout=by_column(), optimized=False) + row
             keys = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=plgpu.Layout.WGMMA) + first_key
-            weights = jnp.where(x.tokens(t.b).sees(along_column(rows), keys), weights, 0.0)
+            weights = jnp.where(x.mask_terms(t.b).sees(along_column(rows), keys), weights, 0.0)
         return weights, slope
 
     def delta(self, slot: Any, part: int) -> Any:

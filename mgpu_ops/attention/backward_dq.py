@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import Extras, as_blocks, as_rows, kernel, pad_tokens, rows_like, specialize, swizzled
-from mgpu_ops.attention.mask import Order, key_steps
+from mgpu_ops.attention.mask import BlockOrder, kv_blocks
 from mgpu_ops.attention.operands import Operands, place
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
 from mgpu_ops.core import engine, tile_scheduler
@@ -29,7 +29,7 @@ TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of
 
 @tile_scheduler.kept
 def _deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
-    return tile_scheduler.deal_heads(key_steps(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+    return tile_scheduler.deal_heads(kv_blocks(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
 def _kernel(
@@ -51,10 +51,10 @@ def _kernel(
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def for_each_key_tile(b: Any, row: Any, step: Any, carry: Any) -> Any:
-        order = Order.of(*x.key_tiles(b, row, TILE_Q, TILE_KV))
+        order = BlockOrder.of(x.kv_range(b, row, TILE_Q, TILE_KV))
         if not p.masks(TILE_KV):  # one loop: a second one spills where head_dim is 256
-            count = order.end - order.first
-            return lax.fori_loop(0, count, lambda j, s: step((order.end - 1 - j) * TILE_KV, s, False), carry)
+            count = order.blocks.end - order.blocks.first
+            return lax.fori_loop(0, count, lambda j, s: step((order.blocks.end - 1 - j) * TILE_KV, s, False), carry)
         return order.for_each(lambda _, tile, s, masked: step(tile * TILE_KV, s, masked), carry)
 
     def for_each_tile(body: Any) -> Any:
@@ -137,7 +137,7 @@ def _kernel(
                 if masked:
                     numbers = plgpu.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key
                     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + own
-                    weights = jnp.where(x.tokens(b).sees(rows, lax.broadcast_in_dim(numbers, shape, (1,))), weights, 0.0)
+                    weights = jnp.where(x.mask_terms(b).sees(rows, lax.broadcast_in_dim(numbers, shape, (1,))), weights, 0.0)
                 ds = weights * (engine.accumulated(dp_acc, 0) - along_row(delta))
                 engine.barrier_arrive(v_ring.released.at[v_slot])
                 engine.wgmma(dq_acc, (ds if slope is None else ds * slope).astype(p.dtype), smem["k_smem"].at[k_slot])

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import Extras, as_blocks, as_rows, kernel, pad_head, rows_like, specialize, swizzled
-from mgpu_ops.attention.mask import Order, key_steps, some_see_nothing
+from mgpu_ops.attention.mask import BlockOrder, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, place
 from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded
 from mgpu_ops.core import engine, tile_scheduler
@@ -38,7 +38,7 @@ LOWEST = -1e30  # what the largest score starts from: scores below count as mask
 @tile_scheduler.kept
 def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
     """Which block works on which output tiles."""
-    steps = key_steps(p, ROWS * c.compute_warpgroups, c.tile_kv)
+    steps = kv_blocks(p, ROWS * c.compute_warpgroups, c.tile_kv)
     return tile_scheduler.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
@@ -56,7 +56,7 @@ def _load(x: Operands, c: Config, tiles: tile_scheduler.Turns, k_ring: Ring, v_r
     def tile(i: Any, number: Any, done: Any) -> Any:
         b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
         q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
-        order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
+        order = BlockOrder.of(x.kv_range(b, row, tile_q, c.tile_kv))
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
         def step(member: Any, key_tile: Any, step: Any, masked: bool) -> Any:
@@ -117,9 +117,9 @@ def _kernel(
             # With the registers of one slot's configs it has to wait.
             following = tiles.number(i + 1) if c.q_slots > 1 else None
             b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
-            order = Order.of(*x.key_tiles(b, row, tile_q, c.tile_kv))
+            order = BlockOrder.of(x.kv_range(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS
-            tokens = x.tokens(b)
+            tokens = x.mask_terms(b)
             q_slot = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
             plgpu.barrier_wait(q_ring.filled.at[q_slot])
             q = [smem["q_smem"].at[q_slot, panel, mine, :] for panel in panels]
@@ -173,7 +173,7 @@ def _kernel(
             def alone(i: Any, carry: Any) -> Any:
                 """A tile of keys by itself."""
                 m, l, step = carry
-                s, factor = scores(start_scores(step), order.masked_tile(i), True, in_flight=0)
+                s, factor = scores(start_scores(step), order.masked_block(i), True, in_flight=0)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 rescaled(rescale)
                 v_slot = add_values(weights, step)
@@ -186,7 +186,7 @@ def _kernel(
                 weights, m, l, step = carry
                 k_slot = start_scores(step)
                 v_slot = add_values(weights, step - 1)
-                s, factor = scores(k_slot, order.unmasked_tile(i), False, in_flight=1)
+                s, factor = scores(k_slot, order.unmasked_block(i), False, in_flight=1)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 if c.pv_wait == "late":
                     engine.store_volatile(l, smem["lse_smem"].at[wg])  # free until the tile ends; nobody reads it
@@ -199,7 +199,7 @@ def _kernel(
             m, l = (plgpu.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
             if many:
                 m, l, done = lax.fori_loop(0, order.masked - 1, alone, (m, l, done))
-            s, factor = scores(start_scores(done), order.masked_tile(order.masked - 1), p.masks(c.tile_kv), in_flight=0)
+            s, factor = scores(start_scores(done), order.masked_block(order.masked - 1), p.masks(c.tile_kv), in_flight=0)
             weights, m, l, rescale = softmax(s, factor, m, l)
             if many:
                 rescaled(rescale)

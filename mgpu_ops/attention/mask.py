@@ -1,10 +1,15 @@
-"""Which keys a query row sees: what kernels ask of a `Problem` for one batch entry, and the same as a boolean array."""
+"""Which keys a query row sees: as a boolean array, as ranges of kv and q blocks for the kernels, and as counts for the model.
+
+A kv block is `tile_kv` keys with their values, a q block `tile_q` query rows. `score_mask.py` applies the mask to scores.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,27 +17,34 @@ from jax import lax
 from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core.tile_scheduler import cdiv
 
+type Int = int | jax.Array  # or a traced int32
+
+
+class BlockRange(NamedTuple):
+    """Blocks [first, end) hold every visible pair, and there is at least one; in [whole, whole_end) every pair is visible."""
+
+    first: Int
+    whole: Int
+    whole_end: Int
+    end: Int
+
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
-    """The tokens of one batch entry. All but `problem` may be traced int32."""
+class MaskTerms:
+    """What the mask of one batch entry depends on, segments and bias apart. All but `problem` may be traced int32."""
 
     problem: Problem
-    q_end: Any  # query rows from here on are padding
-    kv_end: Any  # and so are keys
-    offset: Any  # row t is aligned with key t + offset
+    q_end: Int  # query rows from here on are padding
+    kv_end: Int  # keys from here on are padding
+    offset: Int  # row t is aligned with key t + offset
 
-    def bounds(self) -> tuple[Any, Any]:
-        """Row t sees keys whose s - t is between the two, both included; None: no bound."""
+    def bounds(self) -> tuple[Int | None, Int | None]:
+        """(low, high): row t sees key s where low <= s - t <= high. None: no bound."""
         left, right = self.problem.left, self.problem.right
         return None if left is None else self.offset - left, None if right is None else self.offset + right
 
-    def key_tiles(self, row: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
-        """Tiles of keys for the rows [row, row + rows): (first, first whole, end of whole, end).
-
-        Tiles in [first, end) hold what any of the rows sees, at least one tile; each row sees all of those in [first whole, end
-        of whole).
-        """
+    def kv_range(self, row: Int, rows: int, tile_kv: int) -> BlockRange:
+        """The kv blocks that the rows [row, row + rows) visit. Each of these rows sees all of a whole block."""
         low, high = self.bounds()
         last = jnp.minimum(row + rows, self.q_end) - 1
         end = self.kv_end if high is None else jnp.minimum(self.kv_end, last + high + 1)
@@ -41,10 +53,10 @@ class Tokens:
             end = jnp.where(row < self.q_end, end, 0)  # rows that are all padding see nothing
         first = 0 if low is None else row + low
         whole = 0 if low is None else last + low
-        return _tiles(first, whole, whole_end, end, tile, self.problem.kv_tokens)
+        return _blocks(BlockRange(first, whole, whole_end, end), tile_kv, self.problem.kv_tokens)
 
-    def row_tiles(self, key: Any, keys: int, tile: int) -> tuple[Any, Any, Any, Any]:
-        """Tiles of query rows for the keys [key, key + keys), as `key_tiles`: a whole tile's rows all see all of the keys."""
+    def q_range(self, key: Int, keys: int, tile_q: int) -> BlockRange:
+        """The q blocks that the keys [key, key + keys) visit. Each row of a whole block sees all of these keys."""
         low, high = self.bounds()
         last = jnp.minimum(key + keys, self.kv_end) - 1
         first = 0 if high is None else key - high
@@ -53,83 +65,88 @@ class Tokens:
         whole_end = self.q_end if low is None else jnp.minimum(self.q_end, key - low + 1)
         if self.problem.lengths:
             end = jnp.where(key < self.kv_end, end, 0)
-        none = key + keys > self.kv_end  # such keys need a mask in every row
-        whole_end = jnp.where(none, 0, whole_end)
-        # Rows past the end have no say in any sum, so that the last tile is whole too.
-        whole_end = jnp.where(whole_end == self.q_end, cdiv(self.q_end, tile) * tile, whole_end)
-        return _tiles(first, whole, whole_end, end, tile, self.problem.q_tokens)
+        padded = key + keys > self.kv_end  # some keys are padding, so that every row needs a mask
+        whole_end = jnp.where(padded, 0, whole_end)
+        # Rows past the end add zeros to every sum, so that the last block needs no mask for them.
+        whole_end = jnp.where(whole_end == self.q_end, cdiv(self.q_end, tile_q) * tile_q, whole_end)
+        return _blocks(BlockRange(first, whole, whole_end, end), tile_q, self.problem.q_tokens)
 
     def sees(self, row: Any, key: Any) -> Any:
-        """Whether each row sees each key, segments apart: int32 arrays of one shape, or of shapes that broadcast."""
+        """Whether each row sees each key, segments apart. row, key: int32 arrays that broadcast to one shape."""
         low, high = self.bounds()
-        visible = key < self.kv_end
+        seen = key < self.kv_end
         if high is not None:
-            visible &= key - row <= high
+            seen &= key - row <= high
         if low is not None:
-            visible &= key - row >= low
-        return visible
+            seen &= key - row >= low
+        return seen
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """Tiles [first, end) in two lists: those that need a mask, at least one, and those in [whole, whole_end), which do not."""
+class BlockOrder:
+    """The order in which the blocks of a `BlockRange` are visited: first those with a mask, at least one, then the others.
 
-    first: Any
-    whole: Any
-    whole_end: Any
-    end: Any
+    Each list runs from the last block to the first. Two loops, one with a mask and one without, have no branch inside.
+    """
+
+    blocks: BlockRange  # in [whole, whole_end) no block is masked
 
     @staticmethod
-    def of(first: Any, whole: Any, whole_end: Any, end: Any) -> Order:
-        """Where no tile needs a mask, the last one is listed as if it did."""
-        all_whole = (whole == first) & (whole_end == end)
-        return Order(first, whole, jnp.where(all_whole, end - 1, whole_end), end)
+    def of(blocks: BlockRange) -> BlockOrder:
+        """Where no block needs a mask, the last one is masked all the same: the first loop is never empty."""
+        all_whole = (blocks.whole == blocks.first) & (blocks.whole_end == blocks.end)
+        return BlockOrder(blocks._replace(whole_end=jnp.where(all_whole, blocks.end - 1, blocks.whole_end)))
 
     @property
     def masked(self) -> Any:
-        """How many tiles are listed as to be masked."""
-        return self.end - self.first - self.unmasked
+        """The number of blocks with a mask."""
+        return self.blocks.end - self.blocks.first - self.unmasked
 
     @property
     def unmasked(self) -> Any:
-        return self.whole_end - self.whole
+        """The number of blocks without one."""
+        return self.blocks.whole_end - self.blocks.whole
 
-    def masked_tile(self, i: Any) -> Any:
-        """The i-th tile to be masked: the last ones come first."""
-        return jnp.where(i < self.end - self.whole_end, self.end - 1 - i, self.whole - 1 - (i - (self.end - self.whole_end)))
+    def masked_block(self, i: Any) -> Any:
+        """The i-th block with a mask: first those after the whole ones, then those before."""
+        _, whole, whole_end, end = self.blocks
+        return jnp.where(i < end - whole_end, end - 1 - i, whole - 1 - (i - (end - whole_end)))
 
-    def unmasked_tile(self, i: Any) -> Any:
-        """The i-th tile that needs no mask, from the last on."""
-        return self.whole_end - 1 - i
+    def unmasked_block(self, i: Any) -> Any:
+        """The i-th block without a mask."""
+        return self.blocks.whole_end - 1 - i
 
-    def for_each(self, step: Any, carry: Any, *, masks: bool = True, members: int = 1) -> Any:
-        """carry = step(member, tile, carry, masked): the tiles to be masked, of each of `members` heads, then the others.
+    def for_each(self, step: Callable[..., Any], carry: Any, *, masks: bool = True, members: int = 1) -> Any:
+        """carry = step(member, block, carry, masked) for the blocks with a mask, of each of `members` heads, then the others.
 
-        masks: False where none needs a mask (`Problem.masks`): the first list then goes without too.
+        masks: False where no block needs a mask (`Problem.masks`): then `masked` is False in the first loop too.
         """
 
-        def loop(count: Any, tile: Any, masked: bool, carry: Any) -> Any:
+        def loop(count: Any, block: Callable[[Any], Any], masked: bool, carry: Any) -> Any:
             def body(i: Any, carry: Any) -> Any:
                 member, i = (jnp.int32(0), i) if members == 1 else (lax.div(i, count), lax.rem(i, count))
-                return step(member, tile(i), carry, masked)
+                return step(member, block(i), carry, masked)
 
             return lax.fori_loop(0, count * members, body, carry)
 
-        carry = loop(self.masked, self.masked_tile, masks, carry)
-        return loop(self.unmasked, self.unmasked_tile, False, carry)
+        carry = loop(self.masked, self.masked_block, masks, carry)
+        return loop(self.unmasked, self.unmasked_block, False, carry)
 
 
-def _tiles(first: Any, whole: Any, whole_end: Any, end: Any, tile: int, tokens: int) -> tuple[Any, Any, Any, Any]:
-    """Tiles for the token ranges [first, end) and [whole, whole_end), clipped to those that exist, at least one."""
-    count = -(-tokens // tile)
-    first, whole, whole_end, end = (jnp.clip(jnp.int32(x), 0, count * tile) for x in (first, whole, whole_end, end))
-    low = jnp.minimum(lax.div(first, jnp.int32(tile)), count - 1)
+def _blocks(tokens: BlockRange, tile: int, count: int) -> BlockRange:
+    """The blocks for ranges of `count` tokens, clipped to those that exist; at least one."""
+    most = -(-count // tile)
+    first, whole, whole_end, end = (jnp.clip(jnp.int32(x), 0, most * tile) for x in tokens)
+    low = jnp.minimum(lax.div(first, jnp.int32(tile)), most - 1)
     high = jnp.maximum(cdiv(end, tile), low + 1)
     whole_low = jnp.clip(cdiv(whole, tile), low, high)
-    return low, whole_low, jnp.clip(lax.div(whole_end, jnp.int32(tile)), whole_low, high), high
+    return BlockRange(low, whole_low, jnp.clip(lax.div(whole_end, jnp.int32(tile)), whole_low, high), high)
 
 
-def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
+# --- The mask as an array --------------------------------------------------------------------------------------------
+
+
+def mask_of(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     """Whether row t of a batch entry sees key s: [batch or 1, q_tokens, kv_tokens].
 
     lengths: (q_lengths, kv_lengths), each [batch]; segments: (q_segments [batch, q_tokens], kv_segments [batch, kv_tokens]).
@@ -141,10 +158,10 @@ def visible(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     if lengths is not None:
         q_end, kv_end = (jnp.clip(x, 0, n)[:, None, None] for x, n in zip(lengths, (q_end, kv_end), strict=True))
     offset = kv_end - q_end if p.align == "bottom_right" else 0
-    out = Tokens(p, q_end, kv_end, offset).sees(rows, keys) & (rows < q_end)
+    mask = MaskTerms(p, q_end, kv_end, offset).sees(rows, keys) & (rows < q_end)
     if segments is not None:
-        out &= segments[0][:, :, None] == segments[1][:, None, :]
-    return jnp.broadcast_to(out, (out.shape[0], p.q_tokens, p.kv_tokens))
+        mask &= segments[0][:, :, None] == segments[1][:, None, :]
+    return jnp.broadcast_to(mask, (mask.shape[0], p.q_tokens, p.kv_tokens))
 
 
 def seen_tokens(problem: Problem, lengths: Any = None, segments: Any = None, bias: Any = None) -> tuple[Any, Any]:
@@ -152,7 +169,7 @@ def seen_tokens(problem: Problem, lengths: Any = None, segments: Any = None, bia
 
     bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens], -inf where it hides a key.
     """
-    p, seen = problem, visible(problem, lengths, segments)[:, None]
+    p, seen = problem, mask_of(problem, lengths, segments)[:, None]
     if bias is not None:
         seen &= bias != -jnp.inf
     keys = seen.any(2)
@@ -170,37 +187,40 @@ def some_see_nothing(problem: Problem) -> bool:
     return p.lengths or p.segments or p.bias != "none" or before or beyond
 
 
-def key_steps(problem: Problem, tile: int, step: int) -> np.ndarray:
-    """How many tiles of `step` keys each tile of query rows goes through, at least one; lengths and segments apart."""
-    return _steps(*key_range(problem, tile), step)
+# --- How many blocks, for the schedule and the model -----------------------------------------------------------------
 
 
-def row_steps(problem: Problem, tile: int, step: int) -> np.ndarray:
-    """How many tiles of `step` query rows each tile of keys goes through, likewise."""
-    return _steps(*row_range(problem, tile), step)
+def kv_blocks(problem: Problem, tile_q: int, tile_kv: int) -> np.ndarray:
+    """How many kv blocks each q block visits, at least one; lengths and segments apart."""
+    return _count(*keys_seen(problem, tile_q), tile_kv)
 
 
-def _steps(first: np.ndarray, end: np.ndarray, step: int) -> np.ndarray:
-    return np.maximum(1, -(-end // step) - first // step)
+def q_blocks(problem: Problem, tile_kv: int, tile_q: int) -> np.ndarray:
+    """How many q blocks each kv block visits, at least one; lengths and segments apart."""
+    return _count(*rows_seeing(problem, tile_kv), tile_q)
 
 
-def key_range(problem: Problem, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first key that some row of each tile of query rows sees, and the end of them, lengths and segments apart."""
+def _count(first: np.ndarray, end: np.ndarray, tile: int) -> np.ndarray:
+    return np.maximum(1, -(-end // tile) - first // tile)
+
+
+def keys_seen(problem: Problem, tile_q: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each q block the first key that one of its rows sees, and the end of these keys; lengths and segments apart."""
     p = problem
     offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
-    rows = np.arange(0, p.q_tokens, tile)
-    last = np.minimum(rows + tile, p.q_tokens) - 1
+    rows = np.arange(0, p.q_tokens, tile_q)
+    last = np.minimum(rows + tile_q, p.q_tokens) - 1
     first = 0 * rows if p.left is None else rows + offset - p.left
     end = 0 * rows + p.kv_tokens if p.right is None else last + offset + p.right + 1
     return np.clip(first, 0, p.kv_tokens), np.clip(end, 0, p.kv_tokens)
 
 
-def row_range(problem: Problem, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first query row that sees some key of each tile of keys, and the end of them, lengths and segments apart."""
+def rows_seeing(problem: Problem, tile_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each kv block the first query row that sees one of its keys, and the end of these rows, likewise."""
     p = problem
     offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
-    keys = np.arange(0, p.kv_tokens, tile)
-    last = np.minimum(keys + tile, p.kv_tokens) - 1
+    keys = np.arange(0, p.kv_tokens, tile_kv)
+    last = np.minimum(keys + tile_kv, p.kv_tokens) - 1
     first = 0 * keys if p.right is None else keys - offset - p.right
     end = 0 * keys + p.q_tokens if p.left is None else last - offset + p.left + 1
     return np.clip(first, 0, p.q_tokens), np.clip(end, 0, p.q_tokens)

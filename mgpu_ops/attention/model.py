@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.attention import reference
-from mgpu_ops.attention.mask import key_steps, row_steps
+from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     HEAD_DIMS,
     ROWS,
@@ -158,7 +158,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     )
     masked = p.left is not None or p.right is not None
     tile = _TILE + _MASKED * masked + _REFILL * (c.q_slots == 1)
-    work = _shared_out(_key_steps(p, rows, c.tile_kv) * step + tile, p.batch * p.q_heads, gpu)
+    work = _shared_out(_kv_blocks(p, rows, c.tile_kv) * step + tile, p.batch * p.q_heads, gpu)
     return rates.LAUNCH + max(work, reference.bytes_moved(p) / _hbm(gpu))
 
 
@@ -241,8 +241,8 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
     d = padded(p.head_dim)
     dq = 4 * c.tile_q * d  # bytes
-    keys = _row_steps(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
-    rows = _key_steps(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
+    keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
+    rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
     kernels = [(5, *keys, dq)] if c.mode == "fused" else [(4, *keys, 0), (3, *rows, 0)]
     work = 0.0
     for products, steps, entries, loaded, added in kernels:
@@ -301,5 +301,5 @@ def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
 
 
 # The tuner asks for the cost of thousands of configs. Do not write to what these give.
-_key_steps = functools.lru_cache(4096)(key_steps)
-_row_steps = functools.lru_cache(4096)(row_steps)
+_kv_blocks = functools.lru_cache(4096)(kv_blocks)
+_q_blocks = functools.lru_cache(4096)(q_blocks)

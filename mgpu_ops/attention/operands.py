@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.mask import Tokens
+from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.problem import PANEL, Problem
 from mgpu_ops.core import engine
 
@@ -36,7 +36,7 @@ class Operands:
         inputs, tiles = (extras[:-1], extras[-1]) if problem.segments else (extras, None)
         return Operands(problem, q, k, v, Inputs.of(problem, tuple(inputs)), bias_shape, tiles)
 
-    def tokens(self, b: Any) -> Tokens:
+    def mask_terms(self, b: Any) -> MaskTerms:
         p = self.problem
         q_end: Any = p.q_tokens
         kv_end: Any = p.kv_tokens
@@ -44,36 +44,35 @@ class Operands:
             q_end, kv_end = (
                 jnp.clip(ref[b], 0, tokens) for ref, tokens in zip(self.inputs.lengths, (p.q_tokens, p.kv_tokens), strict=True)
             )
-        return Tokens(p, q_end, kv_end, kv_end - q_end if p.align == "bottom_right" else 0)
+        return MaskTerms(p, q_end, kv_end, kv_end - q_end if p.align == "bottom_right" else 0)
 
-    def key_tiles(self, b: Any, row: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
-        """`Tokens.key_tiles`, less the tiles at both ends in which no key shares a segment with any of the rows."""
-        return self._sharing(b, row, rows, self.tokens(b).key_tiles(row, rows, tile))
+    def kv_range(self, b: Any, row: Any, rows: int, tile_kv: int) -> BlockRange:
+        """`MaskTerms.kv_range`, less the blocks at both ends in which no key shares a segment with one of the rows."""
+        return self._within_segments(b, row, rows, self.mask_terms(b).kv_range(row, rows, tile_kv))
 
-    def row_tiles(self, b: Any, key: Any, keys: int, tile: int) -> tuple[Any, Any, Any, Any]:
-        """`Tokens.row_tiles`, less the tiles at both ends in which no row shares a segment with any of the keys."""
-        return self._sharing(b, key, keys, self.tokens(b).row_tiles(key, keys, tile))
+    def q_range(self, b: Any, key: Any, keys: int, tile_q: int) -> BlockRange:
+        """`MaskTerms.q_range`, less the blocks at both ends in which no row shares a segment with one of the keys."""
+        return self._within_segments(b, key, keys, self.mask_terms(b).q_range(key, keys, tile_q))
 
-    def _sharing(self, b: Any, token: Any, tokens: int, tiles: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    def _within_segments(self, b: Any, token: Any, tokens: int, blocks: BlockRange) -> BlockRange:
         if self.tiles is None:
-            return tiles
-        first, whole, whole_end, end = tiles
-        mine = lax.div(token, jnp.int32(tokens))
-        first = jnp.minimum(jnp.maximum(first, self.tiles[b, mine, 0]), end - 1)
-        end = jnp.maximum(jnp.minimum(end, self.tiles[b, mine, 1]), first + 1)
-        whole = jnp.clip(whole, first, end)
-        return first, whole, jnp.clip(whole_end, whole, end), end
+            return blocks
+        own = lax.div(token, jnp.int32(tokens))
+        first = jnp.minimum(jnp.maximum(blocks.first, self.tiles[b, own, 0]), blocks.end - 1)
+        end = jnp.maximum(jnp.minimum(blocks.end, self.tiles[b, own, 1]), first + 1)
+        whole = jnp.clip(blocks.whole, first, end)
+        return BlockRange(first, whole, jnp.clip(blocks.whole_end, whole, end), end)
 
     def load_rows(self, src: Any, b: Any, n: Any, row: Any, dst: Any, filled: Any) -> None:
         """Starts the copies of query rows of one head, with zeros from the last on: dst is [panels, rows, PANEL].
 
         Zeros too where lengths end, here and below: whatever the padding holds, be it NaN, has no say.
         """
-        self._load_panels(src, b * self.problem.q_tokens, self.tokens(b).q_end, n, row, dst, filled)
+        self._load_panels(src, b * self.problem.q_tokens, self.mask_terms(b).q_end, n, row, dst, filled)
 
     def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
         """Starts the copies of keys or values of one of their heads, zeros from the last on: dst is [panels, keys, PANEL]."""
-        self._load_panels(src, b * self.problem.kv_tokens, self.tokens(b).kv_end, n, key, dst, filled)
+        self._load_panels(src, b * self.problem.kv_tokens, self.mask_terms(b).kv_end, n, key, dst, filled)
 
     def _load_panels(self, src: Any, start: Any, end: Any, n: Any, token: Any, dst: Any, filled: Any) -> None:
         for panel in range(dst.shape[0]):
@@ -89,7 +88,7 @@ class Operands:
         if src.shape[:2] != (1, 1):
             engine.copy_gmem_to_smem(src.at[b, pl.ds(token, rows), n], dst, filled)
             return
-        p, t = self.problem, self.tokens(b)
+        p, t = self.problem, self.mask_terms(b)
         tokens, end = (p.q_tokens, t.q_end) if kind == "rows" else (p.kv_tokens, t.kv_end)
         engine.load_rows(src, b * tokens + token, b * tokens + end, n * d, dst, filled)
 

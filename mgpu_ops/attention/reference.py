@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.mask import seen_tokens, some_see_nothing, visible
+from mgpu_ops.attention.mask import mask_of, seen_tokens, some_see_nothing
 from mgpu_ops.attention.problem import BackwardProblem, Problem
 from mgpu_ops.core.limits import itemsize_of
 
@@ -31,7 +31,7 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
     row_bytes = group * p.kv_tokens * accurate.itemsize
     rows = min(p.q_tokens, max(1, _CHUNK_BYTES // row_bytes))  # at a time, of the heads that share one head of keys
     pieces = -(-p.q_tokens // rows)
-    seen = _pad_rows(visible(p, inputs.lengths, inputs.segments), 1, pieces * rows)
+    seen = _pad_rows(mask_of(p, inputs.lengths, inputs.segments), 1, pieces * rows)
     bias = None if inputs.bias is None else _pad_rows(inputs.bias, 2, pieces * rows)
 
     def one(x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mgpu_ops import SPECS
 from mgpu_ops.attention import model
-from mgpu_ops.attention.mask import Tokens, key_steps, row_steps
+from mgpu_ops.attention.mask import MaskTerms, kv_blocks, q_blocks
 from mgpu_ops.attention.problem import BackwardProblem, Problem, padded
 from mgpu_ops.core import gpu
 from tests.thorough import examples
@@ -133,15 +133,15 @@ def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile:
     p = dataclasses.replace(
         problem, lengths=False, q_tokens=problem.q_tokens % 1000 + 1, kv_tokens=problem.kv_tokens % 1000 + 1
     )
-    each = Tokens(p, p.q_tokens, p.kv_tokens, p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0)
+    each = MaskTerms(p, p.q_tokens, p.kv_tokens, p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0)
 
     def steps(tiles: Any, count: int) -> list[int]:
         first, _, _, end = tiles(jnp.arange(0, count, tile), tile, step)
         return np.broadcast_to(end - first, (-(-count // tile),)).tolist()
 
     with jax.disable_jit():
-        assert key_steps(p, tile, step).tolist() == steps(each.key_tiles, p.q_tokens)
-        assert row_steps(p, tile, step).tolist() == steps(each.row_tiles, p.kv_tokens)
+        assert kv_blocks(p, tile, step).tolist() == steps(each.kv_range, p.q_tokens)
+        assert q_blocks(p, tile, step).tolist() == steps(each.q_range, p.kv_tokens)
 
 
 # --- how far problems are from each other

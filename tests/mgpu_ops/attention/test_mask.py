@@ -17,7 +17,7 @@ from mgpu_ops import FlashAttentionProblem
 from mgpu_ops.attention import launch, reference
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import segment_tiles
-from mgpu_ops.attention.mask import Order, Tokens, key_range, row_range, visible
+from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, keys_seen, mask_of, rows_seeing
 from mgpu_ops.attention.operands import Operands
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
@@ -41,9 +41,9 @@ class Entry:
         return (jnp.array([self.q_end]), jnp.array([self.kv_end])) if self.problem.lengths else None
 
     @property
-    def tokens(self) -> Tokens:
+    def terms(self) -> MaskTerms:
         offset = self.kv_end - self.q_end if self.problem.align == "bottom_right" else 0
-        return Tokens(self.problem, self.q_end, self.kv_end, offset)
+        return MaskTerms(self.problem, self.q_end, self.kv_end, offset)
 
     def seen(self, mine: Any = None, others: Any = None) -> np.ndarray:
         p = self.problem
@@ -103,7 +103,7 @@ def assert_covers(seen: np.ndarray, first: int, end: int, tile: int) -> None:
 @example(Entry(P(1, 8, 8, 1, 1, 64, lengths=True), 0, 0, 4, 4))
 def test_tiles_of_keys_hold_all_that_is_visible_and_whole_ones_nothing_else(entry):
     p, seen = entry.problem, entry.seen()
-    of_rows = lambda row: entry.tokens.key_tiles(row, entry.own, entry.tile)  # noqa: E731
+    of_rows = lambda row: entry.terms.kv_range(row, entry.own, entry.tile)  # noqa: E731
     for row, ranges in tile_ranges(of_rows, p.q_tokens, entry.own):
         assert_ordered(ranges, p.kv_tokens, entry.tile)
         first, whole, whole_end, end = ranges
@@ -119,7 +119,7 @@ def test_tiles_of_keys_hold_all_that_is_visible_and_whole_ones_nothing_else(entr
 @example(Entry(P(1, 10, 8, 1, 1, 64), 10, 8, 4, 4))
 def test_tiles_of_rows_hold_all_that_is_visible_and_whole_ones_nothing_else(entry):
     p, seen = entry.problem, entry.seen()
-    of_keys = lambda key: entry.tokens.row_tiles(key, entry.own, entry.tile)  # noqa: E731
+    of_keys = lambda key: entry.terms.q_range(key, entry.own, entry.tile)  # noqa: E731
     for key, ranges in tile_ranges(of_keys, p.kv_tokens, entry.own):
         assert_ordered(ranges, p.q_tokens, entry.tile)
         first, whole, whole_end, end = ranges
@@ -144,10 +144,10 @@ def assert_least(seen: np.ndarray, first: int, end: int, tile: int) -> None:
 @given(entries())
 def test_no_tile_is_visited_in_which_nothing_is_visible(entry):
     p, seen = entry.problem, entry.seen()
-    of_rows = lambda row: entry.tokens.key_tiles(row, entry.own, entry.tile)  # noqa: E731
+    of_rows = lambda row: entry.terms.kv_range(row, entry.own, entry.tile)  # noqa: E731
     for row, (first, _, _, end) in tile_ranges(of_rows, p.q_tokens, entry.own):
         assert_least(seen[row : row + entry.own], first, end, entry.tile)
-    of_keys = lambda key: entry.tokens.row_tiles(key, entry.own, entry.tile)  # noqa: E731
+    of_keys = lambda key: entry.terms.q_range(key, entry.own, entry.tile)  # noqa: E731
     for key, (first, _, _, end) in tile_ranges(of_keys, p.kv_tokens, entry.own):
         assert_least(seen[:, key : key + entry.own].T, first, end, entry.tile)
 
@@ -157,9 +157,9 @@ def test_each_tile_is_listed_once_and_those_to_be_masked_are(drawn, ends_that_ar
     first, whole, whole_end, end = sorted(drawn)
     first = whole if ends_that_are_whole in ("first", "both") else first
     end = whole_end if ends_that_are_whole in ("last", "both") else end
-    order = Order.of(*(jnp.int32(x) for x in (first, whole, whole_end, end)))
-    masked = [int(order.masked_tile(i)) for i in range(int(order.masked))]
-    unmasked = [int(order.unmasked_tile(i)) for i in range(int(order.unmasked))]
+    order = BlockOrder.of(BlockRange(*(jnp.int32(x) for x in (first, whole, whole_end, end))))
+    masked = [int(order.masked_block(i)) for i in range(int(order.masked))]
+    unmasked = [int(order.unmasked_block(i)) for i in range(int(order.unmasked))]
     assert sorted(masked + unmasked) == list(range(first, end))
     assert masked
     assert set(unmasked) <= set(range(whole, whole_end))
@@ -169,7 +169,7 @@ def test_each_tile_is_listed_once_and_those_to_be_masked_are(drawn, ends_that_ar
 @given(entries(lengths=False))
 def test_ranges_that_a_schedule_goes_by_are_those_of_visible_tokens(entry):
     p, seen, own = entry.problem, entry.seen(), entry.own
-    for (first, end), by_row in ((key_range(p, own), seen), (row_range(p, own), seen.T)):
+    for (first, end), by_row in ((keys_seen(p, own), seen), (rows_seeing(p, own), seen.T)):
         blocks = [by_row[i : i + own].any(0) for i in range(0, len(by_row), own)]
         wanted = [(tokens[0], tokens[-1] + 1) if len(tokens) else None for tokens in map(np.flatnonzero, blocks)]
         assert len(first) == len(end) == len(wanted)
@@ -221,10 +221,10 @@ def test_a_block_visits_all_that_is_visible_within_its_segments(data, entry, siz
         return replace(NO_OPERANDS, problem=p, inputs=Inputs(None, entry.lengths), tiles=tiles)
 
     by_rows, by_keys = (of(segment_tiles(x[None], y[None], own, tile)) for x, y in ((mine, others), (others, mine)))
-    for row, ranges in tile_ranges(lambda row: by_rows.key_tiles(0, row, own, tile), p.q_tokens, own):
+    for row, ranges in tile_ranges(lambda row: by_rows.kv_range(0, row, own, tile), p.q_tokens, own):
         assert_ordered(ranges, p.kv_tokens, tile)
         assert_covers(seen[row : row + own], ranges[0], ranges[3], tile)
-    for key, ranges in tile_ranges(lambda key: by_keys.row_tiles(0, key, own, tile), p.kv_tokens, own):
+    for key, ranges in tile_ranges(lambda key: by_keys.q_range(0, key, own, tile), p.kv_tokens, own):
         assert_ordered(ranges, p.q_tokens, tile)
         assert_covers(seen[:, key : key + own].T, ranges[0], ranges[3], tile)
 
@@ -241,14 +241,14 @@ def test_pairs_counts_what_is_visible(entry):
 def test_visible_is_what_the_documentation_says(data, entry, sizes, segments):
     entry = resized(entry, *sizes)
     ids = [data.draw(segments_of(tokens)) for tokens in sizes] if segments else []
-    found = visible(entry.problem, entry.lengths, tuple(x[None] for x in ids) or None)
+    found = mask_of(entry.problem, entry.lengths, tuple(x[None] for x in ids) or None)
     np.testing.assert_array_equal(found[0], entry.seen(*ids))
 
 
 @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
 def test_alignment_without_lengths(align):
     wanted = {"bottom_right": [[1, 1, 1, 0], [1, 1, 1, 1]], "top_left": [[1, 0, 0, 0], [1, 1, 0, 0]]}
-    np.testing.assert_array_equal(visible(P(1, 2, 4, 1, 1, 64, causal=True, align=align))[0], wanted[align])
+    np.testing.assert_array_equal(mask_of(P(1, 2, 4, 1, 1, 64, causal=True, align=align))[0], wanted[align])
 
 
 @examples(40)
@@ -258,9 +258,9 @@ def test_lengths_out_of_range_count_as_the_nearest(sizes, q_length, kv_length):
     p = P(1, q_tokens, kv_tokens, 1, 1, 64, causal=True, lengths=True)
     nearest = min(max(q_length, 0), q_tokens), min(max(kv_length, 0), kv_tokens)
     lengths = jnp.array([q_length]), jnp.array([kv_length])
-    tokens = replace(NO_OPERANDS, problem=p, inputs=Inputs(None, lengths)).tokens(0)
-    assert (tokens.q_end, tokens.kv_end, tokens.offset) == (*nearest, nearest[1] - nearest[0])
-    np.testing.assert_array_equal(visible(p, lengths)[0], Entry(p, *nearest, 1, 1).seen())
+    terms = replace(NO_OPERANDS, problem=p, inputs=Inputs(None, lengths)).mask_terms(0)
+    assert (terms.q_end, terms.kv_end, terms.offset) == (*nearest, nearest[1] - nearest[0])
+    np.testing.assert_array_equal(mask_of(p, lengths)[0], Entry(p, *nearest, 1, 1).seen())
 
 
 def test_rows_of_a_bias_have_whole_panels():
