@@ -20,6 +20,7 @@ from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import problems, tuner
 from mgpu_ops.tuning.cli import shared
 from mgpu_ops.tuning.device import Device, Measured, Modelled
+from mgpu_ops.tuning.options import TuneOptions
 
 _log = logging.getLogger("mgpu_ops")
 _calls = itertools.count()
@@ -37,13 +38,15 @@ def autotuned(
 ) -> AbstractContextManager[None]:
     """See `mgpu_ops.autotune`."""
 
+    options = TuneOptions(trials, budget)
+
     def choose() -> str:
         device = _device(gpu)
         try:
             work = problems.of(capture(function, device.gpu)(*args))
             for op in {w.spec.name for w in work if store and _stored(w.spec, w.problem, device) is None}:
                 database.require_writable(database.user_path(device.gpu.key, op), gpu_key=device.gpu.key, op=op)
-            chosen = [(w, _config(w, device, trials, budget, store)) for w in work]
+            chosen = [(w, _config(w, device, options, store)) for w in work]
         finally:
             device.close()
         found = [
@@ -73,13 +76,13 @@ def _device(name: str | None) -> Device:
     return Modelled(wanted)
 
 
-def _config(work: problems.TuningJob, device: Device, trials: int, budget: float, store: bool) -> Any:
+def _config(work: problems.TuningJob, device: Device, options: TuneOptions, store: bool) -> Any:
     """The config of the entry there is for exactly this problem, else of a new one; None: no candidate worked."""
     spec, problem = work.spec, work.problem
     there = _stored(spec, problem, device)
     if there is not None:
         return there
-    result = tuner.tune(spec, problem, device, trials=trials, budget=budget)
+    result = tuner.tune(spec, problem, device, options)
     if result.entry is not None and store:
         path = database.user_path(device.gpu.key, spec.name)
         database.update(path, [result.entry], gpu_key=device.gpu.key, op=spec.name)

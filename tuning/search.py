@@ -24,10 +24,10 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry
 from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.tuning.options import SAMPLERS, TuneOptions
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.surrogate import Surrogate
 
-SAMPLERS = ("tpe", "gp", "random", "brute")
 SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
 NEAREST = 3  # stored configs among the seeds
 ANALYTIC = 6  # of the op's candidates among the seeds
@@ -43,52 +43,41 @@ _DRAWS = 4000  # random configs that stand for a larger one
 class Search:
     """Names configs (`ask`) and learns what became of them (`tell`), in any order and from anybody.
 
-    Args:
-      trials: how many results there will be; from `LOCAL` of them on, the search is local.
-      sampler: one of `SAMPLERS`. "brute" is no search: every legal config in order, the default first.
-      stored: configs that were fast for near problems, the nearest first; None: those in the database.
-      alone: the sampler by itself, without seeds, model and local search; what it is compared with.
+    From `LOCAL` of `options.trials` results on, the search is local.
     """
 
-    def __init__(
-        self,
-        spec: OpSpec,
-        problem: Any,
-        gpu: Gpu,
-        *,
-        trials: int = 32,
-        seed: int = 0,
-        sampler: str = "tpe",
-        stored: Sequence[Any] | None = None,
-        alone: bool = False,
-    ):
-        self._spec, self._problem, self._gpu = spec, problem, gpu
-        self._trials, self._alone, self._brute = trials, alone, sampler == "brute"
+    def __init__(self, spec: OpSpec, problem: Any, gpu: Gpu, options: TuneOptions = TuneOptions()):  # noqa: B008 frozen
+        self._spec, self._problem, self._gpu, self._options = spec, problem, gpu, options
+        self._brute, self._alone = options.sampler == "brute", options.sampler_only
         self._space = {k: list(v) for k, v in spec.space(problem, gpu).items()}
-        self._random = random.Random(seed)
-        self._study = optuna.create_study(sampler=sampler_of(sampler, seed))
-        self._open: dict[Any, optuna.Trial] = {}
+        self._random = random.Random(options.seed)
+        self._study = optuna.create_study(sampler=sampler_of(options.sampler, options.seed))
+        self._open: dict[Any, optuna.Trial] = {}  # named by the sampler, and nothing told yet
+        self._pending: dict[Any, None] = {}  # named by whatever, and nothing told yet
         self._seen: set[Any] = set()
         self._times: dict[Any, float] = {}  # of what worked
-        self._pending: dict[Any, None] = {}  # named, and nothing told yet
         self._told = 0
-        self._walk: Iterator[Any] | None = None
-        self._limit = math.inf
-        self._seeds: collections.deque[tuple[Any, str]] = collections.deque()
         self._patience = _PATIENCE
+        self._walk: Iterator[Any] | None = None
         self._costs: dict[Any, float] = {}
+        self._limit = math.inf  # of the modelled time, in seconds
         self._fast: list[Any] | None = None  # all that may be named, where that is known
         self._pool: list[Any] = []
-        if self._brute and not alone:
+        self._seeds: collections.deque[tuple[Any, str]] = collections.deque()
+        if self._brute and not self._alone:
             self._seeds.append((spec.default(problem, gpu), "default"))
-        elif not alone:
-            pool = self._pooled()
-            self._limit = SLACK * min((self._cost(c) for c in pool), default=math.inf)
-            self._seeds.extend(self._seeded(pool, stored))
-            fast = [c for c in pool if self._cost(c) <= self._limit]
-            self._fast = fast if self._size() <= _POOLED else None
-            self._pool = self._random.sample(fast, min(len(fast), _WEIGHED))
-            self._surrogate = Surrogate(self._space, self._indices, self._cost)
+        elif not self._alone:
+            self._use_model()
+
+    def _use_model(self) -> None:
+        """Seeds, the pool and the surrogate: all that the op's model of time gives a search."""
+        pool = self._pooled()
+        self._limit = SLACK * min((self._cost(c) for c in pool), default=math.inf)
+        self._seeds.extend(self._seeded(pool))
+        fast = [c for c in pool if self._cost(c) <= self._limit]
+        self._fast = fast if self._size() <= _POOLED else None
+        self._pool = self._random.sample(fast, min(len(fast), _WEIGHED))
+        self._surrogate = Surrogate(self._space, self._indices, self._cost)
 
     def ask(self) -> tuple[Any, str] | None:
         """A new legal config and where it comes from: default, near, model, local or search. None once there is no more."""
@@ -99,7 +88,7 @@ class Search:
         if self._fast is not None and all(config in self._seen for config in self._fast):
             return None
         if not self._brute:
-            if not self._alone and self._told >= LOCAL * self._trials and (promising := self._promising()) is not None:
+            if not self._alone and self._told >= LOCAL * self._options.trials and (promising := self._promising()) is not None:
                 return promising
             if (config := self._sampled()) is not None:
                 return self._named(config, "search")
@@ -193,10 +182,11 @@ class Search:
 
     # --- where they come from
 
-    def _seeded(self, pool: Sequence[Any], stored: Sequence[Any] | None) -> Iterator[tuple[Any, str]]:
+    def _seeded(self, pool: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
         yield self._spec.default(self._problem, self._gpu), "default"
-        near = stored_neighbours(self._spec, self._problem, self._gpu) if stored is None else stored
+        near = self._options.neighbours
+        near = stored_neighbours(self._spec, self._problem, self._gpu) if near is None else near
         yield from ((c, "near") for c in near[:NEAREST])
         yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
         yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])

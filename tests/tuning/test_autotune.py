@@ -58,9 +58,9 @@ def test_what_was_tuned_runs_inside_the_context_and_is_stored(monkeypatch: pytes
     asked: list[Any] = []
     tune = tuner.tune
 
-    def tuned(spec: Any, problem: Any, device: Any, **options: Any) -> Any:
-        asked.append((problem, options["trials"], options["budget"], device.kind))
-        result = tune(spec, problem, device, **options)
+    def tuned(spec: Any, problem: Any, device: Any, options: Any) -> Any:
+        asked.append((problem, options.trials, options.budget, device.kind))
+        result = tune(spec, problem, device, options)
         return dataclasses.replace(result, entry=database.to_entry(problem, odd, result.entry.evidence))
 
     monkeypatch.setattr(tuner, "tune", tuned)

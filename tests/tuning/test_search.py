@@ -11,6 +11,7 @@ import pytest
 
 from mgpu_ops.core import extras
 from mgpu_ops.tuning import search
+from mgpu_ops.tuning.options import TuneOptions
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.search import Search
 from mgpu_ops.tuning.surrogate import Surrogate
@@ -22,7 +23,7 @@ EVERY = [Config(*values) for values in itertools.product(*SMALL.values())]
 
 
 def searching(spec: Any = SPEC, **options: Any) -> Search:
-    return Search(spec, PROBLEM, GPU, **options)
+    return Search(spec, PROBLEM, GPU, TuneOptions(**options))
 
 
 def played(found: Search, trials: int) -> list[tuple[Config, str]]:
@@ -37,7 +38,7 @@ def played(found: Search, trials: int) -> list[tuple[Config, str]]:
 @pytest.mark.parametrize("sampler", ["tpe", "random", "brute"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_sampler_names_each_config_of_a_small_space_once_and_then_nothing(sampler: str, alone: bool) -> None:
-    found = searching(SMALL_SPEC, sampler=sampler, alone=alone)
+    found = searching(SMALL_SPEC, sampler=sampler, sampler_only=alone)
     named = [config for config, _ in played(found, 100)]
     assert sorted(named, key=dataclasses.astuple) == sorted(EVERY, key=dataclasses.astuple)
     assert found.ask() is None
@@ -51,7 +52,7 @@ def test_brute_force_walks_in_the_order_of_the_space_and_asks_no_model() -> None
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_sampler_alone_has_no_seeds(alone: bool) -> None:
     store(1024, Config(2, 16, 1, 8, "m"))
-    origins = [origin for _, origin in played(searching(alone=alone), 16)]
+    origins = [origin for _, origin in played(searching(sampler_only=alone), 16)]
     assert (set(origins) == {"search"}) == alone
     if not alone:
         assert origins[:2] == ["default", "near"]

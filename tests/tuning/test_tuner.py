@@ -15,7 +15,8 @@ import pytest
 
 from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.spec import OpSpec
-from mgpu_ops.tuning import search, tuner
+from mgpu_ops.tuning import ranking, search, tuner
+from mgpu_ops.tuning.options import TuneOptions
 from mgpu_ops.tuning.outcome import Final, Outcome
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning.toy import CHOICES, DEFAULT, GPU, OPTIMUM, PROBLEM, SPEC, Clock, Config, FakeDevice, Problem, slope, store
@@ -29,7 +30,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def tune(device: FakeDevice, spec: OpSpec = SPEC, **options: Any) -> tuner.Result:
-    return tuner.tune(spec, PROBLEM, device, **options)
+    rest = {name: options.pop(name) for name in ("study", "final", "progress") if name in options}
+    return tuner.tune(spec, PROBLEM, device, TuneOptions(**options), **rest)
 
 
 def stored_config(result: tuner.Result) -> Config:
@@ -379,12 +381,12 @@ def test_what_the_database_holds_is_not_stored_again_as_slower_than_the_default(
 def test_who_is_faster_is_told_with_a_confidence_from_ratios_within_rounds() -> None:
     drift = [100.0 * (1 + 0.01 * n) for n in range(21)]  # a clock that falls by 20 %
     faster = [0.99 * us for us in drift]
-    assert tuner.confidence_faster(faster, drift, 0.003, 0) == 1.0
-    assert tuner.confidence_faster(drift, faster, 0.0, 0) == 0.0
-    assert tuner.confidence_faster(faster, drift, 0.02, 0) == 0.0
+    assert ranking.confidence_faster(faster, drift, 0.003, 0) == 1.0
+    assert ranking.confidence_faster(drift, faster, 0.0, 0) == 0.0
+    assert ranking.confidence_faster(faster, drift, 0.02, 0) == 0.0
     noise = random.Random(0)
     a, b = ([100.0 + noise.gauss(0, 1) for _ in range(31)] for _ in range(2))
-    assert 0.01 < tuner.confidence_faster(a, b, 0.0, 0) < 0.99
+    assert 0.01 < ranking.confidence_faster(a, b, 0.0, 0) < 0.99
 
 
 def test_what_is_not_told_apart_is_measured_again_and_what_lags_is_not() -> None:
@@ -398,7 +400,7 @@ def test_what_is_not_told_apart_is_measured_again_and_what_lags_is_not() -> None
             return Final({c: [us + noise.gauss(0, 0.5) for _ in range(15)] for c, us in base.items()}, [150.0] * 15)
 
     result = tune(Noisy(), trials=100)
-    assert len(runs) == tuner.RUNS
+    assert len(runs) == ranking.RUNS
     assert all(slope(c) <= 110.0 or c == DEFAULT for c in runs[1])
     assert DEFAULT in runs[-1]
     assert slope(stored_config(result)) <= 110.0

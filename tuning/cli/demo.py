@@ -30,31 +30,33 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.registry import database
     from mgpu_ops.tuning import measure
+    from mgpu_ops.tuning.options import TuneOptions
+    from mgpu_ops.tuning.problems import TuningJob
 
     spec = mgpu_ops.spec_of("matmul")
     device = _device_of_demo()
     side = 4096 if device.kind == "measured" else 512
     backend: Literal["mosaic", "interpret"] = "mosaic" if device.kind == "measured" else "interpret"
-    problem = spec.Problem(side, side, side)
+    job = TuningJob(spec.name, spec.Problem(side, side, side), 1, f"{side}x{side}x{side}")
     path = database.user_path(device.gpu.key, spec.name)
     try:
         database.require_writable(path, gpu_key=device.gpu.key, op=spec.name)
         told: list[Any] = []
         with progress_bar() as bar:
-            code = tune_one(spec, f"{side}x{side}x{side}", problem, device, path, 24, 60.0, 0, told, bar=bar)
+            code = tune_one(job, device, path, TuneOptions(trials=24, budget=60.0), told, bar=bar)
     finally:
         device.close()
     if code != OK:
         answer(arguments, {"problems": told})
         return code
-    a, b = spec.inputs(problem, jax.random.key(1))
+    a, b = spec.inputs(job.problem, jax.random.key(1))
     out = mgpu_ops.matmul(a, b, backend=backend)
     wide = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
-    error, limit = measure.error(out, jax.numpy.asarray(wide)), spec.tolerance(problem)
+    error, limit = measure.error(out, jax.numpy.asarray(wide)), spec.tolerance(job.problem)
     say(
         f"mgpu_ops.matmul(a, b, backend={backend!r}) with that entry: max error {error:.2e} against float32 (limit {limit:.0e})"
     )
-    for line in mgpu_ops.explain("matmul", problem, device.gpu.key).split("\n")[:3]:
+    for line in mgpu_ops.explain("matmul", job.problem, device.gpu.key).split("\n")[:3]:
         say(line)
     answer(arguments, {"problems": told, "backend": backend, "error": error, "limit": limit})
     return OK if error <= limit else WRONG

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.arguments import (
     positive_int,
@@ -34,9 +34,15 @@ from mgpu_ops.tuning.cli.shared import (
     say,
 )
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument, storage_of
+from mgpu_ops.tuning.options import SAMPLERS, TRIALS, TuneOptions
 from mgpu_ops.tuning.terminal import printable
 
-TRIALS = 32  # candidates a problem
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from mgpu_ops.tuning.device import Device
+    from mgpu_ops.tuning.problems import TuningJob
+
 ALL = 2**31  # of the sampler "brute"
 
 
@@ -89,9 +95,7 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="stop once a candidate has this share of the baseline's speed (XLA's, cuDNN's), e.g. 0.98 or 1.1",
     )
-    parser.add_argument(
-        "--sampler", choices=("tpe", "gp", "random", "brute"), default="tpe", help="default tpe; brute tries every legal config"
-    )
+    parser.add_argument("--sampler", choices=SAMPLERS, default="tpe", help="default tpe; brute tries every legal config")
     workers_argument(parser)
     storage_argument(parser, otherwise="a journal file of your own, from which a tuner that was killed goes on")
     parser.add_argument("--fresh", action="store_true", help="measure again what an unfinished run of the problem measured")
@@ -133,24 +137,11 @@ def tune_all(
     """Tunes the problems, on each device one at a time; the worst exit code. One of several that fails does not end the run."""
     from mgpu_ops.tuning import many, worker
 
+    options = options_of(arguments)
     with progress_bar() as bar:
 
         def tune(w: Any, device: Any) -> int:
-            code = tune_one(
-                w.spec,
-                w.name,
-                w.problem,
-                device,
-                paths[w.op],
-                _trials(arguments),
-                arguments.budget,
-                arguments.seed,
-                told,
-                bar=bar,
-                target=arguments.target,
-                sampler=arguments.sampler,
-                studies=studies,
-            )
+            code = tune_one(w, device, paths[w.op], options, told, bar=bar, studies=studies)
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             return code
@@ -170,8 +161,9 @@ def tune_all(
         return worst
 
 
-def _trials(arguments: argparse.Namespace) -> int:
-    return arguments.trials or (ALL if arguments.sampler == "brute" else TRIALS)
+def options_of(arguments: argparse.Namespace) -> TuneOptions:
+    trials = arguments.trials or (ALL if arguments.sampler == "brute" else TRIALS)
+    return TuneOptions(trials, arguments.budget, arguments.target, arguments.seed, arguments.sampler)
 
 
 def _for_some_worker(work: Sequence[Any], gpus: Sequence[Any]) -> list[Any]:
@@ -203,6 +195,7 @@ def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
             raise UsageError(f"{option} is the workers' to say, not of --queue: leave it out")
     gpu = gpu_or_current(arguments.gpu) if arguments.gpu else None
     work = _for_some_worker(work, [gpu] if gpu else gpus.GPUS)
+    options = options_of(arguments)
     with storage.opened(where) as backend:
         jobs = fleet_queue.enqueue(
             backend,
@@ -211,11 +204,11 @@ def _queue(work: list[Any], arguments: argparse.Namespace) -> int:
                     op=w.op,
                     problem=dataclasses.asdict(w.problem),
                     name=w.name,
-                    trials=_trials(arguments),
-                    budget=None if math.isinf(arguments.budget) else arguments.budget,
-                    target=arguments.target,
-                    sampler=arguments.sampler,
-                    seed=arguments.seed,
+                    trials=options.trials,
+                    budget=None if math.isinf(options.budget) else options.budget,
+                    target=options.target,
+                    sampler=options.sampler,
+                    seed=options.seed,
                     gpu=gpu and gpu.key,
                 )
                 for w in work
@@ -260,7 +253,7 @@ def studies_of(arguments: argparse.Namespace) -> Iterator[Studies]:
         yield study
 
 
-def progress_bar() -> Any:
+def progress_bar() -> Progress:
     """A bar a problem: trials, time, time left, the best so far and failures by kind."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -278,25 +271,20 @@ def progress_bar() -> Any:
 
 
 def tune_one(
-    spec: Any,
-    name: str,
-    problem: Any,
-    device: Any,
+    job: TuningJob,
+    device: Device,
     path: Path,
-    trials: int,
-    budget: float,
-    seed: int,
+    options: TuneOptions,
     told: list[dict[str, Any]],
     *,
-    bar: Any,
-    target: float | None = None,
-    sampler: str = "tpe",
+    bar: Progress,
     studies: Studies = lambda spec, problem, device: contextlib.nullcontext(),
 ) -> int:
     """Tunes one problem with a progress bar, prints its trials, stores its entry; the exit code. `told` gets the result."""
     from mgpu_ops.registry import database
     from mgpu_ops.tuning import storage, tables, tuner
 
+    spec, name, problem = job.spec, job.name, job.problem
     tuner.check_supported(spec, problem, device.gpu)  # before a progress bar is on the screen
     best, failures = math.inf, collections.Counter[str]()
 
@@ -308,12 +296,9 @@ def tune_one(
         bar.update(task, advance=1, best=", ".join(words + [f"{n} {kind}" for kind, n in failures.items()]))
 
     with studies(spec, problem, device) as study:
-        task = bar.add_task(printable(f"{spec.name} {name}"), total=None if trials == ALL else trials, best="")
+        task = bar.add_task(printable(f"{spec.name} {name}"), total=None if options.trials == ALL else options.trials, best="")
         try:
-            result = tuner.tune(
-                spec, problem, device,
-                trials=trials, budget=budget, target=target, seed=seed, sampler=sampler, study=study, progress=progress,
-            )  # fmt: skip
+            result = tuner.tune(spec, problem, device, options, study=study, progress=progress)
         finally:
             bar.stop_task(task)
         told.append(
@@ -332,7 +317,7 @@ def tune_one(
 
 
 def _tell(result: Any, name: str, kind: str) -> None:
-    from mgpu_ops.tuning import tuner
+    from mgpu_ops.tuning import ranking
 
     for (fault, detail), number in result.failures.items():
         say(f"failed: {number} {fault}: {detail}")
@@ -344,7 +329,7 @@ def _tell(result: Any, name: str, kind: str) -> None:
     default = f", default {e.default_us:.1f} us" if e.default_us else ""
     say(f"best of {len(result.trials)} in {result.seconds:.1f} s: {e.median_us:.1f} us {e.kind}{default}{against}")
     if result.confidence is not None and kind == "measured":
-        margin = f"{tuner.NEAR_TIE:.1%}"
+        margin = f"{ranking.NEAR_TIE:.1%}"
         say(f"no other finalist is faster by more than {margin}, with a confidence of {result.confidence:.0%}")
 
 

@@ -23,9 +23,10 @@ import optuna
 from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry
 from mgpu_ops.registry.spec import OpSpec
-from mgpu_ops.tuning import search, storage, tuner
+from mgpu_ops.tuning import options, search, storage, tuner
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger
+from mgpu_ops.tuning.options import TuneOptions
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.storage import Identity, StorageError
 from mgpu_ops.tuning.worker import Lost, WorkerError
@@ -54,8 +55,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return f"seed {self.seed} must be a whole number from 0 to 2**32 - 1"
         if self.trials < 1:
             return f"trials {self.trials} must be at least 1"
-        if self.sampler not in search.SAMPLERS:
-            return f"sampler {self.sampler!r} is not one of {', '.join(search.SAMPLERS)}"
+        if self.sampler not in options.SAMPLERS:
+            return f"sampler {self.sampler!r} is not one of {', '.join(options.SAMPLERS)}"
         for name, value in (("budget", self.budget), ("target", self.target)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 return f"{name} {value} must be a number above 0"
@@ -65,6 +66,11 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def key(self) -> str:
         what = json.dumps([self.op, self.problem, self.gpu], sort_keys=True)
         return f"job {hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+    @property
+    def options(self) -> TuneOptions:
+        budget = math.inf if self.budget is None else self.budget
+        return TuneOptions(self.trials, budget, self.target, self.seed, self.sampler)
 
     @property
     def run(self) -> str:
@@ -273,11 +279,7 @@ class Worker:
             plan.spec,
             plan.problem,
             self._device,
-            trials=ledger.count() if again else job.trials,
-            budget=math.inf if job.budget is None else job.budget,
-            target=job.target,
-            seed=job.seed,
-            sampler=job.sampler,
+            dataclasses.replace(job.options, trials=ledger.count() if again else job.trials),
             study=study,
             final=ours,
         )

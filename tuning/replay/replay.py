@@ -30,9 +30,9 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.database import Entry, Evidence
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import measure, tuner
+from mgpu_ops.tuning.options import TuneOptions
 from mgpu_ops.tuning.outcome import Final, Outcome
 from mgpu_ops.tuning.replay.sweep import Sweep, gpu_of
-from mgpu_ops.tuning.search import Search
 
 OURS = "ours"  # the default search: seeds, tpe, local
 SAMPLERS = (OURS, "tpe", "gp", "random", "brute")  # the others alone: without seeds, model and local search
@@ -122,13 +122,10 @@ def play(sweep: Sweep, sampler: str = OURS, trials: int = 32, seed: int = 0) -> 
     """One search on a sweep, by one of `SAMPLERS`."""
     spec, problem = recorded_spec(sweep)
     device = Recorded(sweep, spec, seed)
-    alone = sampler != OURS
-    if alone:  # outside of the grid it would hardly ever name what was measured
+    if sampler != OURS:  # outside of the grid it would hardly ever name what was measured
         spec = dataclasses.replace(spec, space=lambda problem, gpu: dict(sweep.grid))
-    search = Search(
-        spec, problem, device.gpu, trials=trials, seed=seed, sampler=sampler if alone else "tpe", stored=[], alone=alone
-    )
-    result = tuner.tune(spec, problem, device, trials=trials, seed=seed, search=search)
+    own = {} if sampler == OURS else {"sampler": sampler, "sampler_only": True}
+    result = tuner.tune(spec, problem, device, TuneOptions(trials=trials, seed=seed, neighbours=(), **own))
     if result.ended == "interrupted":
         raise KeyboardInterrupt  # a search that was cut off says nothing of the sampler
     curve, best, seen = [], math.inf, math.inf

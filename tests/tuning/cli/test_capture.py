@@ -189,8 +189,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(op, name) of what `mgpu-tune run` tunes, in order; nothing is tuned."""
     told: list[tuple[str, str]] = []
 
-    def tune_one(spec: Any, name: str, problem: Any, *rest: Any, **more: Any) -> int:
-        told.append((spec.name, name))
+    def tune_one(job: problems.TuningJob, *rest: Any, **more: Any) -> int:
+        told.append((job.op, job.name))
         return 0
 
     monkeypatch.setattr(run_command, "tune_one", tune_one)

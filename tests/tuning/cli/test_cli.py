@@ -946,7 +946,7 @@ def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.
     class Reached(Exception):
         pass
 
-    def tune(spec: Any, name: str, problem: Any, device: Any, *rest: Any, **more: Any) -> int:
+    def tune(job: Any, device: Any, *rest: Any, **more: Any) -> int:
         assert device.kind == "modelled"
         raise Reached
 
