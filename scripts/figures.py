@@ -67,15 +67,15 @@ def problems(results: Path, what: str) -> list[Problem]:
 # --- lines of tables
 
 
-def line(what: str, beside: str, found: Iterable[Problem], *peers: str, ratio: Ratio | None = None) -> str:
+def line(what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None) -> str:
     """A line of a table: geometric mean, extremes with the problems they belong to, and how many are below 1.
 
-    ratio: by default the time of the fastest of `peers` over ours. Of the problems that all of these ran; LookupError for none.
+    ratio: by default the time of the fastest of `competitors` over ours. Problems that one of them did not run are left out.
     """
-    ratio = ratio or (lambda p: min(p.us(peer) for peer in peers) / p.us("mgpu_ops"))
-    ratios = sorted((ratio(p), p.name) for p in found if {*peers} <= p.rows.keys())
+    ratio = ratio or (lambda p: min(p.us(competitor) for competitor in competitors) / p.us("mgpu_ops"))
+    ratios = sorted((ratio(p), p.name) for p in found if {*competitors} <= p.rows.keys())
     if not ratios:
-        raise LookupError(f"no problem of {what!r} was timed beside {', '.join(peers)}")
+        raise LookupError(f"no problem of {what!r} was timed beside {', '.join(competitors)}")
     (worst, worst_name), (best, best_name) = ratios[0], ratios[-1]
     mean = math.exp(math.fsum(math.log(r) for r, _ in ratios) / len(ratios))
     below = sum(r < 1 for r, _ in ratios)

@@ -104,11 +104,11 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
 
 
 def csv_of(spec: OpSpec) -> bytes:
-    from mgpu_ops.tuning.bench import plot, runner
+    from mgpu_ops.tuning.bench import plot, results
 
     rows = plot.rows_of(spec, H200, [entry_of(spec, name) for name in list(spec.shapes)[:2]])
     with tempfile.TemporaryDirectory() as folder:
-        runner.write_csv(rows, Path(folder) / "sound.csv")
+        results.write_csv(rows, Path(folder) / "sound.csv")
         return (Path(folder) / "sound.csv").read_bytes()
 
 
@@ -262,11 +262,11 @@ def read_journal(path: Path, spec: OpSpec) -> bool:
 
 
 def read_csv(path: Path, spec: OpSpec) -> bool:
-    from mgpu_ops.tuning.bench import page, report, runner, sources
+    from mgpu_ops.tuning.bench import page, report, results, sources
 
     try:
         page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
-        report.table(runner.read_csv(path))
+        report.table(results.read_csv(path))
     except ValueError:
         return False
     return True

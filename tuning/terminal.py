@@ -16,6 +16,12 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def brief(error: BaseException) -> str:
+    """An exception as one short line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first[:300]}".rstrip(": ")
+
+
 def console(**options: Any) -> Any:
     """Rich's console, in which every text of a table is `printable` and none is markup; a `rich.text.Text` keeps its style."""
     from rich.console import Console

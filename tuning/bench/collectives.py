@@ -1,34 +1,36 @@
-"""Benchmarks of collectives: ours beside XLA's, between the GPUs of this machine, as rows of `bench`.
+"""Benchmarks of collectives: ours beside XLA's, between the GPUs of this machine.
 
-`bench.Row` says what each kind of time is; all are taken in turn, in one run. The `median_us` of a collective is a call in a
-chain: the difference between programs of 48 and of 16 calls, queued as JAX does by itself, so that dispatching a program is not
-in it; of each the lower quartile, as the host's other work only ever adds. Payloads are in the L2 where they fit: nothing is
-flushed.
+`Measurement` defines each kind of time; all are taken in turn, in one run. The `median_us` of a collective is a call in a
+chain: the difference between programs of 48 and of 16 calls, which JAX queues, so that the time to dispatch a program is not in
+it. Of each program's times the lower quartile counts, as the host's other work only ever adds. Payloads stay in the L2 where
+they fit: nothing is flushed.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops.collectives.problem import payload_bytes
-from mgpu_ops.collectives.workspace import config_for
+from mgpu_ops.collectives.workspace import Workspace, config_for
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import resolution
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import measure
-from mgpu_ops.tuning.bench.implementations import brief, compiled
-from mgpu_ops.tuning.bench.runner import OURS, Row, six_digits, stamp_of
+from mgpu_ops.tuning.bench.results import OURS, Measurement, Stamp, Texts, six_digits
+from mgpu_ops.tuning.bench.runner import BenchOptions, config_text, stamp_of
+from mgpu_ops.tuning.bench.settings import CompiledCall, Function, compiled
 from mgpu_ops.tuning.labels import label
 from mgpu_ops.tuning.sharing import first_devices, shared_out
+from mgpu_ops.tuning.terminal import brief
 
 IN_WORKSPACE, XLA = f"{OURS}, workspace", "xla"
 _LONGER = 3  # times as many calls in a program: the difference is free of what it takes to dispatch and to start one
@@ -38,97 +40,119 @@ _AROUND = re.compile(r"barrier|memset|memcpy|fill|broadcast", re.IGNORECASE)  # 
 def run(
     spec: OpSpec,
     problems: Mapping[str, Any],
+    options: BenchOptions,
     *,
-    gpu: Gpu,
-    seconds: float,
     progress: Callable[[str], None],
-    save: Callable[[list[Row]], None] | None = None,
-    backend: str | None = None,
-    seed: int = 0,
-) -> list[Row]:
-    """Measures each problem, ours through the public function; `progress` gets a line for each, `save` all rows so far.
+    save: Callable[[list[Measurement]], None] | None = None,
+) -> list[Measurement]:
+    """Measures each problem: ours through the public function, also in a workspace where it has a config, and XLA's.
 
-    A problem that fails is said and left out. `seconds` is the time for the rounds of one problem.
+    `progress` gets a line for each problem, `save` all measurements so far. A problem that fails is told and left out. Of the
+    options, those of gradients and competitors are not used.
     """
-    rows: list[Row] = []
-    stamp = stamp_of(spec.name, gpu)
+    measured: list[Measurement] = []
+    stamp = stamp_of(spec.name, options.gpu)
     for name, problem in problems.items():
         text = label(spec, name, problem)
         try:
-            new = _measured(spec, problem, gpu, seconds, backend, seed, {**stamp, "problem": text})
+            new = _measured(spec, problem, text, options, stamp)
         except Exception as error:
             progress(f"{text}: failed: {brief(error)}")
             continue
-        rows += new
+        measured += new
         times = (f"{row.impl} {row.median_us:.4g} us a call, {row.own_us:.4g} us of its own" for row in new)
         progress(f"{text}: {', '.join(times)}")
         if save:
-            save(rows)
-    return rows
+            save(measured)
+    return measured
 
 
-def _measured(
-    spec: OpSpec, problem: Any, gpu: Gpu, seconds: float, backend: str | None, seed: int, stamp: Mapping[str, Any]
-) -> list[Row]:
+def _measured(spec: OpSpec, problem: Any, text: str, options: BenchOptions, stamp: Stamp) -> list[Measurement]:
     devices = spec.devices(problem)
     if devices > len(jax.local_devices()):
         raise ValueError(f"it takes {devices} GPUs, and {len(jax.local_devices())} are here")
-    inputs = jax.jit(functools.partial(spec.inputs, problem))(jax.random.key(seed))
+    inputs = jax.jit(functools.partial(spec.inputs, problem))(jax.random.key(options.seed))
     arrays = shared_out(inputs, devices, first_devices(devices))
     expected = jax.jit(functools.partial(spec.reference, problem))(*arrays)
+    functions = _functions(spec, problem, options)
+    longer = dataclasses.replace(spec, turns=_LONGER * spec.turns)
+    workspaces = {IN_WORKSPACE: _workspace(devices)} if IN_WORKSPACE in functions else {}
+    programs = {impl: _chain(spec, f, arrays, workspaces.get(impl)) for impl, f in functions.items()}
+    longer_programs = {impl: _chain(longer, f, arrays, workspaces.get(impl)) for impl, f in functions.items()}
+    errors = {impl: measure.error(spec.result(call()), expected) for impl, call in programs.items()}
+    samples = _sampled(programs, longer_programs, devices, options.seconds)
+    found = []
+    for impl in functions:
+        config = config_text(spec, problem, options.gpu) if impl == OURS else ""
+        texts: Texts = {**stamp, "problem": text, "impl": impl, "config": config}
+        found.append(measurement(spec, problem, texts, samples[impl].times(spec.turns), errors[impl]))
+    return found
+
+
+def _functions(spec: OpSpec, problem: Any, options: BenchOptions) -> dict[str, Function]:
+    """What is measured, by name: functions of the arrays, of which that in a workspace takes an open one first."""
     assert spec.baseline is not None
     baseline = spec.baseline(problem)
     assert baseline is not None
-    functions: dict[str, Callable[..., Any]] = {OURS: public(spec, problem, gpu, backend)}
+    devices = spec.devices(problem)
+    functions: dict[str, Function] = {OURS: public(spec, problem, options.gpu, options.backend)}
     kind: Any = spec.name
-    if backend != "xla" and problem.transport == "peer" and config_for(kind, problem, _workspace(devices)):
+    if options.backend != "xla" and problem.transport == "peer" and config_for(kind, problem, _workspace(devices)):
         functions[IN_WORKSPACE] = in_workspace(spec, problem, first_devices(devices))
-    functions[XLA] = functools.partial(baseline.run, problem)
-    longer = dataclasses.replace(spec, turns=_LONGER * spec.turns)
+    return functions | {XLA: functools.partial(baseline.run, problem)}
 
-    def chain(spec: OpSpec, impl: str) -> Callable[[], Any]:
-        if impl != IN_WORKSPACE:
-            return compiled(spec.timed(functions[impl]), arrays)
-        opening = lambda x, memory: spec.timed(functools.partial(functions[impl], memory.open()))(x)  # noqa: E731
-        return compiled(opening, (*arrays, _workspace(devices)))
 
-    calls = {impl: chain(spec, impl) for impl in functions}
-    longs = {impl: chain(longer, impl) for impl in functions}
-    errors = {impl: measure.error(spec.result(call()), expected) for impl, call in calls.items()}
-    once = sum(measure.wall(call, 1) for call in calls.values() for _ in range(2)) / 2
-    own, around, short, long, alone = (collections.defaultdict[str, list[float]](list) for _ in range(5))
-    for _ in range(measure.rounds_for(seconds / 3, once, low=5, high=20)):
-        for impl, call in calls.items():
-            kernels = measure.kernels(call)
-            own[impl].append(measure.last(((n, us) for n, us in kernels if not _AROUND.search(n)), devices) / spec.turns)
-            around[impl].append(measure.last(((n, us) for n, us in kernels if _AROUND.search(n)), devices) / spec.turns)
-    for _ in range(measure.rounds_for(seconds, (1 + measure.QUEUED * (1 + _LONGER)) * once, low=7, high=100)):
-        for impl, call in calls.items():
-            for walls, program, queued in (
-                (alone, call, 1),
-                (short, call, measure.QUEUED),
-                (long, longs[impl], measure.QUEUED),
-            ):
-                walls[impl].append(measure.wall(program, queued))
-    many = measure.QUEUED * (_LONGER - 1) * spec.turns  # calls more
-    rows = []
-    for impl in functions:
-        times = {
-            "median_us": (_undisturbed(long[impl]) - _undisturbed(short[impl])) / many,
-            "spread_us": measure.spread_us([(b - a) / many for a, b in zip(short[impl], long[impl], strict=True)]),
-            "own_us": measure.median_us(own[impl]),
-            "around_us": measure.median_us(around[impl]),
-            "chain_us": _undisturbed(alone[impl]),
+def _chain(spec: OpSpec, function: Function, arrays: tuple, workspace: Workspace | None) -> CompiledCall:
+    """A program of `spec.turns` calls, each of which waits for the one before; in a workspace, it opens that first."""
+    if workspace is None:
+        return compiled(spec.timed(function), arrays)
+    opening = lambda x, memory: spec.timed(functools.partial(function, memory.open()))(x)  # noqa: E731
+    return compiled(opening, (*arrays, workspace))
+
+
+# --- Times ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Samples:
+    """Times of one implementation in microseconds: of its kernels, and by the wall clock of programs of calls."""
+
+    own: list[float] = field(default_factory=list)  # kernels that move data, in one program
+    around: list[float] = field(default_factory=list)  # kernels that prepare a call, in one program
+    alone: list[float] = field(default_factory=list)  # one program
+    short: list[float] = field(default_factory=list)  # a program of several that are queued
+    long: list[float] = field(default_factory=list)  # a program of `_LONGER` times as many calls, likewise
+
+    def times(self, turns: int) -> dict[str, float]:
+        """By column; `turns` calls are in one program."""
+        more = measure.QUEUED * (_LONGER - 1) * turns  # calls in a long sample than in a short one
+        return {
+            "median_us": (_undisturbed(self.long) - _undisturbed(self.short)) / more,
+            "spread_us": measure.spread_us([(b - a) / more for a, b in zip(self.short, self.long, strict=True)]),
+            "own_us": measure.median_us(self.own) / turns,
+            "around_us": measure.median_us(self.around) / turns,
+            "chain_us": _undisturbed(self.alone),
         }
-        config = _config(spec, problem, gpu) if impl == OURS else ""
-        rows.append(row_of(spec, problem, stamp, impl, config, times, errors[impl]))
-    return rows
 
 
-@functools.cache
-def _workspace(devices: int) -> Any:
-    """One for all problems: its memory is not given back."""
-    return mgpu_ops.collective_workspace(first_devices(devices), "device")
+def _sampled(
+    programs: Mapping[str, CompiledCall], longer: Mapping[str, CompiledCall], devices: int, seconds: float
+) -> dict[str, _Samples]:
+    """Rounds of all implementations in turn: for a third of `seconds` with CUPTI, then by the wall clock."""
+    samples = {impl: _Samples() for impl in programs}
+    once_us = sum(measure.wall(program, 1) for program in programs.values() for _ in range(2)) / 2
+    for _ in range(measure.rounds_for(seconds / 3, once_us, low=5, high=20)):
+        for impl, program in programs.items():
+            kernels = measure.kernels(program)
+            samples[impl].own.append(measure.last(((n, us) for n, us in kernels if not _AROUND.search(n)), devices))
+            samples[impl].around.append(measure.last(((n, us) for n, us in kernels if _AROUND.search(n)), devices))
+    round_us = (1 + measure.QUEUED * (1 + _LONGER)) * once_us
+    for _ in range(measure.rounds_for(seconds, round_us, low=7, high=100)):
+        for impl, program in programs.items():
+            samples[impl].alone.append(measure.wall(program, 1))
+            samples[impl].short.append(measure.wall(program, measure.QUEUED))
+            samples[impl].long.append(measure.wall(longer[impl], measure.QUEUED))
+    return samples
 
 
 def _undisturbed(walls: Sequence[float]) -> float:
@@ -136,27 +160,21 @@ def _undisturbed(walls: Sequence[float]) -> float:
     return sorted(walls)[len(walls) // 4]
 
 
-def public(spec: OpSpec, problem: Any, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
-    """The public function on x of all devices, [devices, elements]: by the problem's transport, unless XLA is tuned for it."""
-    transport = problem.transport if resolution.resolve(spec, problem, gpu).config.algorithm != "xla" else None
-    return _shared(_one(spec, problem, transport=transport, backend=backend), first_devices(problem.devices))
-
-
-def in_workspace(spec: OpSpec, problem: Any, mesh: Any) -> Callable[[Any, jax.Array], jax.Array]:
-    """The same of an open workspace and x."""
-    return _shared(lambda memory, x: _one(spec, problem, workspace=memory)(x), mesh)
-
-
-def _one(spec: OpSpec, problem: Any, **how: Any) -> Callable[[jax.Array], jax.Array]:
-    if spec.name != "all_gather":
-        how["op"] = problem.reduction
-    function: Any = getattr(mgpu_ops, spec.name)
-    return lambda x: function(x[0], "device", **how)[None]
-
-
-def _shared(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    own = PartitionSpec("device")
-    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+def measurement(spec: OpSpec, problem: Any, texts: Texts, times: Mapping[str, float], error: float) -> Measurement:
+    """The measurement that has these times, by column; the rates are computed from `median_us`."""
+    us, size = times["median_us"], payload_bytes(problem)
+    if not us > 0:
+        noise = f"a call of {texts['impl']} takes less than the host's noise ({us:.3g} us): measure it again"
+        raise measure.MeasurementError(noise)
+    numbers = {
+        **times,
+        "tflops": spec.flops(problem) / us / 1e6,
+        "gbs": spec.bytes(problem) / us / 1e3,
+        "error": error,
+        "bus_gbs": bus_bytes(spec.name, size, problem.devices) / us / 1e3,
+    }
+    rounded: dict[str, Any] = {name: six_digits(value) for name, value in numbers.items()}
+    return Measurement(devices=problem.devices, bytes=size, **rounded, **texts)
 
 
 def bus_bytes(op: str, size: int, devices: int) -> float:
@@ -164,25 +182,36 @@ def bus_bytes(op: str, size: int, devices: int) -> float:
     return (2 if op == "all_reduce" else 1) * (devices - 1) / devices * size
 
 
-def _config(spec: OpSpec, problem: Any, gpu: Gpu) -> str:
-    found = resolution.resolve(spec, problem, gpu)
-    fields = dataclasses.asdict(found.config).items()
-    return f"{' '.join(f'{key}={value}' for key, value in fields)}; source={found.source}"
+# --- Functions ------------------------------------------------------------------------------------
 
 
-def row_of(
-    spec: OpSpec, p: Any, stamp: Mapping[str, Any], impl: str, config: str, times: Mapping[str, float], error: float
-) -> Row:
-    """A row of times by their column's name: the rates are of `median_us`."""
-    us, size = times["median_us"], payload_bytes(p)
-    if not us > 0:
-        raise measure.MeasurementError(f"a call of {impl} takes less than the host's noise ({us:.3g} us): measure it again")
-    numbers = {
-        **times,
-        "tflops": spec.flops(p) / us / 1e6,
-        "gbs": spec.bytes(p) / us / 1e3,
-        "error": error,
-        "bus_gbs": bus_bytes(spec.name, size, p.devices) / us / 1e3,
-    }
-    rounded: dict[str, Any] = {name: six_digits(value) for name, value in numbers.items()}
-    return Row(impl=impl, config=config, devices=p.devices, bytes=size, **rounded, **stamp)
+@functools.cache
+def _workspace(devices: int) -> Workspace:
+    """One for all problems, as its memory is never freed."""
+    return mgpu_ops.collective_workspace(first_devices(devices), "device")
+
+
+def public(spec: OpSpec, problem: Any, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
+    """The public function on x of all devices, [devices, elements].
+
+    It names the problem's transport, which makes a kernel run, unless the config says that XLA is faster.
+    """
+    transport = problem.transport if resolution.resolve(spec, problem, gpu).config.algorithm != "xla" else None
+    return _on_mesh(_on_each_device(spec, problem, transport=transport, backend=backend), first_devices(problem.devices))
+
+
+def in_workspace(spec: OpSpec, problem: Any, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
+    """The same in a workspace: a function of an open workspace and x."""
+    return _on_mesh(lambda memory, x: _on_each_device(spec, problem, workspace=memory)(x), mesh)
+
+
+def _on_each_device(spec: OpSpec, problem: Any, **how: Any) -> Callable[[jax.Array], jax.Array]:
+    if spec.name != "all_gather":
+        how["op"] = problem.reduction
+    function: Any = getattr(mgpu_ops, spec.name)
+    return lambda x: function(x[0], "device", **how)[None]
+
+
+def _on_mesh(function: Function, mesh: Mesh) -> Function:
+    own = PartitionSpec("device")
+    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)

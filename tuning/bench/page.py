@@ -20,7 +20,7 @@ from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry, File
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import storage
-from mgpu_ops.tuning.bench import plot, report, runner
+from mgpu_ops.tuning.bench import plot, report, results
 from mgpu_ops.tuning.bench.sources import Sources
 from mgpu_ops.tuning.tables import assignments, in_order
 from mgpu_ops.tuning.terminal import printable
@@ -153,7 +153,7 @@ def _class(kind: Kind, also: str = "") -> str:
 
 
 def _cell(value: Any, kind: Kind, shown: Callable[[float], str]) -> str:
-    if isinstance(value, runner.Row):  # a result that is not right
+    if isinstance(value, results.Measurement):  # a result that is not right
         return f"<td{_class(kind, 'bad')}>wrong ({_text(f'{value.error:.2g}')})</td>"
     if not _is_number(value):
         return f"<td{_class(kind)}>{_text('-' if value is None else value)}</td>"
@@ -185,11 +185,11 @@ def _summary(found: Sources, specs: Mapping[str, OpSpec]) -> str:
     rivals, measures = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
     rates = sorted(found.rates(specs).items(), key=lambda item: (report.place(item[0][1], ""), item[0][0]))
     for (what, op), measured in rates:
-        of = runner.yardsticks(runner.lines(measured))
-        for s in runner.summary(measured):
+        of = results.yardsticks(results.comparisons(measured))
+        for s in results.summary(measured):
             source = "benchmark" if what == "bench" else "tuning"
-            row = (op, s.peer, s.problems, s.geomean, s.worst, f"{s.wins} of {s.problems}", s.wrong or None)
-            (measures if s.peer in of else rivals).append((*row, source, s.gpu, s.worst_problem or None))
+            row = (op, s.competitor, s.problems, s.geomean, s.worst, f"{s.wins} of {s.problems}", s.wrong or None)
+            (measures if s.competitor in of else rivals).append((*row, source, s.gpu, s.worst_problem or None))
     told = {"ratio": "Times of others over ours: above 1 where ours is faster"}
     told["of"] = "The part that ours reaches of the speed of a yardstick, something else that costs as much"
     for kind, rows in (("ratio", rivals), ("of", measures)):
@@ -232,10 +232,10 @@ def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
         cells = {"problem": plot.problem_label(spec, entry.problem), "remark": database.stale(entry, spec)}
         config = in_order(config, spec.Config)
         drawn = {row.impl: row for row in plot.rows_of(spec, gpu.find(file.gpu), [entry])}
-        if runner.ROOFLINE in drawn:
-            cells |= {"TFLOP/s": drawn[runner.OURS].tflops, "of roofline": drawn[runner.ROOFLINE].median_us / e.median_us}
+        if results.ROOFLINE in drawn:
+            cells |= {"TFLOP/s": drawn[results.OURS].tflops, "of roofline": drawn[results.ROOFLINE].median_us / e.median_us}
         elif drawn:
-            cells |= {"bus GB/s": drawn[runner.OURS].bus_gbs}
+            cells |= {"bus GB/s": drawn[results.OURS].bus_gbs}
     if e.baseline_us:
         cells[f"x {e.baseline or 'baseline'}"] = e.baseline_us / e.median_us
     return cells | {
@@ -248,48 +248,48 @@ def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
     }
 
 
-def _benchmarks(rows: Sequence[runner.Row]) -> list[tuple[str, str]]:
-    """A table of each op and GPU: ours, and beside it each peer's time and its ratio to ours."""
-    sets: dict[tuple[str, str], list[runner.Row]] = {}
-    for row in runner.merge(rows):
+def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str]]:
+    """A table of each op and GPU: ours, and beside it each competitor's time and its ratio to ours."""
+    sets: dict[tuple[str, str], list[results.Measurement]] = {}
+    for row in results.merge(rows):
         sets.setdefault((row.op, row.gpu), []).append(row)
     shown = []
     for (op, its_gpu), of_set in sorted(sets.items(), key=lambda item: report.place(item[0][0], "", item[0][1])):
-        every = runner.lines(of_set)
-        peers, of = runner.compared(every), runner.yardsticks(every)
+        every = results.comparisons(of_set)
+        competitors, of = results.compared(every), results.yardsticks(every)
         columns: list[tuple[str, Kind]] = [("problem", "name"), ("us", "number"), ("warm us", "number"), ("TFLOP/s", "number")]
         columns += [("of roofline", "share"), ("kernels us", "number"), ("bus GB/s", "number")]
-        for peer in peers:
-            columns += [(f"{peer} us", "number")] * (peer != runner.BEST)
-            columns += [(f"of {peer}", "of") if peer in of else (f"x {peer}", "ratio")]
+        for competitor in competitors:
+            columns += [(f"{competitor} us", "number")] * (competitor != results.BEST)
+            columns += [(f"of {competitor}", "of") if competitor in of else (f"x {competitor}", "ratio")]
         columns += [("error", "error"), ("config", "long")]
         told = [f"{len(every)} problem{'s' * (len(every) != 1)}"]
         for name in ("date", "driver", "jax", "cudnn", "cublas", "ptxas"):
             values = list(dict.fromkeys(filter(None, (getattr(row, name) for row in of_set))))
             told += [", ".join(values) if name == "date" else f"{name} {', '.join(values)}"] if values else []
-        cells = [_line(line, peers) for line in report.ordered(every)]
+        cells = [_cells(each, competitors) for each in report.ordered(every)]
         shown.append((f"{op} on {its_gpu}", _table("; ".join(told), columns, cells)))
     return shown
 
 
-def _line(line: runner.Line, peers: Sequence[str]) -> list[Any]:
-    ours = line.ours if line.ours is not None and not runner.wrong(line.ours) else None
+def _cells(comparison: results.Comparison, competitors: Sequence[str]) -> list[Any]:
+    ours = comparison.ours if comparison.ours is not None and not results.wrong(comparison.ours) else None
     between = ours is not None and ours.devices is not None
     cells: list[Any] = [
-        line.problem,
-        ours.median_us if ours else line.ours,
+        comparison.problem,
+        ours.median_us if ours else comparison.ours,
         ours.warm_us if ours else None,
         ours.tflops if ours and not between else None,
-        line.roofline.median_us / ours.median_us if ours and line.roofline else None,
+        comparison.roofline.median_us / ours.median_us if ours and comparison.roofline else None,
         ours.own_us if ours else None,
         ours.bus_gbs if ours else None,
     ]
-    for peer in peers:
-        theirs = line.peers.get(peer)
-        if peer != runner.BEST:
-            cells.append(theirs if theirs is None or runner.wrong(theirs) else theirs.median_us)
-        cells.append(line.ratio(peer))
-    return [*cells, line.ours.error if line.ours else None, line.ours.config if line.ours else None]
+    for competitor in competitors:
+        theirs = comparison.competitors.get(competitor)
+        if competitor != results.BEST:
+            cells.append(theirs if theirs is None or results.wrong(theirs) else theirs.median_us)
+        cells.append(comparison.ratio(competitor))
+    return [*cells, comparison.ours.error if comparison.ours else None, comparison.ours.config if comparison.ours else None]
 
 
 def _failures(runs: Sequence[plot.Run]) -> list[tuple[str, str]]:

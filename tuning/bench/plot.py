@@ -18,8 +18,8 @@ from mgpu_ops.registry.database import Entry
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning.bench import collectives as collective_bench
 from mgpu_ops.tuning.bench import report
-from mgpu_ops.tuning.bench.implementations import PEERS
-from mgpu_ops.tuning.bench.runner import OURS, ROOFLINE, Row
+from mgpu_ops.tuning.bench.implementations import COMPETITORS
+from mgpu_ops.tuning.bench.results import OURS, ROOFLINE, Measurement, Stamp, Texts
 from mgpu_ops.tuning.labels import label
 from mgpu_ops.tuning.terminal import printable
 
@@ -137,47 +137,55 @@ def problem_label(spec: OpSpec, fields: Mapping[str, Any]) -> str:
         return " ".join(f"{k}={v}" for k, v in fields.items())
 
 
-def rows_of(spec: OpSpec, gpu: Gpu, entries: Iterable[Entry]) -> list[Row]:
-    """Measured entries as benchmark rows: ours, the baseline in the same run, and the roofline, which collectives have not.
+def rows_of(spec: OpSpec, gpu: Gpu, entries: Iterable[Entry]) -> list[Measurement]:
+    """Measured entries as measurements: ours, the baseline of the same run, and, but for collectives, the roofline.
 
-    Entries of other versions of the op, and modelled ones, have none. All are right: nothing else is ever stored, and an error
-    may be told in the terms of the day.
+    Modelled entries and those of other versions of the op are left out. All count as right, as nothing else is ever stored: an
+    entry's error may have been computed differently then.
     """
     from mgpu_ops.registry import database
 
     rows = []
     for entry in entries:
-        e = entry.evidence
-        if e.kind != "measured" or database.fault_of(entry, gpu, spec):
-            continue
-        problem = database.to_problem(spec, entry.problem)
-        stamp: dict[str, Any] = {"op": spec.name, "problem": label(spec, "", problem)}
-        stamp |= {"gpu": e.gpu, "driver": e.driver or "", "jax": e.jax, "date": e.date}
-        times: list[tuple[str, float, float, float | None]] = [(OURS, e.median_us, e.spread_us, 0.0)]
-        if e.baseline and e.baseline_us:
-            peer = PEERS.get(spec.name, {}).get(e.baseline)
-            times.append((e.baseline, e.baseline_us, 0.0, None if peer is not None and peer.yardstick else 0.0))
-        if spec.devices(problem) > 1:
-            told = [(impl, {"median_us": us, "spread_us": spread}) for impl, us, spread, _ in times]
-            rows += [collective_bench.row_of(spec, problem, stamp, impl, "", numbers, 0.0) for impl, numbers in told]
-            continue
-        flops, moved = spec.flops(problem), spec.bytes(problem)
-        least_us = max(flops / gpu.bf16_flops, moved / gpu.memory_bytes_per_s) * 1e6
-        times.append((ROOFLINE, least_us, 0.0, 0.0))
-        rows += [
-            Row(
-                impl=impl,
-                config="",
-                median_us=us,
-                spread_us=spread,
-                tflops=flops / us / 1e6,
-                gbs=moved / us / 1e3,
-                error=error,
-                **stamp,
-            )
-            for impl, us, spread, error in times
-        ]
+        if entry.evidence.kind == "measured" and not database.fault_of(entry, gpu, spec):
+            rows += _rows_of(spec, gpu, entry)
     return rows
+
+
+def _rows_of(spec: OpSpec, gpu: Gpu, entry: Entry) -> list[Measurement]:
+    from mgpu_ops.registry import database
+
+    e = entry.evidence
+    problem = database.to_problem(spec, entry.problem)
+    stamp: Stamp = {"op": spec.name, "gpu": e.gpu, "driver": e.driver or "", "jax": e.jax, "date": e.date}
+    text = label(spec, "", problem)
+    times: list[tuple[str, float, float, float | None]] = [(OURS, e.median_us, e.spread_us, 0.0)]
+    if e.baseline and e.baseline_us:
+        competitor = COMPETITORS.get(spec.name, {}).get(e.baseline)
+        times.append((e.baseline, e.baseline_us, 0.0, None if competitor is not None and competitor.yardstick else 0.0))
+    if spec.devices(problem) > 1:
+        rows = []
+        for impl, us, spread, _ in times:
+            texts: Texts = {**stamp, "problem": text, "impl": impl, "config": ""}
+            rows.append(collective_bench.measurement(spec, problem, texts, {"median_us": us, "spread_us": spread}, 0.0))
+        return rows
+    flops, moved = spec.flops(problem), spec.bytes(problem)
+    least_us = max(flops / gpu.bf16_flops, moved / gpu.memory_bytes_per_s) * 1e6
+    times.append((ROOFLINE, least_us, 0.0, 0.0))
+    return [
+        Measurement(
+            problem=text,
+            impl=impl,
+            config="",
+            median_us=us,
+            spread_us=spread,
+            tflops=flops / us / 1e6,
+            gbs=moved / us / 1e3,
+            error=error,
+            **stamp,
+        )
+        for impl, us, spread, error in times
+    ]
 
 
 # --- Pictures -------------------------------------------------------------------------------------
@@ -319,13 +327,13 @@ def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
         return _save(figure, stem)
 
 
-def rates(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """TFLOP/s beside the peers and the roofline, of collectives time and bus bandwidth; as PNG and SVG."""
+def rates(rows: Sequence[Measurement], stem: Path) -> list[Path]:
+    """TFLOP/s beside the competitors and the roofline, of collectives time and bus bandwidth; as PNG and SVG."""
     return report.picture(rows, stem.with_name(stem.name + ".png"))
 
 
 def draw(
-    runs: Sequence[Run], rows: Mapping[tuple[str, str], Sequence[Row]], directory: Path
+    runs: Sequence[Run], rows: Mapping[tuple[str, str], Sequence[Measurement]], directory: Path
 ) -> Iterator[tuple[str, list[Path]]]:
     """All pictures there are, as (what it shows, its PNG and SVG).
 

@@ -1,4 +1,4 @@
-"""Benchmark results to look at: in which order, a table for the terminal and a picture."""
+"""Results of benchmarks as a table for the terminal and as a picture, and the order of problems in both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from rich.text import Text
 import mgpu_ops
 from mgpu_ops.collectives.problem import size_text
 from mgpu_ops.tuning import files
-from mgpu_ops.tuning.bench.runner import BEST, GRAD, OURS, Line, Row, compared, lines, summary, wrong, yardsticks
+from mgpu_ops.tuning.bench.results import (
+    BEST,
+    GRAD,
+    OURS,
+    Comparison,
+    Measurement,
+    by_op_and_gpu,
+    compared,
+    comparisons,
+    summary,
+    wrong,
+    yardsticks,
+)
 from mgpu_ops.tuning.labels import problem_of
 from mgpu_ops.tuning.tables import digits
 from mgpu_ops.tuning.terminal import printable
@@ -26,13 +38,13 @@ from mgpu_ops.tuning.terminal import printable
 # --- An order -------------------------------------------------------------------------------------
 
 
-def ordered(every: Iterable[Line]) -> list[Line]:
-    """By op and GPU. First what an op names, as it lists it: by model or head dim, then by size. Then the others, by size."""
-    return sorted(every, key=lambda line: place(line.op, line.problem, line.gpu))
+def ordered(every: Iterable[Comparison]) -> list[Comparison]:
+    """By op and GPU; of these first the problems that have a name, in the op's order, then the others by size."""
+    return sorted(every, key=lambda each: place(each.op, each.problem, each.gpu))
 
 
 def place(op: str, problem: str, gpu: str = "") -> tuple[Any, ...]:
-    """Sorts as `ordered` does."""
+    """The key by which `ordered` sorts."""
     ops, base = list(mgpu_ops.SPECS), op.removesuffix(GRAD)
     known = ops.index(base) if base in ops else len(ops)
     named = list(mgpu_ops.SPECS[base].shapes) if base in ops else []
@@ -41,13 +53,16 @@ def place(op: str, problem: str, gpu: str = "") -> tuple[Any, ...]:
     return known, op, gpu, listed, _head_dim(op, problem) or 0, _numbers_as_such(problem)
 
 
-def group(line: Line) -> str:
-    """What a problem is listed with: its head dim, or its model; "" where neither is told."""
-    head_dim = _head_dim(line.op, line.problem)
+def group(comparison: Comparison) -> str:
+    """The group a problem belongs to in pictures: its head dim, or its model; "" where it has neither."""
+    head_dim = _head_dim(comparison.op, comparison.problem)
     if head_dim is not None:
         return f"head dim {head_dim}"
-    name = line.problem.partition(" ")[0]
-    if line.op.removesuffix(GRAD) not in mgpu_ops.SPECS or name not in mgpu_ops.SPECS[line.op.removesuffix(GRAD)].shapes:
+    name = comparison.problem.partition(" ")[0]
+    if (
+        comparison.op.removesuffix(GRAD) not in mgpu_ops.SPECS
+        or name not in mgpu_ops.SPECS[comparison.op.removesuffix(GRAD)].shapes
+    ):
         return ""
     return re.split(r"-(?:qkv|out|gate_up|down)-|-\d+$", name)[0]
 
@@ -69,72 +84,64 @@ def _numbers_as_such(text: str) -> list[tuple[int, str]]:
 # --- A table --------------------------------------------------------------------------------------
 
 
-def table(rows: Iterable[Row]) -> Table:
-    """One line per problem: our time, rate and share of the roofline, each peer's time over ours, and the best peer's.
+def table(rows: Iterable[Measurement]) -> Table:
+    """A line for each problem: our time, rate and share of the roofline, and each competitor's time over ours.
 
-    "of" stands before a yardstick, of whose speed we reach that part. The last line of an op has the geometric means. "wrong"
-    stands where a result is not right, "-" where there is none. A collective's rate is its bus bandwidth, in GB/s, and beside
-    the time of a call is that of its kernels.
+    A column "of NAME" is of a yardstick: the share of its speed that ours reaches. The last line of an op has geometric means.
+    "wrong" stands for a result that is not right, "-" for none. A collective's rate is its bus bandwidth, in GB/s; the time of
+    its kernels follows that of a call.
     """
     rows = list(rows)
-    every = ordered(lines(rows))
-    peers, of = compared(lines(rows)), yardsticks(every)
+    every = ordered(comparisons(rows))
+    competitors, of = compared(comparisons(rows)), yardsticks(every)
     made = Table(title=_title(rows), title_justify="left")
     made.add_column("problem")
     between = {row.devices is not None for row in rows}
     columns = ["us", *["TFLOP/s", "roofline"] * (False in between), *["kernels us", "bus GB/s"] * (True in between)]
-    for heading in (*columns, *(f"{'of' if peer in of else 'x'} {peer}" for peer in peers)):
+    for heading in (*columns, *(f"{'of' if competitor in of else 'x'} {competitor}" for competitor in competitors)):
         made.add_column(heading, justify="right")
-    means = {(s.op, s.gpu, s.peer): s.geomean for s in summary(rows)}
-    for (op, gpu), of_op in _sets(every).items():
-        for line in of_op:
-            rates = _rates(line)
-            made.add_row(_problem(line, every), *(rates.get(c, "-") for c in columns), *(_ratio(line, p) for p in peers))
+    means = {(s.op, s.gpu, s.competitor): s.geomean for s in summary(rows)}
+    for (op, gpu), of_op in by_op_and_gpu(every).items():
+        for each in of_op:
+            rates = _rates(each)
+            made.add_row(_problem(each, every), *(rates.get(c, "-") for c in columns), *(_ratio(each, p) for p in competitors))
         made.add_section()
-        ratios = (_times(means.get((op, gpu, peer))) for peer in peers)
+        ratios = (_times(means.get((op, gpu, competitor))) for competitor in competitors)
         made.add_row(f"{op}: geometric mean", *("" for _ in columns), *ratios)
         made.add_section()
     return made
 
 
-def _sets(every: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
-    """The lines of each op and GPU."""
-    sets: dict[tuple[str, str], list[Line]] = {}
-    for line in every:
-        sets.setdefault((line.op, line.gpu), []).append(line)
-    return sets
-
-
-def _problem(line: Line, every: Sequence[Line]) -> str:
-    """The problem, with its GPU or op where the lines have several."""
+def _problem(comparison: Comparison, every: Sequence[Comparison]) -> str:
+    """The problem, with its op or GPU where there are several of them."""
     several = [len({getattr(x, key) for x in every}) > 1 for key in ("op", "gpu")]
-    parts = [line.op] * several[0] + [line.problem] + [f"({line.gpu})"] * several[1]
+    parts = [comparison.op] * several[0] + [comparison.problem] + [f"({comparison.gpu})"] * several[1]
     return " ".join(parts)
 
 
-def _rates(line: Line) -> Mapping[str, str | Text]:
-    """By heading; what is not there is not told."""
-    if line.ours is None:
+def _rates(comparison: Comparison) -> Mapping[str, str | Text]:
+    """Our times and rates, by heading, as far as there are any."""
+    if comparison.ours is None:
         return {}
-    if wrong(line.ours):
-        return {"us": _wrong(line.ours)}
-    told = {"us": digits(line.ours.median_us)}
-    if line.ours.devices is None:
-        told["TFLOP/s"] = digits(line.ours.tflops)
-    if line.roofline:
-        told["roofline"] = f"{line.roofline.median_us / line.ours.median_us:.0%}"
-    if line.ours.own_us:
-        told["kernels us"] = digits(line.ours.own_us)
-    if line.ours.bus_gbs:
-        told["bus GB/s"] = digits(line.ours.bus_gbs)
+    if wrong(comparison.ours):
+        return {"us": _wrong(comparison.ours)}
+    told = {"us": digits(comparison.ours.median_us)}
+    if comparison.ours.devices is None:
+        told["TFLOP/s"] = digits(comparison.ours.tflops)
+    if comparison.roofline:
+        told["roofline"] = f"{comparison.roofline.median_us / comparison.ours.median_us:.0%}"
+    if comparison.ours.own_us:
+        told["kernels us"] = digits(comparison.ours.own_us)
+    if comparison.ours.bus_gbs:
+        told["bus GB/s"] = digits(comparison.ours.bus_gbs)
     return told
 
 
-def _ratio(line: Line, peer: str) -> str | Text:
-    theirs = line.peers.get(peer)
+def _ratio(comparison: Comparison, competitor: str) -> str | Text:
+    theirs = comparison.competitors.get(competitor)
     if theirs is not None and wrong(theirs):
         return _wrong(theirs)
-    return _times(line.ratio(peer))
+    return _times(comparison.ratio(competitor))
 
 
 def _times(ratio: float | None) -> str | Text:
@@ -143,12 +150,12 @@ def _times(ratio: float | None) -> str | Text:
     return Text(f"{ratio:.2f}", style="green" if ratio >= 1.0 else "red")
 
 
-def _wrong(row: Row) -> Text:
+def _wrong(row: Measurement) -> Text:
     return Text(f"wrong ({row.error:.2g})", style="bold red")
 
 
-def _title(rows: Sequence[Row]) -> str:
-    """What all rows have in common, and each value of what they do not."""
+def _title(rows: Sequence[Measurement]) -> str:
+    """Op, GPU, versions and date: every value that occurs in the rows."""
 
     def values(field: str) -> str:
         return ", ".join(filter(None, dict.fromkeys(getattr(row, field) for row in rows)))
@@ -177,12 +184,12 @@ STYLE: Any = {  # names are text, whatever dollar signs are in them; the same ro
 }
 
 
-def picture(rows: Iterable[Row], path: str | os.PathLike[str]) -> list[Path]:
+def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[Path]:
     """Draws each implementation of each problem, as PNG and SVG; returns both paths.
 
-    TFLOP/s: a black line is the roofline of a problem; the number above our bar is how many times as fast as XLA (or, without
-    it, as the fastest peer) we are. A wrong result has no bar and says so. Of collectives, time and bus bandwidth against the
-    payload. ValueError without rows, and for collectives beside others.
+    TFLOP/s as bars; a black line is the roofline of a problem. The number above our bar is how many times as fast as XLA ours
+    is, or where XLA is missing, as the fastest competitor. A wrong result is marked and has no bar. For collectives: time and
+    bus bandwidth against the payload. ValueError without rows, and for collectives together with other ops.
     """
     rows = [_shown(row) for row in rows]
     if not rows:
@@ -214,16 +221,16 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
     return paths
 
 
-def _shown(row: Row) -> Row:
-    """With texts that a picture can hold."""
+def _shown(row: Measurement) -> Measurement:
+    """With its texts escaped, so that a picture can show them."""
     texts: dict[str, Any] = {name: printable(value) for name, value in vars(row).items() if isinstance(value, str)}
     return dataclasses.replace(row, **texts)
 
 
-def _bars(pyplot: Any, rows: Sequence[Row]) -> Any:
-    every = ordered(lines(rows))
-    peers = compared(lines(rows))
-    panels, impls = _panels(every), [OURS, *(peer for peer in peers if peer != BEST)]
+def _bars(pyplot: Any, rows: Sequence[Measurement]) -> Any:
+    every = ordered(comparisons(rows))
+    competitors = compared(comparisons(rows))
+    panels, impls = _panels(every), [OURS, *(competitor for competitor in competitors if competitor != BEST)]
     widest = max(4, *map(len, panels))
     figure, axes = pyplot.subplots(
         len(panels),
@@ -232,30 +239,30 @@ def _bars(pyplot: Any, rows: Sequence[Row]) -> Any:
         layout="constrained",
     )
     for ax, panel in zip(axes[:, 0], panels):
-        _draw(ax, panel, impls, _measure_of(every), widest)
+        _draw(ax, panel, impls, _compared_with(every), widest)
     _legend(figure, axes[:, 0])
     return figure
 
 
 def _legend(figure: Any, axes: Iterable[Any], across: int = 6) -> None:
-    """One for all panels, below them, where it covers nothing; a panel may lack an implementation."""
+    """One for all panels, below them; a panel may lack an implementation."""
     handles = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower left", ncols=min(len(handles), across), frameon=False)
 
 
-def _panels(every: Sequence[Line]) -> list[list[Line]]:
-    """The lines of each op and GPU in as few panels as `_ACROSS` allows, of about one length; a longer group is parted."""
-    panels: list[list[Line]] = []
-    for of_op in _sets(every).values():
+def _panels(every: Sequence[Comparison]) -> list[list[Comparison]]:
+    """The problems of each op and GPU in as few panels as `_ACROSS` allows, of about one length; longer groups are split."""
+    panels: list[list[Comparison]] = []
+    for of_op in by_op_and_gpu(every).values():
         groups = [list(members) for _, members in itertools.groupby(of_op, group)]
         fewest = len(_filled(groups, _ACROSS))
         panels += next(made for across in range(1, _ACROSS + 1) if len(made := _filled(groups, across)) == fewest)
     return panels
 
 
-def _filled(groups: Iterable[Sequence[Line]], across: int) -> list[list[Line]]:
-    """Panels of so many lines at most; groups stay whole where they fit into one."""
-    panels: list[list[Line]] = [[]]
+def _filled(groups: Iterable[Sequence[Comparison]], across: int) -> list[list[Comparison]]:
+    """Panels of at most `across` problems; a group that fits into one panel stays whole."""
+    panels: list[list[Comparison]] = [[]]
     for members in groups:
         for i in range(0, len(members), across):
             part = members[i : i + across]
@@ -265,16 +272,16 @@ def _filled(groups: Iterable[Sequence[Line]], across: int) -> list[list[Line]]:
     return panels
 
 
-def _measure_of(every: Sequence[Line]) -> str | None:
-    """What the number above a bar compares with: XLA, the best peer, the only one, or a yardstick."""
-    peers = compared(every)
-    return next((peer for peer in ("xla", BEST) if peer in peers), next(iter(peers), None))
+def _compared_with(every: Sequence[Comparison]) -> str | None:
+    """What the number above a bar compares with: XLA, else the best competitor, else the only one, else a yardstick."""
+    competitors = compared(every)
+    return next((competitor for competitor in ("xla", BEST) if competitor in competitors), next(iter(competitors), None))
 
 
-def _draw(ax: Any, panel: Sequence[Line], impls: Sequence[str], baseline: str | None, widest: int) -> None:
+def _draw(ax: Any, panel: Sequence[Comparison], impls: Sequence[str], baseline: str | None, widest: int) -> None:
     width = 0.8 / len(impls)
     for number, impl in enumerate(impls):
-        bars = [line.ours if impl == OURS else line.peers.get(impl) for line in panel]
+        bars = [each.ours if impl == OURS else each.competitors.get(impl) for each in panel]
         left = [x - 0.4 + number * width for x in range(len(panel))]
         heights = [0.0 if row is None or wrong(row) else row.tflops for row in bars]
         look: Any = {"color": _COLOURS[number % len(_COLOURS)], "hatch": _HATCHES[number % len(_HATCHES)]}
@@ -282,18 +289,18 @@ def _draw(ax: Any, panel: Sequence[Line], impls: Sequence[str], baseline: str | 
         for x, row in zip(left, bars):
             if row is not None and wrong(row):
                 _note(ax, x + width / 2, 0.0, "wrong", color="#c0392b", rotation=90)
-    for x, line in enumerate(panel):
-        if line.roofline:
+    for x, each in enumerate(panel):
+        if each.roofline:
             label = None if ax.get_legend_handles_labels()[1][-1:] == ["roofline"] else "roofline"
-            ax.hlines(line.roofline.tflops, x - 0.45, x + 0.45, color="black", lw=1.2, label=label)
-        ratio = line.ratio(baseline) if baseline else None
-        if ratio is not None and line.ours:
+            ax.hlines(each.roofline.tflops, x - 0.45, x + 0.45, color="black", lw=1.2, label=label)
+        ratio = each.ratio(baseline) if baseline else None
+        if ratio is not None and each.ours:
             colour = "#1e7d32" if ratio >= 1.0 else "#c0392b"
-            _note(ax, x - 0.4 + width / 2, line.ours.tflops, f"{ratio:.2f}", color=colour)
-        if x and group(line) != group(panel[x - 1]):
+            _note(ax, x - 0.4 + width / 2, each.ours.tflops, f"{ratio:.2f}", color=colour)
+        if x and group(each) != group(panel[x - 1]):
             ax.axvline(x - 0.5, color="#999999", lw=0.8, ls=":")
     shared = _shared(panel)
-    ticks = [_tick(line, shared) for line in panel]
+    ticks = [_tick(each, shared) for each in panel]
     ax.set_xticks(range(len(panel)), ticks, fontsize=8, rotation=25, ha="right")
     ax.tick_params(axis="x", length=0)
     for text in ax.get_xticklabels():
@@ -319,21 +326,21 @@ def _note(ax: Any, x: float, y: float, text: str, **style: Any) -> None:
     ax.annotate(text, (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=8, **style)
 
 
-def _shared(panel: Sequence[Line]) -> list[str]:
-    """The words that all problems have, such as dtype and layout; not a problem's first, its name or sizes."""
-    first, *others = (line.problem.split()[1:] for line in panel)
+def _shared(panel: Sequence[Comparison]) -> list[str]:
+    """The words that all problems share, such as dtype and layout; never the first word, the name or sizes."""
+    first, *others = (each.problem.split()[1:] for each in panel)
     return [word for word in first if all(word in words for words in others)]
 
 
-def _tick(line: Line, shared: Sequence[str]) -> str:
-    """The problem's own words on two lines: its name; its sizes and the rest."""
-    first, *words = line.problem.split() or [""]
+def _tick(comparison: Comparison, shared: Sequence[str]) -> str:
+    """The problem on two lines, without the shared words: its name; its sizes and the rest."""
+    first, *words = comparison.problem.split() or [""]
     return "\n".join(filter(None, [first, " ".join(word for word in words if word not in shared)]))
 
 
-def _between_gpus(pyplot: Any, rows: Sequence[Row]) -> Any:
+def _between_gpus(pyplot: Any, rows: Sequence[Measurement]) -> Any:
     """Time and bus bandwidth against the payload; for each op and number of GPUs, a row of two panels."""
-    sets: dict[tuple[str, str, int], list[Row]] = {}
+    sets: dict[tuple[str, str, int], list[Measurement]] = {}
     for row in sorted(rows, key=lambda row: (row.op, row.gpu, row.devices or 0, row.bytes or 0)):
         sets.setdefault((row.op, row.gpu, row.devices or 0), []).append(row)
     ours, others = (sorted({row.impl for row in rows if row.impl.startswith(OURS) is mine}) for mine in (True, False))

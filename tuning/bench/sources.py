@@ -13,7 +13,7 @@ from mgpu_ops.registry import database
 from mgpu_ops.registry.database import File
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import storage
-from mgpu_ops.tuning.bench import plot, runner
+from mgpu_ops.tuning.bench import plot, results
 
 _KINDS = ("*/*.json", "*.json", "*.json.gz", "*.csv", "*.journal")  # of files that a directory is asked for
 
@@ -29,14 +29,14 @@ class Sources:
     places: list[str] = dataclasses.field(default_factory=list)
     runs: list[plot.Run] = dataclasses.field(default_factory=list)
     files: list[tuple[Path, File]] = dataclasses.field(default_factory=list)
-    rows: list[runner.Row] = dataclasses.field(default_factory=list)  # of benchmarks
+    rows: list[results.Measurement] = dataclasses.field(default_factory=list)  # of benchmarks
     skipped: list[str] = dataclasses.field(default_factory=list)  # files of a directory that are something else, and why
 
     def of(self, op: str | None, device: gpu.Gpu | None) -> Sources:
         """Only what is about one op and one GPU, where they are given."""
 
         def wanted(its_op: str, its_gpu: str) -> bool:
-            about = op in (None, its_op.removesuffix(runner.GRAD))
+            about = op in (None, its_op.removesuffix(results.GRAD))
             return about and (device is None or its_gpu in (device.key, *device.kinds))
 
         return Sources(
@@ -47,16 +47,16 @@ class Sources:
             self.skipped,
         )
 
-    def rates(self, specs: Mapping[str, OpSpec]) -> dict[tuple[str, str], list[runner.Row]]:
+    def rates(self, specs: Mapping[str, OpSpec]) -> dict[tuple[str, str], list[results.Measurement]]:
         """(what, op) -> rows to draw beside each other: of benchmarks, and of the entries of the databases."""
-        drawn: dict[tuple[str, str], list[runner.Row]] = {}
-        for row in runner.merge(self.rows):
+        drawn: dict[tuple[str, str], list[results.Measurement]] = {}
+        for row in results.merge(self.rows):
             drawn.setdefault(("bench", row.op), []).append(row)
         for _, file in self.files:
             if file.op in specs:
                 rows = plot.rows_of(specs[file.op], gpu.find(file.gpu), file.entries)
                 drawn.setdefault(("tuned", file.op), []).extend(rows)
-        return {key: runner.merge(rows) for key, rows in drawn.items() if rows}
+        return {key: results.merge(rows) for key, rows in drawn.items() if rows}
 
 
 def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Sources:
@@ -105,7 +105,7 @@ def _read(path: Path, specs: Mapping[str, OpSpec], found: Sources) -> None:
         found.runs.append(plot.run_of_sweep(sweep.read(path), specs))
     elif name.endswith(".csv"):
         try:
-            found.rows += runner.read_csv(path)
+            found.rows += results.read_csv(path)
         except (OSError, UnicodeDecodeError) as error:
             raise SourceError(f"{path}: cannot be read ({error}): name a CSV file of `bench`") from None
     elif name.endswith(".json"):

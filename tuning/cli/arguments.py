@@ -39,7 +39,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # of each op
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
 }
-PEERS: dict[str, tuple[str, ...]] = {  # what `bench` times beside each op
+COMPETITORS: dict[str, tuple[str, ...]] = {  # what `bench` times beside each op
     "matmul": ("xla", "jax-pallas"),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),

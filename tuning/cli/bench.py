@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.arguments import BACKENDS, PEERS, problem_arguments, problems_of, seconds
+from mgpu_ops.tuning.cli.arguments import BACKENDS, COMPETITORS, problem_arguments, problems_of, seconds
 from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
+
+if TYPE_CHECKING:
+    from mgpu_ops.core.gpu import Gpu
+    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.tuning.bench.results import Measurement, Summary
+    from mgpu_ops.tuning.bench.runner import BenchOptions
 
 
 def register(commands: Any) -> None:
@@ -32,72 +40,113 @@ def register(commands: Any) -> None:
         needs=("matplotlib", "rich"),
     )
     problem_arguments(parser, many=True)
-    peers = "; ".join(f"{op}: {', '.join(names)}" for op, names in PEERS.items())
-    parser.add_argument("--against", metavar="A,B", help=f"{peers} (default: the first)")
-    parser.add_argument("--grad", action="store_true", help="forward plus backward")
-    parser.add_argument("--backend", choices=BACKENDS, help="that ours runs on (default: mosaic, or xla where it cannot)")
-    parser.add_argument("--seconds", type=seconds, default=1.0, metavar="TIME", help="of measuring a problem (default 1s)")
+    known = "; ".join(f"{op}: {', '.join(names)}" for op, names in COMPETITORS.items())
+    parser.add_argument("--against", metavar="A,B", help=f"what to time it beside; {known} (default: the first)")
+    parser.add_argument("--grad", action="store_true", help="forward and backward together")
+    parser.add_argument("--backend", choices=BACKENDS, help="of ours (default: mosaic, or xla where no kernel runs)")
     parser.add_argument(
-        "--peer-seconds", type=seconds, default=60.0, metavar="TIME", help="a tuned peer may compile a problem (default 60s)"
+        "--seconds", type=seconds, default=1.0, metavar="TIME", help="how long to measure each problem (default 1s)"
     )
-    parser.add_argument("--peers-from", type=Path, metavar="CSV", help="take the peers' settings from an earlier result")
+    parser.add_argument(
+        "--peer-seconds",
+        dest="competitor_seconds",
+        type=seconds,
+        default=60.0,
+        metavar="TIME",
+        help="how long another implementation may compile its settings for a problem (default 60s)",
+    )
+    parser.add_argument(
+        "--peers-from",
+        dest="competitors_from",
+        type=Path,
+        metavar="CSV",
+        help="take the settings of other implementations from an earlier result",
+    )
     parser.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="default: results")
     parser.add_argument("--what", help="a word for the file's name: results/<date>-<gpu>-<op>-<what>.csv")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
-    from mgpu_ops.core import gpu
-    from mgpu_ops.tuning import compile_pool, terminal
-    from mgpu_ops.tuning.bench import collectives as collective_bench
-    from mgpu_ops.tuning.bench import implementations, report, runner
+    from mgpu_ops.tuning.bench import results, runner
 
     spec = mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
+    here = _hopper_here()
+    between_gpus = any(spec.devices(problem) > 1 for problem in problems.values())
+    against = _against(spec, between_gpus, arguments)
+    writable(arguments.output, "--output", folder=True)
+    op = spec.name + results.GRAD * arguments.grad
+    path = results.output_path(arguments.output, datetime.date.today().isoformat(), here.key, op, arguments.what)
+    earlier = _measurements_of(arguments.competitors_from) if arguments.competitors_from else []
+    kept = _measurements_of(path) if path.exists() else []
+    if kept:
+        say(f"{path} has {count(len(kept), 'row')}: those of other problems stay")
+    options = runner.BenchOptions(
+        gpu=here,
+        seconds=arguments.seconds,
+        against=against,
+        grad=arguments.grad,
+        backend=arguments.backend,
+        competitor_seconds=arguments.competitor_seconds,
+        earlier=earlier,
+    )
+    rows = _measured(spec, problems, options, between_gpus, lambda new: results.write_csv(results.merge(kept, new), path))
+    return _report(rows, results.failures(rows, spec, problems, grad=arguments.grad), path, arguments)
+
+
+def _hopper_here() -> Gpu:
+    from mgpu_ops.core import gpu
+
     here = gpu.current()
     if here is None or here.architecture != "hopper":
         raise UsageError("bench times kernels: it needs a Hopper GPU here")
-    between_gpus = any(spec.devices(problem) > 1 for problem in problems.values())
+    return here
+
+
+def _against(spec: OpSpec, between_gpus: bool, arguments: argparse.Namespace) -> list[str]:
+    """The names of the competitors: those of --against, else the op's first."""
     if between_gpus and (arguments.grad or arguments.against not in (None, "xla")):
         raise UsageError(f"bench {spec.name} times it beside xla, without gradients: leave out --grad and --against")
-    if not (between_gpus or arguments.against or spec.name in PEERS):
-        raise UsageError(f"nothing is known to time beside {spec.name}: bench takes {', '.join(PEERS)}")
-    wanted = arguments.against or PEERS.get(spec.name, ("",))[0]
-    against = [name.strip() for name in wanted.split(",") if name.strip()]
-    op = spec.name + ("+grad" if arguments.grad else "")
-    today = datetime.date.today().isoformat()
-    writable(arguments.output, "--output", folder=True)
-    path = runner.output_path(arguments.output, today, here.key, op, arguments.what)
-    earlier = _rows_of(arguments.peers_from) if arguments.peers_from else []
-    kept = _rows_of(path) if path.exists() else []
-    if kept:
-        say(f"{path} has {count(len(kept), 'row')}: those of other problems stay")
-    shared: dict[str, Any] = {"gpu": here, "seconds": arguments.seconds, "backend": arguments.backend, "progress": say}
-    shared["save"] = lambda rows: runner.write_csv(runner.merge(kept, rows), path)
+    if not (between_gpus or arguments.against or spec.name in COMPETITORS):
+        raise UsageError(f"nothing is known to time beside {spec.name}: bench takes {', '.join(COMPETITORS)}")
+    wanted = arguments.against or COMPETITORS.get(spec.name, ("",))[0]
+    return [name.strip() for name in wanted.split(",") if name.strip()]
+
+
+def _measured(
+    spec: OpSpec,
+    problems: Mapping[str, Any],
+    options: BenchOptions,
+    between_gpus: bool,
+    save: Callable[[list[Measurement]], None],
+) -> list[Measurement]:
+    """What `bench` measures; processes that compile are started where a competitor is tuned."""
+    from mgpu_ops.tuning import compile_pool
+    from mgpu_ops.tuning.bench import collectives, implementations, runner
+
     if between_gpus:
-        rows = collective_bench.run(spec, problems, **shared)
-    else:
-        tuned = any(peer.tuned for name, peer in implementations.PEERS.get(spec.name, {}).items() if name in against)
-        with compile_pool.Pool() if tuned else contextlib.nullcontext() as pool:
-            rows = runner.run(
-                spec,
-                problems,
-                against=against,
-                grad=arguments.grad,
-                peer_seconds=arguments.peer_seconds,
-                earlier=earlier,
-                pool=pool,
-                **shared,
-            )
-    faults = runner.failures(rows, spec, problems, grad=arguments.grad)
-    document = {"rows": rows, "summary": [*runner.summary(rows), *runner.split(rows)], "faults": faults, "files": []}
+        return collectives.run(spec, problems, options, progress=say, save=save)
+    known = implementations.COMPETITORS.get(spec.name, {})
+    tuned = any(name in known and known[name].tuned for name in options.against)
+    with compile_pool.Pool() if tuned else contextlib.nullcontext() as pool:
+        return runner.run(spec, problems, dataclasses.replace(options, pool=pool), progress=say, save=save)
+
+
+def _report(rows: list[Measurement], faults: list[str], path: Path, arguments: argparse.Namespace) -> int:
+    """Prints the table, the summaries and what is wrong; draws the picture; the exit code."""
+    from mgpu_ops.tuning import terminal
+    from mgpu_ops.tuning.bench import report, results
+
+    summaries = [*results.summary(rows), *results.split(rows)]
+    document = {"rows": rows, "summary": list(map(_summary_document, summaries)), "faults": faults, "files": []}
     if not rows:
         answer(arguments, document)
         return WRONG
     terminal.console().print(report.table(rows))
-    of = runner.yardsticks(runner.lines(rows))
-    for line in [*runner.summary(rows), *runner.split(rows)]:
-        say(_told(line, "of" if line.peer in of else "against"))
+    yardsticks = results.yardsticks(results.comparisons(rows))
+    for summary in summaries:
+        say(_sentence(summary, summary.competitor in yardsticks))
     pictures = report.picture(rows, path.with_suffix(".png"))
     say(f"wrote {path} and {', '.join(map(str, pictures))}")
     for fault in faults:
@@ -106,23 +155,33 @@ def run(arguments: argparse.Namespace) -> int:
     return WRONG if faults else OK
 
 
-def _rows_of(path: Path) -> list[Any]:
-    from mgpu_ops.tuning.bench import runner
+def _measurements_of(path: Path) -> list[Measurement]:
+    from mgpu_ops.tuning.bench import results
 
     try:
-        return runner.read_csv(path)
+        return results.read_csv(path)
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{path}: cannot be read ({e}): name a CSV file of `bench`") from None
     except ValueError as e:
         raise UsageError(str(e)) from None
 
 
-def _told(line: Any, how: str) -> str:
-    """A summary as a line: `how` we compare, "of" a yardstick, of whose speed we reach a part, or "against" a peer."""
-    x, versus = (f" of {line.peer}", "") if how == "of" else ("x", f" against {line.peer}")
-    warm = "" if math.isnan(line.warm_geomean) else f" ({line.warm_geomean:.3f}{x} with a warm L2)"
-    part = f", {line.part}" if line.part else ""
+def _sentence(summary: Summary, yardstick: bool) -> str:
+    """A summary on one line. Beside a yardstick, it tells the share of its speed that ours reaches."""
+    name = summary.competitor
+    x, versus = (f" of {name}", "") if yardstick else ("x", f" against {name}")
+    warm = "" if math.isnan(summary.warm_geomean) else f" ({summary.warm_geomean:.3f}{x} with a warm L2)"
+    part = f", {summary.part}" if summary.part else ""
     return (
-        f"{line.op}{part}{versus}: geometric mean {line.geomean:.3f}{x}{warm} over {count(line.problems, 'problem')}, "
-        f"worst {line.worst:.3f}{x} ({line.worst_problem}), {line.losses} under 1.0x"
+        f"{summary.op}{part}{versus}: geometric mean {summary.geomean:.3f}{x}{warm} over {count(summary.problems, 'problem')}, "
+        f"worst {summary.worst:.3f}{x} ({summary.worst_problem}), {summary.losses} under 1.0x"
     )
+
+
+def _summary_document(summary: Summary) -> dict[str, Any]:
+    """A summary for JSON, with the names that scripts read: a competitor is a "peer" there."""
+    from mgpu_ops.tuning.bench.results import BEST
+
+    fields = dict(vars(summary))
+    competitor = fields.pop("competitor")
+    return fields | {"peer": "best peer" if competitor == BEST else competitor}

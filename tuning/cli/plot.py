@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _in_place(arguments: argparse.Namespace) -> int:
     """What `bench` draws, of CSV files that it wrote before."""
-    from mgpu_ops.tuning.bench import report, runner
+    from mgpu_ops.tuning.bench import report, results
 
     places = [Path(place) for place in arguments.sources or ()]
     if not places or any(place.suffix != ".csv" for place in places) or arguments.op or arguments.gpu or arguments.storage:
@@ -77,7 +77,7 @@ def _in_place(arguments: argparse.Namespace) -> int:
     pictures = []
     for place in places:
         try:
-            paths = report.picture(runner.read_csv(place), place.with_suffix(".png"))
+            paths = report.picture(results.read_csv(place), place.with_suffix(".png"))
         except OSError as e:
             raise UsageError(f"{e.filename or place}: cannot be read or written ({e.strerror}): name another file") from None
         except UnicodeDecodeError:

@@ -31,14 +31,14 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.registry import resolution
-    from mgpu_ops.tuning.bench import runner
+    from mgpu_ops.tuning import public
 
     spec = mgpu_ops.spec_of(arguments.op)
     (problem,) = problems_of(spec, arguments).values()
     gpu = gpu_or_current(arguments.gpu)
     asked = {"op": spec.name, "problem": problem, "gpu": gpu.key}
     reason = spec.supports(problem, gpu)
-    if reason is not None and (refusal := runner.refusal(spec, problem)):
+    if reason is not None and (refusal := public.refusal(spec, problem)):
         raise UsageError(f"{spec.name} refuses {problem}: {refusal}")
     if reason is not None:
         say(f"{spec.name} {problem} runs through XLA: {reason}")

@@ -313,7 +313,7 @@ def assert_as_right_as_cudnn(arrays: tuple[Any, ...], ours: dict[str, Any], thei
 
 
 CAUSAL = {"causal": True}, {"is_causal": True}
-PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+BESIDE_CUDNN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
     "causal": CAUSAL,
     "window": ({"causal": True, "window": (200, None)}, {"is_causal": True, "local_window_size": (200, 0)}),
@@ -322,19 +322,19 @@ PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", BESIDE_CUDNN)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_error_is_more_than_twice_that_of_cudnn(head_dim, name):
     arrays = qkv(Shape(2, 1024, 1024, 4, 4, head_dim), BF16)
-    assert_as_right_as_cudnn(arrays, *PEERS[name])
+    assert_as_right_as_cudnn(arrays, *BESIDE_CUDNN[name])
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_large_scores_beside_cudnn(head_dim, mask):
     q, k, v = qkv(Shape(2, 1024, 1024, 4, 4, head_dim), BF16)
-    assert_as_right_as_cudnn((q * 30, k * 30, v * 30), *PEERS[mask])
-    assert_as_right_as_cudnn((q * 30, k, v), *PEERS[mask])
+    assert_as_right_as_cudnn((q * 30, k * 30, v * 30), *BESIDE_CUDNN[mask])
+    assert_as_right_as_cudnn((q * 30, k, v), *BESIDE_CUDNN[mask])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

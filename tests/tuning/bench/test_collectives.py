@@ -18,7 +18,8 @@ from mgpu_ops import CollectiveConfig, CollectiveProblem, collective_workspace
 from mgpu_ops.core import gpu
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.bench import collectives as collective_bench
-from mgpu_ops.tuning.bench import runner
+from mgpu_ops.tuning.bench import results
+from mgpu_ops.tuning.bench.runner import BenchOptions
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 H200 = gpu.find("h200")
@@ -51,8 +52,9 @@ def cupti(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_bench, "compiled", compiled)
 
 
-def measured(said: list[str], **problems: CollectiveProblem) -> list[runner.Row]:
-    return collective_bench.run(SPEC, problems, gpu=H200, seconds=0.001, progress=said.append, backend="xla")
+def measured(said: list[str], **problems: CollectiveProblem) -> list[results.Measurement]:
+    options = BenchOptions(H200, seconds=0.001, backend="xla")
+    return collective_bench.run(SPEC, problems, options, progress=said.append)
 
 
 @pytest.mark.usefixtures("cupti")
@@ -82,12 +84,12 @@ def test_a_problem_that_fails_is_said_and_told_at_the_end():
     problems = {"wide": CollectiveProblem(1024, 16), "good": CollectiveProblem(1024, 2, "float32")}
     rows = measured(said, **problems)
     assert said[0] == "1024x16 bfloat16: failed: ValueError: it takes 16 GPUs, and 8 are here"
-    assert runner.failures(rows, SPEC, problems, grad=False) == ["1024x16 bfloat16: no result"]
+    assert results.failures(rows, SPEC, problems, grad=False) == ["1024x16 bfloat16: no result"]
     wrong = [dataclasses.replace(row, error=0.5) for row in rows]
-    told = runner.failures(wrong, SPEC, {"good": problems["good"]}, grad=False)
+    told = results.failures(wrong, SPEC, {"good": problems["good"]}, grad=False)
     assert told == ["1024x2 float32: error 0.5 is above 4.8e-07"]
     in_workspace = dataclasses.replace(wrong[0], impl=collective_bench.IN_WORKSPACE)
-    told = runner.failures([rows[0], in_workspace], SPEC, {"good": problems["good"]}, grad=False)
+    told = results.failures([rows[0], in_workspace], SPEC, {"good": problems["good"]}, grad=False)
     assert told == ["1024x2 float32 (workspace): error 0.5 is above 4.8e-07"]
 
 
@@ -102,9 +104,9 @@ def test_a_call_that_is_lost_in_the_hosts_noise_is_no_result(monkeypatch: pytest
 @pytest.mark.usefixtures("cupti")
 def test_rows_are_written_and_read_as_those_of_any_op(tmp_path: Path):
     rows = measured([], small=CollectiveProblem(32768, 4, "float32"))
-    runner.write_csv(rows, tmp_path / "rows.csv")
-    assert runner.read_csv(tmp_path / "rows.csv") == rows
-    [line] = runner.lines(rows)
+    results.write_csv(rows, tmp_path / "rows.csv")
+    assert results.read_csv(tmp_path / "rows.csv") == rows
+    [line] = results.comparisons(rows)
     assert line.ratio("xla") == 1.0
 
 
@@ -136,7 +138,7 @@ def test_what_the_tuner_left_to_xla_is_measured_so(monkeypatch):
         monkeypatch.setattr(collective_bench.resolution, "resolve", lambda *_, found=found: found)
         asked = {}
         monkeypatch.setattr(
-            collective_bench, "_one", lambda spec, problem, asked=asked, **how: asked.update(how) or (lambda x: x)
+            collective_bench, "_on_each_device", lambda spec, problem, asked=asked, **how: asked.update(how) or (lambda x: x)
         )
         collective_bench.public(mgpu_ops.spec_of("all_reduce"), problem, H200)
         assert asked["transport"] == (None if algorithm == "xla" else "peer")

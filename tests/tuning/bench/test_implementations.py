@@ -1,11 +1,10 @@
-"""The peers of grouped products and attention: what they take, how they are tuned, their gradients. No GPU, no kernel."""
+"""Competitors: what they take, how they are tuned, their gradients. No GPU, no kernel."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 import sys
-import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mgpu_ops import SPECS, GroupedMatmulProblem, RaggedContractionProblem
+from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.tuning import measure
-from mgpu_ops.tuning.bench import implementations, runner
+from mgpu_ops.tuning import measure, public
+from mgpu_ops.tuning.bench import implementations, runner, settings
 
 H200 = gpus.find("h200")
 GROUPED, CONTRACTION = SPECS["grouped_matmul"], SPECS["ragged_contraction"]
@@ -30,116 +29,66 @@ def equal(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list
     return [[1.0] * rounds for _ in functions]
 
 
-def task(problem: Any = SMALL, timer: implementations.Timer = equal, **changes: Any) -> implementations.Task:
+def context(problem: Any = SMALL, timer: settings.Timer = equal, **changes: Any) -> settings.TuningContext:
     spec = GROUPED if isinstance(problem, GroupedMatmulProblem) else CONTRACTION
-    return implementations.Task(problem, H200, spec.inputs(problem, jax.random.key(0)), timer, **changes)
-
-
-# --- tuning
-
-
-SETTINGS = [(("tile", tile), ("raster", raster)) for tile in (64, 128, 192) for raster in (1, 2, 4)]
-COST = {64: 30.0, 128: 10.0, 192: 12.0}
-
-
-class Clock:
-    """Times settings by their fields: 10 us for tile 128, 12 for 192, 30 for 64, and 1 us a raster step away from 1."""
-
-    def __init__(self) -> None:
-        self.built: dict[int, Any] = {}
-        self.passes: list[list[Any]] = []
-
-    def build(self, setting: Any) -> Callable[..., Any]:
-        def function(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-            return lhs
-
-        self.built[id(function)] = setting
-        self.last = function
-        return function
-
-    def compiled(self, function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
-        setting = self.built[id(function)]
-
-        def call() -> Any:
-            return setting
-
-        return call
-
-    def timer(self, functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[list[float]]:
-        settings = [dict(f()) for f in functions]
-        self.passes.append([(s["tile"], s["raster"]) for s in settings])
-        return [[COST[s["tile"]] + s["raster"]] * rounds for s in settings]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(implementations, "compiled", clock.compiled)
-    return clock
-
-
-PASSES = (("tile",), ("raster",))
-
-
-def test_one_pass_times_every_setting_and_keeps_the_fastest(clock: Clock) -> None:
-    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build)
-    assert text == "tile=128 raster=1; fastest of 9"
-    assert len(clock.passes) == 1
-
-
-def test_two_passes_first_choose_the_tiles_and_then_all_else_of_the_two_fastest(clock: Clock) -> None:
-    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, PASSES)
-    assert clock.passes == [[(64, 1), (128, 1), (192, 1)], [(t, r) for t in (128, 192) for r in (1, 2, 4)]]
-    assert text == "tile=128 raster=1; fastest of 7"
-
-
-def test_settings_that_won_before_are_not_tuned_again(clock: Clock) -> None:
-    earlier = implementations.settings_in("tile=192 raster=4; fastest of 7 | tile=64 raster=1; fastest of 7")
-    _, text = implementations._fastest(task(timer=clock.timer, known=earlier), SETTINGS, clock.build, PASSES)
-    assert clock.passes == [[(64, 1), (192, 4)]]
-    assert text == "tile=192 raster=4; fastest of 2 that won before"
-
-
-def test_settings_of_another_version_that_won_before_are_no_hindrance(clock: Clock) -> None:
-    _, text = implementations._fastest(task(timer=clock.timer, known=frozenset(["tile=8"])), SETTINGS, clock.build, PASSES)
-    assert text == "tile=128 raster=1; fastest of 7"
-
-
-def test_settings_beyond_the_kernels_limits_are_passed_over(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
-        call = clock.compiled(function, arrays)
-        if dict(call())["tile"] == 128:
-            raise ValueError("Mosaic GPU kernel exceeds available shared memory")
-        return call
-
-    monkeypatch.setattr(implementations, "compiled", compiled)
-    _, text = implementations._fastest(task(timer=clock.timer), SETTINGS, clock.build, PASSES)
-    assert text == "tile=192 raster=1; fastest of 6"
-    with pytest.raises(ValueError, match="none of 3 settings compiles; the last: ValueError: Mosaic GPU kernel exceeds"):
-        implementations._fastest(task(timer=clock.timer), SETTINGS[3:6], clock.build)
-
-
-def test_what_does_not_compile_in_time_is_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(function: Callable[..., Any], arrays: tuple) -> Callable[[], Any]:
-        time.sleep(0.3)
-        return clock.compiled(function, arrays)
-
-    monkeypatch.setattr(implementations, "compiled", slow)
-    many = [(("tile", 64), ("raster", i)) for i in range(100)]
-    _, text = implementations._fastest(task(timer=clock.timer, seconds=0.1), many, clock.build)
-    found = re.fullmatch(r"tile=64 raster=\d+; fastest of (\d+), (\d+) were not in time", text)
-    assert found
-    done, late = map(int, found.groups())
-    assert done >= 1
-    assert done + late == 100
-
-
-def test_no_setting_at_all_is_told(clock: Clock) -> None:
-    with pytest.raises(ValueError, match="none of 0 settings compiles"):
-        implementations._fastest(task(), [], clock.build)
+    return settings.TuningContext(problem, H200, spec.inputs(problem, jax.random.key(0)), timer, **changes)
 
 
 # --- the settings of JAX's own kernels
+
+
+def test_their_kernel_is_offered_only_tiles_that_divide_the_problem() -> None:
+    problem = MatmulProblem(128, 512, 256)
+    tilings = list(implementations.pallas_tilings(problem))
+    assert tilings
+    for t in tilings:
+        rows = t["tile_m"] * (1 + (t["wg_dimension"] == "M"))
+        columns = t["tile_n"] * (1 + (t["wg_dimension"] == "N"))
+        assert (problem.m % rows, problem.n % columns) == (0, 0)
+        clusters = {None: (1, 1), "M": (2, 1), "N": (1, 2)}[t["cluster_dimension"]]
+        assert (problem.m % (rows * clusters[0]), problem.n % (columns * clusters[1])) == (0, 0)
+        assert t["tile_m"] * t["tile_n"] <= 200 * 128
+    assert not list(implementations.pallas_tilings(MatmulProblem(128, 512, 100)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "reason"),
+    [
+        (MatmulProblem(256, 256, 256, layout="nt"), "h200", "layout nt"),
+        (MatmulProblem(256, 256, 256, batch=2), "h200", "batch 2"),
+        (MatmulProblem(256, 256, 256, out_dtype="float32"), "h200", "bfloat16 to float32"),
+        (MatmulProblem(256, 256, 256), "b200", "NVIDIA B200"),
+        (MatmulProblem(256, 256, 256), "h200", None),
+    ],
+)
+def test_their_kernel_says_what_it_cannot_do(problem: Any, gpu: str, reason: str | None) -> None:
+    found = implementations.COMPETITORS["matmul"]["jax-pallas"].unavailable(problem, gpus.find(gpu))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", None)
+    monkeypatch.delattr("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu", raising=False)
+    reason = implementations.COMPETITORS["matmul"]["jax-pallas"].unavailable(MatmulProblem(256, 256, 256), H200)
+    assert "pip install absl-py" in str(reason)
+
+
+def test_tilings_of_the_tuning_loop_of_jaxs_own_kernel_are_all_tried_with_clusters_and_deeper_pipelines() -> None:
+    settings = [tuple(t.items()) for t in implementations.pallas_tilings(MatmulProblem(4096, 8192, 4096))]
+    assert len(set(settings)) == len(settings)
+    values = {name: {dict(s)[name] for s in settings} for name in dict(settings[0])}
+    assert values["max_concurrent_steps"] == {2, 3, 4, 5, 6, 8}
+    assert values["cluster_dimension"] == {None, "M", "N"}
+    theirs = itertools.product((128, 256), (64, 128), "MN", (4, 8, 16), "MN")
+    legal = [c for c in theirs if c[0] * c[1] <= 200 * 128 and (c[0], c[-1]) != (256, "M")]  # registers and shared memory
+    found = {
+        tuple(dict(s)[f] for f in ("tile_m", "tile_n", "grid_minor_dim", "grid_tile_width", "wg_dimension"))
+        for s in settings
+        if (dict(s)["max_concurrent_steps"], dict(s)["tile_k"], dict(s)["cluster_dimension"]) == (4, 64, None)
+    }
+    assert set(legal) <= found
 
 
 @pytest.mark.parametrize("n", [1536, 2048, 3072, 4096, 7168, 14336, 28672])
@@ -174,8 +123,8 @@ def test_jaxs_kernels_are_called_with_each_setting_and_the_layout(monkeypatch: p
         return lhs @ rhs[0].T
 
     monkeypatch.setattr(ragged_dot_mgpu, "ragged_dot", ragged_dot)
-    function, text = implementations.PEERS["grouped_matmul"]["jax-pallas"].prepare(task(problem))
-    function(*task(problem).arrays)
+    function, text = implementations.COMPETITORS["grouped_matmul"]["jax-pallas"].prepare(context(problem))
+    function(*context(problem).arrays)
     assert all(options["transpose_rhs"] for options in calls)
     assert {frozenset(options) for options in calls} == {frozenset([*next(implementations.jax_grouped_settings(problem)),
                                                                     "group_sizes", "transpose_rhs"])}  # fmt: skip
@@ -237,7 +186,7 @@ def tokamax(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_tokamax_is_tuned_over_its_own_and_wider_configs_but_those_that_cannot_compile(tokamax: list[Any]) -> None:
-    function, text = implementations.PEERS["grouped_matmul"]["tokamax"].prepare(task())
+    function, text = implementations.COMPETITORS["grouped_matmul"]["tokamax"].prepare(context())
     assert tokamax[0] == "mosaic"
     configs = tokamax[1:]
     assert {c.block_m for c in configs} == {64, 128}
@@ -245,27 +194,27 @@ def test_tokamax_is_tuned_over_its_own_and_wider_configs_but_those_that_cannot_c
     assert {c.block_k for c in configs} == {64, 128}
     assert Config(64, 64, 128, 2, True, 0, grid_tile_width=1) in configs
     assert text.endswith(f"fastest of {len(set(configs))}")
-    out = function(*task().arrays)
-    assert measure.error(out, GROUPED.reference(SMALL, *task().arrays)) <= 8e-3
+    out = function(*context().arrays)
+    assert measure.error(out, GROUPED.reference(SMALL, *context().arrays)) <= 8e-3
 
 
 def test_tokamaxs_contraction_is_not_tuned_over_what_it_does_not_read(tokamax: list[Any]) -> None:
     problem = RaggedContractionProblem(24, 16, 8, 3, spread="skewed")
-    function, _ = implementations.PEERS["ragged_contraction"]["tokamax"].prepare(task(problem))
+    function, _ = implementations.COMPETITORS["ragged_contraction"]["tokamax"].prepare(context(problem))
     assert {(c.persistent, c.grid_minor_dim, c.grid_tile_width) for c in tokamax[1:]} == {(False, 0, 1)}
-    out = function(*task(problem).arrays)
-    assert measure.error(out, CONTRACTION.reference(problem, *task(problem).arrays)) <= 8e-3
+    out = function(*context(problem).arrays)
+    assert measure.error(out, CONTRACTION.reference(problem, *context(problem).arrays)) <= 8e-3
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt"])
 def test_a_kernel_without_a_gradient_gets_one_of_its_own_tuned_products(layout: str, tokamax: list[Any]) -> None:
     problem = dataclasses.replace(SMALL, layout=layout)
-    asked = task(problem, grad=True)
-    function, text = implementations.PEERS["grouped_matmul"]["tokamax"].prepare(asked)
+    asked = context(problem, grad=True)
+    function, text = implementations.COMPETITORS["grouped_matmul"]["tokamax"].prepare(asked)
     assert text.count("block_m=") == 3
     assert text.count(" | ") == 2
     cotangent = jax.random.normal(jax.random.key(2), (problem.m, problem.n), problem.dtype)
-    ours = runner._PUBLIC["grouped_matmul"](problem, "xla")
+    ours = public.CALLS["grouped_matmul"](problem, "xla")
     theirs, right = (jax.jit(runner._with_gradient(f))(*asked.arrays, cotangent) for f in (function, ours))
     assert [measure.error(x, y) <= 8e-3 for x, y in zip(theirs, right, strict=True)] == [True] * 3
 
@@ -273,14 +222,14 @@ def test_a_kernel_without_a_gradient_gets_one_of_its_own_tuned_products(layout: 
 def test_a_missing_tokamax_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokamax", None)
     for op, problem in (("grouped_matmul", LARGE), ("ragged_contraction", RaggedContractionProblem(64, 64, 64, 2))):
-        assert "pip install tokamax" in str(implementations.PEERS[op]["tokamax"].unavailable(problem, H200))
+        assert "pip install tokamax" in str(implementations.COMPETITORS[op]["tokamax"].unavailable(problem, H200))
 
 
 # --- what they cannot do
 
 
 @pytest.mark.parametrize(
-    ("peer", "changes", "gpu", "reason"),
+    ("competitor", "changes", "gpu", "reason"),
     [
         ("jax-pallas", {}, "h200", None),
         ("jax-pallas", {"layout": "nt"}, "h200", None),
@@ -299,15 +248,17 @@ def test_a_missing_tokamax_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPa
         ("dense", {"bias": True, "m": 131072, "groups": 128}, "b200", None),
     ],
 )
-def test_a_peer_says_what_it_cannot_do(peer: str, changes: dict[str, Any], gpu: str, reason: str | None) -> None:
-    found = implementations.PEERS["grouped_matmul"][peer].unavailable(dataclasses.replace(LARGE, **changes), gpus.find(gpu))
+def test_a_competitor_says_what_it_cannot_do(competitor: str, changes: dict[str, Any], gpu: str, reason: str | None) -> None:
+    found = implementations.COMPETITORS["grouped_matmul"][competitor].unavailable(
+        dataclasses.replace(LARGE, **changes), gpus.find(gpu)
+    )
     assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
 def test_only_the_dense_yardstick_computes_something_else(op: str) -> None:
-    assert [name for name, peer in implementations.PEERS[op].items() if peer.yardstick] == ["dense"]
-    assert not any(peer.yardstick for peer in implementations.PEERS["matmul"].values())
+    assert [name for name, competitor in implementations.COMPETITORS[op].items() if competitor.yardstick] == ["dense"]
+    assert not any(competitor.yardstick for competitor in implementations.COMPETITORS["matmul"].values())
 
 
 # --- attention
@@ -317,13 +268,13 @@ CAUSAL = ATTENTION.Problem(4, 4096, 4096, 16, 4, 128, causal=True)
 TINY = ATTENTION.Problem(1, 16, 16, 4, 2, 8, causal=True, window_left=3)
 
 
-def attention_task(problem: Any, **changes: Any) -> implementations.Task:
-    arrays = runner._public_arrays(ATTENTION, ATTENTION.inputs(problem, jax.random.key(0)))
-    return implementations.Task(problem, H200, arrays, equal, **changes)
+def attention_context(problem: Any, **changes: Any) -> settings.TuningContext:
+    arrays = public.arrays_of(ATTENTION, ATTENTION.inputs(problem, jax.random.key(0)))
+    return settings.TuningContext(problem, H200, arrays, equal, **changes)
 
 
 @pytest.mark.parametrize(
-    ("peer", "changes", "reason"),
+    ("competitor", "changes", "reason"),
     [
         ("cudnn", {}, None),
         ("cudnn", {"window_left": 100}, None),
@@ -354,8 +305,8 @@ def attention_task(problem: Any, **changes: Any) -> implementations.Task:
         ("tokamax", {"dtype": "float32"}, "not float32"),
     ],
 )
-def test_a_peer_of_attention_says_what_it_cannot_do(peer: str, changes: dict[str, Any], reason: str | None) -> None:
-    found = implementations.PEERS["flash_attention"][peer].unavailable(dataclasses.replace(CAUSAL, **changes), H200)
+def test_a_competitor_of_attention_says_what_it_cannot_do(competitor: str, changes: dict[str, Any], reason: str | None) -> None:
+    found = implementations.COMPETITORS["flash_attention"][competitor].unavailable(dataclasses.replace(CAUSAL, **changes), H200)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -380,10 +331,10 @@ def test_jaxs_attention_gets_scaled_queries_in_the_only_dtype_it_has(monkeypatch
 
     monkeypatch.setattr(attention_mgpu, "attention", theirs)
     problem = ATTENTION.Problem(1, 128, 128, 2, 1, 64, causal=True)
-    peer, given = implementations.PEERS["flash_attention"]["jax-pallas"], attention_task(problem)
-    assert peer.arrays is not None
-    arrays = peer.arrays(problem, *given.arrays)
-    function, text = peer.prepare(dataclasses.replace(given, arrays=arrays))
+    competitor, given = implementations.COMPETITORS["flash_attention"]["jax-pallas"], attention_context(problem)
+    assert competitor.arrays is not None
+    arrays = competitor.arrays(problem, *given.arrays)
+    function, text = competitor.prepare(dataclasses.replace(given, arrays=arrays))
     assert text.startswith("float16 block_q=64 block_kv=")
     assert {config.causal for config in configs} == {True}
     right, _ = ATTENTION.reference(problem, *ATTENTION.inputs(problem, jax.random.key(0)))
@@ -449,8 +400,8 @@ def tokamax_attention(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_tokamaxs_attention_is_tuned_and_sees_what_ours_sees(tokamax_attention: list[Any]) -> None:
-    given = attention_task(TINY)
-    function, text = implementations.PEERS["flash_attention"]["tokamax"].prepare(given)
+    given = attention_context(TINY)
+    function, text = implementations.COMPETITORS["flash_attention"]["tokamax"].prepare(given)
     assert {config for config, _ in tokamax_attention} == {Blocks(64), Blocks(128)}
     assert text.startswith("block_q=")
     right, _ = ATTENTION.reference(TINY, *ATTENTION.inputs(TINY, jax.random.key(0)))
@@ -458,7 +409,7 @@ def test_tokamaxs_attention_is_tuned_and_sees_what_ours_sees(tokamax_attention: 
 
 
 def test_the_gradient_of_tokamaxs_attention_is_tuned_after_with_the_forward_pass_as_found(tokamax_attention: list[Any]) -> None:
-    _, text = implementations.PEERS["flash_attention"]["tokamax"].prepare(attention_task(TINY, grad=True))
+    _, text = implementations.COMPETITORS["flash_attention"]["tokamax"].prepare(attention_context(TINY, grad=True))
     forward, backward = text.split(" | ")
     assert (forward.split("=")[0], backward.split("=")[0]) == ("block_q", "block_q_dq")
     best = Blocks(int(forward.split()[0].removeprefix("block_q=")))

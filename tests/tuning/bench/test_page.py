@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mgpu_ops import SPECS, MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
-from mgpu_ops.tuning.bench import page, plot, runner
+from mgpu_ops.tuning.bench import page, plot, results
 from mgpu_ops.tuning.bench.sources import Sources
 from tests.thorough import examples
 
@@ -70,7 +70,7 @@ def found_with(text: str) -> Sources:
     """One of everything, with a text wherever there may be one of others."""
     trial = plot.Trial(text, {text: text}, "ok", 10.0, text, 12.0)
     failed = plot.Trial(text, {text: text}, text, None, text)
-    row = runner.Row(text, text, runner.OURS, text, 1.0, 0.1, 1.0, 1.0, 0.0, text, text, text, text)
+    row = results.Measurement(text, text, results.OURS, text, 1.0, 0.1, 1.0, 1.0, 0.0, text, text, text, text)
     return Sources(
         places=[text],
         runs=[plot.Run(text, text, text, text, (trial, failed))],
@@ -129,16 +129,16 @@ def test_the_page_tells_times_rates_failures_and_what_is_stale() -> None:
     assert {"3 of 4 trials of 1 search failed", "crash", "3", "illegal address"} <= set(cells)
 
 
-def bench_row(impl: str, us: float, problem: str = "p 8x8x8", **changes: Any) -> runner.Row:
+def bench_row(impl: str, us: float, problem: str = "p 8x8x8", **changes: Any) -> results.Measurement:
     stamp = {"gpu": "NVIDIA H200", "driver": "580", "jax": "0.11.2", "date": "2025-01-31"}
-    row = runner.Row("matmul", problem, impl, "c", us, 0.1, 5000 / us, 1.0, 1e-3, **stamp)
+    row = results.Measurement("matmul", problem, impl, "c", us, 0.1, 5000 / us, 1.0, 1e-3, **stamp)
     return dataclasses.replace(row, **changes)
 
 
 def test_a_summary_on_top_has_the_mean_and_the_worst_against_each_competitor() -> None:
     rows = [
-        *(bench_row(runner.OURS, 10.0), bench_row("xla", 12.0), bench_row("jax-pallas", 20.0)),
-        *(bench_row(runner.OURS, 10.0, "q 8x8x16"), bench_row("xla", 9.0, "q 8x8x16"), bench_row("dense", 5.0, error=None)),
+        *(bench_row(results.OURS, 10.0), bench_row("xla", 12.0), bench_row("jax-pallas", 20.0)),
+        *(bench_row(results.OURS, 10.0, "q 8x8x16"), bench_row("xla", 9.0, "q 8x8x16"), bench_row("dense", 5.0, error=None)),
     ]
     seen = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31"))
     texts = seen.texts
@@ -164,7 +164,7 @@ def test_numbers_of_a_column_have_one_precision() -> None:
     rows = [
         row
         for us in (1234.5678, 20.0, 3.25)
-        for row in (bench_row(runner.OURS, us, f"p {us}"), bench_row("xla", 7.0, f"p {us}"))
+        for row in (bench_row(results.OURS, us, f"p {us}"), bench_row("xla", 7.0, f"p {us}"))
     ]
     texts = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31")).texts
     assert {"1234.57", "20.00", "3.25"} <= set(texts)
@@ -183,7 +183,7 @@ def test_collectives_have_their_bandwidth_in_the_report(tmp_path: Path, mgpu_tun
 
 
 def test_a_wrong_result_says_so_and_has_no_ratio() -> None:
-    rows = [bench_row(runner.OURS, 10.0), bench_row("xla", 12.0, error=0.5)]
+    rows = [bench_row(results.OURS, 10.0), bench_row("xla", 12.0, error=0.5)]
     texts = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31")).texts
     assert "wrong (0.5)" in texts
     assert "1.200" not in texts

@@ -19,7 +19,7 @@ from mgpu_ops import SPECS, MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
 from mgpu_ops.tuning import storage
-from mgpu_ops.tuning.bench import plot, runner, sources
+from mgpu_ops.tuning.bench import plot, results, sources
 from mgpu_ops.tuning.outcome import Outcome
 
 H200 = gpu.find("h200")
@@ -134,7 +134,7 @@ def test_names_are_text_whatever_is_in_them(tmp_path: Path) -> None:
     run = run_of(*trials, trial(None, kind=nasty), problem=nasty, gpu=nasty)
     for what, draw in (("c", plot.convergence), ("p", plot.parameters), ("f", lambda r, stem: plot.failures([r], stem))):
         assert "<script" not in check_pictures(draw(run, tmp_path / what))
-    row = runner.Row(nasty, nasty, runner.OURS, "", 1.0, 0.1, 1.0, 1.0, 0.0, nasty, nasty, nasty, "2025-01-31")
+    row = results.Measurement(nasty, nasty, results.OURS, "", 1.0, 0.1, 1.0, 1.0, 0.0, nasty, nasty, nasty, "2025-01-31")
     assert "<script" not in check_pictures(plot.rates([row], tmp_path / "r"))
 
 
@@ -211,7 +211,7 @@ def test_rates_are_those_of_measured_entries_with_baseline_and_roofline() -> Non
     path = database.shipped_path("h200", "flash_attention")
     spec, entries = spec_of("flash_attention"), database.read(path).entries
     rows = plot.rows_of(spec, H200, entries)
-    for entry, line in zip(entries, runner.lines(rows), strict=True):
+    for entry, line in zip(entries, results.comparisons(rows), strict=True):
         problem = database.to_problem(spec, entry.problem)
         assert line.ours is not None
         assert line.roofline is not None
@@ -229,8 +229,8 @@ def test_what_is_stored_is_right_and_collectives_have_a_bandwidth() -> None:
     for op in ("flash_attention_backward", "all_reduce"):
         rows = plot.rows_of(spec_of(op), H200, database.read(database.shipped_path("h200", op)).entries)
         assert rows
-        assert not any(map(runner.wrong, rows))
-    assert {row.impl for row in rows} == {runner.OURS, "xla"}
+        assert not any(map(results.wrong, rows))
+    assert {row.impl for row in rows} == {results.OURS, "xla"}
     for row in rows:
         assert (row.devices, row.tflops < 1) in ((2, True), (4, True))
         assert row.bus_gbs == pytest.approx(2 * (row.devices - 1) / row.devices * row.bytes / row.median_us / 1e3, rel=1e-4)
@@ -238,7 +238,7 @@ def test_what_is_stored_is_right_and_collectives_have_a_bandwidth() -> None:
 
 def test_a_yardstick_beside_a_stored_entry_stays_one() -> None:
     rows = plot.rows_of(spec_of("grouped_matmul"), H200, database.read(database.shipped_path("h200", "grouped_matmul")).entries)
-    assert runner.yardsticks(runner.lines(rows)) == {"dense"}
+    assert results.yardsticks(results.comparisons(rows)) == {"dense"}
 
 
 # --- the command
@@ -248,8 +248,8 @@ def test_the_pictures_of_results_are_drawn_again_beside_their_files(tmp_path: Pa
     """Each under its file's name, as `bench` drew it."""
     stamp = {"gpu": "NVIDIA H200", "driver": "1", "jax": "0.11.2", "date": "2025-01-31"}
     for name in ("a+grad.csv", "2025-jax-0.12.csv"):
-        runner.write_csv(
-            [runner.Row("matmul", "p 8x8x8", runner.OURS, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp)], tmp_path / name
+        results.write_csv(
+            [results.Measurement("matmul", "p 8x8x8", results.OURS, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp)], tmp_path / name
         )
     places = sorted(tmp_path.iterdir())
     done = mgpu_tune("plot", "--from", *places, "--in-place")
@@ -275,8 +275,10 @@ def test_a_time_that_is_none_is_refused_with_file_and_line(
 ) -> None:
     csv = tmp_path / "some.csv"
     stamp = {"gpu": "NVIDIA H200", "driver": "1", "jax": "0.11.2", "date": "2025-01-31"}
-    rows = [runner.Row("matmul", "p 8x8x8", impl, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp) for impl in (runner.OURS, "xla")]
-    runner.write_csv(rows, csv)
+    rows = [
+        results.Measurement("matmul", "p 8x8x8", impl, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp) for impl in (results.OURS, "xla")
+    ]
+    results.write_csv(rows, csv)
     text = csv.read_text().splitlines()
     csv.write_text("\n".join([*text[:2], text[2].replace("10.0", value, 1)]) + "\n")
     done = mgpu_tune(command, "--from", csv, "--output", tmp_path / "out")
@@ -291,7 +293,7 @@ def test_plot_draws_all_there_is_of_a_journal_a_database_and_a_benchmark(tmp_pat
     shipped = database.shipped_path("h200", "ragged_contraction")
     csv = tmp_path / "some.csv"
     stamp = {"gpu": "NVIDIA H200", "driver": "1", "jax": "0.11.2", "date": "2025-01-31"}
-    runner.write_csv([runner.Row("matmul", "p 8x8x8", runner.OURS, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp)], csv)
+    results.write_csv([results.Measurement("matmul", "p 8x8x8", results.OURS, "c", 10.0, 0.1, 1.0, 1.0, 0.0, **stamp)], csv)
     done = mgpu_tune("plot", "--from", tmp_path / "matmul.journal", shipped, csv, "--output", tmp_path / "out", "--json")
     document = json.loads(done.out)
     assert done.code == 0

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from mgpu_ops import SPECS
 from mgpu_ops.tuning import labels
-from mgpu_ops.tuning.bench import report, runner
-from mgpu_ops.tuning.bench.runner import Row
+from mgpu_ops.tuning.bench import report, results
+from mgpu_ops.tuning.bench.results import Measurement
 
 
-def rows(problem: str = "square 64x64x64 bfloat16 nn", **changes: Any) -> list[Row]:
+def rows(problem: str = "square 64x64x64 bfloat16 nn", **changes: Any) -> list[Measurement]:
     """Ours at 10 us, XLA at 12, JAX's at 9, and a roofline of 8."""
     times = {"mgpu_ops": 10.0, "xla": 12.0, "jax-pallas": 9.0, "roofline": 8.0}
     fields: dict[str, Any] = {
@@ -32,10 +32,12 @@ def rows(problem: str = "square 64x64x64 bfloat16 nn", **changes: Any) -> list[R
         "jax": "0.11.2",
         "date": "2025-01-31",
     }
-    return [Row(**fields | {"impl": impl, "median_us": us, "tflops": 5000 / us} | changes) for impl, us in times.items()]
+    return [
+        Measurement(**fields | {"impl": impl, "median_us": us, "tflops": 5000 / us} | changes) for impl, us in times.items()
+    ]
 
 
-def text(of: list[Row]) -> str:
+def text(of: list[Measurement]) -> str:
     console = Console(width=200, record=True, quiet=True)
     console.print(report.table(of))
     with console.capture() as capture:
@@ -44,7 +46,7 @@ def text(of: list[Row]) -> str:
     return capture.get()
 
 
-def cells(of: list[Row], first: str) -> list[str]:
+def cells(of: list[Measurement], first: str) -> list[str]:
     line = next(line for line in text(of).splitlines() if first in line)
     return [cell.strip() for cell in line.strip("│").split("│")]
 
@@ -56,20 +58,20 @@ def test_a_line_has_our_time_rate_share_of_the_roofline_and_the_ratios() -> None
     ]
 
 
-def test_the_best_peer_is_another_one_on_another_problem() -> None:
+def test_the_best_competitor_is_another_one_on_another_problem() -> None:
     xla_is_best = [dataclasses.replace(r, median_us=11.0) if r.impl == "jax-pallas" else r for r in rows("other", op="matmul")]
     slower = [dataclasses.replace(r, median_us=10.5) if r.impl == "xla" else r for r in xla_is_best]
     assert cells(rows() + slower, "other")[4:] == ["1.05", "1.10", "1.05"]
-    assert "x best peer" in text(rows())
+    assert "x best competitor" in text(rows())
     assert "best" not in text([r for r in rows() if r.impl != "xla"])
 
 
-def test_a_yardstick_is_no_peer_and_never_wrong() -> None:
-    """Its result is another one on purpose: it has no error, the best peer is not it, and its column says "of"."""
+def test_a_yardstick_is_no_competitor_and_never_wrong() -> None:
+    """Its result is another one on purpose: it has no error, the best competitor is not it, and its column says "of"."""
     dense = dataclasses.replace(rows()[1], impl="dense", median_us=5.0, error=None)
     assert cells([*rows(), dense], "square 64")[4:] == ["1.20", "0.90", "0.90", "0.50"]
     headings = next(line for line in text([*rows(), dense]).splitlines() if "TFLOP/s" in line)
-    assert [h.strip() for h in headings.strip("┃").split("┃")][4:] == ["x xla", "x jax-pallas", "x best peer", "of dense"]
+    assert [h.strip() for h in headings.strip("┃").split("┃")][4:] == ["x xla", "x jax-pallas", "x best competitor", "of dense"]
     assert cells([*rows(), dense], "geometric mean")[-2:] == ["0.90", "0.50"]
 
 
@@ -103,11 +105,11 @@ def test_lines_of_two_ops_or_gpus_are_told_apart() -> None:
 
 
 def test_many_digits_have_no_exponent() -> None:
-    long = [Row(**{**vars(r), "median_us": r.median_us * 12345}) for r in rows()]
+    long = [Measurement(**{**vars(r), "median_us": r.median_us * 12345}) for r in rows()]
     assert cells(long, "square 64")[1] == "123450"
 
 
-def between(size: int = 1024, op: str = "all_reduce", devices: int = 2, **changes: Any) -> list[Row]:
+def between(size: int = 1024, op: str = "all_reduce", devices: int = 2, **changes: Any) -> list[Measurement]:
     """Ours, with a workspace and without, and XLA's of a payload."""
     text = f"{devices}x{size}B {size // 2}x{devices} bfloat16"
     fields: dict[str, Any] = {"op": op, "problem": text, "devices": devices, "bytes": size, "own_us": 4.0, "chain_us": 300.0}
@@ -154,7 +156,7 @@ def test_problems_stand_by_model_or_head_dim_and_by_size_whatever_their_order_wa
     heads = [labels.label(attention, name, attention.shapes[name]) for name in names]
     both = [row for text in heads for row in rows(text, op="flash_attention")] + [row for text in wanted for row in rows(text)]
     for shuffled in (both, both[::-1]):
-        found = report.ordered(runner.lines(shuffled))
+        found = report.ordered(results.comparisons(shuffled))
         assert [line.problem for line in found] == wanted + heads
         assert [report.group(line) for line in found[:7]] == ["square"] * 2 + ["llama3-8b"] * 2 + ["llama3-70b", "", ""]
         groups = [f"head dim {d}" for d in (64, 64, 128, 128, 128, 256)]
@@ -165,17 +167,17 @@ def test_a_group_stays_in_one_panel_where_it_fits() -> None:
     shapes = SPECS["matmul"].shapes
     names = [name for name in shapes if name.startswith(("square", "llama3")) and not name.endswith(("da", "db"))]
     many = [row for name in names for row in rows(labels.label(SPECS["matmul"], name, shapes[name]))]
-    panels = report._panels(report.ordered(runner.lines(many)))
+    panels = report._panels(report.ordered(results.comparisons(many)))
     assert [{report.group(line) for line in panel} for panel in panels] == [{"square", "llama3-8b"}, {"llama3-70b"}]
     many = [row for i in range(40) for row in rows(f"{i}x8x8 bfloat16 nn")]
-    assert [len(panel) for panel in report._panels(report.ordered(runner.lines(many)))] == [14, 14, 12]
+    assert [len(panel) for panel in report._panels(report.ordered(results.comparisons(many)))] == [14, 14, 12]
 
 
 def test_a_picture_tells_implementations_apart_without_colours_and_names_its_axes(tmp_path: Path) -> None:
     told = report.picture(rows(), tmp_path / "bench")[1].read_text()
     assert "<!-- problem -->" in told
     assert "<!-- TFLOP/s -->" in told
-    assert told.count("<pattern") == 2  # of the peers; ours is plain
+    assert told.count("<pattern") == 2  # of the competitors; ours is plain
 
 
 def test_the_same_rows_give_the_same_picture(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_the_picture_copes_with_wrong_and_missing_results(tmp_path: Path) -> Non
 
 def test_what_all_problems_of_a_panel_share_is_told_once() -> None:
     sizes = ("64x32x16 g=8 bfloat16 nn random", "32x32x16 g=8 bfloat16 nn even")
-    panel = runner.lines([*rows(f"moe-1 {sizes[0]}"), *rows(f"moe-2 {sizes[1]}")])
+    panel = results.comparisons([*rows(f"moe-1 {sizes[0]}"), *rows(f"moe-2 {sizes[1]}")])
     shared = report._shared(panel)
     assert shared == ["g=8", "bfloat16", "nn"]
     assert [report._tick(line, shared) for line in panel] == ["moe-1\n64x32x16 random", "moe-2\n32x32x16 even"]

@@ -25,8 +25,8 @@ from mgpu_ops.grouped.groups import SPREADS
 from mgpu_ops.registry import database
 from mgpu_ops.registry.dispatch import BACKENDS
 from mgpu_ops.tuning import cli, compile_pool, device, labels, neighbours, terminal, worker
-from mgpu_ops.tuning.bench import runner
-from mgpu_ops.tuning.bench.implementations import PEERS
+from mgpu_ops.tuning.bench import results, runner
+from mgpu_ops.tuning.bench.implementations import COMPETITORS
 from mgpu_ops.tuning.cli import arguments, demo, shared
 from mgpu_ops.tuning.outcome import Outcome
 
@@ -119,9 +119,9 @@ def test_help_answers_at_once(command: str, tmp_path: Path) -> None:
 
 
 def test_what_the_parsers_know_of_the_ops_without_importing_them_is_true() -> None:
-    """The tables of commands/arguments.py: a new op, suite, field of a problem or peer belongs there too."""
+    """The tables of commands/arguments.py: a new op, suite, field of a problem or competitor belongs there too."""
     assert {name: tuple(spec.suites) for name, spec in SPECS.items()} == arguments.SUITES
-    assert {op: tuple(peers) for op, peers in PEERS.items()} == arguments.PEERS
+    assert {op: tuple(competitors) for op, competitors in COMPETITORS.items()} == arguments.COMPETITORS
     assert arguments.BACKENDS == BACKENDS
     fields = {field.name: field for spec in SPECS.values() for field in dataclasses.fields(spec.Problem)}
     given = arguments.problem_fields()
@@ -796,10 +796,10 @@ def test_validate_names_the_file_and_its_fault_and_goes_on(fault: str, tmp_path:
 SHAPE = "mixtral-8x7b-down-128-random"
 
 
-def bench_row(impl: str, us: float, error: float | None = 0.001, problem: str = "p 8x8x8 g=2") -> runner.Row:
+def bench_row(impl: str, us: float, error: float | None = 0.001, problem: str = "p 8x8x8 g=2") -> results.Measurement:
     stamp = {"gpu": "NVIDIA H200", "driver": "570.86.15", "jax": "0.11.2", "date": "2025-01-31"}
     warm_us = us * {"mgpu_ops": 0.5, "tokamax": 6 / 11}.get(impl, 0.5)
-    return runner.Row("grouped_matmul", problem, impl, "c", us, 0.1, 1.0, 1.0, error, **stamp, warm_us=warm_us)
+    return results.Measurement("grouped_matmul", problem, impl, "c", us, 0.1, 1.0, 1.0, error, **stamp, warm_us=warm_us)
 
 
 @pytest.fixture
@@ -807,8 +807,8 @@ def benched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """`bench` as on an H200, with rows made up; the options it was run with."""
     asked: list[dict[str, Any]] = []
 
-    def run(spec: Any, problems: dict[str, Any], **options: Any) -> list[runner.Row]:
-        asked.append(options)
+    def run(spec: Any, problems: dict[str, Any], options: runner.BenchOptions, **more: Any) -> list[results.Measurement]:
+        asked.append(vars(options) | more)
         text = labels.label(spec, *next(iter(problems.items())))
         times = {"mgpu_ops": 10.0, "jax-pallas": 12.0, "tokamax": 11.0}
         rows = [bench_row(impl, us, problem=text) for impl, us in times.items()]
@@ -819,18 +819,21 @@ def benched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-def test_bench_tells_the_best_peer_and_what_part_of_dense_is_reached(
+def test_bench_tells_the_best_competitor_and_what_part_of_dense_is_reached(
     benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
 ) -> None:
     words = ("bench", "grouped_matmul", "--shape", SHAPE, "--output", tmp_path)
     done = mgpu_tune(*words, "--against", "dense,jax-pallas,tokamax", "--peer-seconds", "5s")
     assert (done.code, done.err) == (0, "")
-    assert "grouped_matmul against best peer: geometric mean 1.100x (1.200x with a warm L2) over 1 problem, worst" in done.out
+    assert (
+        "grouped_matmul against best competitor: geometric mean 1.100x (1.200x with a warm L2) over 1 problem, worst"
+        in done.out
+    )
     assert "grouped_matmul: geometric mean 0.900 of dense (0.900 of dense with a warm L2) over 1 problem, worst" in done.out
     assert "1 under 1.0x" in done.out
     assert "WRONG" not in done.out
     assert benched[0]["against"] == ["dense", "jax-pallas", "tokamax"]
-    assert (benched[0]["peer_seconds"], list(benched[0]["earlier"])) == (5.0, [])
+    assert (benched[0]["competitor_seconds"], list(benched[0]["earlier"])) == (5.0, [])
 
 
 def test_json_of_bench_has_the_rows_the_summary_and_the_files(
@@ -865,11 +868,11 @@ def test_bench_compares_with_the_ops_own_yardstick_unless_told(
     assert benched[0]["against"] == ["dense"]
 
 
-def test_bench_takes_the_peers_settings_from_an_earlier_result(
+def test_bench_takes_the_competitors_settings_from_an_earlier_result(
     benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
 ) -> None:
     earlier = [bench_row("tokamax", 11.0)]
-    runner.write_csv(earlier, tmp_path / "earlier.csv")
+    results.write_csv(earlier, tmp_path / "earlier.csv")
     words = ("bench", "grouped_matmul", *SIDES, "--groups", 8, "--output", tmp_path)
     mgpu_tune(*words, "--peers-from", tmp_path / "earlier.csv")
     assert list(benched[0]["earlier"]) == earlier
@@ -884,21 +887,26 @@ def test_a_second_run_of_a_day_keeps_the_rows_of_other_problems(
     """So that what was cut off, or failed on a problem, is run again for what is missing."""
     words = ("bench", "grouped_matmul", "--output", tmp_path, "--json", "--shape")
     [csv] = (Path(f) for f in json.loads(mgpu_tune(*words, SHAPE).out)["files"] if f.endswith(".csv"))
-    runner.write_csv([bench_row("mgpu_ops", 1.0, problem="another"), bench_row("mgpu_ops", 1.0, problem="third")], csv)
+    results.write_csv([bench_row("mgpu_ops", 1.0, problem="another"), bench_row("mgpu_ops", 1.0, problem="third")], csv)
     benched[-1]["save"]([bench_row("mgpu_ops", 2.0, problem="another")])  # the first run goes on
     done = mgpu_tune(*words, SHAPE)
     assert f"{csv} has 1 row: those of other problems stay" in done.err
     benched[-1]["save"]([bench_row("mgpu_ops", 3.0, problem="third")])
-    assert [(row.problem, row.median_us) for row in runner.read_csv(csv)] == [("another", 2.0), ("third", 3.0)]
+    assert [(row.problem, row.median_us) for row in results.read_csv(csv)] == [("another", 2.0), ("third", 3.0)]
     csv.write_text("other,columns\n")
     done = mgpu_tune(*words, SHAPE)
     assert done.code == 2
     assert "has columns ['other', 'columns']" in done.err
 
 
-@pytest.mark.parametrize(("peers", "started"), [("dense,lax", 0), ("dense,jax-pallas", 1)])
-def test_processes_that_compile_start_only_for_a_peer_that_is_tuned(
-    peers: str, started: int, benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("competitors", "started"), [("dense,lax", 0), ("dense,jax-pallas", 1)])
+def test_processes_that_compile_start_only_for_a_competitor_that_is_tuned(
+    competitors: str,
+    started: int,
+    benched: list[dict[str, Any]],
+    tmp_path: Path,
+    mgpu_tune: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pools: list[str] = []
 
@@ -911,7 +919,7 @@ def test_processes_that_compile_start_only_for_a_peer_that_is_tuned(
             pass
 
     monkeypatch.setattr(compile_pool, "Pool", Pool)
-    mgpu_tune("bench", "grouped_matmul", *SIDES, "--groups", 8, "--output", tmp_path, "--against", peers)
+    mgpu_tune("bench", "grouped_matmul", *SIDES, "--groups", 8, "--output", tmp_path, "--against", competitors)
     assert pools == ["pool"] * started
     assert benched[0]["pool"] == ("pool" if started else None)
 

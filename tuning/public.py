@@ -1,0 +1,120 @@
+"""Calls of the ops' public functions on a problem: what benchmarks time, and whether a call is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mgpu_ops
+from mgpu_ops.attention.flash_attention import top_left_attention
+from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.model import SOFT_CAP
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.tuning.terminal import brief
+
+BACKWARD = {"flash_attention": "flash_attention_backward"}  # the ops whose gradient is an op of its own
+
+
+def _matmul(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    call = partial(
+        mgpu_ops.matmul,
+        out_dtype=problem.out_dtype,
+        transpose_a=problem.layout[0] == "t",
+        transpose_b=problem.layout[1] == "t",
+        backend=backend,
+    )
+    return call if problem.batch == 1 else jax.vmap(call)
+
+
+def _grouped_matmul(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        return mgpu_ops.grouped_matmul(
+            lhs,
+            rhs,
+            sizes,
+            bias=bias,
+            activation=problem.activation,
+            out_dtype=problem.out_dtype,
+            transpose_rhs=problem.layout == "nt",
+            spread=problem.spread,
+            backend=backend,
+        )
+
+    return call
+
+
+def _ragged_contraction(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    return partial(mgpu_ops.ragged_contraction, out_dtype=problem.out_dtype, spread=problem.spread, backend=backend)
+
+
+def _flash_attention(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    p = problem
+    if p.align == "top_left" and (p.segments or p.soft_cap):
+        raise ValueError("dot_product_attention, which aligns first tokens, has neither segment ids nor a soft cap")
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array) -> jax.Array:
+        inputs = Inputs.of(p, (None, *extra))
+        lengths, segments = inputs.lengths or (None, None), inputs.segments or (None, None)
+        left, right = (None if side < 0 else side for side in (p.window_left, p.window_right))
+        shared: dict[str, Any] = {"bias": inputs.bias, "causal": p.causal, "window": (left, right), "backend": backend}
+        shared |= {"q_lengths": lengths[0], "kv_lengths": lengths[1]}
+        if p.align == "top_left":
+            return top_left_attention(q, k, v, mask=None, scale=None, **shared)[0]
+        cap = SOFT_CAP if p.soft_cap else None
+        shared |= {"q_segment_ids": segments[0], "kv_segment_ids": segments[1]}
+        out = mgpu_ops.flash_attention(q, k, v, soft_cap=cap, return_lse=False, **shared)
+        assert isinstance(out, jax.Array)
+        return out
+
+    return call
+
+
+def _flash_attention_backward(problem: Any, backend: dispatch.Backend | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """The op itself, which users call through `jax.grad` of the forward op."""
+    spec = mgpu_ops.spec_of("flash_attention_backward")
+    return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
+
+
+# op -> call(problem, backend): the public function on the arrays of `arrays_of`
+CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
+    "matmul": _matmul,
+    "grouped_matmul": _grouped_matmul,
+    "ragged_contraction": _ragged_contraction,
+    "flash_attention": _flash_attention,
+    "flash_attention_backward": _flash_attention_backward,
+}
+
+
+def refusal(spec: OpSpec, problem: Any) -> str | None:
+    """The public function's error for a problem that no kernel runs; None where it runs the problem through XLA.
+
+    Nothing is computed. None for collectives, whose arrays are on several GPUs.
+    """
+    if spec.name not in CALLS:
+        return None
+    if spec.name in BACKWARD.values():  # the public function is the forward one
+        spec = mgpu_ops.spec_of(next(forward for forward, backward in BACKWARD.items() if backward == spec.name))
+        fields = dataclasses.asdict(problem)
+        problem = spec.Problem(**{field.name: fields[field.name] for field in dataclasses.fields(spec.Problem)})
+    floats = dataclasses.replace(problem, dtype="bfloat16")  # `inputs` may not make random numbers of every dtype
+    try:
+        arrays = jax.eval_shape(partial(spec.inputs, floats), jax.random.key(0))
+    except (ArithmeticError, IndexError):  # nothing to make random numbers of
+        return None
+    as_asked = [jax.ShapeDtypeStruct(x.shape, problem.dtype) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    try:
+        jax.eval_shape(CALLS[spec.name](problem, "xla"), *arrays_of(spec, tuple(as_asked)))
+    except (TypeError, ValueError, OverflowError) as error:
+        return brief(error)
+    return None
+
+
+def arrays_of(spec: OpSpec, inputs: tuple) -> tuple:
+    """The op's `inputs` that the call takes as arrays: attention's fourth, its scale and soft cap, are other arguments."""
+    return (*inputs[:3], *inputs[4:]) if spec.name == "flash_attention" else inputs
