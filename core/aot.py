@@ -47,7 +47,7 @@ class AotUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CompiledKernel:
     """One Mosaic GPU kernel as compiled."""
 
     name: str
@@ -66,7 +66,7 @@ class Report:
     """The distinct Mosaic GPU kernels of one function; code that XLA generates is not in it."""
 
     gpu: Gpu
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[CompiledKernel, ...]
 
     @property
     def registers(self) -> int:
@@ -353,14 +353,14 @@ def _rename_kernels(module: Any) -> int:
     return launches
 
 
-def _kernels(folder: pathlib.Path) -> tuple[Kernel, ...]:
+def _kernels(folder: pathlib.Path) -> tuple[CompiledKernel, ...]:
     paths = sorted(folder.glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)
     return tuple(dict.fromkeys(_kernel(path) for path in paths))
 
 
-def _kernel(ptx: pathlib.Path) -> Kernel:
+def _kernel(ptx: pathlib.Path) -> CompiledKernel:
     log = ptx.with_suffix(".ptxas").read_text()
-    return Kernel(
+    return CompiledKernel(
         name="".join(re.findall(r"Compiling entry function '(\w+)'", log)[:1]),
         registers=max(_numbers(r"Used (\d+) registers", log), default=0),
         spill_stores=sum(_numbers(r"(\d+) bytes spill stores", log)),

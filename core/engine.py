@@ -46,14 +46,14 @@ threads.install()
 last_start = tma.last_start
 
 
-is_ring = inflight.is_ring
+is_pipeline = inflight.is_pipeline
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulators:
-    """Scratch type: float32 accumulators of `shapes` in the registers of each of `warpgroups` compute warpgroups.
+    """Scratch type: float32 accumulators of `shapes` in the registers of each of `warpgroups` consumer warpgroups.
 
-    A kernel receives a handle for them; `handle.scope(fn)`, called by a compute warpgroup, runs `fn(*accs)` with zeroed
+    A kernel receives a handle for them; `handle.scope(fn)`, called by a consumer warpgroup, runs `fn(*accs)` with zeroed
     accumulators of that warpgroup's own. `acc[...]` reads one after all wgmma in flight, `accumulated(acc, n)` after all but
     the last n; `acc[...] = x` sets it. A wgmma that a loop or branch starts must be waited for in it: `core/inflight.py`.
     """
@@ -88,7 +88,7 @@ class _Registers:
 
 
 class _Simulated:
-    """Accumulators in the interpreter: one slice of shared memory each per compute warpgroup."""
+    """Accumulators in the interpreter: one slice of shared memory each per consumer warpgroup."""
 
     def __init__(self, refs: list[Any], thread_name: str):
         self._refs = refs
@@ -131,7 +131,7 @@ def wgmma_wait(in_flight: int) -> None:
 
 
 def barrier_arrive(barrier: Any) -> None:
-    """Arrives at a barrier. At one by which a `Ring` gives slots back: when no wgmma in flight reads its buffers."""
+    """Arrives at a barrier. At an `empty` barrier of a `Pipeline`, no wgmma in flight may read the pipeline's buffers."""
     inflight.arrives(barrier)
     plgpu.barrier_arrive(barrier)
 
@@ -416,30 +416,30 @@ def _mark() -> None:
 
 
 def specialize(
-    copying: Callable[[], None],
-    computing: Callable[[], None],
+    producer: Callable[[], None],
+    consumer: Callable[[], None],
     *,
-    compute_warpgroups: int,
-    copy_registers: int,
-    compute_registers: int,
+    consumers: int,
+    producer_registers: int,
+    consumer_registers: int,
     thread_name: str = "wg",
 ) -> None:
-    """Splits a block: its first `compute_warpgroups` warpgroups compute, the last copies. Each side gets its registers.
+    """Splits a block by role: its first `consumers` warpgroups run `consumer`, the last one `producer`, all at the same time.
 
-    Registers are per thread, multiples of 8; their sum may not exceed what the block was launched with.
+    Registers are per thread, multiples of 8. The warpgroups together may not have more than the block was launched with.
     Source: PTX ISA, "setmaxnreg".
     """
     wg = lax.axis_index(thread_name)
 
-    @pl.when(wg == compute_warpgroups)
+    @pl.when(wg == consumers)
     def _() -> None:
-        plgpu.set_max_registers(copy_registers, action="decrease")
-        copying()
+        plgpu.set_max_registers(producer_registers, action="decrease")
+        producer()
 
-    @pl.when(wg < compute_warpgroups)
+    @pl.when(wg < consumers)
     def _() -> None:
-        plgpu.set_max_registers(compute_registers, action="increase")
-        computing()
+        plgpu.set_max_registers(consumer_registers, action="increase")
+        consumer()
 
 
 def races_found() -> bool:

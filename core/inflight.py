@@ -1,11 +1,11 @@
 """Watches, while a kernel is traced, that nothing it starts on the tensor cores is used before a wait says that it is done.
 
-wgmma is asynchronous: its accumulator may be read, and the slots of its operands given back, only after a wait that covers it.
+wgmma is asynchronous: only after a wait that covers it may its accumulator be read and the stages of its operands be refilled.
 Neither JAX's interpreter nor a GPU tells where one is missing: results are then wrong now and then. So the functions of
 `engine` report here what they do, in the order of the program, and InFlight is raised where that is too early. What is checked:
 
 - an accumulator that is read (`accumulated`) while a product for it is in flight;
-- a slot of a `Ring` that is given back while a product that reads the ring's buffers is in flight;
+- an arrival at an `empty` barrier of a `Pipeline` while a product that reads the pipeline's buffers is in flight;
 - a product that is in flight at the end of the loop or branch that started it: the body of a loop is traced once, so that every
   turn must begin alike.
 """
@@ -40,8 +40,10 @@ class _Kernel:
     """A kernel that is traced. Lists, as refs are compared by identity."""
 
     products: list[_Product] = dataclasses.field(default_factory=list)  # in flight, the oldest first
-    copies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (barrier that is told, buffer that is filled)
-    rings: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (barrier "filled", barrier "released")
+    copies: list[tuple[Any, Any]] = dataclasses.field(
+        default_factory=list
+    )  # (barrier that a copy arrives at, the buffer that it fills)
+    pipelines: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (full, empty) barriers
 
     def look(self) -> None:
         """Raises where a product in flight belongs to a loop or branch that is over."""
@@ -84,10 +86,10 @@ def copies(buffer: Any, barrier: Any) -> None:
         kernel.copies.append((_base(barrier), _base(buffer)))
 
 
-def is_ring(filled: Any, released: Any) -> None:
-    """What copies that tell `filled` fill is given back by arriving at `released`."""
+def is_pipeline(full: Any, empty: Any) -> None:
+    """Copies that arrive at the barrier `full` fill stages, and an arrival at `empty` gives them back."""
     if kernel := _kernel.get():
-        kernel.rings.append((_base(filled), _base(released)))
+        kernel.pipelines.append((_base(full), _base(empty)))
 
 
 def starts(accumulator: Any, *operands: Any) -> None:
@@ -115,17 +117,17 @@ def reads(accumulator: Any, in_flight: int) -> None:
 
 
 def arrives(barrier: Any) -> None:
-    """A barrier is told, perhaps that slots may be overwritten."""
+    """The kernel arrives at a barrier. From now on, a pipeline whose `empty` barrier it is may refill its stages."""
     if not (kernel := _kernel.get()):
         return
     kernel.look()
-    filled = [filled for filled, released in kernel.rings if released is _base(barrier)]
-    buffers = [buffer for told, buffer in kernel.copies if any(told is barrier for barrier in filled)]
+    filling = [full for full, empty in kernel.pipelines if empty is _base(barrier)]
+    buffers = [buffer for told, buffer in kernel.copies if any(told is full for full in filling)]
     for product in kernel.products:
         if any(operand is buffer for operand in product.operands for buffer in buffers):
             raise InFlight(
-                "a slot is given back while a wgmma in flight may still read it: before barrier_arrive, call wgmma_wait, or "
-                "accumulated to read the sum"
+                "a pipeline stage is declared empty while a wgmma in flight may still read it: before barrier_arrive, call "
+                "wgmma_wait, or accumulated to read the sum"
             )
 
 

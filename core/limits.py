@@ -89,7 +89,7 @@ def supports_rows(rows: dict[str, tuple[str, int, int]]) -> str | None:
 
 
 def warpgroup_tile(c: Any) -> tuple[int, int]:
-    """Rows and columns of an output tile that one compute warpgroup of a Config has."""
+    """Rows and columns of an output tile that one consumer warpgroup of a Config has."""
     if c.compute_warpgroups == 1:
         return c.tile_m, c.tile_n
     return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)

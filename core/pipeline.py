@@ -1,4 +1,4 @@
-"""A ring of shared-memory slots between one warpgroup that copies and others that compute."""
+"""A pipeline of shared-memory stages between a producer warpgroup and consumer warpgroups."""
 
 from __future__ import annotations
 
@@ -15,49 +15,56 @@ from mgpu_ops.core import engine
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """`slots` slots that are filled and read in turn, one a step. Both sides count steps from 0 over the whole kernel, so
-    that copying runs ahead over the ends of output tiles.
+class Pipeline:
+    """`stages` buffers in shared memory, of which step i uses number i % stages.
 
-    `barriers` is what goes into a kernel's `scratch_types`; the kernel makes the Ring from the two refs it receives.
+    The producer waits until a stage is empty and fills it; consumers wait until it is full, read it, and declare it empty
+    again. Both count steps from 0 over the whole kernel, not per output tile: the producer loads the next tile's first
+    stages while consumers still store the last one.
+
+    full, empty: refs to `stages` barriers each. A kernel puts `barriers(...)` into its `scratch_types` and makes the Pipeline
+    from the refs that it receives.
     """
 
-    slots: int
-    filled: Any
-    released: Any
+    stages: int
+    full: Any
+    empty: Any
 
     def __post_init__(self) -> None:
-        engine.is_ring(self.filled, self.released)
+        engine.is_pipeline(self.full, self.empty)
 
     @staticmethod
-    def barriers(slots: int, *, copies: int, readers: int) -> dict[str, Any]:
-        """`copies` arrive when a slot is filled, `readers` warpgroups when it may be overwritten."""
+    def barriers(stages: int, *, copies: int, consumers: int) -> dict[str, Any]:
+        """The two barriers: `copies` arrive when a stage is full, `consumers` warpgroups when it is empty again."""
         return {
-            "filled": plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-            "released": plgpu.Barrier(num_arrivals=readers, num_barriers=slots),
+            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         }
 
     def fill(self, step: Any, copy: Callable[[Any, Any], None]) -> None:
-        """Waits until the slot of `step` is free, then starts `copy(slot, barrier)`."""
-        slot = lax.rem(step, jnp.int32(self.slots))
+        """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`."""
+        stage = lax.rem(step, jnp.int32(self.stages))
 
-        @pl.when(step >= self.slots)
+        @pl.when(step >= self.stages)  # every stage starts empty
         def _() -> None:
-            plgpu.barrier_wait(self.released.at[slot])
+            plgpu.barrier_wait(self.empty.at[stage])
 
-        copy(slot, self.filled.at[slot])
+        copy(stage, self.full.at[stage])
 
     def drain(self, steps: Any) -> None:
-        """Waits until all of `steps` steps were read: the copying warpgroup's last act."""
-        for slot in range(self.slots):
+        """Producer, at its end: waits until consumers have read all of `steps` steps."""
+        for stage in range(self.stages):
 
-            @pl.when(steps > slot)
-            def _(slot: int = slot) -> None:
-                plgpu.barrier_wait(self.released.at[slot])
+            @pl.when(steps > stage)
+            def _(stage: int = stage) -> None:
+                plgpu.barrier_wait(self.empty.at[stage])
 
     def read(self, step: Any, compute: Callable[[Any], None]) -> None:
-        """Waits until the slot of `step` is filled, runs `compute(slot)`, which must be done with it, and releases it."""
-        slot = lax.rem(step, jnp.int32(self.slots))
-        plgpu.barrier_wait(self.filled.at[slot])
-        compute(slot)
-        engine.barrier_arrive(self.released.at[slot])
+        """Consumer: waits until the stage of `step` is full, runs `compute(stage)`, and declares the stage empty.
+
+        At the end of `compute`, nothing may still read the stage: no wgmma on it is in flight.
+        """
+        stage = lax.rem(step, jnp.int32(self.stages))
+        plgpu.barrier_wait(self.full.at[stage])
+        compute(stage)
+        engine.barrier_arrive(self.empty.at[stage])

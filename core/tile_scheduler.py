@@ -22,7 +22,7 @@ def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
     return cdiv(tiles - block, blocks)
 
 
-AT_ONCE = 1 << 16  # tiles that `deal_heads` deals one by one
+AT_ONCE = 1 << 16  # tiles that `assign_heads` assigns one by one
 KEPT_BYTES = 1 << 26
 
 
@@ -48,56 +48,60 @@ def kept[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
     return get
 
 
-def deal(costs: Sequence[float], blocks: int) -> np.ndarray:
-    """Deals tiles, in their order, each to the block that is done first: what a dynamic scheduler does, done beforehand.
+def assign_tiles(costs: Sequence[float], blocks: int) -> np.ndarray:
+    """Assigns tiles to blocks: in their order, each to the block that is idle first, as a dynamic scheduler would.
 
-    costs: what each tile takes, in any unit. Returns int32 [blocks, 1 + most tiles of a block]: how many tiles a block has,
-    then their numbers, for `Turns`.
+    Args:
+      costs: time of each tile, in any unit.
+
+    Returns int32 [blocks, 1 + most tiles of a block]: how many tiles a block has, then their numbers. `AssignedTiles` reads it.
     """
     busy = [(0.0, block) for block in range(blocks)]
-    turns: list[list[int]] = [[] for _ in range(blocks)]
+    assigned: list[list[int]] = [[] for _ in range(blocks)]
     for number, cost in enumerate(costs):
         until, block = busy[0]
-        turns[block].append(number)
+        assigned[block].append(number)
         heapq.heapreplace(busy, (until + cost, block))
-    return _table(turns)
+    return _table(assigned)
 
 
-def _table(turns: Sequence[Any]) -> np.ndarray:
-    table = np.zeros((len(turns), 1 + max(map(len, turns))), np.int32)
-    for block, numbers in enumerate(turns):
+def _table(assigned: Sequence[Any]) -> np.ndarray:
+    table = np.zeros((len(assigned), 1 + max(map(len, assigned))), np.int32)
+    for block, numbers in enumerate(assigned):
         table[block, : 1 + len(numbers)] = [len(numbers), *numbers]
     return table
 
 
-def deal_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
-    """`deal` for the tiles of `heads` heads, whose costs are the same for each: heads in sections, their longest tiles first.
+def assign_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+    """`assign_tiles` for `heads` heads of equal tiles: section after section of heads, the longest tiles of a section first.
 
-    A section has about `waves` tiles for each block. Short sections keep what the tiles of a head share in the L2; in long ones
-    the tiles that start last are shorter. A tile's number is that of its head, times the tiles of a head, plus its own.
+    Args:
+      costs: time of each tile of a head. Tile t of head h has the number h * len(costs) + t.
+      waves: length of a section, in tiles per block. In short sections, the keys and values that the tiles of a head share
+        stay in L2; in long ones, the tiles that start last are shorter, so that blocks end closer together.
 
-    Beyond `AT_ONCE` tiles, as many whole sections are dealt once and their shares given out again and again, each time the
-    largest to the block with the least so far. So loads differ by no more than a tile, as when all are dealt one by one.
+    Above `AT_ONCE` tiles the sections of the first `AT_ONCE` are assigned once, and this assignment is repeated for the others:
+    each time, the block with the least work so far gets the largest share. Blocks still differ by one tile at most.
     """
     tiles = len(costs)
     section = math.ceil(waves * blocks / tiles)
     at_once = max(1, AT_ONCE // (section * tiles)) * section
     if heads <= at_once:
-        return _deal_sections(costs, heads, section, blocks)
+        return _assign_sections(costs, heads, section, blocks)
     loads: Any = np.zeros(blocks)
-    turns: list[list[np.ndarray]] = [[] for _ in range(blocks)]
-    tables = {some: _deal_sections(costs, some, section, blocks) for some in {at_once, heads % at_once or at_once}}
+    assigned: list[list[np.ndarray]] = [[] for _ in range(blocks)]
+    tables = {some: _assign_sections(costs, some, section, blocks) for some in {at_once, heads % at_once or at_once}}
     for first in range(0, heads, at_once):
         table = tables[min(at_once, heads - first)]
         shares = [row[1 : 1 + row[0]] for row in table]
         work = np.array([costs[share % tiles].sum() for share in shares])
         for block, share in zip(np.argsort(loads, kind="stable"), np.argsort(-work, kind="stable"), strict=True):
-            turns[block].append(first * tiles + shares[share])
+            assigned[block].append(first * tiles + shares[share])
             loads[block] += work[share]
-    return _table([np.concatenate(numbers) for numbers in turns])
+    return _table([np.concatenate(numbers) for numbers in assigned])
 
 
-def _deal_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> np.ndarray:
+def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> np.ndarray:
     tiles = len(costs)
     uniform = bool((costs == costs[0]).all())
     longest_first = np.argsort(-costs, kind="stable")
@@ -107,14 +111,14 @@ def _deal_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> 
         in_order = some[:, None] + longest_first if uniform else some[None, :] + longest_first[:, None]
         order.append(in_order.ravel())
     numbers = np.concatenate(order)
-    table = deal(costs[numbers % tiles].tolist(), blocks)
+    table = assign_tiles(costs[numbers % tiles].tolist(), blocks)
     table[:, 1:] = numbers[table[:, 1:]]
     return table
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """The tiles of one block in a table that `deal` made, in global memory."""
+class AssignedTiles:
+    """The tiles of one block, in a table of `assign_tiles` or `assign_heads` that lies in global memory."""
 
     table: Any
     block: Any
@@ -128,7 +132,10 @@ class Turns:
         return self.table[self.block, 1 + jnp.minimum(i, self.table.shape[1] - 2)]
 
     def for_each(self, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """carry = body(i, number of the i-th tile, carry). Numbers are read a tile ahead: global memory is far."""
+        """carry = body(i, number of the i-th tile, carry) for all tiles.
+
+        Numbers are read one tile ahead, which hides the latency of global memory.
+        """
 
         def step(i: Any, state: Any) -> Any:
             number, carry = state
@@ -223,7 +230,7 @@ def for_each_group_tile(
 
 
 def warpgroup_origin(c: Any) -> tuple[Any, Any]:
-    """First row and column of this compute warpgroup within the block's tile."""
+    """First row and column of this consumer warpgroup within the block's tile."""
     if c.compute_warpgroups == 1:
         return 0, 0
     wg = lax.axis_index("wg")

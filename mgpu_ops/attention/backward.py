@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_dq, backward_narrow, backward_wide
-from mgpu_ops.attention.backward_block import Block, deal
+from mgpu_ops.attention.backward_block import Block, schedule
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import (
     Extras,
@@ -38,7 +38,7 @@ from mgpu_ops.attention.operands import Operands
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, padded
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 
 WARPGROUPS = 2  # that compute
 
@@ -69,11 +69,11 @@ def _kernel(
         dk=dk_ref,
         dv=dv_ref,
         smem=smem,
-        rows_ring=Ring(c.max_concurrent_steps, **barriers["rows"]),
-        kv_ring=Ring(1, **barriers["kv"]),
+        rows_pipeline=Pipeline(c.max_concurrent_steps, **barriers["rows"]),
+        kv_pipeline=Pipeline(1, **barriers["kv"]),
     )
     compute: Any = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
-    specialize(block.copying, lambda: compute(block, *barriers["between"], accumulators), WARPGROUPS, c, gpu)
+    specialize(block.producer, lambda: compute(block, *barriers["between"], accumulators), WARPGROUPS, c, gpu)
 
 
 def launch(
@@ -148,13 +148,13 @@ def _keys(
         accumulators=shapes,
         smem=smem,
         barriers={
-            "rows": Ring.barriers(steps, copies=4 + len(extras.smem), readers=WARPGROUPS),
-            "kv": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
+            "rows": Pipeline.barriers(steps, copies=4 + len(extras.smem), consumers=WARPGROUPS),
+            "kv": Pipeline.barriers(1, copies=2 * panels, consumers=WARPGROUPS),
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=WARPGROUPS)],
         },
         interpret=interpret,
     )(
-        deal(p, c, blocks),
+        schedule(p, c, blocks),
         as_blocks(q, c.tile_q, p),
         as_rows(k),
         as_rows(v),

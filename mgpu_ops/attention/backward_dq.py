@@ -20,7 +20,7 @@ from mgpu_ops.attention.operands import Operands, place
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 
 WARPGROUPS = 2  # that compute
 TILE_Q, TILE_KV = WARPGROUPS * ROWS, 64
@@ -28,8 +28,8 @@ TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of
 
 
 @tile_scheduler.kept
-def _deal(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
-    return tile_scheduler.deal_heads(kv_blocks(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
+    return tile_scheduler.assign_heads(kv_blocks(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
 def _kernel(
@@ -45,8 +45,8 @@ def _kernel(
     """One block: its tiles of rows, each a loop over tiles of keys."""
     table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *extras, dq_ref = refs
     x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
-    k_ring, v_ring = Ring(dq_steps(p), **barriers["k"]), Ring(dq_value_steps(p), **barriers["v"])
-    q_ring = Ring(1, **barriers["q"])
+    k_pipeline, v_pipeline = Pipeline(dq_steps(p), **barriers["k"]), Pipeline(dq_value_steps(p), **barriers["v"])
+    q_pipeline = Pipeline(1, **barriers["q"])
     panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -58,44 +58,44 @@ def _kernel(
         return order.for_each(lambda _, tile, s, masked: step(tile * TILE_KV, s, masked), carry)
 
     def for_each_tile(body: Any) -> Any:
-        # Opaque: what the copying and the computing side have in common the compiler would compute once, and spill for both.
-        turns = tile_scheduler.Turns(table_ref, lax.optimization_barrier(lax.axis_index("block")))
+        # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
+        tiles = tile_scheduler.AssignedTiles(table_ref, lax.optimization_barrier(lax.axis_index("block")))
 
         def tile(i: Any, number: Any, done: Any) -> Any:
             return body(i, *place(number, p.q_tokens, p.q_heads, TILE_Q), done)
 
-        steps = turns.for_each(tile, jnp.int32(0))
-        return turns.count, steps
+        steps = tiles.for_each(tile, jnp.int32(0))
+        return tiles.count, steps
 
-    def copying() -> None:
+    def producer() -> None:
         def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
-            def rows(slot: Any, filled: Any) -> None:
-                del slot
-                x.load_rows(x.q, b, n, row, smem["q_smem"], filled)
-                x.load_rows(do_ref, b, n, row, smem["do_smem"], filled)
+            def rows(stage: Any, full: Any) -> None:
+                del stage
+                x.load_rows(x.q, b, n, row, smem["q_smem"], full)
+                x.load_rows(do_ref, b, n, row, smem["do_smem"], full)
 
-            q_ring.fill(i, rows)
+            q_pipeline.fill(i, rows)
             kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
             def step(key: Any, step: Any, masked: bool) -> Any:
                 del masked
 
-                def keys(slot: Any, filled: Any) -> None:
-                    x.load_block(x.k, "keys", b, kv_head, key, smem["k_smem"].at[slot], filled)
-                    x.load_extras("rows", b, n, row, key, smem, slot, filled)
+                def keys(stage: Any, full: Any) -> None:
+                    x.load_block(x.k, "keys", b, kv_head, key, smem["k_smem"].at[stage], full)
+                    x.load_extras("rows", b, n, row, key, smem, stage, full)
 
-                k_ring.fill(step, keys)
-                v_ring.fill(step, lambda slot, filled: x.load_keys(x.v, b, kv_head, key, smem["v_smem"].at[slot], filled))
+                k_pipeline.fill(step, keys)
+                v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, b, kv_head, key, smem["v_smem"].at[stage], full))
                 return step + 1
 
             return for_each_key_tile(b, row, step, done)
 
         count, steps = for_each_tile(tile)
-        k_ring.drain(steps)
-        v_ring.drain(steps)
-        q_ring.drain(count)
+        k_pipeline.drain(steps)
+        v_pipeline.drain(steps)
+        q_pipeline.drain(count)
 
-    def computing(s_acc: Any, dp_acc: Any, dq_acc: Any) -> None:
+    def consumer(s_acc: Any, dp_acc: Any, dq_acc: Any) -> None:
         wg = lax.axis_index("wg")
         smem["numbers_smem"][wg] = plgpu.broadcasted_iota(jnp.int32, (TILE_KV,), 0, layout=by_column)
 
@@ -104,7 +104,7 @@ def _kernel(
 
         def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
             del i
-            plgpu.barrier_wait(q_ring.filled.at[0])
+            plgpu.barrier_wait(q_pipeline.full.at[0])
             own = row + wg * ROWS
             lse, delta = (
                 plgpu.load(ref.at[b, n, pl.ds(own, ROWS)], layout=by_row, optimized=False) for ref in (lse_ref, delta_ref)
@@ -112,37 +112,39 @@ def _kernel(
 
             def step(key: Any, step: Any, masked: bool) -> Any:
                 # Opaque: addresses that the compiler kept in registers across steps would spill.
-                k_slot, v_slot = (lax.optimization_barrier(lax.rem(step, jnp.int32(ring.slots))) for ring in (k_ring, v_ring))
+                k_stage, v_stage = (
+                    lax.optimization_barrier(lax.rem(step, jnp.int32(pipeline.stages))) for pipeline in (k_pipeline, v_pipeline)
+                )
                 wg = lax.optimization_barrier(lax.axis_index("wg"))
                 mine = pl.ds(wg * ROWS, ROWS)
-                plgpu.barrier_wait(k_ring.filled.at[k_slot])
+                plgpu.barrier_wait(k_pipeline.full.at[k_stage])
                 s_acc[...] = jnp.zeros(shape, jnp.float32)
                 dp_acc[...] = jnp.zeros(shape, jnp.float32)
                 for panel in panels:
-                    keys = smem["k_smem"].at[k_slot, :, pl.ds(panel * PANEL, PANEL)]
+                    keys = smem["k_smem"].at[k_stage, :, pl.ds(panel * PANEL, PANEL)]
                     engine.wgmma(s_acc, smem["q_smem"].at[panel, mine, :], engine.transpose_ref(keys))
-                plgpu.barrier_wait(v_ring.filled.at[v_slot])
+                plgpu.barrier_wait(v_pipeline.full.at[v_stage])
                 for panel in panels:
                     engine.wgmma(
-                        dp_acc, smem["do_smem"].at[panel, mine, :], engine.transpose_ref(smem["v_smem"].at[v_slot, panel])
+                        dp_acc, smem["do_smem"].at[panel, mine, :], engine.transpose_ref(smem["v_smem"].at[v_stage, panel])
                     )
                 s = engine.accumulated(s_acc, len(panels))
-                s, slope = x.scores(s, smem["bias_smem"].at[k_slot, mine, :] if p.bias != "none" else None)
+                s, slope = x.scores(s, smem["bias_smem"].at[k_stage, mine, :] if p.bias != "none" else None)
                 weights = jnp.exp2(s - along_row(lse))
                 if p.segments:
                     ids = x.inputs.segments[0].at[b, pl.ds(own, ROWS)]
                     q_ids = plgpu.load(ids, layout=by_row, optimized=False)
-                    kv_ids = plgpu.load(smem["segments_smem"].at[k_slot], layout=by_column, optimized=False)
+                    kv_ids = plgpu.load(smem["segments_smem"].at[k_stage], layout=by_column, optimized=False)
                     weights = jnp.where(along_row(q_ids) == lax.broadcast_in_dim(kv_ids, shape, (1,)), weights, 0.0)
                 if masked:
                     numbers = plgpu.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key
                     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + own
                     weights = jnp.where(x.mask_terms(b).sees(rows, lax.broadcast_in_dim(numbers, shape, (1,))), weights, 0.0)
                 ds = weights * (engine.accumulated(dp_acc, 0) - along_row(delta))
-                engine.barrier_arrive(v_ring.released.at[v_slot])
-                engine.wgmma(dq_acc, (ds if slope is None else ds * slope).astype(p.dtype), smem["k_smem"].at[k_slot])
+                engine.barrier_arrive(v_pipeline.empty.at[v_stage])
+                engine.wgmma(dq_acc, (ds if slope is None else ds * slope).astype(p.dtype), smem["k_smem"].at[k_stage])
                 engine.wgmma_wait(0)
-                engine.barrier_arrive(k_ring.released.at[k_slot])
+                engine.barrier_arrive(k_pipeline.empty.at[k_stage])
                 return step + 1
 
             done = for_each_key_tile(b, row, step, done)
@@ -156,12 +158,12 @@ def _kernel(
                 plgpu.commit_smem()
                 engine.store_rows(staging, dq_ref, start + own, start + p.q_tokens, n * p.head_dim + panel * PANEL)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            engine.barrier_arrive(q_ring.released.at[0])
+            engine.barrier_arrive(q_pipeline.empty.at[0])
             return done
 
         for_each_tile(tile)
 
-    specialize(copying, lambda: accumulators.scope(computing), WARPGROUPS, c, gpu)
+    specialize(producer, lambda: accumulators.scope(consumer), WARPGROUPS, c, gpu)
 
 
 def launch(
@@ -198,13 +200,13 @@ def launch(
             **extras.smem,
         },
         barriers={
-            "q": Ring.barriers(1, copies=2 * panels, readers=WARPGROUPS),
-            "k": Ring.barriers(steps, copies=1 + len(extras.smem), readers=WARPGROUPS),
-            "v": Ring.barriers(v_steps, copies=panels, readers=WARPGROUPS),
+            "q": Pipeline.barriers(1, copies=2 * panels, consumers=WARPGROUPS),
+            "k": Pipeline.barriers(steps, copies=1 + len(extras.smem), consumers=WARPGROUPS),
+            "v": Pipeline.barriers(v_steps, copies=panels, consumers=WARPGROUPS),
         },
         interpret=interpret,
     )(
-        _deal(p, c, blocks),
+        _schedule(p, c, blocks),
         as_rows(q),
         as_blocks(k, TILE_KV, p),
         as_rows(v),

@@ -21,12 +21,12 @@ def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:
 
 
 def compute(block: Block, together: Any, accumulators: Any) -> None:
-    """What the compute warpgroups do. `together`: a barrier for them to meet at."""
+    """What the consumer warpgroups do. `together`: a barrier for them to meet at."""
     accumulators.scope(functools.partial(_compute, block, together))
 
 
 def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, dv_acc: Any, *dq_acc: Any) -> None:
-    """What a compute warpgroup does: weights and their gradients of its keys, in registers as the operands of dv and dk; dq,
+    """What a consumer warpgroup does: weights and their gradients of its keys, in registers as the operands of dv and dk; dq,
     for which the warpgroups meet, shared between them by columns or, where head_dim is one panel, by rows.
     """
     c, smem, panels, parts = block.c, block.smem, block.panels, range(block.c.tile_q // ROWS)
@@ -41,8 +41,8 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
         engine.barrier_arrive(together)
         plgpu.barrier_wait(together)
 
-    def rows_of(name: str, slot: Any, part: int) -> Any:
-        return smem[name].at[slot, pl.ds(part * ROWS, ROWS)]
+    def rows_of(name: str, stage: Any, part: int) -> Any:
+        return smem[name].at[stage, pl.ds(part * ROWS, ROWS)]
 
     def transposed(acc: Any, name: str, rows: Any) -> None:
         """acc = own keys or values times rows^T: starts as many products as there are panels."""
@@ -55,21 +55,21 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
     def tile(t: Tile, done: Any) -> Any:
         def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
             n, row = t.kv_head * block.group + member, row_tile * c.tile_q
-            slot, buffer, wg = lax.rem(step, jnp.int32(block.rows_ring.slots)), lax.rem(step, jnp.int32(2)), warpgroup()
+            stage, buffer, wg = lax.rem(step, jnp.int32(block.rows_pipeline.stages)), lax.rem(step, jnp.int32(2)), warpgroup()
             mine = pl.ds(wg * ROWS, ROWS)
-            plgpu.barrier_wait(block.rows_ring.filled.at[slot])
+            plgpu.barrier_wait(block.rows_pipeline.full.at[stage])
             for part in parts:
-                transposed(s_acc, "k_smem", rows_of("q_smem", slot, part))
-                transposed(dp_acc, "v_smem", rows_of("do_smem", slot, part))
+                transposed(s_acc, "k_smem", rows_of("q_smem", stage, part))
+                transposed(dp_acc, "v_smem", rows_of("do_smem", stage, part))
                 s = engine.accumulated(s_acc, len(panels))
-                weights, slope = block.weights(t, s, slot, part, row + part * ROWS, wg, wg * ROWS, masked)
-                engine.wgmma(dv_acc, weights.astype(block.p.dtype), rows_of("do_smem", slot, part))
-                ds = weights * (engine.accumulated(dp_acc, 1) - block.delta(slot, part))
+                weights, slope = block.weights(t, s, stage, part, row + part * ROWS, wg, wg * ROWS, masked)
+                engine.wgmma(dv_acc, weights.astype(block.p.dtype), rows_of("do_smem", stage, part))
+                ds = weights * (engine.accumulated(dp_acc, 1) - block.delta(stage, part))
                 ds = (ds if slope is None else ds * slope).astype(block.p.dtype)
                 if "ds_smem" in smem:
                     smem["ds_smem"][buffer, part, mine, :] = ds
                     plgpu.commit_smem()
-                engine.wgmma(dk_acc, ds, rows_of("q_smem", slot, part))
+                engine.wgmma(dk_acc, ds, rows_of("q_smem", stage, part))
             if block.dbias is not None:
                 for part in parts:
                     place = block.dbias.at[
@@ -85,7 +85,7 @@ def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, 
                 dq = engine.accumulated(dq_acc[0], 0)
             else:
                 engine.wgmma_wait(0)
-            engine.barrier_arrive(block.rows_ring.released.at[slot])
+            engine.barrier_arrive(block.rows_pipeline.empty.at[stage])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if dq_acc:
                 smem["dq_smem"][wg] = dq

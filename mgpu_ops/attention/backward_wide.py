@@ -26,7 +26,7 @@ def accumulators(head_dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def compute(block: Block, weighed: Any, read: Any, accumulators: Any) -> None:
-    """What the compute warpgroups do. `weighed` and `read`: barriers for the weights that one hands to the other."""
+    """What the consumer warpgroups do. `weighed` and `read`: barriers for the weights that one hands to the other."""
     for wg in (0, 1):
 
         @pl.when(lax.axis_index("wg") == wg)
@@ -49,24 +49,24 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
             engine.wgmma(s_acc, smem[name].at[first + panel], engine.transpose_ref(columns))
         return engine.accumulated(s_acc, 0)
 
-    def add_to_dv(t: Tile, step: Any, slot: Any, row: Any, masked: bool) -> None:
-        s = transposed("k_smem", smem["q_smem"].at[slot])
-        weights, slope = block.weights(t, s, slot, 0, row, wg, 0, masked)
+    def add_to_dv(t: Tile, step: Any, stage: Any, row: Any, masked: bool) -> None:
+        s = transposed("k_smem", smem["q_smem"].at[stage])
+        weights, slope = block.weights(t, s, stage, 0, row, wg, 0, masked)
         pl.when(step > 0)(lambda: plgpu.barrier_wait(read))
         smem["weights_smem"][opaque_zero()] = (weights if slope is None else weights * slope).astype(dtype)
         plgpu.commit_smem()
         engine.barrier_arrive(weighed)
-        engine.wgmma(sum_acc, weights.astype(dtype), smem["do_smem"].at[slot])
+        engine.wgmma(sum_acc, weights.astype(dtype), smem["do_smem"].at[stage])
 
-    def add_to_dk(t: Tile, step: Any, slot: Any, row: Any, n: Any) -> None:
+    def add_to_dk(t: Tile, step: Any, stage: Any, row: Any, n: Any) -> None:
         del step
-        dp = transposed("v_smem", smem["do_smem"].at[slot]) - block.delta(slot, 0)
+        dp = transposed("v_smem", smem["do_smem"].at[stage]) - block.delta(stage, 0)
         plgpu.barrier_wait(weighed)
         handed = smem["weights_smem"].at[opaque_zero()]
         weights = plgpu.load(handed, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
         engine.barrier_arrive(read)
         ds = (weights * dp).astype(dtype)
-        engine.wgmma(sum_acc, ds, smem["q_smem"].at[slot])
+        engine.wgmma(sum_acc, ds, smem["q_smem"].at[stage])
         if block.dbias is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             smem["ds_smem"][opaque_zero(), 0] = ds
@@ -77,14 +77,14 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
     def tile(t: Tile, done: Any) -> Any:
         def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
             n, row = t.kv_head * block.group + member, row_tile * c.tile_q
-            slot = lax.rem(step, jnp.int32(block.rows_ring.slots))
-            plgpu.barrier_wait(block.rows_ring.filled.at[slot])
+            stage = lax.rem(step, jnp.int32(block.rows_pipeline.stages))
+            plgpu.barrier_wait(block.rows_pipeline.full.at[stage])
             if wg == 0:
-                add_to_dv(t, step, slot, row, masked)
+                add_to_dv(t, step, stage, row, masked)
             else:
-                add_to_dk(t, step, slot, row, n)
+                add_to_dk(t, step, stage, row, n)
             engine.wgmma_wait(0)
-            engine.barrier_arrive(block.rows_ring.released.at[slot])
+            engine.barrier_arrive(block.rows_pipeline.empty.at[stage])
             return step + 1
 
         done = block.for_each_row_tile(t, step, done)
@@ -100,4 +100,4 @@ def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc
 
     block.for_each_tile(tile)
     if wg == 0:
-        pl.when(block.turns.count > 0)(lambda: plgpu.barrier_wait(read))
+        pl.when(block.tiles.count > 0)(lambda: plgpu.barrier_wait(read))

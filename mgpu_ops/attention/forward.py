@@ -1,7 +1,7 @@
 """The forward kernel of attention, for NVIDIA Hopper: softmax(scale q k^T + bias, where visible) v, one pass over the keys.
 
 A warp-specialised, persistent kernel. One warpgroup copies tiles of q, k and v into shared memory with TMA, running ahead over
-output tiles; two or three others own 64 query rows each. A compute warpgroup starts the scores of the next tile of keys
+output tiles; two or three others own 64 query rows each. A consumer warpgroup starts the scores of the next tile of keys
 before it turns those of this one into weights, so that the tensor cores work while it takes exponentials. The softmax is
 online: the largest score m and the sum l of each row so far; the output is rescaled when m grows. Scores are kept times
 log2(e), as exponentials are powers of two. Tiles of keys that no row sees are skipped; those that all rows see are not masked.
@@ -29,7 +29,7 @@ from mgpu_ops.attention.operands import Operands, place
 from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 
 TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
 LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
@@ -39,7 +39,7 @@ LOWEST = -1e30  # what the largest score starts from: scores below count as mask
 def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
     """Which block works on which output tiles."""
     steps = kv_blocks(p, ROWS * c.compute_warpgroups, c.tile_kv)
-    return tile_scheduler.deal_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
@@ -49,13 +49,21 @@ def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
     return p.lengths or p.left is not None or (p.right is not None and not aligned)
 
 
-def _load(x: Operands, c: Config, tiles: tile_scheduler.Turns, k_ring: Ring, v_ring: Ring, q_ring: Ring, smem: Any) -> None:
-    """What the copying warpgroup does: for each output tile its queries, and the keys and values from the last to the first."""
+def _load(
+    x: Operands,
+    c: Config,
+    tiles: tile_scheduler.AssignedTiles,
+    k_pipeline: Pipeline,
+    v_pipeline: Pipeline,
+    q_pipeline: Pipeline,
+    smem: Any,
+) -> None:
+    """Producer: for each output tile its queries, and the keys and values from the last to the first."""
     p, tile_q = x.problem, ROWS * c.compute_warpgroups
 
     def tile(i: Any, number: Any, done: Any) -> Any:
         b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
-        q_ring.fill(i, lambda slot, filled: x.load_rows(x.q, b, n, row, smem["q_smem"].at[slot], filled))
+        q_pipeline.fill(i, lambda stage, full: x.load_rows(x.q, b, n, row, smem["q_smem"].at[stage], full))
         order = BlockOrder.of(x.kv_range(b, row, tile_q, c.tile_kv))
         kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
 
@@ -63,24 +71,24 @@ def _load(x: Operands, c: Config, tiles: tile_scheduler.Turns, k_ring: Ring, v_r
             del member, masked
             key = key_tile * c.tile_kv
 
-            def keys(slot: Any, filled: Any) -> None:
-                x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[slot], filled)
-                x.load_extras("rows", b, n, row, key, smem, slot, filled)
+            def keys(stage: Any, full: Any) -> None:
+                x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[stage], full)
+                x.load_extras("rows", b, n, row, key, smem, stage, full)
 
-            k_ring.fill(step, keys)
+            k_pipeline.fill(step, keys)
 
-            def values(slot: Any, filled: Any) -> None:
-                x.load_block(x.v, "keys", b, kv_head, key, smem["v_smem"].at[slot], filled)
+            def values(stage: Any, full: Any) -> None:
+                x.load_block(x.v, "keys", b, kv_head, key, smem["v_smem"].at[stage], full)
 
-            v_ring.fill(step, values)
+            v_pipeline.fill(step, values)
             return step + 1
 
         return order.for_each(step, done)
 
     steps = tiles.for_each(tile, jnp.int32(0))
-    k_ring.drain(steps)
-    v_ring.drain(steps)
-    q_ring.drain(tiles.count)
+    k_pipeline.drain(steps)
+    v_pipeline.drain(steps)
+    q_pipeline.drain(tiles.count)
 
 
 def _kernel(
@@ -95,17 +103,17 @@ def _kernel(
 ) -> None:
     """One block: its output tiles, each a loop over tiles of keys."""
     table_ref, q_ref, k_ref, v_ref, *extras, out_ref, lse_ref = refs
-    tiles = tile_scheduler.Turns(table_ref, lax.axis_index("block"))
+    tiles = tile_scheduler.AssignedTiles(table_ref, lax.axis_index("block"))
     x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
-    q_ring = Ring(c.q_slots, **barriers["q"])
-    k_ring, v_ring = (Ring(c.max_concurrent_steps, **barriers[name]) for name in ("k", "v"))
+    q_pipeline = Pipeline(c.q_slots, **barriers["q"])
+    k_pipeline, v_pipeline = (Pipeline(c.max_concurrent_steps, **barriers[name]) for name in ("k", "v"))
     tile_q, panels = ROWS * c.compute_warpgroups, range(p.head_dim // PANEL)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def along_row(values: Any, columns: int) -> Any:
         return lax.broadcast_in_dim(values, (ROWS, columns), (0,))
 
-    def computing(s_acc: Any, o_acc: Any) -> None:
+    def consumer(s_acc: Any, o_acc: Any) -> None:
         wg, count = lax.axis_index("wg"), tiles.count
         mine = pl.ds(wg * ROWS, ROWS)
         # From shared memory, the numbers of a tile's keys take registers only while a tile is masked.
@@ -114,39 +122,39 @@ def _kernel(
 
         def tile(i: Any, carry: Any) -> Any:
             number, done = carry
-            # With the registers of one slot's configs it has to wait.
+            # Configs of one q stage have no registers for it: they read it later.
             following = tiles.number(i + 1) if c.q_slots > 1 else None
             b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
             order = BlockOrder.of(x.kv_range(b, row, tile_q, c.tile_kv))
             row = row + wg * ROWS
             tokens = x.mask_terms(b)
-            q_slot = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
-            plgpu.barrier_wait(q_ring.filled.at[q_slot])
-            q = [smem["q_smem"].at[q_slot, panel, mine, :] for panel in panels]
+            q_stage = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
+            plgpu.barrier_wait(q_pipeline.full.at[q_stage])
+            q = [smem["q_smem"].at[q_stage, panel, mine, :] for panel in panels]
             if p.segments:
                 q_segments = plgpu.load(x.inputs.segments[0].at[b, pl.ds(row, ROWS)], layout=by_row, optimized=False)
 
             def start_scores(step: Any) -> Any:
-                slot = lax.rem(step, jnp.int32(k_ring.slots))
-                plgpu.barrier_wait(k_ring.filled.at[slot])
+                stage = lax.rem(step, jnp.int32(k_pipeline.stages))
+                plgpu.barrier_wait(k_pipeline.full.at[stage])
                 s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
                 for panel in panels:
-                    engine.wgmma(s_acc, q[panel], engine.transpose_ref(smem["k_smem"].at[slot, panel]))
-                return slot
+                    engine.wgmma(s_acc, q[panel], engine.transpose_ref(smem["k_smem"].at[stage, panel]))
+                return stage
 
-            def scores(slot: Any, key_tile: Any, masked: bool, in_flight: int) -> tuple[Any, Any]:
+            def scores(stage: Any, key_tile: Any, masked: bool, in_flight: int) -> tuple[Any, Any]:
                 """Scores times log2(e), once divided by the second result: -inf where not visible. Releases the keys."""
                 s, factor = engine.accumulated(s_acc, in_flight), score_scale
                 shape = s.shape
                 if p.soft_cap:
                     s, factor = x.capped(s), x.inputs.options[1] * LOG2E
                 if p.bias != "none":
-                    s, factor = s * factor + x.bias_term(smem["bias_smem"].at[slot, mine, :]), None
+                    s, factor = s * factor + x.bias_term(smem["bias_smem"].at[stage, mine, :]), None
                 if p.segments:
-                    kv_segments = plgpu.load(smem["segments_smem"].at[slot], layout=by_column, optimized=False)
+                    kv_segments = plgpu.load(smem["segments_smem"].at[stage], layout=by_column, optimized=False)
                     same = along_row(q_segments, c.tile_kv) == lax.broadcast_in_dim(kv_segments, shape, (1,))
                     s = jnp.where(same, s, -jnp.inf)
-                engine.barrier_arrive(k_ring.released.at[slot])
+                engine.barrier_arrive(k_pipeline.empty.at[stage])
                 if masked:
                     keys = plgpu.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
                     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + row
@@ -162,10 +170,10 @@ def _kernel(
                 return weights.astype(out_ref.dtype), m, total * rescale + jnp.sum(weights, axis=1), rescale
 
             def add_values(weights: Any, step: Any) -> Any:
-                slot = lax.rem(step, jnp.int32(v_ring.slots))
-                plgpu.barrier_wait(v_ring.filled.at[slot])
-                engine.wgmma(o_acc, weights, smem["v_smem"].at[slot])
-                return slot
+                stage = lax.rem(step, jnp.int32(v_pipeline.stages))
+                plgpu.barrier_wait(v_pipeline.full.at[stage])
+                engine.wgmma(o_acc, weights, smem["v_smem"].at[stage])
+                return stage
 
             def rescaled(rescale: Any) -> None:
                 o_acc[...] = engine.accumulated(o_acc, 0) * along_row(rescale, p.head_dim)
@@ -176,22 +184,22 @@ def _kernel(
                 s, factor = scores(start_scores(step), order.masked_block(i), True, in_flight=0)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 rescaled(rescale)
-                v_slot = add_values(weights, step)
+                v_stage = add_values(weights, step)
                 engine.wgmma_wait(0)
-                engine.barrier_arrive(v_ring.released.at[v_slot])
+                engine.barrier_arrive(v_pipeline.empty.at[v_stage])
                 return m, l, step + 1
 
             def overlapped(i: Any, carry: Any) -> Any:
                 """Starts the scores of this tile of keys and the products with the last one's values, in this order."""
                 weights, m, l, step = carry
-                k_slot = start_scores(step)
-                v_slot = add_values(weights, step - 1)
-                s, factor = scores(k_slot, order.unmasked_block(i), False, in_flight=1)
+                k_stage = start_scores(step)
+                v_stage = add_values(weights, step - 1)
+                s, factor = scores(k_stage, order.unmasked_block(i), False, in_flight=1)
                 weights, m, l, rescale = softmax(s, factor, m, l)
                 if c.pv_wait == "late":
                     engine.store_volatile(l, smem["lse_smem"].at[wg])  # free until the tile ends; nobody reads it
                 out = engine.accumulated(o_acc, 0)
-                engine.barrier_arrive(v_ring.released.at[v_slot])
+                engine.barrier_arrive(v_pipeline.empty.at[v_stage])
                 o_acc[...] = out * along_row(rescale, p.head_dim)
                 return weights, m, l, step + 1
 
@@ -209,9 +217,9 @@ def _kernel(
             weights, m, l, done = lax.fori_loop(0, order.unmasked, overlapped, carry)
             if c.q_slots == 1:
                 following = tiles.number(i + 1)
-            v_slot = add_values(weights, done - 1)
+            v_stage = add_values(weights, done - 1)
             out = engine.accumulated(o_acc, 0)
-            engine.barrier_arrive(v_ring.released.at[v_slot])
+            engine.barrier_arrive(v_pipeline.empty.at[v_stage])
             o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
             if p.lengths:  # rows that are padding see nothing
                 l = jnp.where(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row) + row < tokens.q_end, l, 0.0)
@@ -235,16 +243,16 @@ def _kernel(
         def release(i: Any) -> None:
             """Gives back the place of tile i's queries, once its output has left it."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            engine.barrier_arrive(q_ring.released.at[lax.rem(i, jnp.int32(c.q_slots))])
+            engine.barrier_arrive(q_pipeline.empty.at[lax.rem(i, jnp.int32(c.q_slots))])
 
         lax.fori_loop(0, count, tile, (tiles.number(0), jnp.int32(0)))
         if c.q_slots > 1:
             pl.when(count > 0)(lambda: release(count - 1))
 
-    def copying() -> None:
-        _load(x, c, tiles, k_ring, v_ring, q_ring, smem)
+    def producer() -> None:
+        _load(x, c, tiles, k_pipeline, v_pipeline, q_pipeline, smem)
 
-    specialize(copying, lambda: accumulators.scope(computing), c.compute_warpgroups, c, gpu)
+    specialize(producer, lambda: accumulators.scope(consumer), c.compute_warpgroups, c, gpu)
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -275,9 +283,9 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             **extras.smem,
         },
         barriers={
-            "q": Ring.barriers(c.q_slots, copies=panels, readers=c.compute_warpgroups),
-            "k": Ring.barriers(steps, copies=panels + len(extras.smem), readers=c.compute_warpgroups),
-            "v": Ring.barriers(steps, copies=1, readers=c.compute_warpgroups),
+            "q": Pipeline.barriers(c.q_slots, copies=panels, consumers=c.compute_warpgroups),
+            "k": Pipeline.barriers(steps, copies=panels + len(extras.smem), consumers=c.compute_warpgroups),
+            "v": Pipeline.barriers(steps, copies=1, consumers=c.compute_warpgroups),
         },
         interpret=interpret,
     )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), *extras.arrays)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem, compute_registers
+from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem, consumer_registers
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 
@@ -54,7 +54,7 @@ def kernel(
     barriers: dict[str, Any],
     interpret: bool,
 ) -> Callable[..., Any]:
-    """`engine.kernel` for persistent blocks with one warpgroup that copies: body(*refs, accumulators=, smem=, barriers=)."""
+    """`engine.kernel` for persistent blocks with one producer warpgroup: body(*refs, accumulators=, smem=, barriers=)."""
     return engine.kernel(
         body,
         out_type=out_type,
@@ -73,15 +73,15 @@ def kernel(
 
 
 def specialize(
-    copying: Callable[[], None], computing: Callable[[], None], compute_warpgroups: int, c: Config | BackwardConfig, gpu: Gpu
+    producer: Callable[[], None], consumer: Callable[[], None], compute_warpgroups: int, c: Config | BackwardConfig, gpu: Gpu
 ) -> None:
     """`engine.specialize`, the registers shared out as the config says."""
     engine.specialize(
-        copying,
-        computing,
-        compute_warpgroups=compute_warpgroups,
-        copy_registers=c.memory_registers,
-        compute_registers=compute_registers(compute_warpgroups, c.memory_registers, gpu),
+        producer,
+        consumer,
+        consumers=compute_warpgroups,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(compute_warpgroups, c.memory_registers, gpu),
     )
 
 

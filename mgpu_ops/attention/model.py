@@ -100,18 +100,18 @@ _MARGIN = 1.05  # a config modelled this much faster than the measured one is th
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
 
-    For each number of warpgroups, tile of keys and slots of queries, the deepest ring of up to three steps: the loads of two
-    hide behind the work on one.
+    For each number of warpgroups, tile of keys and stages of queries, the deepest pipeline of up to three steps: the loads of
+    two hide behind the work on one.
     """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
     found = [_MEASURED[padded(problem.head_dim)]]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        rings = [
+        pipelines = [
             Config(warpgroups, tile_kv, steps, q_slots, _SECTION, 32 if warpgroups == 3 else 24, "early") for steps in (3, 2)
         ]
-        found += [c for c in rings if check(problem, c, gpu) is None][:1]
+        found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
 
@@ -202,7 +202,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "tile_kv": (64, 128),
         "max_concurrent_steps": (1, 2, 3),
         "section_waves": _SECTION_WAVES,
-        "memory_registers": (24,),  # with more, the compute warpgroups' accumulators spill
+        "memory_registers": (24,),  # with more, the consumer warpgroups' accumulators spill
     }
 
 
@@ -292,7 +292,7 @@ def _hbm(gpu: Gpu) -> float:
 def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
     """Seconds until the SMs are through with tiles of these seconds, each `entries` times.
 
-    Unequal ones are dealt out so that all SMs end at about the same time, equal ones go in waves.
+    Unequal ones are assigned so that all SMs end at about the same time, equal ones go in waves.
     """
     longest, total = float(tiles.max()), float(tiles.sum()) * entries
     if tiles.min() == longest:

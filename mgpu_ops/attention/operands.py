@@ -63,52 +63,52 @@ class Operands:
         whole = jnp.clip(blocks.whole, first, end)
         return BlockRange(first, whole, jnp.clip(blocks.whole_end, whole, end), end)
 
-    def load_rows(self, src: Any, b: Any, n: Any, row: Any, dst: Any, filled: Any) -> None:
+    def load_rows(self, src: Any, b: Any, n: Any, row: Any, dst: Any, full: Any) -> None:
         """Starts the copies of query rows of one head, with zeros from the last on: dst is [panels, rows, PANEL].
 
         Zeros too where lengths end, here and below: whatever the padding holds, be it NaN, has no say.
         """
-        self._load_panels(src, b * self.problem.q_tokens, self.mask_terms(b).q_end, n, row, dst, filled)
+        self._load_panels(src, b * self.problem.q_tokens, self.mask_terms(b).q_end, n, row, dst, full)
 
-    def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, filled: Any) -> None:
+    def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, full: Any) -> None:
         """Starts the copies of keys or values of one of their heads, zeros from the last on: dst is [panels, keys, PANEL]."""
-        self._load_panels(src, b * self.problem.kv_tokens, self.mask_terms(b).kv_end, n, key, dst, filled)
+        self._load_panels(src, b * self.problem.kv_tokens, self.mask_terms(b).kv_end, n, key, dst, full)
 
-    def _load_panels(self, src: Any, start: Any, end: Any, n: Any, token: Any, dst: Any, filled: Any) -> None:
+    def _load_panels(self, src: Any, start: Any, end: Any, n: Any, token: Any, dst: Any, full: Any) -> None:
         for panel in range(dst.shape[0]):
             column = n * self.problem.head_dim + panel * PANEL
-            engine.load_rows(src, start + token, start + end, column, dst.at[panel], filled)
+            engine.load_rows(src, start + token, start + end, column, dst.at[panel], full)
 
-    def load_block(self, src: Any, kind: str, b: Any, n: Any, token: Any, dst: Any, filled: Any) -> None:
+    def load_block(self, src: Any, kind: str, b: Any, n: Any, token: Any, dst: Any, full: Any) -> None:
         """Starts the copy of "rows" or "keys" of one head, with zeros from the last on: dst is [tokens, head_dim].
 
         A product with a whole row of head_dim takes fewer instructions than with one of panels. src: see `launch.as_blocks`.
         """
         rows, d = dst.shape
         if src.shape[:2] != (1, 1):
-            engine.copy_gmem_to_smem(src.at[b, pl.ds(token, rows), n], dst, filled)
+            engine.copy_gmem_to_smem(src.at[b, pl.ds(token, rows), n], dst, full)
             return
         p, t = self.problem, self.mask_terms(b)
         tokens, end = (p.q_tokens, t.q_end) if kind == "rows" else (p.kv_tokens, t.kv_end)
-        engine.load_rows(src, b * tokens + token, b * tokens + end, n * d, dst, filled)
+        engine.load_rows(src, b * tokens + token, b * tokens + end, n * d, dst, full)
 
-    def load_extras(self, keeps: str, b: Any, n: Any, own: Any, other: Any, smem: Any, slot: Any, filled: Any) -> None:
-        """Starts the copies of what goes beside the tokens from `other` on, into `slot` of `launch.Extras.smem`.
+    def load_extras(self, keeps: str, b: Any, n: Any, own: Any, other: Any, smem: Any, stage: Any, full: Any) -> None:
+        """Starts the copies of what goes beside the tokens from `other` on, into `stage` of `launch.Extras.smem`.
 
         keeps: "rows" or "keys", of which the block keeps those from `own` on.
         """
         if self.inputs.segments is not None:
-            dst = smem["segments_smem"].at[slot]
+            dst = smem["segments_smem"].at[stage]
             ids = self.inputs.segments[1 if keeps == "rows" else 0].at[b, pl.ds(other, dst.shape[0])]
-            engine.copy_gmem_to_smem(ids, dst, filled)
+            engine.copy_gmem_to_smem(ids, dst, full)
         if self.inputs.bias is not None:
-            self._load_bias(b, n, own, other, smem["bias_smem"].at[slot], filled)
+            self._load_bias(b, n, own, other, smem["bias_smem"].at[stage], full)
 
-    def _load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, filled: Any) -> None:
+    def _load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, full: Any) -> None:
         batch, heads = self.bias_shape
         rows = self.inputs.bias.shape[2] // (batch * heads)
         start = ((b if batch > 1 else 0) * heads + (n if heads > 1 else 0)) * rows
-        engine.load_rows(self.inputs.bias, start + row, start + rows, column, dst, filled)
+        engine.load_rows(self.inputs.bias, start + row, start + rows, column, dst, full)
 
     def capped(self, s: Any) -> Any:
         """The hyperbolic tangent of a soft cap: tanh(s scale / cap), from an exponential accurate to float32."""
@@ -133,7 +133,7 @@ class Operands:
 
 
 def place(number: Any, tokens: int, heads: int, tile: int) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first token of a tile of `schedule.deal_heads`, whose heads are those of all batch entries."""
+    """Batch entry, head and first token of a tile of `tile_scheduler.assign_heads`, whose heads are those of all batch entries."""
     tiles = jnp.int32(math.ceil(tokens / tile))
     head, own = lax.div(number, tiles), lax.rem(number, tiles)
     return lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), own * tile

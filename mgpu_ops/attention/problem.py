@@ -88,7 +88,7 @@ class Config:
     max_concurrent_steps: tiles of keys, and of values, in shared memory at a time.
     q_slots: tiles of queries in shared memory: with 2, the next one loads while this one is worked on.
     section_waves: heads whose tiles fill the GPU that many times are worked through together, their longest tiles first.
-    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    memory_registers: of a thread of the producer warpgroup; the consumer warpgroups share out the rest.
     pv_wait: when to wait for P V: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it.
     """
 
@@ -161,7 +161,7 @@ BACKWARD_SUITES = SUITES
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
-ROWS = 64  # of a compute warpgroup: one wgmma writes 64 rows
+ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
 HEAD_DIMS = (64, 128, 256)
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
@@ -218,11 +218,11 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if c.pv_wait not in ("early", "late"):
         return f"pv_wait={c.pv_wait!r} is neither 'early' nor 'late'"
     needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads
-    limit = compute_registers(c.compute_warpgroups, c.memory_registers, gpu)
+    limit = consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     if needed + 24 > limit:
         return (
             f"scores, weights and output take {needed} registers a thread and addresses about 24 more, but {limit} are left: "
-            "use a smaller tile_kv or fewer compute warpgroups"
+            "use a smaller tile_kv or fewer consumer warpgroups"
         )
     return _check_smem(smem_bytes(p, c), gpu)
 
@@ -278,8 +278,8 @@ def padded(head_dim: int) -> int:
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 
-def compute_registers(compute_warpgroups: int, memory_registers: int, gpu: Gpu) -> int:
-    """Registers a compute thread gets, in steps of 8: what the copying warpgroup leaves, 240 at most."""
+def consumer_registers(compute_warpgroups: int, memory_registers: int, gpu: Gpu) -> int:
+    """Registers of a consumer thread, in steps of 8: what the producer warpgroup leaves, 240 at most."""
     total = gpu.registers_per_sm // 128
     launched = total // (compute_warpgroups + 1) // 8 * 8 * (compute_warpgroups + 1)  # setmaxnreg shares out what a launch got
     return min(240, (launched - memory_registers) // compute_warpgroups // 8 * 8)

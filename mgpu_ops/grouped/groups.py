@@ -161,13 +161,13 @@ class Config:
 
     tile_m, tile_n: rows and columns of the output tile of a block; a group's first tile begins at its first row.
     tile_k: depth of one pipeline step.
-    max_concurrent_steps: slots of the shared-memory ring.
-    compute_warpgroups: 1 or 2, beside the one that copies.
-    wg_dimension: "m" or "n", the side of the output tile that two compute warpgroups share out.
+    max_concurrent_steps: stages of the shared-memory pipeline.
+    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
+    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
     raster_width: a group's tiles are walked in strips of this many tile rows, column by column.
-    epilogue_tile_n: columns stored at a time; a warpgroup has room for `epilogue_slots` such pieces.
-    epilogue_slots: see epilogue_tile_n.
-    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    epilogue_tile_n: columns stored at a time; such an epilogue tile goes through one of a warpgroup's `epilogue_slots` buffers.
+    epilogue_slots: buffers of a warpgroup for epilogue tiles.
+    memory_registers: registers of a producer thread; consumers share the rest.
     """
 
     tile_m: int
@@ -264,7 +264,7 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
     if max(c.tile_m, c.tile_n) > 256:
         return "tile_m and tile_n must be at most 256: a TMA box has at most 256 elements a side"
     if c.max_concurrent_steps < 2:
-        return f"max_concurrent_steps={c.max_concurrent_steps}: copying ahead takes at least 2 slots"
+        return f"max_concurrent_steps={c.max_concurrent_steps}: loading ahead takes at least 2 stages"
     if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
         return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
     wg_m, wg_n = warpgroup_tile(c)
@@ -278,14 +278,14 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
             f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of {row}: "
             "windows of rows are stored in 128-byte swizzle rows"
         )
-    if c.epilogue_slots > (pieces := wg_m // ROWS * (wg_n // c.epilogue_tile_n)):
-        return f"epilogue_slots={c.epilogue_slots} is more than the {pieces} pieces of a warpgroup's tile"
+    if c.epilogue_slots > (tiles := wg_m // ROWS * (wg_n // c.epilogue_tile_n)):
+        return f"epilogue_slots={c.epilogue_slots} is more than the {tiles} epilogue tiles of a warpgroup"
     accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
-    limit = compute_registers(c, gpu)
+    limit = consumer_registers(c, gpu)
     if accumulator + 40 > limit:
         return (
             f"the accumulator takes {accumulator} registers a thread and addresses about 40 more, but "
-            f"{limit} are left: use smaller tiles or two compute warpgroups"
+            f"{limit} are left: use smaller tiles or two consumer warpgroups"
         )
     return None
 
@@ -297,8 +297,8 @@ def check_smem(problem: Any, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
-def compute_registers(c: Config, gpu: Gpu) -> int:
-    """Registers a compute thread gets, in steps of 8: what the copying warpgroup leaves, 240 at most."""
+def consumer_registers(c: Config, gpu: Gpu) -> int:
+    """Registers of a consumer thread, in steps of 8: what the producer warpgroup leaves, 240 at most."""
     per_warpgroup = gpu.registers_per_sm // 128 - 8  # setmaxnreg can share out what a launch got: a multiple of 8 x 3
     return min(240, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
 
@@ -316,7 +316,7 @@ def smem_bytes(problem: Any, config: Config) -> int:
             (out_smem_shape(c), itemsize_of(problem.out_dtype)),
             ((steps, c.tile_k, c.tile_n), 2),
         ],
-        barriers=2 * steps,  # a slot is filled; a slot may be overwritten
+        barriers=2 * steps,  # full and empty
     )
 
 
@@ -353,17 +353,17 @@ def space(problem: Any, gpu: Gpu) -> dict[str, Sequence[Any]]:
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
 
 
-def candidates(pieces: Callable[[int], Sequence[tuple[int, int]]], legal: Callable[[Config], bool]) -> list[Config]:
-    """For each tile, depth of a step, split between warpgroups and way out: the deepest ring that is legal.
+def candidates(epilogues: Callable[[int], Sequence[tuple[int, int]]], legal: Callable[[Config], bool]) -> list[Config]:
+    """For each tile, depth of a step, split between warpgroups and way out: the deepest pipeline that is legal.
 
-    Strips of 16 tile rows keep a group's operands in L2. `pieces` gives (epilogue_tile_n, epilogue_slots) for the columns of a
-    warpgroup.
+    Strips of 16 tile rows keep a group's operands in L2. `epilogues` gives (epilogue_tile_n, epilogue_slots) for the columns of
+    a warpgroup.
     """
     found = []
     for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(_TILES, (64, 128), ("m", "n")):
         warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
         wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
-        for epilogue_tile_n, slots in pieces(wg_n):
+        for epilogue_tile_n, buffers in epilogues(wg_n):
             for steps in range(8, 1, -1):
                 config = Config(
                     tile_m=tile_m,
@@ -374,12 +374,12 @@ def candidates(pieces: Callable[[int], Sequence[tuple[int, int]]], legal: Callab
                     wg_dimension=wg_dimension,
                     raster_width=16,
                     epilogue_tile_n=epilogue_tile_n,
-                    epilogue_slots=slots,
+                    epilogue_slots=buffers,
                     memory_registers=40,
                 )
                 if legal(config):
                     found.append(config)
-                    break  # a deeper ring is never slower
+                    break  # a deeper pipeline is never slower
     return list(dict.fromkeys(found))
 
 
@@ -401,7 +401,7 @@ def pieces(spread: str, rows: int, groups: int, size: int) -> float:
 _HBM_LATENCY = 2.2e-6  # s that data takes longer from HBM than from L2
 _STEP = 10e-9  # s of a step that a longer step saves: barriers
 _OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden behind the longer
-_PIECE = 0.12e-6  # s that a warpgroup waits for each further piece of its epilogue
+_EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 
 
 def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
@@ -425,7 +425,7 @@ def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, g
         (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps,
     )
     count = wg_m // ROWS * (wg_n // c.epilogue_tile_n)
-    store = c.tile_m * c.tile_n * out_itemsize / load_rate + _PIECE * (count - c.epilogue_slots)
+    store = c.tile_m * c.tile_n * out_itemsize / load_rate + _EPILOGUE_TILE * (count - c.epilogue_slots)
     compute = waves * (steps * step + store) * (1.0 + 0.004 * abs(math.log2(c.raster_width / 16)))
     memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)

@@ -1,8 +1,8 @@
 """The kernel of matmul: out[m, n] = sum_k A[m, k] B[k, n], float32 accumulation, for NVIDIA Hopper.
 
 A warp-specialised, persistent kernel: each block (or cluster of two blocks) takes output tiles in turn. One warpgroup
-copies tiles of A and B into a ring of shared-memory slots with TMA, one or two warpgroups multiply them with wgmma. There is
-a single pipeline over all (tile, k) steps of a block, so that the copies for the next output tile run while the previous
+copies tiles of A and B into a pipeline of shared-memory stages with TMA, one or two warpgroups multiply them with wgmma. There
+is a single pipeline over all (tile, k) steps of a block, so that the copies for the next output tile run while the previous
 one is being stored. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
 
@@ -68,7 +68,7 @@ def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
 
 
 def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[Any]:
-    """What the copying warpgroup brings for step (tile, k): a tile of A and one of B, as they are stored.
+    """What the producer warpgroup brings for step (tile, k): a tile of A and one of B, as they are stored.
 
     TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. In a cluster, each block loads
     half of the shared operand and multicasts it to both.
@@ -136,14 +136,14 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
     first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
     first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
 
-    def copy(piece: Any, i: int, j: int) -> None:
+    def copy(staged: Any, i: int, j: int) -> None:
         rows = pl.ds(first_row + row + i, EPILOGUE_ROWS)
         columns = pl.ds(first_column + column + j, c.epilogue_tile_n)
         product = tile.batch * c.split_k + tile.part
         if _ends_with_rows(p, c):
-            plgpu.copy_smem_to_gmem(piece, engine.block_anywhere(out_ref, product, rows, columns))
+            plgpu.copy_smem_to_gmem(staged, engine.block_anywhere(out_ref, product, rows, columns))
         else:
-            plgpu.copy_smem_to_gmem(piece, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
+            plgpu.copy_smem_to_gmem(staged, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
 
     store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], copy)
 

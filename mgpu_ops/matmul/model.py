@@ -84,8 +84,8 @@ _TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first, one for each tile, split and order of warpgroups.
 
-    tile_k = 64 is one 128-byte swizzle row, the ring takes the shared memory there is, strips of 8 tiles keep operands in L2,
-    and k is split where tiles are few. Raises ValueError where `supports` has a reason.
+    tile_k = 64 is one 128-byte swizzle row, the pipeline takes the shared memory there is, strips of 8 tiles keep operands in
+    L2, and k is split where tiles are few. Raises ValueError where `supports` has a reason.
     """
     reason = supports(problem, gpu)
     if reason is not None:
@@ -118,7 +118,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
                 key = (tile_m, tile_n, wg_dimension, split_k)
                 if key not in best or cost(problem, config, gpu) < cost(problem, best[key], gpu):
                     best[key] = config
-                break  # a deeper ring is never slower
+                break  # a deeper pipeline is never slower
     return sorted(best.values(), key=lambda c: cost(problem, c, gpu))
 
 

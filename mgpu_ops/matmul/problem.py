@@ -56,15 +56,15 @@ class Config:
 
     tile_m, tile_n: rows and columns of the output tile of a block.
     tile_k: depth of one pipeline step.
-    max_concurrent_steps: slots of the shared-memory ring.
-    compute_warpgroups: 1 or 2, beside the one that copies.
-    wg_dimension: "m" or "n", the side of the output tile that two compute warpgroups share out.
+    max_concurrent_steps: stages of the shared-memory pipeline.
+    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
+    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
     cluster: "none", or "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast).
     raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
     raster_width: see raster_dimension.
-    epilogue_tile_n: columns stored at a time; two such pieces are in flight.
+    epilogue_tile_n: columns of an epilogue tile, the unit of 64 rows in which the output is stored; two are in flight.
     split_k: parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few.
-    memory_registers: of a thread of the copying warpgroup; the compute warpgroups share out the rest.
+    memory_registers: registers of a producer thread; consumers share the rest.
     """
 
     tile_m: int
@@ -164,7 +164,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if not 1 <= c.split_k <= math.ceil(problem.k / max(c.tile_k, 1)):
         return f"split_k={c.split_k} must be from 1 to the {math.ceil(problem.k / c.tile_k)} steps of k={problem.k}"
     if c.max_concurrent_steps < 2:
-        return f"max_concurrent_steps={c.max_concurrent_steps}: copying ahead takes at least 2 slots"
+        return f"max_concurrent_steps={c.max_concurrent_steps}: loading ahead takes at least 2 stages"
     if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
         return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
     wg_m, wg_n = warpgroup_tile(c)
@@ -188,11 +188,11 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if ragged is not None:
         return ragged
     accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
-    limit = _compute_registers(c, gpu)
+    limit = _consumer_registers(c, gpu)
     if accumulator + 40 > limit:
         return (
             f"the accumulator takes {accumulator} registers a thread and addresses about 40 more, but "
-            f"{limit} are left: use smaller tiles or two compute warpgroups"
+            f"{limit} are left: use smaller tiles or two consumer warpgroups"
         )
     tiles_m, tiles_n = math.ceil(problem.m / c.tile_m), math.ceil(problem.n / c.tile_n)
     if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
@@ -219,7 +219,7 @@ def k_steps(p: Problem, c: Config) -> int:
     return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
 
 
-def _compute_registers(c: Config, gpu: Gpu) -> int:
+def _consumer_registers(c: Config, gpu: Gpu) -> int:
     """Registers a compute thread gets: what `emit_pipeline_warp_specialized` sets, in steps of 8, 255 at most."""
     per_warpgroup = gpu.registers_per_sm // 128
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
@@ -234,7 +234,7 @@ def swizzle_bytes(problem: Problem, c: Config) -> int | None:
 
 
 def _ragged_output(p: Problem, c: Config) -> str | None:
-    """Why TMA cannot clip a store at the output's end: where tiles do not divide it, pieces must be one swizzle tile wide."""
+    """Why TMA cannot clip epilogue tiles at the output's end: where they do not divide it, they are one swizzle tile wide."""
     itemsize = itemsize_of(p.out_dtype)
     tile = _largest_swizzle(c.epilogue_tile_n * itemsize) // itemsize
     divides = (p.m <= 8 or p.m % 8 == 0) and (p.n <= tile or p.n % tile == 0)
@@ -253,7 +253,7 @@ def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
     """Why operands that swizzle tiles do not divide cannot be copied in blocks that wide, or None.
 
     The last block of a row ends with the row, so that it must fit; along k it would bring elements twice. The last rows, where
-    they are no eight, come tile by tile, which takes registers of the copying warpgroup.
+    they are no eight, come tile by tile, which takes registers of the producer warpgroup.
     """
     few_registers = c.memory_registers < 40 or c.cluster != "none"
     a_t, b_t = transposed(p)
@@ -281,13 +281,13 @@ def _largest_swizzle(row_bytes: int) -> int:
     return next(s for s in (128, 64, 32, 16) if row_bytes % s == 0)
 
 
-def epilogue_slots(c: Config) -> int:
+def epilogue_buffers(c: Config) -> int:
     wg_m, wg_n = warpgroup_tile(c)
     return min(2, (wg_m // EPILOGUE_ROWS) * (wg_n // c.epilogue_tile_n))
 
 
 def out_smem_shape(c: Config) -> tuple[int, int, int, int]:
-    return (c.compute_warpgroups, epilogue_slots(c), EPILOGUE_ROWS, c.epilogue_tile_n)
+    return (c.compute_warpgroups, epilogue_buffers(c), EPILOGUE_ROWS, c.epilogue_tile_n)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
@@ -299,7 +299,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
             ((steps, c.tile_m, c.tile_k), 2),
             ((steps, c.tile_k, c.tile_n), 2),
         ],
-        barriers=2 * steps,  # a slot is filled; a slot is consumed
+        barriers=2 * steps,  # full and empty
     )
 
 

@@ -48,22 +48,22 @@ def interpreted(body: Any, **kwargs: Any) -> Any:
 def handover(*, ordered: bool) -> Any:
     """Warpgroup 0 fills a buffer in shared memory, warpgroup 1 adds one and stores it."""
 
-    def body(out_ref: Any, *, smem: Any, filled: Any) -> None:
+    def body(out_ref: Any, *, smem: Any, full: Any) -> None:
         @pl.when(lax.axis_index("wg") == 0)
         def _() -> None:
             smem[...] = jnp.full(128, 7, jnp.int32)
-            engine.barrier_arrive(filled)
+            engine.barrier_arrive(full)
 
         @pl.when(lax.axis_index("wg") == 1)
         def _() -> None:
             if ordered:
-                plgpu.barrier_wait(filled)
+                plgpu.barrier_wait(full)
             smem[...] = smem[...] + 1
             out_ref[...] = smem[...]
             if not ordered:
-                plgpu.barrier_wait(filled)
+                plgpu.barrier_wait(full)
 
-    scratch = {"smem": plgpu.SMEM((128,), jnp.int32), "filled": plgpu.Barrier()}
+    scratch = {"smem": plgpu.SMEM((128,), jnp.int32), "full": plgpu.Barrier()}
     return interpreted(body, scratch_types=scratch, num_threads=2)
 
 

@@ -1,4 +1,4 @@
-"""The way out of an output tile: all pieces are stored, and none is overwritten before it was."""
+"""The epilogue: all epilogue tiles are stored, and none is overwritten before that."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def clean_interpreter() -> Iterator[None]:
     engine.reset_interpreter()
 
 
-def stored(slots: int, height: int, width: int) -> Any:
-    """A kernel that copies `TILES` tiles, in pieces of height x width."""
+def stored(buffers: int, height: int, width: int) -> Any:
+    """A kernel that copies `TILES` tiles, in epilogue tiles of height x width."""
 
     def body(x_ref: Any, out_ref: Any, *, staging: Any) -> None:
         def tile(t: Any, _: Any) -> Any:
-            def copy(piece: Any, i: int, j: int) -> None:
-                plgpu.copy_smem_to_gmem(piece, out_ref.at[t, pl.ds(i, height), pl.ds(j, width)])
+            def copy(staged: Any, i: int, j: int) -> None:
+                plgpu.copy_smem_to_gmem(staged, out_ref.at[t, pl.ds(i, height), pl.ds(j, width)])
 
             store_tile(x_ref[t], staging, copy)
             return _
@@ -47,7 +47,7 @@ def stored(slots: int, height: int, width: int) -> Any:
     return engine.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((TILES, ROWS, COLUMNS), jnp.float32),
-        scratch_types={"staging": plgpu.SMEM((slots, height, width), jnp.float32)},
+        scratch_types={"staging": plgpu.SMEM((buffers, height, width), jnp.float32)},
         grid=(1,),
         grid_names=("block",),
         num_threads=1,
@@ -60,15 +60,15 @@ X = np.arange(TILES * ROWS * COLUMNS, dtype=np.float32).reshape(TILES, ROWS, COL
 
 
 @pytest.mark.parametrize(
-    ("slots", "height", "width"), [(1, 128, 64), (1, 64, 64), (2, 64, 64), (1, 64, 32), (2, 64, 32), (3, 64, 32), (4, 64, 32)]
+    ("buffers", "height", "width"), [(1, 128, 64), (1, 64, 64), (2, 64, 64), (1, 64, 32), (2, 64, 32), (3, 64, 32), (4, 64, 32)]
 )
-def test_all_pieces_of_all_tiles_are_stored_without_a_race(slots, height, width):
-    np.testing.assert_array_equal(stored(slots, height, width)(X), X)
+def test_all_epilogue_tiles_of_all_tiles_are_stored_without_a_race(buffers, height, width):
+    np.testing.assert_array_equal(stored(buffers, height, width)(X), X)
     assert not engine.races_found()
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_detector_finds_a_piece_that_does_not_wait_for_its_slot(slots, monkeypatch):
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+def test_detector_finds_a_tile_that_does_not_wait_for_its_buffer(buffers, monkeypatch):
     wait = plgpu.wait_smem_to_gmem
 
     def for_one_less(n: int, *, wait_read_only: bool = False) -> None:
@@ -76,7 +76,7 @@ def test_detector_finds_a_piece_that_does_not_wait_for_its_slot(slots, monkeypat
 
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", for_one_less)
     try:
-        stored(slots, 64, 32)(X).block_until_ready()
+        stored(buffers, 64, 32)(X).block_until_ready()
         found = engine.races_found()
     except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on a race raises
         found = "RACE DETECTED" in str(error)

@@ -24,7 +24,7 @@ import mgpu_ops
 from mgpu_ops import spec_of
 from mgpu_ops.core import engine, gpu, inflight
 from mgpu_ops.core.inflight import InFlight
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 
 H200 = gpu.find("h200")
 
@@ -112,23 +112,21 @@ def test_an_interpreted_kernel_is_watched_too(monkeypatch):
 
 
 def traced(compute: Callable[..., Any]) -> None:
-    """compute(accs, a, b, ring), by a warpgroup beside one that fills b, of two slots, over and over."""
+    """compute(accs, a, b, pipeline), by a consumer; the producer fills b, of two stages, over and over."""
 
     def body(x_ref: Any, out_ref: Any, *, a: Any, b: Any, accs: Any, **barriers: Any) -> None:
-        ring = Ring(2, **barriers)
+        pipeline = Pipeline(2, **barriers)
 
-        def copying() -> None:
+        def producer() -> None:
             pl.loop(0, 8)(
-                lambda i: ring.fill(jnp.int32(i), lambda slot, filled: engine.copy_gmem_to_smem(x_ref, b.at[slot], filled))
+                lambda i: pipeline.fill(jnp.int32(i), lambda stage, full: engine.copy_gmem_to_smem(x_ref, b.at[stage], full))
             )
 
-        def computing(*accs: Any) -> None:
-            compute(accs, a, b, ring)
+        def consumer(*accs: Any) -> None:
+            compute(accs, a, b, pipeline)
             out_ref[...] = accs[0][...]
 
-        engine.specialize(
-            copying, lambda: accs.scope(computing), compute_warpgroups=1, copy_registers=40, compute_registers=232
-        )
+        engine.specialize(producer, lambda: accs.scope(consumer), consumers=1, producer_registers=40, consumer_registers=232)
 
     tiles = engine.operand_transforms(64, jnp.bfloat16)
     launch = engine.kernel(
@@ -138,7 +136,7 @@ def traced(compute: Callable[..., Any]) -> None:
             "a": plgpu.SMEM((64, 64), jnp.bfloat16, transforms=tiles),
             "b": plgpu.SMEM((2, 64, 64), jnp.bfloat16, transforms=tiles),
             "accs": engine.Accumulators(((64, 64), (64, 64)), 1),
-            **Ring.barriers(2, copies=1, readers=1),
+            **Pipeline.barriers(2, copies=1, consumers=1),
         },
         grid=(1,),
         grid_names=("block",),
@@ -149,7 +147,7 @@ def traced(compute: Callable[..., Any]) -> None:
 
 
 def test_the_other_accumulator_may_be_read_meanwhile():
-    def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
+    def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
         engine.wgmma(accs[0], a, b.at[0])
         engine.wgmma(accs[1], a, b.at[0])
         engine.accumulated(accs[0], 1)
@@ -159,7 +157,7 @@ def test_the_other_accumulator_may_be_read_meanwhile():
 
 
 def test_an_accumulator_that_is_read_with_its_wgmma_in_flight_is_an_error_that_says_what_to_do():
-    def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
+    def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
         engine.wgmma(accs[0], a, b.at[0])
         engine.wgmma(accs[1], a, b.at[0])
         engine.accumulated(accs[1], 1)
@@ -169,28 +167,28 @@ def test_an_accumulator_that_is_read_with_its_wgmma_in_flight_is_an_error_that_s
 
 
 @pytest.mark.parametrize("waits", [0, 1])
-def test_a_slot_is_given_back_after_what_reads_it_and_not_before(waits):
-    """With one in flight, that is the one which reads no slot of the ring."""
+def test_a_stage_is_declared_empty_after_what_reads_it_and_not_before(waits):
+    """With one in flight, that is the one which reads no stage of the pipeline."""
 
-    def step(first: Any, second: Any, accs: Any, a: Any, ring: Ring) -> Any:
+    def step(first: Any, second: Any, accs: Any, a: Any, pipeline: Pipeline) -> Any:
         def turn(i: Any, _: Any) -> Any:
             engine.wgmma(accs[0], a, first)
             engine.wgmma(accs[1], a, second)
             engine.wgmma_wait(waits)
-            engine.barrier_arrive(ring.released.at[lax.rem(i, jnp.int32(2))])
+            engine.barrier_arrive(pipeline.empty.at[lax.rem(i, jnp.int32(2))])
             engine.wgmma_wait(0)
             return _
 
         return lax.fori_loop(0, 8, turn, ())
 
-    traced(lambda accs, a, b, ring: step(b.at[0], a, accs, a, ring))
+    traced(lambda accs, a, b, pipeline: step(b.at[0], a, accs, a, pipeline))
     if waits:
-        with pytest.raises(InFlight, match=r"given back .* before barrier_arrive, call wgmma_wait"):
-            traced(lambda accs, a, b, ring: step(a, b.at[0], accs, a, ring))
+        with pytest.raises(InFlight, match=r"declared empty .* before barrier_arrive, call wgmma_wait"):
+            traced(lambda accs, a, b, pipeline: step(a, b.at[0], accs, a, pipeline))
 
 
 def test_a_wgmma_that_a_turn_of_a_loop_leaves_in_flight_is_an_error():
-    def compute(accs: Any, a: Any, b: Any, ring: Ring) -> None:
+    def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
         lax.fori_loop(0, 8, lambda i, _: (engine.wgmma(accs[0], a, a), _)[1], ())
 
     with pytest.raises(InFlight, match="at the end of the loop or branch that started it"):

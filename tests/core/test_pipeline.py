@@ -1,4 +1,4 @@
-"""The ring of shared-memory slots: what is copied into a slot is read once, and not overwritten before."""
+"""The pipeline of shared-memory stages: what is copied into a stage is read once, and not overwritten before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +27,19 @@ def clean_interpreter() -> Iterator[None]:
     engine.reset_interpreter()
 
 
-def passed_on(slots: int, steps: int, *, readers: int = 1, drain_first: bool = True, ring: type[Ring] = Ring) -> Any:
-    """A kernel: out[wg, i] = x[i] + wg. Both halves of x[i] are copied on their own; at last every slot is overwritten."""
+def passed_on(
+    stages: int, steps: int, *, consumers: int = 1, drain_first: bool = True, pipeline: type[Pipeline] = Pipeline
+) -> Any:
+    """A kernel: out[wg, i] = x[i] + wg. Both halves of x[i] are copied on their own; at last every stage is overwritten."""
 
     def body(x_ref: Any, out_ref: Any, *, buffer: Any, again: Any, **barriers: Any) -> None:
-        steps_of = ring(slots, **barriers)
+        steps_of = pipeline(stages, **barriers)
 
-        def copying() -> None:
+        def producer() -> None:
             def step(i: Any, _: Any) -> Any:
-                def copy(slot: Any, filled: Any) -> None:
+                def copy(stage: Any, full: Any) -> None:
                     for half in range(2):
-                        engine.copy_gmem_to_smem(x_ref.at[i, half], buffer.at[slot, half], filled)
+                        engine.copy_gmem_to_smem(x_ref.at[i, half], buffer.at[stage, half], full)
 
                 steps_of.fill(i, copy)
                 return _
@@ -45,18 +47,18 @@ def passed_on(slots: int, steps: int, *, readers: int = 1, drain_first: bool = T
             lax.fori_loop(0, steps, step, ())
             if drain_first:
                 steps_of.drain(jnp.int32(steps))
-            for slot in range(slots):
-                engine.copy_gmem_to_smem(x_ref.at[0, 0], buffer.at[slot, 0], again)
+            for stage in range(stages):
+                engine.copy_gmem_to_smem(x_ref.at[0, 0], buffer.at[stage, 0], again)
             plgpu.barrier_wait(again)
             if not drain_first:
                 steps_of.drain(jnp.int32(steps))
 
-        def computing() -> None:
+        def consumer() -> None:
             wg = lax.axis_index("wg")
 
             def step(i: Any, _: Any) -> Any:
-                def compute(slot: Any) -> None:
-                    out_ref[wg, i] = buffer[slot] + wg
+                def compute(stage: Any) -> None:
+                    out_ref[wg, i] = buffer[stage] + wg
                     plgpu.commit_smem()  # TMA is to overwrite what was read by other means
 
                 steps_of.read(i, compute)
@@ -64,19 +66,19 @@ def passed_on(slots: int, steps: int, *, readers: int = 1, drain_first: bool = T
 
             lax.fori_loop(0, steps, step, ())
 
-        engine.specialize(copying, computing, compute_warpgroups=readers, copy_registers=40, compute_registers=232)
+        engine.specialize(producer, consumer, consumers=consumers, producer_registers=40, consumer_registers=232)
 
     return engine.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((readers, max(1, steps), 2, 128), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((consumers, max(1, steps), 2, 128), jnp.int32),
         scratch_types={
-            "buffer": plgpu.SMEM((slots, 2, 128), jnp.int32),
-            "again": plgpu.Barrier(num_arrivals=slots),
-            **Ring.barriers(slots, copies=2, readers=readers),
+            "buffer": plgpu.SMEM((stages, 2, 128), jnp.int32),
+            "again": plgpu.Barrier(num_arrivals=stages),
+            **Pipeline.barriers(stages, copies=2, consumers=consumers),
         },
         grid=(1,),
         grid_names=("block",),
-        num_threads=readers + 1,
+        num_threads=consumers + 1,
         name="test",
         interpret=True,
     )
@@ -86,12 +88,12 @@ def numbers(steps: int) -> jax.Array:
     return jnp.arange(max(1, steps) * 256, dtype=jnp.int32).reshape(-1, 2, 128)
 
 
-@pytest.mark.parametrize(("slots", "steps"), [(2, 1), (2, 2), (2, 7), (3, 7), (4, 3)])
-@pytest.mark.parametrize("readers", [1, 2])
-def test_every_reader_gets_every_step_in_order_without_a_race(slots, steps, readers):
+@pytest.mark.parametrize(("stages", "steps"), [(2, 1), (2, 2), (2, 7), (3, 7), (4, 3)])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_every_consumer_gets_every_step_in_order_without_a_race(stages, steps, consumers):
     x = numbers(steps)
-    out = passed_on(slots, steps, readers=readers)(x)
-    np.testing.assert_array_equal(out, [np.asarray(x) + wg for wg in range(readers)])
+    out = passed_on(stages, steps, consumers=consumers)(x)
+    np.testing.assert_array_equal(out, [np.asarray(x) + wg for wg in range(consumers)])
     assert not engine.races_found()
 
 
@@ -115,15 +117,15 @@ def test_slots_may_be_overwritten_after_a_drain_and_not_before():
     assert has_a_race(drain_first=False)
 
 
-class Hasty(Ring):
-    """Releases a slot before it has been read."""
+class Hasty(Pipeline):
+    """Declares a stage empty before it has read it."""
 
     def read(self, step: Any, compute: Callable[[Any], None]) -> None:
-        slot = lax.rem(step, jnp.int32(self.slots))
-        plgpu.barrier_wait(self.filled.at[slot])
-        engine.barrier_arrive(self.released.at[slot])
-        compute(slot)
+        stage = lax.rem(step, jnp.int32(self.stages))
+        plgpu.barrier_wait(self.full.at[stage])
+        engine.barrier_arrive(self.empty.at[stage])
+        compute(stage)
 
 
 def test_detector_finds_a_slot_that_is_released_before_it_was_read():
-    assert has_a_race(ring=Hasty)
+    assert has_a_race(pipeline=Hasty)

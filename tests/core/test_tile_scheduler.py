@@ -59,21 +59,21 @@ def test_raster_finishes_a_strip_before_the_next_and_turns_round_at_its_end(shap
         assert all(abs(x - y) <= 1 for x, y in itertools.pairwise(along))
 
 
-# --- tiles dealt beforehand
+# --- tiles assigned beforehand
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=80)
 
 
-def dealt(table: np.ndarray) -> list[list[int]]:
+def assigned(table: np.ndarray) -> list[list[int]]:
     """The tiles of each block, as a kernel reads them."""
     assert table.dtype == np.int32
-    turns = [tile_scheduler.Turns(jnp.asarray(table), block) for block in range(len(table))]
-    return [[int(t.number(jnp.int32(i))) for i in range(int(t.count))] for t in turns]
+    blocks = [tile_scheduler.AssignedTiles(jnp.asarray(table), block) for block in range(len(table))]
+    return [[int(t.number(jnp.int32(i))) for i in range(int(t.count))] for t in blocks]
 
 
 @given(COSTS, st.integers(1, 20))
 def test_tiles_are_dealt_once_each_and_no_block_has_more_than_a_tile_above_the_mean(costs, blocks):
-    shares = dealt(tile_scheduler.deal(costs, blocks))
+    shares = assigned(tile_scheduler.assign_tiles(costs, blocks))
     assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)  # in the order of the tiles
     loads = [sum(costs[tile] for tile in share) for share in shares]
@@ -86,7 +86,7 @@ def test_tiles_are_dealt_once_each_and_no_block_has_more_than_a_tile_above_the_m
 )
 def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, heads, waves, blocks):
     tiles = len(costs)
-    shares = dealt(tile_scheduler.deal_heads(np.array(costs), heads, waves, blocks))
+    shares = assigned(tile_scheduler.assign_heads(np.array(costs), heads, waves, blocks))
     assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
     loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
     assert max(loads) <= sum(costs) * heads / blocks + max(costs)
@@ -102,7 +102,7 @@ def test_many_heads_are_dealt_some_at_a_time_once_each_and_as_evenly(costs, head
     tiles = len(costs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_scheduler, "AT_ONCE", 60)
-        shares = dealt(tile_scheduler.deal_heads(np.array(costs), heads, waves, blocks))
+        shares = assigned(tile_scheduler.assign_heads(np.array(costs), heads, waves, blocks))
     assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
     loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
     assert max(loads) <= sum(costs) * heads / blocks + max(costs)
@@ -113,9 +113,11 @@ def test_many_heads_are_dealt_some_at_a_time_once_each_and_as_evenly(costs, head
 
 
 def test_of_a_million_tiles_few_are_dealt_one_by_one(monkeypatch):
-    counted, deal = [], tile_scheduler.deal
-    monkeypatch.setattr(tile_scheduler, "deal", lambda costs, blocks: (counted.append(len(costs)), deal(costs, blocks))[1])
-    table = tile_scheduler.deal_heads(np.arange(1, 1025), 1024, 8, 132)
+    counted, assign = [], tile_scheduler.assign_tiles
+    monkeypatch.setattr(
+        tile_scheduler, "assign_tiles", lambda costs, blocks: (counted.append(len(costs)), assign(costs, blocks))[1]
+    )
+    table = tile_scheduler.assign_heads(np.arange(1, 1025), 1024, 8, 132)
     assert table[:, 0].sum() == 1024 * 1024
     assert sum(counted) <= 2 * tile_scheduler.AT_ONCE
 
@@ -138,9 +140,9 @@ def test_tables_are_kept_up_to_so_many_bytes_the_last_used_longest(monkeypatch):
 
 def test_a_turn_beyond_the_last_reads_inside_the_table():
     """The tile after the last is read ahead."""
-    table = tile_scheduler.deal([1] * 5, 2)
-    turns = tile_scheduler.Turns(jnp.asarray(table), 0)
-    assert int(turns.number(jnp.int32(table.shape[1]))) == int(turns.number(jnp.int32(2))) == 4
+    table = tile_scheduler.assign_tiles([1] * 5, 2)
+    tiles = tile_scheduler.AssignedTiles(jnp.asarray(table), 0)
+    assert int(tiles.number(jnp.int32(table.shape[1]))) == int(tiles.number(jnp.int32(2))) == 4
 
 
 # --- strips, and tiles of groups

@@ -172,10 +172,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 def lowered(array, block, where, semantics, transforms):
-    def body(x_ref, out_ref, smem, filled):
+    def body(x_ref, out_ref, smem, full):
         at = where(lax.axis_index("block"))
-        plgpu.copy_gmem_to_smem(x_ref.at[at], smem, filled)
-        plgpu.barrier_wait(filled)
+        plgpu.copy_gmem_to_smem(x_ref.at[at], smem, full)
+        plgpu.barrier_wait(full)
         plgpu.copy_smem_to_gmem(smem, out_ref.at[at])
         plgpu.wait_smem_to_gmem(0)
 
@@ -230,11 +230,11 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
     Of the columns, the `across`-th `width` ones.
     """
 
-    def body(where_ref: Any, x_ref: Any, out_ref: Any, *, smem: Any, filled: Any) -> None:
+    def body(where_ref: Any, x_ref: Any, out_ref: Any, *, smem: Any, full: Any) -> None:
         row, end, across, to, stop = (where_ref[i] for i in range(5))
         column = across * width
-        engine.load_rows(x_ref, row, end, column, smem, filled)
-        plgpu.barrier_wait(filled)
+        engine.load_rows(x_ref, row, end, column, smem, full)
+        plgpu.barrier_wait(full)
         engine.store_rows(smem, out_ref, to, stop, column)
         plgpu.wait_smem_to_gmem(0)
 
@@ -243,7 +243,7 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
         out_type=jax.ShapeDtypeStruct((1, 1, *array), BF16),
         scratch_types={
             "smem": plgpu.SMEM((64, width), BF16, transforms=engine.operand_transforms(width, BF16, 128)),
-            "filled": plgpu.Barrier(),
+            "full": plgpu.Barrier(),
         },
         grid=(1,),
         grid_names=("block",),

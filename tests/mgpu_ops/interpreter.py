@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, gpu
 
-FEW_SMS = replace(gpu.find("h200"), sms=3)  # a block works through several tiles, and its ring of slots wraps
+FEW_SMS = replace(gpu.find("h200"), sms=3)  # a block works through several tiles, and its pipeline of stages wraps
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def quiet_interpreter() -> Iterator[None]:
 def has_a_race(run: Callable[[], Any]) -> bool:
     """Up to jax 0.11 the interpreter notes a race and goes on, be it to another error; from 0.12 it raises.
 
-    Where threads are slow, a slot that is filled too early first shows as one filled twice before anyone looked.
+    Where threads are slow, a stage that is filled too early first shows as one filled twice before anyone looked.
     """
     engine.reset_interpreter()
     try:

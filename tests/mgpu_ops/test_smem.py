@@ -44,11 +44,11 @@ CASES = {
     "cluster": (MatmulProblem(512, 512, 512), replace(BASE, cluster="m")),
     "cluster n": (MatmulProblem(512, 512, 512), replace(BASE, cluster="n", wg_dimension="n")),
     "short k steps": (MatmulProblem(512, 512, 512), replace(BASE, tile_k=32)),
-    "one epilogue slot": (
+    "one epilogue buffer": (
         MatmulProblem(512, 512, 512),
         replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1),
     ),
-    "small odd pieces": (MatmulProblem(512, 512, 512), replace(BASE, tile_n=96, epilogue_tile_n=32)),
+    "small odd epilogue tiles": (MatmulProblem(512, 512, 512), replace(BASE, tile_n=96, epilogue_tile_n=32)),
     "float32 out": (
         MatmulProblem(512, 512, 512, out_dtype="float32"),
         replace(BASE, epilogue_tile_n=32),
@@ -76,7 +76,7 @@ P, B, ONE = FORWARD.Problem, BACKWARD.Problem, cases.BASE
 
 FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     "plain": (P(1, 256, 256, 1, 1, 64), ONE),
-    "two slots, three warpgroups, padded": (P(1, 256, 250, 1, 1, 72), replace(ONE, compute_warpgroups=3, q_slots=2)),
+    "two q stages, three warpgroups, padded": (P(1, 256, 250, 1, 1, 72), replace(ONE, compute_warpgroups=3, q_slots=2)),
     "bias and segments": (P(1, 256, 256, 1, 1, 128, segments=True, bias="float32"), ONE),
 }
 

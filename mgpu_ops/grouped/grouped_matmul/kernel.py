@@ -1,8 +1,9 @@
 """The kernel of grouped_matmul: rows of group g of lhs[m, k] times rhs[g, k, n], float32 accumulation, for NVIDIA Hopper.
 
 A warp-specialised, persistent kernel: each block takes output tiles in turn, group after group, finding its way through
-group_sizes as it goes. One warpgroup copies tiles of lhs and rhs into a ring of shared-memory slots with TMA, one or two others
-multiply them with wgmma. A group's tiles begin at its first row, whatever that is, and end at its last: TMA fills the rows
+group_sizes as it goes. One warpgroup copies tiles of lhs and rhs into a pipeline of shared-memory stages with TMA, one or
+two others multiply them with wgmma.
+A group's tiles begin at its first row, whatever that is, and end at its last: TMA fills the rows
 beyond with zeros and leaves them unwritten (`engine.load_rows`, `engine.store_rows`), so that no tile needs masks, a second
 pass or a list of tiles made beforehand. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU
 documentation.
@@ -24,9 +25,9 @@ from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import warpgroup_tile
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.grouped.grouped_matmul.problem import Problem
-from mgpu_ops.grouped.groups import PANEL, ROWS, Config, compute_registers, out_smem_shape
+from mgpu_ops.grouped.groups import PANEL, ROWS, Config, consumer_registers, out_smem_shape
 
 
 def _position(p: Problem, c: Config, tile: tile_scheduler.GroupTile) -> tuple[Any, Any]:
@@ -36,21 +37,21 @@ def _position(p: Problem, c: Config, tile: tile_scheduler.GroupTile) -> tuple[An
     return tile.start + row * c.tile_m, column * c.tile_n
 
 
-def _load(p: Problem, c: Config, ring: Ring, lhs_ref: Any, rhs_ref: Any, lhs_smem: Any, rhs_smem: Any) -> Any:
-    """What the copying warpgroup does for an output tile: the ring's next steps, each tile_k of k."""
+def _load(p: Problem, c: Config, pipeline: Pipeline, lhs_ref: Any, rhs_ref: Any, lhs_smem: Any, rhs_smem: Any) -> Any:
+    """What the producer warpgroup does for an output tile: the pipeline's next steps, each tile_k of k."""
 
     def load(tile: tile_scheduler.GroupTile, done: Any) -> Any:
         row, column = _position(p, c, tile)
 
         def k_step(k: Any, step: Any) -> Any:
-            def copy(slot: Any, filled: Any) -> None:
+            def copy(stage: Any, full: Any) -> None:
                 for panel in range(c.tile_k // PANEL):
-                    engine.load_rows(lhs_ref, row, tile.end, k * c.tile_k + panel * PANEL, lhs_smem.at[slot, panel], filled)
+                    engine.load_rows(lhs_ref, row, tile.end, k * c.tile_k + panel * PANEL, lhs_smem.at[stage, panel], full)
                 ks, ns = pl.ds(k * c.tile_k, c.tile_k), pl.ds(column, c.tile_n)
                 window = (ks, ns) if p.layout == "nn" else (ns, ks)
-                engine.copy_gmem_to_smem(rhs_ref.at[tile.group, *window], rhs_smem.at[slot], filled)
+                engine.copy_gmem_to_smem(rhs_ref.at[tile.group, *window], rhs_smem.at[stage], full)
 
-            ring.fill(step, copy)
+            pipeline.fill(step, copy)
             return step + 1
 
         return lax.fori_loop(0, _steps(p, c), k_step, done)
@@ -58,23 +59,23 @@ def _load(p: Problem, c: Config, ring: Ring, lhs_ref: Any, rhs_ref: Any, lhs_sme
     return load
 
 
-def _multiply(p: Problem, c: Config, ring: Ring, acc: Any, lhs_smem: Any, rhs_smem: Any, done: Any) -> Any:
+def _multiply(p: Problem, c: Config, pipeline: Pipeline, acc: Any, lhs_smem: Any, rhs_smem: Any, done: Any) -> Any:
     """acc = the rows of lhs @ rhs[group]: this warpgroup's share of an output tile."""
     wg_m, wg_n = warpgroup_tile(c)
     row, column = tile_scheduler.warpgroup_origin(c)
 
     def k_step(k: Any, step: Any) -> Any:
-        def multiply(slot: Any) -> None:
+        def multiply(stage: Any) -> None:
             for panel in range(c.tile_k // PANEL):
-                a = lhs_smem.at[slot, panel, pl.ds(row, wg_m), :] if wg_m < c.tile_m else lhs_smem.at[slot, panel]
+                a = lhs_smem.at[stage, panel, pl.ds(row, wg_m), :] if wg_m < c.tile_m else lhs_smem.at[stage, panel]
                 ks, ns = pl.ds(panel * PANEL, PANEL), pl.ds(column, wg_n)
                 if p.layout == "nn":
-                    engine.wgmma(acc, a, rhs_smem.at[slot, ks, ns])
+                    engine.wgmma(acc, a, rhs_smem.at[stage, ks, ns])
                 else:
-                    engine.wgmma(acc, a, engine.transpose_ref(rhs_smem.at[slot, ns, ks]))
+                    engine.wgmma(acc, a, engine.transpose_ref(rhs_smem.at[stage, ns, ks]))
             engine.wgmma_wait(0)
 
-        ring.read(step, multiply)
+        pipeline.read(step, multiply)
         return step + 1
 
     return lax.fori_loop(0, _steps(p, c), k_step, done)
@@ -96,7 +97,7 @@ def _epilogue(p: Problem, values: Any, bias_refs: list[Any], group: Any, column:
 
 
 def _zero_rest(p: Problem, c: Config, blocks: int, out_ref: Any, first: Any, staging: Any) -> None:
-    """Zeros for the rows from `first` on, which belong to no group: the compute warpgroups take pieces in turn."""
+    """Zeros for the rows from `first` on, which belong to no group: the consumer warpgroups take pieces in turn."""
     across = math.ceil(p.n / c.epilogue_tile_n)
     pieces = tile_scheduler.cdiv(p.m - first, ROWS) * across
     workers = blocks * c.compute_warpgroups
@@ -131,7 +132,7 @@ def _kernel(
 ) -> None:
     """One block: its output tiles, each a loop over k and a store; then its share of the rows that belong to no group."""
     *bias_refs, out_ref = refs
-    ring = Ring(c.max_concurrent_steps, **barriers)
+    pipeline = Pipeline(c.max_concurrent_steps, **barriers)
 
     def for_each_tile(body: Any) -> tuple[Any, Any]:
         def tiles(size: Any) -> Any:
@@ -140,21 +141,21 @@ def _kernel(
         block = lax.axis_index("block")
         return tile_scheduler.for_each_group_tile(sizes_ref, p.m, tiles, block, blocks, body, jnp.int32(0))
 
-    def copying() -> None:
-        _, steps = for_each_tile(_load(p, c, ring, lhs_ref, rhs_ref, lhs_smem, rhs_smem))
-        ring.drain(steps)
+    def producer() -> None:
+        _, steps = for_each_tile(_load(p, c, pipeline, lhs_ref, rhs_ref, lhs_smem, rhs_smem))
+        pipeline.drain(steps)
 
-    def computing(acc: Any) -> None:
+    def consumer(acc: Any) -> None:
         staging = out_smem.at[lax.axis_index("wg")]
 
         def compute(tile: tile_scheduler.GroupTile, done: Any) -> Any:
-            done = _multiply(p, c, ring, acc, lhs_smem, rhs_smem, done)
+            done = _multiply(p, c, pipeline, acc, lhs_smem, rhs_smem, done)
             row, column = (x + y for x, y in zip(_position(p, c, tile), tile_scheduler.warpgroup_origin(c), strict=True))
             values = _epilogue(p, acc[...], bias_refs, tile.group, column)
             store_tile(
                 values.astype(out_ref.dtype),
                 staging,
-                lambda piece, i, j: engine.store_rows(piece, out_ref, row + i, tile.end, column + j),
+                lambda staged, i, j: engine.store_rows(staged, out_ref, row + i, tile.end, column + j),
             )
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
             return done
@@ -164,11 +165,11 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
     engine.specialize(
-        copying,
-        lambda: accumulator.scope(computing),
-        compute_warpgroups=c.compute_warpgroups,
-        copy_registers=c.memory_registers,
-        compute_registers=compute_registers(c, gpu),
+        producer,
+        lambda: accumulator.scope(consumer),
+        consumers=c.compute_warpgroups,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(c, gpu),
     )
 
 
@@ -197,7 +198,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
                 p.out_dtype,
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128),
             ),
-            **Ring.barriers(steps, copies=c.tile_k // PANEL + 1, readers=c.compute_warpgroups),
+            **Pipeline.barriers(steps, copies=c.tile_k // PANEL + 1, consumers=c.compute_warpgroups),
         },
         grid=(blocks,),
         grid_names=("block",),

@@ -21,8 +21,8 @@ from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import warpgroup_tile
-from mgpu_ops.core.pipeline import Ring
-from mgpu_ops.grouped.groups import PANEL, Config, compute_registers, out_smem_shape
+from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.grouped.groups import PANEL, Config, consumer_registers, out_smem_shape
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 
 
@@ -42,21 +42,21 @@ def _steps(c: Config, tile: tile_scheduler.GroupTile) -> Any:
     return tile_scheduler.cdiv(tile.end - tile.start, c.tile_k)
 
 
-def _load(p: Problem, c: Config, ring: Ring, lhs_ref: Any, rhs_ref: Any, lhs_smem: Any, rhs_smem: Any) -> Any:
-    """What the copying warpgroup does for an output tile: the ring's next steps, each tile_k rows of the group."""
+def _load(p: Problem, c: Config, pipeline: Pipeline, lhs_ref: Any, rhs_ref: Any, lhs_smem: Any, rhs_smem: Any) -> Any:
+    """What the producer warpgroup does for an output tile: the pipeline's next steps, each tile_k rows of the group."""
 
     def load(tile: tile_scheduler.GroupTile, done: Any) -> Any:
         position = _position(p, c, tile)
 
         def row_step(i: Any, step: Any) -> Any:
-            def copy(slot: Any, filled: Any) -> None:
+            def copy(stage: Any, full: Any) -> None:
                 for ref, smem, first in zip((lhs_ref, rhs_ref), (lhs_smem, rhs_smem), position, strict=True):
                     _, parts, _, width = smem.shape
                     for part in range(parts):
                         row, column = tile.start + i * c.tile_k, first + part * width
-                        engine.load_rows(ref, row, tile.end, column, smem.at[slot, part], filled)
+                        engine.load_rows(ref, row, tile.end, column, smem.at[stage, part], full)
 
-            ring.fill(step, copy)
+            pipeline.fill(step, copy)
             return step + 1
 
         return lax.fori_loop(0, _steps(c, tile), row_step, done)
@@ -64,23 +64,25 @@ def _load(p: Problem, c: Config, ring: Ring, lhs_ref: Any, rhs_ref: Any, lhs_sme
     return load
 
 
-def _multiply(c: Config, ring: Ring, tile: tile_scheduler.GroupTile, acc: Any, lhs_smem: Any, rhs_smem: Any, done: Any) -> Any:
+def _multiply(
+    c: Config, pipeline: Pipeline, tile: tile_scheduler.GroupTile, acc: Any, lhs_smem: Any, rhs_smem: Any, done: Any
+) -> Any:
     """acc = the group's rows of lhs^T @ rhs: this warpgroup's share of an output tile."""
     lhs_part, rhs_part = _warpgroup_parts(c)
 
     def row_step(i: Any, step: Any) -> Any:
-        def multiply(slot: Any) -> None:
-            engine.wgmma(acc, engine.transpose_ref(lhs_smem.at[slot, lhs_part]), rhs_smem.at[slot, rhs_part])
+        def multiply(stage: Any) -> None:
+            engine.wgmma(acc, engine.transpose_ref(lhs_smem.at[stage, lhs_part]), rhs_smem.at[stage, rhs_part])
             engine.wgmma_wait(0)
 
-        ring.read(step, multiply)
+        pipeline.read(step, multiply)
         return step + 1
 
     return lax.fori_loop(0, _steps(c, tile), row_step, done)
 
 
 def _warpgroup_parts(c: Config) -> tuple[Any, Any]:
-    """Which part of lhs's and of rhs's tile this compute warpgroup multiplies."""
+    """Which part of lhs's and of rhs's tile this consumer warpgroup multiplies."""
     if c.compute_warpgroups == 1:
         return 0, 0
     wg = lax.axis_index("wg")
@@ -104,28 +106,28 @@ def _kernel(
     **barriers: Any,
 ) -> None:
     """One block: its output tiles, each a loop over the group's rows and a store. An empty group's tiles are zeros."""
-    ring = Ring(c.max_concurrent_steps, **barriers)
+    pipeline = Pipeline(c.max_concurrent_steps, **barriers)
 
     def for_each_tile(body: Any) -> tuple[Any, Any]:
         block = lax.axis_index("block")
         tiles = jnp.int32(math.prod(_tiles(p, c)))
         return tile_scheduler.for_each_group_tile(sizes_ref, p.m, lambda size: tiles, block, blocks, body, jnp.int32(0))
 
-    def copying() -> None:
-        _, steps = for_each_tile(_load(p, c, ring, lhs_ref, rhs_ref, lhs_smem, rhs_smem))
-        ring.drain(steps)
+    def producer() -> None:
+        _, steps = for_each_tile(_load(p, c, pipeline, lhs_ref, rhs_ref, lhs_smem, rhs_smem))
+        pipeline.drain(steps)
 
-    def computing(acc: Any) -> None:
+    def consumer(acc: Any) -> None:
         wg_m, wg_n = warpgroup_tile(c)
         height, width = out_smem.shape[2:]
 
         def compute(tile: tile_scheduler.GroupTile, done: Any) -> Any:
-            done = _multiply(c, ring, tile, acc, lhs_smem, rhs_smem, done)
+            done = _multiply(c, pipeline, tile, acc, lhs_smem, rhs_smem, done)
             first, parts = _position(p, c, tile), _warpgroup_parts(c)
             row, column = first[0] + parts[0] * wg_m, first[1] + parts[1] * wg_n
 
-            def store(piece: Any, i: int, j: int) -> None:
-                plgpu.copy_smem_to_gmem(piece, out_ref.at[tile.group, pl.ds(row + i, height), pl.ds(column + j, width)])
+            def store(staged: Any, i: int, j: int) -> None:
+                plgpu.copy_smem_to_gmem(staged, out_ref.at[tile.group, pl.ds(row + i, height), pl.ds(column + j, width)])
 
             store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], store)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
@@ -135,11 +137,11 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
     engine.specialize(
-        copying,
-        lambda: accumulator.scope(computing),
-        compute_warpgroups=c.compute_warpgroups,
-        copy_registers=c.memory_registers,
-        compute_registers=compute_registers(c, gpu),
+        producer,
+        lambda: accumulator.scope(consumer),
+        consumers=c.compute_warpgroups,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(c, gpu),
     )
 
 
@@ -164,7 +166,7 @@ def launch(
                 p.out_dtype,
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128),
             ),
-            **Ring.barriers(steps, copies=parts_m + parts_n, readers=c.compute_warpgroups),
+            **Pipeline.barriers(steps, copies=parts_m + parts_n, consumers=c.compute_warpgroups),
         },
         grid=(blocks,),
         grid_names=("block",),

@@ -28,7 +28,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
-    # One piece for the whole tile leaves nothing to wait for: tiles of few steps gain more than a deeper ring would give.
+    # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
     legal = groups.candidates(lambda wg_n: ((wg_n, 1), (row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 

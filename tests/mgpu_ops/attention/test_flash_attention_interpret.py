@@ -2,7 +2,7 @@
 
 A case takes seconds, most of them to compile what simulates the kernel: one shows several things where they do not meet, tests
 that differ in arrays only share a problem and a config, and which key a row sees is for `test_flash_attention_visible.py`. The
-GPU has three SMs here, so that a block works through several tiles and its rings of slots wrap. What the interpreter's
+GPU has three SMs here, so that a block works through several tiles and its pipelines of stages wrap. What the interpreter's
 memory holds before it is written is NaN, in shared memory and in outputs: an output without NaN was written everywhere.
 """
 
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops import FlashAttentionConfig, FlashAttentionProblem, flash_attention, spec_of
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.core import engine, gpu
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 from tests.mgpu_ops.attention import cases
 from tests.mgpu_ops.attention.cases import BASE, FUSED_64, FUSED_128, SPLIT_64, SPLIT_128, SPLIT_256, one_step
 from tests.mgpu_ops.grouped.ragged import float64
@@ -119,11 +119,14 @@ SEGMENTS = P(1, 150, 210, 1, 1, 64, segments=True, causal=True), TWO
 FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     # schedules
     "one warpgroup, odd lengths, blocks with several tiles": MANY_TILES,
-    "two query slots, grouped heads": (P(1, 66, 65, 4, 2, 64), replace(BASE, q_slots=2)),
-    "two warpgroups, two query slots, three steps": (P(1, 200, 200, 2, 2, 64), replace(TWO, q_slots=2, max_concurrent_steps=3)),
+    "two query stages, grouped heads": (P(1, 66, 65, 4, 2, 64), replace(BASE, q_slots=2)),
+    "two warpgroups, two query stages, three steps": (
+        P(1, 200, 200, 2, 2, 64),
+        replace(TWO, q_slots=2, max_concurrent_steps=3),
+    ),
     "the wait for the products with values behind the softmax": (P(1, 70, 330, 1, 1, 64), replace(TWO, pv_wait="late")),
     "three warpgroups, keys in whole tiles, float16": (P(1, 200, 192, 1, 1, 64, "float16"), THREE),
-    "tiles of 192 keys, the last one short, a ring longer than all": (
+    "tiles of 192 keys, the last one short, a pipeline longer than all": (
         P(1, 64, 250, 2, 1, 64),
         replace(BASE, tile_kv=192, max_concurrent_steps=4),
     ),
@@ -338,12 +341,12 @@ def test_backward_with_a_bias_that_hides_keys_and_whole_rows(assert_near):
 # --- what passes above is not passed by a detector that is off
 
 
-class Hasty(Ring):
-    """Fills a slot while it may still be read."""
+class Hasty(Pipeline):
+    """Fills a stage while consumers may still read it."""
 
     def fill(self, step: Any, copy: Callable[[Any, Any], None]) -> None:
-        slot = jax.lax.rem(step, jnp.int32(self.slots))
-        copy(slot, self.filled.at[slot])
+        stage = jax.lax.rem(step, jnp.int32(self.stages))
+        copy(stage, self.full.at[stage])
 
 
 def many_tiles() -> Any:
@@ -353,7 +356,7 @@ def many_tiles() -> Any:
 
 
 def test_detector_finds_a_slot_that_is_filled_before_it_was_released(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("mgpu_ops.attention.forward"), "Ring", Hasty)
+    monkeypatch.setattr(importlib.import_module("mgpu_ops.attention.forward"), "Pipeline", Hasty)
     assert has_a_race(many_tiles)
 
 

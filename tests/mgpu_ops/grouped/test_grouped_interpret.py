@@ -1,6 +1,6 @@
 """Both grouped kernels in JAX's GPU interpreter: right on every schedule, for any sizes, and free of data races.
 
-The GPU has three SMs here, so that a block works through tiles of several groups and its ring of slots wraps. What the
+The GPU has three SMs here, so that a block works through tiles of several groups and its pipeline of stages wraps. What the
 interpreter's memory holds before it is written is NaN, in shared memory and in outputs; here rows of no group and matrices of
 empty groups are NaN as well. An output without NaN was written everywhere, from what it may depend on alone.
 """
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import engine, gpu
-from mgpu_ops.core.pipeline import Ring
+from mgpu_ops.core.pipeline import Pipeline
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import BASE
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter, wait_for_all_stores_only
@@ -76,25 +76,29 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
     "tails in m, n and k": (P(150, 72, 72, 4), BASE, (ODD, ONE_HOT, TILES, WILD, (0, 0, 0, 0))),
     "one row": (P(1, 72, 8, 3), BASE, ((0, 1, 0), (0, 0, 0), (7, 7, 7))),
     "tall tiles": (P(150, 64, 64, 4), replace(BASE, tile_m=192), (ODD, ONE_HOT)),
-    "steps of 128, the last one short, and a ring longer than all": (
+    "steps of 128, the last one short, and a pipeline longer than all": (
         P(150, 64, 200, 4),
         replace(BASE, tile_k=128, max_concurrent_steps=4),
         (ODD, MANY),
     ),
     "strips of one, float16": (P(260, 200, 64, 4, "float16", "float16"), replace(BASE, raster_width=1), ((200, 1, 0, 30),)),
-    "strips of three, ring of three": (
+    "strips of three, pipeline of three": (
         P(300, 136, 136, 4),
         replace(BASE, raster_width=3, max_concurrent_steps=3),
         ((280, 0, 2, 10),),
     ),
     # two warpgroups
     "rows shared, bias": (P(150, 72, 72, 4, bias=True), TWO, (ODD, ONE_HOT, WILD)),
-    "rows shared, wide tiles, two slots": (P(150, 192, 64, 4), replace(WIDE, epilogue_slots=2), (ODD, MANY)),
+    "rows shared, wide tiles, two buffers": (P(150, 192, 64, 4), replace(WIDE, epilogue_slots=2), (ODD, MANY)),
     "columns shared, tile_k of 128, silu": (P(150, 192, 128, 4, activation="silu"), replace(HALVES, tile_k=128), (ODD, WILD)),
-    # pieces of the epilogue
-    "four pieces, one slot": (P(150, 128, 64, 4), replace(WIDE, compute_warpgroups=1), (ODD, ONE_HOT)),
-    "four pieces, two slots": (P(150, 128, 64, 4), replace(WIDE, compute_warpgroups=1, epilogue_slots=2), (ODD, MANY)),
-    "pieces of two swizzle rows": (P(150, 128, 64, 4), replace(WIDE, epilogue_tile_n=128), (ODD, TILES)),
+    # epilogue tiles
+    "four epilogue tiles, one buffer": (P(150, 128, 64, 4), replace(WIDE, compute_warpgroups=1), (ODD, ONE_HOT)),
+    "four epilogue tiles, two buffers": (
+        P(150, 128, 64, 4),
+        replace(WIDE, compute_warpgroups=1, epilogue_slots=2),
+        (ODD, MANY),
+    ),
+    "epilogue tiles of two swizzle rows": (P(150, 128, 64, 4), replace(WIDE, epilogue_tile_n=128), (ODD, TILES)),
     "float32 out": (P(150, 72, 72, 4, "bfloat16", "float32"), replace(TWO, epilogue_tile_n=32), (ODD, MANY)),
     # rhs stored transposed
     "transposed rhs, tails, bias, gelu": (P(150, 72, 136, 4, layout="nt", bias=True, activation="gelu"), TWO, (ODD, WILD)),
@@ -103,7 +107,7 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
         replace(HALVES, tile_k=128),
         (ODD, ONE_HOT),
     ),
-    "transposed rhs, float16 to float32, two slots": (
+    "transposed rhs, float16 to float32, two buffers": (
         P(150, 128, 72, 4, "float16", "float32", "nt"),
         replace(HALVES, epilogue_tile_n=32, epilogue_slots=2),
         (ODD,),
@@ -112,16 +116,16 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
     "contraction, tails": (R(150, 72, 72, 4), BASE, (ODD, ONE_HOT, TILES, WILD, (0, 0, 0, 0))),
     "contraction of one row": (R(1, 72, 8, 3), BASE, ((0, 1, 0), (0, 0, 0), (7, 7, 7))),
     "contraction, 128 rows a step": (R(300, 64, 64, 4), replace(BASE, tile_k=128), ((129, 0, 127, 1), (5, 290, 0, 1))),
-    "contraction, deep ring, strips of one": (
+    "contraction, deep pipeline, strips of one": (
         R(70, 136, 200, 2),
         replace(BASE, max_concurrent_steps=8, raster_width=1),
         ((31, 20),),
     ),
     "contraction, k shared": (R(150, 72, 136, 4), TWO, (ODD, WILD)),
-    "contraction, k shared, wide tiles, two slots": (R(150, 192, 128, 4), replace(WIDE, epilogue_slots=2), (ODD, MANY)),
+    "contraction, k shared, wide tiles, two buffers": (R(150, 192, 128, 4), replace(WIDE, epilogue_slots=2), (ODD, MANY)),
     "contraction, n shared, float16": (R(150, 192, 64, 4, "float16", "float16"), HALVES, (ODD,)),
-    "contraction, four pieces": (R(150, 128, 128, 4), replace(WIDE, compute_warpgroups=1), (ODD,)),
-    "contraction, pieces of two swizzle rows": (R(150, 128, 128, 4), replace(WIDE, epilogue_tile_n=128), (ODD,)),
+    "contraction, four epilogue tiles": (R(150, 128, 128, 4), replace(WIDE, compute_warpgroups=1), (ODD,)),
+    "contraction, epilogue tiles of two swizzle rows": (R(150, 128, 128, 4), replace(WIDE, epilogue_tile_n=128), (ODD,)),
     "contraction, float32 out": (R(150, 72, 72, 4, out_dtype="float32"), replace(TWO, epilogue_tile_n=32), (ODD,)),
 }
 
@@ -208,14 +212,14 @@ def test_default_config_is_right_on_a_gpu_of_full_size(problem, assert_grouped):
 # --- what passes above is not passed by a detector that is off
 
 
-class Hasty(Ring):
-    """Releases a slot before it has been read."""
+class Hasty(Pipeline):
+    """Declares a stage empty before it has read it."""
 
     def read(self, step: Any, compute: Callable[[Any], None]) -> None:
-        slot = jax.lax.rem(step, jnp.int32(self.slots))
-        plgpu.barrier_wait(self.filled.at[slot])
-        engine.barrier_arrive(self.released.at[slot])
-        compute(slot)
+        stage = jax.lax.rem(step, jnp.int32(self.stages))
+        plgpu.barrier_wait(self.full.at[stage])
+        engine.barrier_arrive(self.empty.at[stage])
+        compute(stage)
 
 
 def of_odd_sizes(problem: Any, config: Any) -> Callable[[], jax.Array]:
@@ -223,25 +227,25 @@ def of_odd_sizes(problem: Any, config: Any) -> Callable[[], jax.Array]:
 
 
 BOTH = pytest.mark.parametrize("problem", [P(150, 128, 136, 4), R(150, 128, 64, 4)], ids=["grouped", "contraction"])
-FOUR_PIECES = replace(BASE, tile_m=128, tile_n=128, epilogue_slots=2)
+FOUR_EPILOGUE_TILES = replace(BASE, tile_m=128, tile_n=128, epilogue_slots=2)
 
 
 @BOTH
 def test_detector_finds_nothing_as_the_kernels_are(problem):
-    assert not has_a_race(of_odd_sizes(problem, FOUR_PIECES))
+    assert not has_a_race(of_odd_sizes(problem, FOUR_EPILOGUE_TILES))
 
 
 @BOTH
 def test_detector_finds_a_slot_that_is_released_before_it_was_read(problem, monkeypatch):
     spec = GROUPED if isinstance(problem, P) else CONTRACTION
-    monkeypatch.setattr(importlib.import_module(f"mgpu_ops.grouped.{spec.name}.kernel"), "Ring", Hasty)
+    monkeypatch.setattr(importlib.import_module(f"mgpu_ops.grouped.{spec.name}.kernel"), "Pipeline", Hasty)
     assert has_a_race(of_odd_sizes(problem, BASE))
 
 
 @BOTH
-def test_detector_finds_a_store_that_does_not_wait_for_its_slot(problem, monkeypatch):
+def test_detector_finds_a_store_that_does_not_wait_for_its_buffer(problem, monkeypatch):
     wait_for_all_stores_only(monkeypatch)
-    assert has_a_race(of_odd_sizes(problem, FOUR_PIECES))
+    assert has_a_race(of_odd_sizes(problem, FOUR_EPILOGUE_TILES))
 
 
 def test_rows_that_nothing_writes_show_as_nan(monkeypatch):

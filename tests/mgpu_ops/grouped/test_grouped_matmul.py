@@ -570,7 +570,7 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
         (P(512, 256, 192, 4, "float16", "float32", "nt"), None),
         (P(512, 256, 256, 4), replace(BASE, tile_m=128, tile_n=256, tile_k=128, compute_warpgroups=2, epilogue_tile_n=128)),
     ],
-    ids=["default, bias, gelu", "default, float32, transposed", "two warpgroups, wide pieces"],
+    ids=["default, bias, gelu", "default, float32, transposed", "two warpgroups, wide epilogue tiles"],
 )
 def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem, config):
     ragged.assert_compiles(SPEC, problem, config)

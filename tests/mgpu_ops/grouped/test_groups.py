@@ -97,7 +97,7 @@ def test_sizes_of_any_integer_type_become_int32(sizes):
 @pytest.mark.parametrize("warpgroups", [1, 2])
 def test_registers_of_all_warpgroups_fit_in_the_register_file(warpgroups):
     for memory in range(24, 129, 8):
-        compute = groups.compute_registers(replace(BASE, compute_warpgroups=warpgroups, memory_registers=memory), H200)
+        compute = groups.consumer_registers(replace(BASE, compute_warpgroups=warpgroups, memory_registers=memory), H200)
         assert compute % 8 == 0
         assert compute <= 240
         assert 128 * (memory + warpgroups * compute) <= H200.registers_per_sm
@@ -132,7 +132,7 @@ def test_good_tiles_have_no_reason_against_them(config):
         (replace(BASE, epilogue_slots=0), 2, "epilogue_tile_n and epilogue_slots must be at least 1"),
         (replace(BASE, tile_m=320), 2, "tile_m and tile_n must be at most 256: a TMA box"),
         (replace(BASE, tile_n=512), 2, "tile_m and tile_n must be at most 256: a TMA box"),
-        (replace(BASE, max_concurrent_steps=1), 2, "max_concurrent_steps=1: copying ahead takes at least 2 slots"),
+        (replace(BASE, max_concurrent_steps=1), 2, "max_concurrent_steps=1: loading ahead takes at least 2 stages"),
         (replace(BASE, memory_registers=30), 2, "memory_registers=30 must be a multiple of 8 from 24 to 128"),
         (replace(BASE, memory_registers=136), 2, "memory_registers=136 must be a multiple of 8 from 24 to 128"),
         (replace(BASE, tile_m=96), 2, "96 rows of tile_m=96 must be a multiple of 64"),
@@ -142,7 +142,7 @@ def test_good_tiles_have_no_reason_against_them(config):
         (replace(BASE, epilogue_tile_n=32), 2, "epilogue_tile_n=32 must divide a warpgroup's 64 columns and be .* of 64"),
         (replace(BASE, epilogue_tile_n=48), 4, "epilogue_tile_n=48 must divide a warpgroup's 64 columns and be .* of 32"),
         (replace(BASE, tile_n=192, epilogue_tile_n=128), 2, "epilogue_tile_n=128 must divide a warpgroup's 192 columns"),
-        (replace(BASE, epilogue_slots=2), 2, "epilogue_slots=2 is more than the 1 pieces of a warpgroup's tile"),
+        (replace(BASE, epilogue_slots=2), 2, "epilogue_slots=2 is more than the 1 epilogue tiles of a warpgroup"),
         (replace(BASE, tile_m=128, tile_n=256), 2, "accumulator takes 256 registers a thread.*240 are left: use smaller tiles"),
     ],
 )

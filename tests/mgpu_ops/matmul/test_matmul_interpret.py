@@ -1,6 +1,6 @@
 """The matmul kernel in JAX's GPU interpreter: right on every schedule, and free of data races.
 
-The GPU has four SMs here, so that a block works through several tiles and its ring of slots wraps.
+The GPU has four SMs here, so that a block works through several tiles and its pipeline of stages wraps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax
         return run(*arrays).block_until_ready()
 
 
-# Where n is no multiple of a swizzle row (64 elements), `check` wants pieces of the output that wide.
+# Where n is no multiple of a swizzle row (64 elements), `check` wants epilogue tiles that wide.
 CASES = {
     # whole tiles and tails
     "whole tiles": (P(256, 256, 192), BASE),
@@ -47,8 +47,8 @@ CASES = {
     "201 rows, wide tiles": (P(201, 320, 64), BASE),
     "one short step of k": (P(72, 72, 8), ONE),
     # several tiles a block
-    "ring wraps over many tiles": (P(450, 136, 136), replace(ONE, max_concurrent_steps=2)),
-    "ring longer than all steps": (P(200, 136, 72), replace(ONE, max_concurrent_steps=12)),
+    "pipeline wraps over many tiles": (P(450, 136, 136), replace(ONE, max_concurrent_steps=2)),
+    "pipeline longer than all steps": (P(200, 136, 72), replace(ONE, max_concurrent_steps=12)),
     "blocks with unequal shares": (P(330, 200, 128), replace(ONE, max_concurrent_steps=4)),
     # warpgroups
     "two warpgroups share columns": (P(200, 320, 128), replace(BASE, wg_dimension="n")),
@@ -76,11 +76,11 @@ CASES = {
     # steps of k
     "tile_k of 128": (P(200, 192, 192), replace(BASE, tile_k=128)),
     "tile_k of 32": (P(200, 192, 192), replace(BASE, tile_k=32)),
-    # pieces of the epilogue
-    "one piece, one slot": (P(200, 136, 64), replace(ONE, epilogue_tile_n=64)),
-    "three pieces": (P(320, 192, 64), replace(BASE, tile_n=96, epilogue_tile_n=32)),
-    "seven pieces": (P(136, 448, 64), replace(BASE, tile_n=224, epilogue_tile_n=32)),
-    "one piece per 64 rows": (P(304, 192, 64), replace(BASE, epilogue_tile_n=128)),
+    # epilogue tiles
+    "one epilogue tile, one buffer": (P(200, 136, 64), replace(ONE, epilogue_tile_n=64)),
+    "three epilogue tiles": (P(320, 192, 64), replace(BASE, tile_n=96, epilogue_tile_n=32)),
+    "seven epilogue tiles": (P(136, 448, 64), replace(BASE, tile_n=224, epilogue_tile_n=32)),
+    "one epilogue tile per 64 rows": (P(304, 192, 64), replace(BASE, epilogue_tile_n=128)),
     # storage
     "B transposed": (P(200, 320, 192, layout="nt"), BASE),
     "A transposed": (P(192, 320, 136, layout="tn"), replace(BASE, wg_dimension="n")),
@@ -163,8 +163,8 @@ def test_same_inputs_give_the_same_bits():
     assert (first == interpret(problem, ONE, arrays)).all()
 
 
-def test_detector_finds_a_store_that_does_not_wait_for_its_slot(monkeypatch):
+def test_detector_finds_a_store_that_does_not_wait_for_its_buffer(monkeypatch):
     """What passes above is not passed by a detector that is off."""
     wait_for_all_stores_only(monkeypatch)
-    problem, config = P(128, 128, 64), replace(BASE, epilogue_tile_n=32)  # four pieces, two slots
+    problem, config = P(128, 128, 64), replace(BASE, epilogue_tile_n=32)  # four epilogue tiles, two buffers
     assert has_a_race(lambda: interpret(problem, config, MATMUL.inputs(problem, jax.random.key(0))))
