@@ -210,8 +210,8 @@ def _nothing() -> jax.Array:
         out[...] = jnp.zeros(128, jnp.float32)
 
     out_type = jax.ShapeDtypeStruct((128,), jnp.float32)
-    names: dict[str, Any] = {"grid": (1,), "grid_names": ("block",), "num_threads": 1, "name": "mgpu_ops_nothing"}
-    return engine.kernel(body, out_type=out_type, scratch_types={}, **names)()
+    launch = engine.Launch("mgpu_ops_nothing", grid={"block": 1}, warpgroups=1)
+    return engine.kernel(body, launch, out_type=out_type, scratch_types={})()
 
 
 def attached() -> bytes:

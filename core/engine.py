@@ -90,12 +90,11 @@ class _Registers:
 class _Simulated:
     """Accumulators in the interpreter: one slice of shared memory each per consumer warpgroup."""
 
-    def __init__(self, refs: list[Any], thread_name: str):
+    def __init__(self, refs: list[Any]):
         self._refs = refs
-        self._thread_name = thread_name
 
     def scope(self, fn: Callable[..., None]) -> None:
-        accs = [ref.at[lax.axis_index(self._thread_name)] for ref in self._refs]
+        accs = [ref.at[lax.axis_index("wg")] for ref in self._refs]
         for acc in accs:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         with inflight.scope():
@@ -339,38 +338,48 @@ def transpose_ref(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The blocks that run a kernel.
+
+    name: what profilers and dumps call the kernel.
+    grid: number of blocks, or of clusters, along each named axis. The body asks `lax.axis_index` for its own place.
+    warpgroups: of 128 threads each, in a block. The body runs once in each; their axis is "wg".
+    cluster: number of blocks in a cluster along each named axis; {} for none.
+    approx_math: exponentials and divisions may be the GPU's fast approximations.
+    interpret: run in JAX's GPU interpreter, on any machine, with race detection, instead of compiling.
+    """
+
+    name: str
+    grid: Mapping[str, int]
+    warpgroups: int
+    cluster: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    approx_math: bool = False
+    interpret: bool = False
+
+
 def kernel(
     body: Callable[..., None],
+    launch: Launch,
     *,
     out_type: Any,
     scratch_types: Mapping[str, Any],
-    grid: tuple[int, ...],
-    grid_names: tuple[str, ...],
-    cluster: tuple[int, ...] = (),
-    cluster_names: tuple[str, ...] = (),
-    num_threads: int,
-    thread_name: str = "wg",
-    name: str,
     equal_over: tuple[str, ...] = (),
-    interpret: bool = False,
-    compiler_params: plgpu.CompilerParams | None = None,
 ) -> Callable[..., Any]:
-    """A function of arrays that launches `body(*input_refs, *output_refs, **scratch)` as one GPU kernel.
+    """A function of arrays that runs `body(*input_refs, *output_refs, **scratch)` as one GPU kernel.
 
     Args:
-      body: the kernel; it runs once per warpgroup of each block.
+      body: the kernel, as one warpgroup of one block runs it.
+      launch: how many blocks of how many warpgroups run it.
       out_type: shape and dtype of the outputs (a pytree of `jax.ShapeDtypeStruct`).
       scratch_types: the buffers and barriers of a block by name; `Accumulators` become their handle.
-      grid, cluster: blocks launched, and blocks per cluster, with the axis names the body asks `lax.axis_index` for.
-      num_threads: warpgroups per block (128 CUDA threads each), of axis `thread_name`.
-      name: what profilers and dumps call the kernel.
-      equal_over: axes of a mesh over whose devices the outputs are equal, though the inputs differ: the kernel sees to it.
-      interpret: run in JAX's GPU interpreter on any machine, with race detection, instead of compiling.
+      equal_over: mesh axes over whose devices the outputs are equal although the inputs differ. The kernel guarantees it.
 
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
     """
-    if interpret:
-        threads.provide(math.prod(cluster) * num_threads + 1)  # clusters take turns; one waits for them
+    interpret = launch.interpret
+    if interpret:  # it simulates one cluster at a time, and waits for it in one more thread
+        threads.provide(math.prod(launch.cluster.values()) * launch.warpgroups + 1)
     else:
         ptxas.prefer_newest()
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulators)}
@@ -381,7 +390,7 @@ def kernel(
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
         for key, t in accumulators.items():
-            scratch[key] = _Simulated(scratch[key], thread_name) if interpret else _Registers(t.shapes)
+            scratch[key] = _Simulated(scratch[key]) if interpret else _Registers(t.shapes)
         with _interpreted(interpret), inflight.watched():
             if not interpret:
                 _mark()
@@ -391,23 +400,25 @@ def kernel(
         fresh_body,
         out_type=out_type,
         scratch_types=buffers,
-        grid=grid,
-        grid_names=grid_names,
-        cluster=cluster,
-        cluster_names=cluster_names,
-        num_threads=num_threads,
-        thread_name=thread_name,
-        kernel_name=name,
-        compiler_params=compiler_params or plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        grid=tuple(launch.grid.values()),
+        grid_names=tuple(launch.grid),
+        cluster=tuple(launch.cluster.values()),
+        cluster_names=tuple(launch.cluster),
+        num_threads=launch.warpgroups,
+        thread_name="wg",
+        kernel_name=launch.name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=launch.approx_math
+        ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
 
-    def launch(*arrays: Any) -> Any:
+    def call(*arrays: Any) -> Any:
         # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
         values = [x for x in arrays if not isinstance(jax.typeof(x), AbstractRef)]
         return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], run(*arrays))
 
-    return launch
+    return call
 
 
 def _mark() -> None:
@@ -422,14 +433,13 @@ def specialize(
     consumers: int,
     producer_registers: int,
     consumer_registers: int,
-    thread_name: str = "wg",
 ) -> None:
     """Splits a block by role: its first `consumers` warpgroups run `consumer`, the last one `producer`, all at the same time.
 
     Registers are per thread, multiples of 8. The warpgroups together may not have more than the block was launched with.
     Source: PTX ISA, "setmaxnreg".
     """
-    wg = lax.axis_index(thread_name)
+    wg = lax.axis_index("wg")
 
     @pl.when(wg == consumers)
     def _() -> None:

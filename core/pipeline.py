@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
+
+
+class Barriers(NamedTuple):
+    """The barriers of a `Pipeline`, one of each for a stage: types in a kernel's `scratch_types`, refs in its body."""
+
+    full: Any
+    empty: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +29,7 @@ class Pipeline:
     again. Both count steps from 0 over the whole kernel, not per output tile: the producer loads the next tile's first
     stages while consumers still store the last one.
 
-    full, empty: refs to `stages` barriers each. A kernel puts `barriers(...)` into its `scratch_types` and makes the Pipeline
-    from the refs that it receives.
+    A kernel puts `Pipeline.barriers(...)` into its `scratch_types` and makes `Pipeline(stages, *barriers)` of the refs.
     """
 
     stages: int
@@ -34,12 +40,12 @@ class Pipeline:
         engine.is_pipeline(self.full, self.empty)
 
     @staticmethod
-    def barriers(stages: int, *, copies: int, consumers: int) -> dict[str, Any]:
+    def barriers(stages: int, *, copies: int, consumers: int) -> Barriers:
         """The two barriers: `copies` arrive when a stage is full, `consumers` warpgroups when it is empty again."""
-        return {
-            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            "empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        }
+        return Barriers(
+            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        )
 
     def fill(self, step: Any, copy: Callable[[Any, Any], None]) -> None:
         """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`."""

@@ -69,8 +69,8 @@ def _kernel(
         dk=dk_ref,
         dv=dv_ref,
         smem=smem,
-        rows_pipeline=Pipeline(c.max_concurrent_steps, **barriers["rows"]),
-        kv_pipeline=Pipeline(1, **barriers["kv"]),
+        rows_pipeline=Pipeline(c.max_concurrent_steps, *barriers["rows"]),
+        kv_pipeline=Pipeline(1, *barriers["kv"]),
     )
     compute: Any = backward_wide.compute if p.head_dim > 128 else backward_narrow.compute
     specialize(block.producer, lambda: compute(block, *barriers["between"], accumulators), WARPGROUPS, c, gpu)

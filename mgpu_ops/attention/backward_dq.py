@@ -45,8 +45,8 @@ def _kernel(
     """One block: its tiles of rows, each a loop over tiles of keys."""
     table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *extras, dq_ref = refs
     x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
-    k_pipeline, v_pipeline = Pipeline(dq_steps(p), **barriers["k"]), Pipeline(dq_value_steps(p), **barriers["v"])
-    q_pipeline = Pipeline(1, **barriers["q"])
+    k_pipeline, v_pipeline = Pipeline(dq_steps(p), *barriers["k"]), Pipeline(dq_value_steps(p), *barriers["v"])
+    q_pipeline = Pipeline(1, *barriers["q"])
     panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 

@@ -105,8 +105,8 @@ def _kernel(
     table_ref, q_ref, k_ref, v_ref, *extras, out_ref, lse_ref = refs
     tiles = tile_scheduler.AssignedTiles(table_ref, lax.axis_index("block"))
     x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
-    q_pipeline = Pipeline(c.q_slots, **barriers["q"])
-    k_pipeline, v_pipeline = (Pipeline(c.max_concurrent_steps, **barriers[name]) for name in ("k", "v"))
+    q_pipeline = Pipeline(c.q_slots, *barriers["q"])
+    k_pipeline, v_pipeline = (Pipeline(c.max_concurrent_steps, *barriers[name]) for name in ("k", "v"))
     tile_q, panels = ROWS * c.compute_warpgroups, range(p.head_dim // PANEL)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 

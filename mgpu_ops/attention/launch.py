@@ -57,18 +57,13 @@ def kernel(
     """`engine.kernel` for persistent blocks with one producer warpgroup: body(*refs, accumulators=, smem=, barriers=)."""
     return engine.kernel(
         body,
+        engine.Launch(name, {"block": blocks}, warpgroups=compute_warpgroups + 1, approx_math=True, interpret=interpret),
         out_type=out_type,
         scratch_types={
             "accumulators": engine.Accumulators(tuple(accumulators), compute_warpgroups),
             "smem": smem,
             "barriers": barriers,
         },
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=compute_warpgroups + 1,
-        name=name,
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
     )
 
 

@@ -101,18 +101,19 @@ def exchange(
         block.seconds = deadline.seconds if deadline else None
         block.run()
 
+    launch = engine.Launch(
+        f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
+        grid={"all": 1} if interpret else {"block": what.blocks},
+        cluster={"device": n, "block": what.blocks} if interpret else {},
+        warpgroups=1,
+        interpret=interpret,
+    )
     return engine.kernel(
         body,
+        launch,
         out_type=tuple(jax.ShapeDtypeStruct((*lead, *what.shape(buffer)), what.dtype) for buffer in results),
         scratch_types=scratch_types,
-        grid=(1,) if interpret else (what.blocks,),
-        grid_names=("all",) if interpret else ("block",),
-        cluster=(n, what.blocks) if interpret else (),
-        cluster_names=("device", "block") if interpret else (),
-        num_threads=1,
-        name=f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
         equal_over=what.names if equal else (),
-        interpret=interpret,
     )(*inputs.values())[0]
 
 

@@ -207,6 +207,13 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
     anywhere = _ends_with_rows(p, c)
     out = engine.kernel(
         functools.partial(_kernel, p, c, blocks),
+        engine.Launch(
+            "mgpu_ops_matmul",
+            grid={"block": blocks},
+            cluster={"cluster": cluster},
+            warpgroups=c.compute_warpgroups + 1,
+            interpret=interpret,
+        ),
         out_type=jax.ShapeDtypeStruct((1, p.batch, p.m, p.n) if anywhere else shape, p.out_dtype),
         scratch_types={
             "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
@@ -216,13 +223,6 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype),
             ),
         },
-        grid=(blocks,),
-        grid_names=("block",),
-        cluster=(cluster,),
-        cluster_names=("cluster",),
-        num_threads=c.compute_warpgroups + 1,
-        name="mgpu_ops_matmul",
-        interpret=interpret,
     )(a, b).reshape(shape)
     if c.split_k > 1:  # in a fixed order: the result is the same from run to run
         parts = out.reshape(*((-1,) if batched else ()), c.split_k, p.m, p.n)

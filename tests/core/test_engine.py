@@ -32,17 +32,17 @@ def clean_interpreter() -> Iterator[None]:
     engine.reset_interpreter()
 
 
-def interpreted(body: Any, **kwargs: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "out_type": INT32,
-        "scratch_types": {},
-        "grid": (1,),
-        "grid_names": ("block",),
-        "num_threads": 1,
-        "name": "test",
-        "interpret": True,
-    }
-    return engine.kernel(body, **(defaults | kwargs))
+def interpreted(
+    body: Any,
+    *,
+    out_type: Any = INT32,
+    scratch_types: Any = (),
+    blocks: int = 1,
+    warpgroups: int = 1,
+    interpret: bool = True,
+) -> Any:
+    launch = engine.Launch("test", {"block": blocks}, warpgroups=warpgroups, interpret=interpret)
+    return engine.kernel(body, launch, out_type=out_type, scratch_types=dict(scratch_types))
 
 
 def handover(*, ordered: bool) -> Any:
@@ -64,7 +64,7 @@ def handover(*, ordered: bool) -> Any:
                 plgpu.barrier_wait(full)
 
     scratch = {"smem": plgpu.SMEM((128,), jnp.int32), "full": plgpu.Barrier()}
-    return interpreted(body, scratch_types=scratch, num_threads=2)
+    return interpreted(body, scratch_types=scratch, warpgroups=2)
 
 
 def has_a_race(kernel: Any) -> bool:
@@ -142,7 +142,7 @@ def test_one_body_launched_with_two_grids_runs_each_grid():
 
     for blocks in (2, 4, 3):
         out_type = jax.ShapeDtypeStruct((blocks * 128,), jnp.int32)
-        out = interpreted(body, grid=(blocks,), out_type=out_type)()
+        out = interpreted(body, blocks=blocks, out_type=out_type)()
         np.testing.assert_array_equal(out, np.repeat(np.arange(1, blocks + 1), 128))
 
 

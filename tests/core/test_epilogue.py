@@ -46,13 +46,9 @@ def stored(buffers: int, height: int, width: int) -> Any:
 
     return engine.kernel(
         body,
+        engine.Launch("test", {"block": 1}, warpgroups=1, interpret=True),
         out_type=jax.ShapeDtypeStruct((TILES, ROWS, COLUMNS), jnp.float32),
         scratch_types={"staging": plgpu.SMEM((buffers, height, width), jnp.float32)},
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=1,
-        name="test",
-        interpret=True,
     )
 
 

@@ -114,8 +114,8 @@ def test_an_interpreted_kernel_is_watched_too(monkeypatch):
 def traced(compute: Callable[..., Any]) -> None:
     """compute(accs, a, b, pipeline), by a consumer; the producer fills b, of two stages, over and over."""
 
-    def body(x_ref: Any, out_ref: Any, *, a: Any, b: Any, accs: Any, **barriers: Any) -> None:
-        pipeline = Pipeline(2, **barriers)
+    def body(x_ref: Any, out_ref: Any, *, a: Any, b: Any, accs: Any, barriers: Any) -> None:
+        pipeline = Pipeline(2, *barriers)
 
         def producer() -> None:
             pl.loop(0, 8)(
@@ -131,17 +131,14 @@ def traced(compute: Callable[..., Any]) -> None:
     tiles = engine.operand_transforms(64, jnp.bfloat16)
     launch = engine.kernel(
         body,
+        engine.Launch("test", {"block": 1}, warpgroups=2),
         out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
         scratch_types={
             "a": plgpu.SMEM((64, 64), jnp.bfloat16, transforms=tiles),
             "b": plgpu.SMEM((2, 64, 64), jnp.bfloat16, transforms=tiles),
             "accs": engine.Accumulators(((64, 64), (64, 64)), 1),
-            **Pipeline.barriers(2, copies=1, consumers=1),
+            "barriers": Pipeline.barriers(2, copies=1, consumers=1),
         },
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=2,
-        name="test",
     )
     jax.eval_shape(launch, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
 

@@ -32,8 +32,8 @@ def passed_on(
 ) -> Any:
     """A kernel: out[wg, i] = x[i] + wg. Both halves of x[i] are copied on their own; at last every stage is overwritten."""
 
-    def body(x_ref: Any, out_ref: Any, *, buffer: Any, again: Any, **barriers: Any) -> None:
-        steps_of = pipeline(stages, **barriers)
+    def body(x_ref: Any, out_ref: Any, *, buffer: Any, again: Any, barriers: Any) -> None:
+        steps_of = pipeline(stages, *barriers)
 
         def producer() -> None:
             def step(i: Any, _: Any) -> Any:
@@ -70,17 +70,13 @@ def passed_on(
 
     return engine.kernel(
         body,
+        engine.Launch("test", {"block": 1}, warpgroups=consumers + 1, interpret=True),
         out_type=jax.ShapeDtypeStruct((consumers, max(1, steps), 2, 128), jnp.int32),
         scratch_types={
             "buffer": plgpu.SMEM((stages, 2, 128), jnp.int32),
             "again": plgpu.Barrier(num_arrivals=stages),
-            **Pipeline.barriers(stages, copies=2, consumers=consumers),
+            "barriers": Pipeline.barriers(stages, copies=2, consumers=consumers),
         },
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=consumers + 1,
-        name="test",
-        interpret=True,
     )
 
 

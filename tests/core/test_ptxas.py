@@ -54,12 +54,9 @@ def trace(*, registers: bool) -> None:
     tile = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=engine.operand_transforms(64, jnp.bfloat16))
     launch = engine.kernel(
         body,
+        engine.Launch("test", {"block": 1}, warpgroups=1),
         out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
         scratch_types={"a": tile, "acc": engine.Accumulators(((64, 64),), 1)},
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=1,
-        name="test",
     )
     jax.eval_shape(launch)
 

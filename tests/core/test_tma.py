@@ -240,16 +240,12 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
 
     run = engine.kernel(
         body,
+        engine.Launch("test", {"block": 1}, warpgroups=1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, *array), BF16),
         scratch_types={
             "smem": plgpu.SMEM((64, width), BF16, transforms=engine.operand_transforms(width, BF16, 128)),
             "full": plgpu.Barrier(),
         },
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=1,
-        name="test",
-        interpret=interpret,
     )
     return jax.jit(lambda where, x: run(where, engine.rows_view(x)).reshape(array))
 

@@ -78,13 +78,9 @@ def run(problem: Problem, config: Config, gpu: Any, x: Any, rows: Any, interpret
         out_type.append(jax.ShapeDtypeStruct((2**30, COLUMNS), x.dtype))  # 512 GiB
     return engine.kernel(
         functools.partial(_kernel, config.fault),
+        engine.Launch("faulty_" + config.fault.replace(" ", "_"), {"block": problem.rows}, warpgroups=1, interpret=interpret),
         out_type=out_type,
         scratch_types={"never": plgpu.Barrier(num_arrivals=1)},
-        grid=(problem.rows,),
-        grid_names=("block",),
-        num_threads=1,
-        name="faulty_" + config.fault.replace(" ", "_"),
-        interpret=interpret,
     )(x, rows)[0]
 
 

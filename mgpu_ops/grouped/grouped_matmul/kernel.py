@@ -128,11 +128,11 @@ def _kernel(
     lhs_smem: Any,
     rhs_smem: Any,
     out_smem: Any,
-    **barriers: Any,
+    barriers: Any,
 ) -> None:
     """One block: its output tiles, each a loop over k and a store; then its share of the rows that belong to no group."""
     *bias_refs, out_ref = refs
-    pipeline = Pipeline(c.max_concurrent_steps, **barriers)
+    pipeline = Pipeline(c.max_concurrent_steps, *barriers)
 
     def for_each_tile(body: Any) -> tuple[Any, Any]:
         def tiles(size: Any) -> Any:
@@ -186,6 +186,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     panel = engine.operand_transforms(PANEL, p.dtype, 128)
     out = engine.kernel(
         functools.partial(_kernel, p, c, gpu, blocks),
+        engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
         scratch_types={
             "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
@@ -198,12 +199,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
                 p.out_dtype,
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128),
             ),
-            **Pipeline.barriers(steps, copies=c.tile_k // PANEL + 1, consumers=c.compute_warpgroups),
+            "barriers": Pipeline.barriers(steps, copies=c.tile_k // PANEL + 1, consumers=c.compute_warpgroups),
         },
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=c.compute_warpgroups + 1,
-        name="mgpu_ops_grouped_matmul",
-        interpret=interpret,
     )(sizes, engine.rows_view(lhs), rhs, *(jnp.pad(b, ((0, 0), (0, -p.n % c.tile_n))) for b in bias))
     return out.reshape(p.m, p.n)

@@ -103,10 +103,10 @@ def _kernel(
     lhs_smem: Any,
     rhs_smem: Any,
     out_smem: Any,
-    **barriers: Any,
+    barriers: Any,
 ) -> None:
     """One block: its output tiles, each a loop over the group's rows and a store. An empty group's tiles are zeros."""
-    pipeline = Pipeline(c.max_concurrent_steps, **barriers)
+    pipeline = Pipeline(c.max_concurrent_steps, *barriers)
 
     def for_each_tile(body: Any) -> tuple[Any, Any]:
         block = lax.axis_index("block")
@@ -156,6 +156,9 @@ def launch(
     parts_m, parts_n = c.tile_m // wg_m, c.tile_n // wg_n
     return engine.kernel(
         functools.partial(_kernel, p, c, gpu, blocks),
+        engine.Launch(
+            "mgpu_ops_ragged_contraction", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret
+        ),
         out_type=jax.ShapeDtypeStruct((p.groups, p.k, p.n), p.out_dtype),
         scratch_types={
             "accumulator": engine.Accumulators(((wg_m, wg_n),), c.compute_warpgroups),
@@ -166,11 +169,6 @@ def launch(
                 p.out_dtype,
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128),
             ),
-            **Pipeline.barriers(steps, copies=parts_m + parts_n, consumers=c.compute_warpgroups),
+            "barriers": Pipeline.barriers(steps, copies=parts_m + parts_n, consumers=c.compute_warpgroups),
         },
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=c.compute_warpgroups + 1,
-        name="mgpu_ops_ragged_contraction",
-        interpret=interpret,
     )(sizes, engine.rows_view(lhs), engine.rows_view(rhs))
