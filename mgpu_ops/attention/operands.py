@@ -133,7 +133,7 @@ class Operands:
 
 
 def place(number: Any, tokens: int, heads: int, tile: int) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first token of a tile of `tile_scheduler.assign_heads`, whose heads are those of all batch entries."""
+    """Batch entry, head and first token of a tile of `tile_scheduler.assign_heads`; it counts the heads of all entries."""
     tiles = jnp.int32(math.ceil(tokens / tile))
     head, own = lax.div(number, tiles), lax.rem(number, tiles)
     return lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), own * tile
