@@ -66,6 +66,29 @@ def test_every_command_is_among_those_tried_here() -> None:
     assert set(WORDS) == set(cli.COMMANDS)
 
 
+LIGHT = """
+import json, sys
+from mgpu_ops.tuning import cli
+for words in json.loads(sys.argv[1]):
+    assert cli.main(words) == 0, words
+import mgpu_ops
+mgpu_ops.explain("matmul", {"m": 512, "n": 512, "k": 512}, gpu="h200")
+heavy = ("matplotlib", "optuna", "pandas", "jax._src.pallas", "mgpu_ops.core.engine", *(
+    f"mgpu_ops.tuning.{name}" for name in ("bench", "device", "search", "tuner", "worker")
+))
+print("loaded:", *(name for name in heavy if name in sys.modules))
+"""
+
+
+def test_commands_that_read_databases_load_no_tuner_no_benchmarks_no_pictures_and_no_kernel(tmp_path: Path) -> None:
+    reading = ("show", "which", "validate", "merge", "diff", "export")
+    words = [[command, *WORDS[command]] for command in reading]
+    words.append(["which", "matmul", *SIDES, "--dtype", "f32", "--gpu", "h200"])  # no kernel runs it
+    done = python(LIGHT, json.dumps(words), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
 # --- without the extras
 
 

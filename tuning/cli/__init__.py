@@ -78,9 +78,6 @@ def _carry_out(words: Sequence[str], interrupts: _Interrupts) -> int:
     try:
         extras.require(f"mgpu-tune {words[0]}", arguments.needs)
         _prepare_jax()
-        from mgpu_ops.registry.database import DatabaseError
-        from mgpu_ops.tuning.measure import MeasurementError
-        from mgpu_ops.tuning.worker import WorkerError
     except extras.MissingExtra as e:
         return _refuse(e)
     arguments.stdout = sys.stdout
@@ -88,7 +85,7 @@ def _carry_out(words: Sequence[str], interrupts: _Interrupts) -> int:
     try:
         with people, interrupts:
             return int(arguments.run(arguments))
-    except (UsageError, DatabaseError, MeasurementError, WorkerError, extras.MissingExtra, ValueError) as e:
+    except _refusals() as e:
         return _refuse(e)
     except OSError as e:  # of a place that no command has words for: a name that is too long
         if e.filename is None:
@@ -98,6 +95,13 @@ def _carry_out(words: Sequence[str], interrupts: _Interrupts) -> int:
         if not extras.brought(e.name):
             raise
         return _refuse(extras.missing(f"mgpu-tune {words[0]}", [str(e.name)]))
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """Errors whose message is all that a user needs. A module that is not loaded has raised none."""
+    elsewhere = {"mgpu_ops.tuning.measure": "MeasurementError", "mgpu_ops.tuning.worker": "WorkerError"}
+    loaded = [getattr(sys.modules[module], name) for module, name in elsewhere.items() if module in sys.modules]
+    return UsageError, extras.MissingExtra, ValueError, *loaded
 
 
 def _refuse(why: Exception) -> int:
@@ -141,11 +145,11 @@ class _Version(argparse.Action):
 
 
 def _prepare_jax() -> None:
-    """Before JAX starts: the CPU backend where there is no GPU, and threads enough to interpret kernels."""
+    """Imports JAX, with the CPU backend where there is no GPU, and threads enough to interpret kernels."""
     os.environ.setdefault("NPROC", str(max(64, os.cpu_count() or 1)))
-    if not shared.has_gpu() and not os.environ.get("JAX_PLATFORMS"):
-        import jax
+    import jax
 
+    if not shared.has_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 
 
