@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import mgpu_ops
-from mgpu_ops.attention.flash_attention import top_left_attention
+from mgpu_ops.attention.flash_attention import Arguments, attend
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.registry import dispatch
@@ -65,7 +65,7 @@ def _flash_attention(problem: Any, backend: dispatch.Backend | None) -> Callable
         shared: dict[str, Any] = {"bias": inputs.bias, "causal": p.causal, "window": (left, right), "backend": backend}
         shared |= {"q_lengths": lengths[0], "kv_lengths": lengths[1]}
         if p.align == "top_left":
-            return top_left_attention(q, k, v, mask=None, scale=None, **shared)[0]
+            return attend(Arguments(q, k, v, align="top_left", **shared))[0]
         cap = SOFT_CAP if p.soft_cap else None
         shared |= {"q_segment_ids": segments[0], "kv_segment_ids": segments[1]}
         out = mgpu_ops.flash_attention(q, k, v, soft_cap=cap, return_lse=False, **shared)

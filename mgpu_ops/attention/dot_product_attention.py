@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from mgpu_ops.attention.flash_attention import top_left_attention
+from mgpu_ops.attention import flash_attention
 from mgpu_ops.registry import dispatch
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -89,8 +90,8 @@ def dot_product_attention(
     Causal masks and windows align row t with key t, unlike those of `flash_attention`.
 
     `flash_attention` runs bfloat16, float16 and float32 arrays of known dimensions, without explicit mesh axes, with a bias of
-    any of these dtypes and a scale that is known and not 0. All else, an `implementation` that is named, and every error in the
-    arguments are JAX's own function's. `left_to_jax` says what and why, and so does the log, once per reason.
+    any of these dtypes and a scale that is known and not 0. Every other call runs through JAX's own function, and so does one
+    that names an `implementation` or that has an error in its arguments; the log says why, once per reason.
 
     Where `flash_attention` runs, three things differ from JAX:
       - A row that sees no key is zeros with zero gradients, not the mean of all values; its residual is JAX's. A key with a
@@ -102,69 +103,93 @@ def dot_product_attention(
     `backend` is as in `flash_attention`. Raises ValueError where it is unknown, or a kernel that is named cannot run this.
     """
     wanted = dispatch.requested_backend(backend)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "is_causal": is_causal,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "local_window_size": local_window_size,
-        "implementation": implementation,
-        "return_residual": return_residual,
-    }
-    reason = left_to_jax(query, key, value, bias, mask, **options)
-    if reason is not None:
-        if backend not in (None, "xla"):
-            raise ValueError(f"backend={backend!r} cannot run this dot_product_attention, as {reason}: pass backend=None")
-        answer = _jax_dot_product_attention(query, key, value, bias, mask, **options)
-        if implementation is None:
-            _say(reason)
-        return answer
-    shape = np.shape(query)
-    q, k, v = (jnp.asarray(x).reshape(_four(np.shape(x))) for x in (query, key, value))
-    out, lse = top_left_attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=mask,
-        causal=bool(is_causal),
-        window=(local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size,
-        q_lengths=query_seq_lengths,
-        kv_lengths=key_value_seq_lengths,
-        scale=None if scale is None else float(np.asarray(scale)),
-        backend=wanted,
+    arguments = Arguments(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
     )
-    if not return_residual:
+    reason = why_jax(arguments)
+    if reason is None:
+        return _through_ours(arguments, wanted)
+    if backend not in (None, "xla"):
+        raise ValueError(f"backend={backend!r} cannot run this dot_product_attention, as {reason}: pass backend=None")
+    result = _jax_dot_product_attention(**vars(arguments))
+    if implementation is None:
+        _log_once(reason)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of `jax.nn.dot_product_attention`, by their names there, as they were passed: nothing is checked yet."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    scale: Any = None
+    is_causal: Any = False
+    query_seq_lengths: Any = None
+    key_value_seq_lengths: Any = None
+    local_window_size: Any = None
+    implementation: Any = None
+    return_residual: Any = False
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Those that should be arrays, by name."""
+        optional = {name: getattr(self, name) for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")}
+        given = {name: x for name, x in optional.items() if x is not None}
+        return {"query": self.query, "key": self.key, "value": self.value, **given}
+
+
+def _through_ours(arguments: Arguments, backend: dispatch.Backend | None) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The call through `flash_attention`, which computes the same: `why_jax` has no reason."""
+    a = arguments
+    window = a.local_window_size
+    q, k, v = (jnp.asarray(x).reshape(_four(np.shape(x))) for x in (a.query, a.key, a.value))
+    out, lse = flash_attention.attend(
+        flash_attention.Arguments(
+            q,
+            k,
+            v,
+            bias=a.bias,
+            mask=a.mask,
+            causal=bool(a.is_causal),
+            window=(window, window) if isinstance(window, int) else window,
+            align="top_left",
+            q_lengths=a.query_seq_lengths,
+            kv_lengths=a.key_value_seq_lengths,
+            scale=None if a.scale is None else float(np.asarray(a.scale)),
+            backend=backend,
+        )
+    )
+    shape = np.shape(a.query)
+    if not a.return_residual:
         return out.reshape(shape)
     residual = jnp.maximum(lse, _HIDDEN).swapaxes(1, 2).astype(k.dtype)
     return out.reshape(shape), lax.stop_gradient(residual.reshape(shape[:-1]))
 
 
-def left_to_jax(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    scale: Any = None,
-    is_causal: Any = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    implementation: Any = None,
-    return_residual: Any = False,
-) -> str | None:
-    """Why a call of `dot_product_attention` runs through JAX's own function, or None: `flash_attention` computes the same."""
-    if implementation is not None:
-        return f"implementation={implementation!r} asks for JAX's own"
-    needed = {"query": query, "key": key, "value": value}
-    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    optional = {name: x for name, x in ({"bias": bias, "mask": mask} | lengths).items() if x is not None}
-    for name, x in (needed | optional).items():
+def why_jax(arguments: Arguments) -> str | None:
+    """Why a call runs through JAX's own function; None: `flash_attention` computes the same."""
+    a = arguments
+    if a.implementation is not None:
+        return f"implementation={a.implementation!r} asks for JAX's own"
+    for name, x in a.arrays.items():
         if not isinstance(x, jax.Array | np.ndarray):
             return f"{name} is no array but a {type(x).__name__}"
-    types = {name: jax.typeof(x) for name, x in (needed | optional).items()}
+    types = {name: jax.typeof(x) for name, x in a.arrays.items()}
     if not all(isinstance(size, int) for x in types.values() for size in x.shape):
         return "a dimension is symbolic"  # in an exported function
     if any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types.values()):
@@ -175,11 +200,11 @@ def left_to_jax(
         return f"dtype {types['query'].dtype} is not one of {', '.join(DTYPES)}"
     if "bias" in types and types["bias"].dtype.name not in DTYPES:
         return f"bias has dtype {types['bias'].dtype}, not one of {', '.join(DTYPES)}"
-    if not all(isinstance(x, bool | np.bool_) for x in (is_causal, return_residual)):
+    if not all(isinstance(x, bool | np.bool_) for x in (a.is_causal, a.return_residual)):
         return "is_causal or return_residual is no bool"
     if jax.config.jax_debug_infs:
         return "jax_debug_infs is on, and masks hold infinities"
-    return _scale_is_jaxs(scale) or _window_is_jaxs(local_window_size)
+    return _why_jax_scales(a.scale) or _why_jax_windows(a.local_window_size)
 
 
 def _fit(types: dict[str, Any]) -> bool:
@@ -206,8 +231,8 @@ def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (4 - len(shape)) + shape
 
 
-def _scale_is_jaxs(scale: Any) -> str | None:
-    """Why a scale is left to JAX's own function, or None."""
+def _why_jax_scales(scale: Any) -> str | None:
+    """Why a call with this scale runs through JAX's own function, or None."""
     if scale is None:
         return None
     if isinstance(scale, jax.core.Tracer):
@@ -221,8 +246,8 @@ def _scale_is_jaxs(scale: Any) -> str | None:
     return None if numbers.tiny <= abs(float(scale)) <= numbers.max else f"scale={scale} is 0 or out of float32's range"
 
 
-def _window_is_jaxs(window: Any) -> str | None:
-    """Why a window is left to JAX's own function, or None."""
+def _why_jax_windows(window: Any) -> str | None:
+    """Why a call with this window runs through JAX's own function, or None."""
     sides = (window, window) if isinstance(window, int) else window
     if sides is None or (
         isinstance(sides, tuple | list)
@@ -234,5 +259,5 @@ def _window_is_jaxs(window: Any) -> str | None:
 
 
 @functools.cache
-def _say(reason: str) -> None:
+def _log_once(reason: str) -> None:
     logging.getLogger("mgpu_ops").warning("dot_product_attention runs through JAX's own function: %s", reason)

@@ -1,17 +1,16 @@
 """flash_attention: softmax(scale q k^T + bias, where visible) v for each head, forward and backward, for NVIDIA Hopper.
 
-`problem.py` says what is computed and which configs can run it, `visible.py` which key a row sees, `model.py` which configs are
+`problem.py` says what is computed and which configs can run it, `mask.py` which key a row sees, `model.py` which configs are
 worth trying; `forward.py` and `backward.py` are the kernels from load to store, `launch.py` and `operands.py` their
-arrays, `reference.py` the same through XLA. Here is the public function with its gradient and batching rules, and the specs of
-the two ops.
+arrays, `reference.py` the same through XLA; `arguments.py` checks a call. Here is the public function with its gradient and
+batching rules, and the specs of the two ops.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -19,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import integers
 from mgpu_ops.attention import cudnn, reference
-from mgpu_ops.attention.inputs import LOG2E
-from mgpu_ops.attention.mask import seen_tokens
+from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
+from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.mask import zero_unseen
 from mgpu_ops.attention.model import (
     backward_candidates,
     backward_cost,
@@ -39,7 +38,6 @@ from mgpu_ops.attention.model import (
 from mgpu_ops.attention.problem import (
     BACKWARD_SHAPES,
     BACKWARD_SUITES,
-    BIASES,
     SHAPES,
     SUITES,
     BackwardConfig,
@@ -55,27 +53,6 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a call says beside its arrays."""
-
-    causal: bool
-    window: tuple[int, int]  # -1: no bound
-    align: str
-    lengths: bool
-    segments: bool
-    soft_cap: bool
-    deterministic: bool
-    bias_grad: bool  # the bias is more than a mask
-    config: Config | None
-    backward_config: BackwardConfig | None
-    backend: dispatch.Backend | None
-
-
-type Window = Sequence[int | None]
-type Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
 
 
 class _Options(TypedDict, total=False):
@@ -175,155 +152,87 @@ def flash_attention(
     Source: Dao (arXiv 2307.08691), Shah et al. (arXiv 2407.08608); measurements in docs/kernels/flash_attention.md.
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    batched = _check_qkv(q, k, v)
+    batched = check_qkv(q, k, v)
     if not batched:
         q, k, v = (x[None] for x in (q, k, v))
-    call = _Call(
-        causal=bool(causal),
-        window=_checked_window(window),
-        align="bottom_right",
-        lengths=q_lengths is not None or kv_lengths is not None,
-        segments=q_segment_ids is not None or kv_segment_ids is not None,
-        soft_cap=soft_cap is not None,
-        deterministic=bool(deterministic),
-        bias_grad=bias is not None,
-        config=_checked_config("config", config, Config),
-        backward_config=_checked_config("backward_config", backward_config, BackwardConfig),
-        backend=dispatch.requested_backend(backend),
+    out, lse = attend(
+        Arguments(
+            q,
+            k,
+            v,
+            bias=bias,
+            mask=mask,
+            causal=causal,
+            window=window,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            scale=scale,
+            soft_cap=soft_cap,
+            deterministic=deterministic,
+            config=config,
+            backward_config=backward_config,
+            backend=backend,
+        )
     )
-    lengths = _checked_lengths(q, k, q_lengths, kv_lengths) if call.lengths else ()
-    segments = _checked_segments(q, k, q_segment_ids, kv_segment_ids) if call.segments else ()
-    hides = mask is not None or kv_segment_ids is not None or (call.lengths and call.segments)
-    out, lse = attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, soft_cap, lengths, segments, hides)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
-def attend(
-    call: _Call,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    bias: jax.Array | None,
-    scale: float | None,
-    soft_cap: float | None,
-    lengths: tuple[jax.Array, ...],
-    segments: tuple[jax.Array, ...],
-    hides: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Checked, batched arguments to output and natural-log lse.
-
-    hides: bias or segments may hide a token from all. Zeros then take its place: in a kernel, its NaN times 0 would be NaN.
-    """
-    if hides:
-        seen = seen_tokens(_problem(call, q, k, bias), lengths or None, segments or None, bias)
-        rows, keys = (x[..., None] for x in seen)
-        q, k, v = jnp.where(rows, q, 0), jnp.where(keys, k, 0), jnp.where(keys, v, 0)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else _checked_number("scale", scale, positive=False)
-    cap = 0.0 if soft_cap is None else _checked_number("soft_cap", soft_cap, positive=True)
-    if scale < 0:  # the kernel takes the largest score before it scales
-        q, scale = -q, -scale
-    options = jnp.array([scale, cap, scale / cap if cap else 0.0], np.promote_types(q.dtype, np.float32))
+def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
+    """The output and the natural logarithm of each row's sum of exponentials."""
+    call, inputs = arguments.call(), arguments.inputs()
+    q, k, v = arguments.q, arguments.k, arguments.v
+    if arguments.hides_tokens:  # in a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN
+        q, k, v = zero_unseen(call.problem(q, k, inputs.bias), inputs, q, k, v)
+    if arguments.checked_scale() < 0:  # the kernel takes the largest score before it scales
+        q = -q
     wide = max(q.shape[-1], v.shape[-1])
-    v_dim = v.shape[-1]
     q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])]) for x in (q, k, v))
-    extra = tuple(x for x in (*lengths, *segments) if x is not None)
-    q, k, v, options, *rest = mesh.same_mesh_axes(q, k, v, options, *extra, *(() if bias is None else (bias,)))
-    bias = None if bias is None else rest.pop()
-    out, lse = _attention(call, q, k, v, bias, options, tuple(rest))
-    return out[..., :v_dim], jnp.where(lse == jnp.inf, -jnp.inf, lse / LOG2E)
+    arrays, tree = jax.tree.flatten((q, k, v, inputs))
+    out, lse = _attention(call, *tree.unflatten(mesh.same_mesh_axes(*arrays)))
+    return out[..., : arguments.v.shape[-1]], jnp.where(lse == jnp.inf, -jnp.inf, lse / LOG2E)
 
 
-def top_left_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    causal: bool,
-    window: tuple[int, int] | None,
-    q_lengths: ArrayLike | None,
-    kv_lengths: ArrayLike | None,
-    scale: float | None,
-    backend: dispatch.Backend | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`flash_attention` of batched arguments that fit each other, with lse; row t is aligned with key t, beside lengths too."""
-    call = _Call(
-        causal=causal,
-        window=_checked_window(window),
-        align="top_left",
-        lengths=q_lengths is not None or kv_lengths is not None,
-        segments=False,
-        soft_cap=False,
-        deterministic=False,
-        bias_grad=bias is not None,
-        config=None,
-        backward_config=None,
-        backend=backend,
-    )
-    lengths = _checked_lengths(q, k, q_lengths, kv_lengths) if call.lengths else ()
-    return attend(call, q, k, v, _checked_bias(q, k, bias, mask), scale, None, lengths, (), mask is not None)
-
-
-def _problem(call: _Call, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Problem:
-    return Problem(
-        batch=q.shape[0],
-        q_tokens=q.shape[1],
-        kv_tokens=k.shape[1],
-        q_heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        dtype=q.dtype.name,
-        causal=call.causal,
-        window_left=call.window[0],
-        window_right=call.window[1],
-        align=call.align,
-        lengths=call.lengths,
-        segments=call.segments,
-        bias="none" if bias is None else bias.dtype.name,
-        soft_cap=call.soft_cap,
-    )
+# --- Gradient and batching rules -------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, options: jax.Array, extra: tuple[Any, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Output and log2 of each row's sum of exponentials. extra: lengths and segments, as in `Inputs.arrays()`."""
-    return _forward_product(call)(q, k, v, bias, options, extra)
+def _attention(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Output and log2 of each row's sum of exponentials."""
+    return _forward_product(call)(q, k, v, inputs)
 
 
-def _attention_forward(call: _Call, q: Any, k: Any, v: Any, bias: Any, options: Any, extra: Any) -> Any:
-    out, lse = _attention(call, q, k, v, bias, options, extra)
-    return (out, lse), (q, k, v, bias, options, extra, out, lse)
+def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
+    out, lse = _attention(call, q, k, v, inputs)
+    return (out, lse), (q, k, v, inputs, out, lse)
 
 
-def _attention_backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    q, k, v, bias, options, extra, out, lse = saved
+def _attention_backward(call: Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    q, k, v, inputs, out, lse = saved
     out_grad, lse_grad = gradients
     accurate = np.promote_types(q.dtype, np.float32)
     delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
     delta = jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
-    dq, dk, dv, *dbias = _backward_product(call)(q, k, v, bias, options, extra, out_grad.astype(q.dtype), lse, delta)
-    if bias is not None and not dbias:
-        dbias = [jnp.zeros_like(bias)]  # a mask
-    return dq, dk, dv, dbias[0] if dbias else None, jnp.zeros_like(options), None
+    dq, dk, dv, *dbias = _backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta)
+    if inputs.bias is not None and not dbias:
+        dbias = [jnp.zeros_like(inputs.bias)]  # a mask
+    return dq, dk, dv, Inputs(jnp.zeros_like(inputs.options), bias=dbias[0] if dbias else None)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.cache
-def _forward_product(call: _Call) -> Any:
-    """(q, k, v, bias, options, extra) to (output, lse): one kernel, or XLA. Jitted, so that eager calls trace once."""
+def _forward_product(call: Call) -> Callable[..., Any]:
+    """(q, k, v, inputs) to (output, lse): one kernel, or XLA. Jitted, so that eager calls trace once."""
 
     @jax.custom_batching.custom_vmap
-    def product(q: Any, k: Any, v: Any, bias: Any, options: Any, extra: Any) -> Any:
-        problem = _problem(call, q, k, bias)
-        arrays = q, k, v, options, *extra, *(() if bias is None else (bias,))
-        return dispatch.run(FORWARD, problem, arrays, config=call.config, backend=call.backend)
+    def product(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
+        arrays = q, k, v, *inputs.arrays()
+        return dispatch.run(FORWARD, call.problem(q, k, inputs.bias), arrays, config=call.config, backend=call.backend)
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:
@@ -338,15 +247,16 @@ def _forward_product(call: _Call) -> Any:
 
 
 @functools.cache
-def _backward_product(call: _Call) -> Any:
-    """(q, k, v, bias, options, extra, gradient of the output, lse, delta) to the gradients of q, k, v and the bias if any."""
+def _backward_product(call: Call) -> Callable[..., Any]:
+    """(q, k, v, inputs, gradient of the output, lse, delta) to the gradients of q, k, v and the bias if any."""
 
     @jax.custom_batching.custom_vmap
-    def product(q: Any, k: Any, v: Any, bias: Any, options: Any, extra: Any, out_grad: Any, lse: Any, delta: Any) -> Any:
-        has_bias = bias is not None
-        fields = dataclasses.asdict(_problem(call, q, k, bias))
+    def product(
+        q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs, out_grad: jax.Array, lse: jax.Array, delta: jax.Array
+    ) -> Any:
+        fields = dataclasses.asdict(call.problem(q, k, inputs.bias))
         problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
-        arrays = q, k, v, out_grad, lse, delta, options, *extra, *((bias,) if has_bias else ())
+        arrays = q, k, v, out_grad, lse, delta, *inputs.arrays()
         return dispatch.run(BACKWARD, problem, arrays, config=call.backward_config, backend=call.backend)
 
     @product.def_vmap
@@ -355,7 +265,7 @@ def _backward_product(call: _Call) -> Any:
             out = _of_none(run, batched, arrays)
             return out, (True,) * len(out)
         dq, dk, dv, *dbias = (_unfold(size, x) for x in run(*_fold(size, batched, arrays, whole_bias=True)))
-        if dbias and arrays[3].shape[-4] == 1:  # one bias for the whole batch of an example
+        if dbias and arrays[3].bias.shape[-4] == 1:  # one bias for the whole batch of an example
             dbias = [dbias[0].sum(1, keepdims=True)]
         out = dq, dk, dv, *dbias
         return out, (True,) * len(out)
@@ -364,8 +274,8 @@ def _backward_product(call: _Call) -> Any:
     return run
 
 
-def _of_none(product: Any, batched: Any, arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """What a product gives that is mapped over no examples."""
+def _of_none(product: Callable[..., Any], batched: Any, arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """What a product returns that is mapped over no examples."""
     one = jax.tree.map(
         lambda x, mapped: jax.ShapeDtypeStruct(x.shape[1:] if mapped else x.shape, x.dtype), arrays, tuple(batched)
     )
@@ -389,145 +299,16 @@ def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = F
             return x[0]
         return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
-    q, k, v, bias, options, *rest = arrays
-    mapped = batched[0], batched[1], batched[2]
-    folded = [fold(x, m) for x, m in zip((q, k, v), mapped, strict=True)]
-    folded_bias = None if bias is None else fold_bias(bias, batched[3])
-    return (*folded, folded_bias, options, *jax.tree.map(fold, tuple(rest), tuple(batched[5:])))
+    q, k, v, inputs, *rest = arrays
+    mapped: Inputs = batched[3]
+    lengths, segments = jax.tree.map(fold, (inputs.lengths, inputs.segments), (mapped.lengths, mapped.segments))
+    bias = None if inputs.bias is None else fold_bias(inputs.bias, mapped.bias)
+    folded = jax.tree.map(fold, (q, k, v, *rest), (*batched[:3], *batched[4:]))
+    return (*folded[:3], Inputs(inputs.options, lengths, segments, bias), *folded[3:])
 
 
 def _unfold(size: int, x: jax.Array) -> jax.Array:
     return x.reshape(size, -1, *x.shape[1:])
-
-
-# --- Arguments -------------------------------------------------------------------------------------------------------
-
-
-def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Raises for q, k and v that do not fit each other; whether they have a batch."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {x.dtype}: flash_attention takes floats; cast it first")
-        if x.ndim not in (3, 4) or x.ndim != q.ndim:
-            raise ValueError(
-                f"{name} has shape {x.shape}: q, k and v must all be [batch, tokens, heads, head_dim] or all [tokens, heads, "
-                "head_dim]"
-            )
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one")
-        if not all(isinstance(n, int) for n in x.shape[-3:]):
-            raise ValueError(
-                f"{name} has shape {x.shape}: only the batch may be symbolic. Export a function for each number of tokens, or "
-                "for the most there are, and say with q_lengths and kv_lengths how many count"
-            )
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k{k.shape} and v{v.shape} differ: each key needs a value, so all but head_dim must be equal")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q{q.shape} and k{k.shape} differ in head_dim: {q.shape[-1]} != {k.shape[-1]}")
-    if q.shape[-2] % k.shape[-2]:
-        raise ValueError(
-            f"q has {q.shape[-2]} heads and k {k.shape[-2]}: each key head serves the same number of query heads, so the first "
-            "must be a multiple of the second"
-        )
-    return q.ndim == 4
-
-
-def _checked_window(window: Any) -> tuple[int, int]:
-    """(left, right) with -1 for no bound."""
-    if window is None:
-        return -1, -1
-    if not isinstance(window, Sequence) or len(window) != 2:
-        raise ValueError(f"window={window!r} must be (left, right): keys before and after the aligned one, None for all")
-    for name, side in zip(("left", "right"), window, strict=True):
-        if side is None:
-            continue
-        if not isinstance(side, int | np.integer) or isinstance(side, bool):
-            raise TypeError(f"window={window!r}: {name} must be a whole number of keys, or None for all")
-        if side < 0:
-            raise ValueError(f"window={window!r}: {name} must be 0 or more keys, or None for all")
-    left, right = (-1 if side is None else min(int(side), 2**30) for side in window)
-    return left, right
-
-
-def _checked_number(name: str, value: Any, *, positive: bool) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} is traced: it must be known before the function runs (scale q by a traced value instead)")
-    number = float(value)
-    if not math.isfinite(number) or number == 0 or (positive and number < 0):
-        raise ValueError(f"{name}={value!r} must be a finite number {'above' if positive else 'other than'} 0")
-    return number
-
-
-def _checked_config(name: str, config: Any, kind: type) -> Any:
-    if config is not None and not isinstance(config, kind):
-        raise TypeError(f"{name} is {config!r}: pass a mgpu_ops.FlashAttention{'Backward' * ('back' in name)}Config")
-    return config
-
-
-def _check_shape(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}: it must be {meaning} = {shape}")
-
-
-def _checked_lengths(q: jax.Array, k: jax.Array, q_lengths: Any, kv_lengths: Any) -> tuple[jax.Array, jax.Array]:
-    def one(name: str, lengths: Any, x: jax.Array) -> jax.Array:
-        if lengths is None:
-            return jnp.full((x.shape[0],), x.shape[1], jnp.int32)
-        lengths = integers.array(name, lengths)
-        lengths = lengths.reshape(1) if lengths.ndim == 0 and x.shape[0] == 1 else lengths
-        _check_shape(name, lengths, x.shape[:1], "[batch]")
-        return integers.clipped(lengths, x.shape[1])
-
-    return one("q_lengths", q_lengths, q), one("kv_lengths", kv_lengths, k)
-
-
-def _checked_segments(q: jax.Array, k: jax.Array, q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
-    if q_ids is None:
-        raise ValueError("kv_segment_ids without q_segment_ids: give the queries' segments too")
-    if kv_ids is None and q.shape[1] != k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} tokens and k {k.shape[1]}: give kv_segment_ids beside q_segment_ids")
-
-    def one(name: str, ids: Any, x: jax.Array) -> Any:
-        ids = integers.array(name, ids)
-        ids = ids[None] if ids.ndim == 1 and x.shape[0] == 1 else ids
-        _check_shape(name, ids, x.shape[:2], "[batch, tokens]")
-        return ids
-
-    names = "q_segment_ids", "kv_segment_ids"
-    q_ids, kv_ids = one(names[0], q_ids, q), one(names[1], q_ids if kv_ids is None else kv_ids, k)
-    return integers.comparable(names[0], q_ids, names[1], kv_ids)
-
-
-def _checked_bias(q: jax.Array, k: jax.Array, bias: Any, mask: Any) -> jax.Array | None:
-    """bias, -inf where the mask is False: [batch or 1, q_heads or 1, q_tokens, kv_tokens], or None."""
-    shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-
-    def four(name: str, x: jax.Array) -> jax.Array:
-        full = (1,) * (4 - x.ndim) + x.shape
-        if len(full) != 4 or any(have not in (1, want) for have, want in zip(full, shape, strict=True)):
-            raise ValueError(
-                f"{name} has shape {x.shape}: it must broadcast to [batch, q_heads, q_tokens, kv_tokens] = {shape}"
-            )
-        return x.reshape(full)
-
-    if bias is not None:
-        bias = jnp.asarray(bias)
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias has dtype {bias.dtype}: it must hold floats; pass booleans as mask")
-        bias = four("bias", bias)
-        if bias.dtype.name not in BIASES and bias.dtype != q.dtype:
-            bias = bias.astype(jnp.float32)
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask has dtype {mask.dtype}: it must hold booleans; pass floats as bias")
-        dtype = q.dtype if q.dtype.name in BIASES else jnp.float32
-        bias = jnp.where(four("mask", mask), jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
-    return None if bias is None else jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
 
 
 # --- The ops ---------------------------------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from mgpu_ops.attention.problem import Problem
 
 LOG2E = math.log2(math.e)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arguments of attention beside q, k and v: what a call, a reference and a kernel are all given.

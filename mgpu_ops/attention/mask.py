@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core.tile_scheduler import cdiv
 
@@ -164,14 +165,17 @@ def mask_of(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     return jnp.broadcast_to(mask, (mask.shape[0], p.q_tokens, p.kv_tokens))
 
 
-def seen_tokens(problem: Problem, lengths: Any = None, segments: Any = None, bias: Any = None) -> tuple[Any, Any]:
-    """Which query rows see a key, and which keys a row sees: booleans that broadcast to q and k [batch, tokens, heads].
+def zero_unseen(problem: Problem, inputs: Inputs, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v with zeros in each query row that sees no key and in each key and value that no row sees, NaN or not."""
+    rows, keys = (seen[..., None] for seen in _seen_tokens(problem, inputs))
+    return jnp.where(rows, q, 0), jnp.where(keys, k, 0), jnp.where(keys, v, 0)
 
-    bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens], -inf where it hides a key.
-    """
-    p, seen = problem, mask_of(problem, lengths, segments)[:, None]
-    if bias is not None:
-        seen &= bias != -jnp.inf
+
+def _seen_tokens(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Which query rows see a key, and which keys a row sees: booleans that broadcast to q and k [batch, tokens, heads]."""
+    p, seen = problem, mask_of(problem, inputs.lengths, inputs.segments)[:, None]
+    if inputs.bias is not None:
+        seen &= inputs.bias != -jnp.inf
     keys = seen.any(2)
     if keys.shape[1] != 1:
         keys = keys.reshape(keys.shape[0], p.kv_heads, p.q_heads // p.kv_heads, p.kv_tokens).any(2)

@@ -1,7 +1,8 @@
-"""Attention through XLA, for any floats on any machine: what the kernels are held against, and what runs where they cannot."""
+"""Attention through XLA, for any floats on any machine: the truth for the kernels, and what runs where they cannot."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.mask import mask_of, seen_tokens, some_see_nothing
+from mgpu_ops.attention.mask import mask_of, some_see_nothing, zero_unseen
 from mgpu_ops.attention.problem import BackwardProblem, Problem
 from mgpu_ops.core.limits import itemsize_of
 
@@ -23,58 +24,84 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: A
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
     """
     p, inputs = problem, Inputs.of(problem, tuple(rest))
-    if some_see_nothing(p) or p.left is not None or p.right is not None:  # what nobody sees has no say, be it NaN
-        rows_seen, keys_seen = (x[..., None] for x in seen_tokens(p, inputs.lengths, inputs.segments, inputs.bias))
-        q, k, v = (jnp.where(seen, x, 0) for seen, x in ((rows_seen, q), (keys_seen, k), (keys_seen, v)))
-    group = p.q_heads // p.kv_heads
-    accurate = np.promote_types(q.dtype, np.float32)
-    row_bytes = group * p.kv_tokens * accurate.itemsize
-    rows = min(p.q_tokens, max(1, _CHUNK_BYTES // row_bytes))  # at a time, of the heads that share one head of keys
-    pieces = -(-p.q_tokens // rows)
-    seen = _pad_rows(mask_of(p, inputs.lengths, inputs.segments), 1, pieces * rows)
-    bias = None if inputs.bias is None else _pad_rows(inputs.bias, 2, pieces * rows)
+    if some_see_nothing(p) or p.left is not None or p.right is not None:
+        q, k, v = zero_unseen(p, inputs, q, k, v)
+    group, count = p.q_heads // p.kv_heads, p.batch * p.kv_heads
+    row_bytes = group * p.kv_tokens * np.promote_types(q.dtype, np.float32).itemsize
+    rows = min(p.q_tokens, max(1, _CHUNK_BYTES // row_bytes))
+    of_head = _KvHead.of(p, inputs, rows, -(-p.q_tokens // rows))
 
-    def one(x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        """The heads that share one head of keys: q [q_tokens, group, head_dim], k and v [kv_tokens, head_dim]."""
-        b, n, q, k, v = x
-
-        @jax.checkpoint  # the scores of one piece are computed again where a gradient is taken, not kept
-        def piece(x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-            first, q = x
-            s = _product("tgd,sd->gts", q, k) * inputs.options[0]
-            if p.soft_cap:
-                s = inputs.options[1] * jnp.tanh(s / inputs.options[1])
-            if bias is not None:
-                of_batch = lax.dynamic_slice_in_dim(bias[0 if bias.shape[0] == 1 else b], first, rows, 1)
-                heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
-                s = jnp.where(heads == -jnp.inf, -jnp.inf, s + heads.astype(accurate))
-            some_seen = lax.dynamic_slice_in_dim(seen[0 if seen.shape[0] == 1 else b], first, rows)
-            s = jnp.where(some_seen[None] & ~(s <= -1e30), s, -jnp.inf)  # NaN stays
-            m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-            nothing = m == -jnp.inf
-            m = jnp.where(nothing, 0.0, m)
-            e = jnp.exp(s - m)
-            total = jnp.where(nothing, 1.0, e.sum(-1, keepdims=True))
-            out = _product("gts,sd->tgd", (e / total).astype(v.dtype), v)
-            out = jnp.where(nothing.swapaxes(0, 1), 0.0, out)
-            lse = jnp.where(nothing, jnp.inf, (m + jnp.log(total)) * LOG2E)
-            return out.astype(q.dtype), lse[..., 0].T.astype(jnp.float32)
-
-        starts = jnp.arange(pieces) * rows
-        by_piece = _pad_rows(q, 0, pieces * rows).reshape(pieces, rows, *q.shape[1:])
-        out, lse = lax.map(piece, (starts, by_piece))
-        return out.reshape(-1, *q.shape[1:])[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
-
-    count = p.batch * p.kv_heads
     number = jnp.arange(count)
     by_head = q.reshape(p.batch, p.q_tokens, p.kv_heads, group, p.head_dim).transpose(0, 2, 1, 3, 4)
     keys, values = (x.transpose(0, 2, 1, 3).reshape(count, p.kv_tokens, p.head_dim) for x in (k, v))
-    chunk = max(1, _CHUNK_BYTES // (row_bytes * p.q_tokens))
     each = (number // p.kv_heads, number % p.kv_heads, by_head.reshape(count, *by_head.shape[2:]), keys, values)
+    at_once = max(1, _CHUNK_BYTES // (row_bytes * p.q_tokens))
     known = isinstance(p.batch, int)  # a symbolic number cannot be cut into chunks
-    out, lse = lax.map(one, each, batch_size=min(chunk, count) if known else None)
+    out, lse = lax.map(of_head, each, batch_size=min(at_once, count) if known else None)
     out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape), lse.reshape(p.batch, p.q_heads, p.q_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _KvHead:
+    """Attention of the query heads that share one kv head, in chunks of `rows` query rows to save memory."""
+
+    problem: Problem
+    inputs: Inputs  # bias padded to whole chunks of rows
+    mask: jax.Array  # [batch or 1, rows, kv_tokens], padded likewise
+    rows: int
+    chunks: int
+
+    @staticmethod
+    def of(problem: Problem, inputs: Inputs, rows: int, chunks: int) -> _KvHead:
+        mask = _pad_rows(mask_of(problem, inputs.lengths, inputs.segments), 1, chunks * rows)
+        bias = None if inputs.bias is None else _pad_rows(inputs.bias, 2, chunks * rows)
+        return _KvHead(problem, dataclasses.replace(inputs, bias=bias), mask, rows, chunks)
+
+    def __call__(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """(batch entry, kv head, q [q_tokens, group, head_dim], k and v [kv_tokens, head_dim]) to output and lse."""
+        b, n, q, k, v = x
+
+        @jax.checkpoint  # where a gradient is taken, the scores of a chunk are computed again instead of kept
+        def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            first, q = x
+            out, lse = _softmax_of(self._scores(b, n, first, _product("tgd,sd->gts", q, k)), v)
+            return out.astype(q.dtype), lse[..., 0].T.astype(jnp.float32)
+
+        starts = jnp.arange(self.chunks) * self.rows
+        by_chunk = _pad_rows(q, 0, self.chunks * self.rows).reshape(self.chunks, self.rows, *q.shape[1:])
+        out, lse = lax.map(chunk, (starts, by_chunk))
+        p, group = self.problem, q.shape[1]
+        return out.reshape(-1, *q.shape[1:])[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
+
+    def _scores(self, b: jax.Array, n: jax.Array, first: jax.Array, products: jax.Array) -> jax.Array:
+        """The scores [group, rows, kv_tokens] of a chunk of rows from their products with the keys: -inf where not visible."""
+        options = self.inputs.options
+        s = products * options[0]
+        if self.problem.soft_cap:
+            s = options[1] * jnp.tanh(s / options[1])
+        if (bias := self.inputs.bias) is not None:
+            of_batch = lax.dynamic_slice_in_dim(bias[0 if bias.shape[0] == 1 else b], first, self.rows, 1)
+            group = s.shape[0]
+            heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
+            s = jnp.where(heads == -jnp.inf, -jnp.inf, s + heads.astype(s.dtype))
+        mask = lax.dynamic_slice_in_dim(self.mask[0 if self.mask.shape[0] == 1 else b], first, self.rows)
+        return jnp.where(mask[None] & ~(s <= -1e30), s, -jnp.inf)  # NaN stays
+
+
+def _softmax_of(s: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """softmax(s) v [rows, group, head_dim], and log2 of the sums of exponentials [group, rows, 1].
+
+    0 and +inf for a row whose scores are all -inf.
+    """
+    m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+    nothing = m == -jnp.inf
+    m = jnp.where(nothing, 0.0, m)
+    e = jnp.exp(s - m)
+    total = jnp.where(nothing, 1.0, e.sum(-1, keepdims=True))
+    out = _product("gts,sd->tgd", (e / total).astype(v.dtype), v)
+    out = jnp.where(nothing.swapaxes(0, 1), 0.0, out)
+    return out, jnp.where(nothing, jnp.inf, (m + jnp.log(total)) * LOG2E)
 
 
 def _pad_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
@@ -96,21 +123,13 @@ def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, y, cpu=lambda x, y: einsum(x.astype(accurate), y.astype(accurate)), default=einsum)
 
 
-def backward(
-    problem: BackwardProblem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out_grad: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    *rest: Any,
-) -> tuple[jax.Array, ...]:
-    """Gradients with respect to q, k, v and, with `bias_grad`, the bias, from those of the output.
+def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The gradients of q, k, v and, with `bias_grad`, the bias, from q, k, v, the output's gradient, lse, delta and inputs.
 
-    delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less log2(e) times lse's gradient. Here it
-    only brings in the latter: XLA differentiates `forward`.
+    delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less log2(e) times lse's gradient. XLA
+    differentiates `forward`, so that of lse and delta only lse's gradient is used here.
     """
+    q, k, v, out_grad, _, delta, *rest = arrays
     inputs = Inputs.of(problem, tuple(rest))
 
     def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,255 @@
+"""The arguments of `flash_attention`: their checks (`Arguments`), and what of them is known while JAX traces (`Call`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from mgpu_ops import integers
+from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.problem import BIASES, BackwardConfig, Config, Problem
+from mgpu_ops.registry import dispatch
+
+type Window = Sequence[int | None]
+type Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call says beside its arrays: hashable, so that JAX traces once for all calls that are equal here."""
+
+    causal: bool
+    window: tuple[int, int]  # -1: no bound
+    align: str
+    lengths: bool
+    segments: bool
+    soft_cap: bool
+    deterministic: bool
+    bias_grad: bool  # the bias is more than a mask
+    config: Config | None
+    backward_config: BackwardConfig | None
+    backend: dispatch.Backend | None
+
+    def problem(self, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Problem:
+        """The problem of these arrays (or their shapes)."""
+        return Problem(
+            batch=q.shape[0],
+            q_tokens=q.shape[1],
+            kv_tokens=k.shape[1],
+            q_heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            dtype=q.dtype.name,
+            causal=self.causal,
+            window_left=self.window[0],
+            window_right=self.window[1],
+            align=self.align,
+            lengths=self.lengths,
+            segments=self.segments,
+            bias="none" if bias is None else bias.dtype.name,
+            soft_cap=self.soft_cap,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of `flash_attention` as they were passed, but q, k and v checked and with a batch.
+
+    align: "bottom_right", the last query is aligned with the last key, or "top_left", the first with the first.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: ArrayLike | None = None
+    mask: ArrayLike | None = None
+    causal: bool = False
+    window: Window | None = None
+    align: str = "bottom_right"
+    q_lengths: Integers | None = None
+    kv_lengths: Integers | None = None
+    q_segment_ids: Integers | None = None
+    kv_segment_ids: Integers | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    deterministic: bool = False
+    config: Config | None = None
+    backward_config: BackwardConfig | None = None
+    backend: dispatch.Backend | None = None
+
+    @property
+    def has_lengths(self) -> bool:
+        return self.q_lengths is not None or self.kv_lengths is not None
+
+    @property
+    def has_segments(self) -> bool:
+        return self.q_segment_ids is not None or self.kv_segment_ids is not None
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether the mask or segments may hide a token from all others."""
+        return self.mask is not None or self.kv_segment_ids is not None or (self.has_lengths and self.has_segments)
+
+    def call(self) -> Call:
+        """Raises for a window, a config or a backend that is none."""
+        return Call(
+            causal=bool(self.causal),
+            window=_checked_window(self.window),
+            align=self.align,
+            lengths=self.has_lengths,
+            segments=self.has_segments,
+            soft_cap=self.soft_cap is not None,
+            deterministic=bool(self.deterministic),
+            bias_grad=self.bias is not None,
+            config=_checked_config("config", self.config, Config),
+            backward_config=_checked_config("backward_config", self.backward_config, BackwardConfig),
+            backend=dispatch.requested_backend(self.backend),
+        )
+
+    def inputs(self) -> Inputs:
+        """Lengths, segments, bias and options, checked. The mask is part of the bias; the scale is taken positive."""
+        lengths = _checked_lengths(self.q, self.k, self.q_lengths, self.kv_lengths) if self.has_lengths else None
+        segments = _checked_segments(self.q, self.k, self.q_segment_ids, self.kv_segment_ids) if self.has_segments else None
+        bias = _checked_bias(self.q, self.k, self.bias, self.mask)
+        scale = abs(self.checked_scale())
+        cap = 0.0 if self.soft_cap is None else _checked_number("soft_cap", self.soft_cap, positive=True)
+        options = [scale, cap, scale / cap if cap else 0.0]
+        return Inputs(jnp.array(options, np.promote_types(self.q.dtype, np.float32)), lengths, segments, bias)
+
+    def checked_scale(self) -> float:
+        """The scale of the scores, 1 / sqrt(head_dim) by default."""
+        return 1.0 / math.sqrt(self.q.shape[-1]) if self.scale is None else _checked_number("scale", self.scale, positive=False)
+
+
+def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Raises for q, k and v that do not fit each other; whether they have a batch."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {x.dtype}: flash_attention takes floats; cast it first")
+        if x.ndim not in (3, 4) or x.ndim != q.ndim:
+            raise ValueError(
+                f"{name} has shape {x.shape}: q, k and v must all be [batch, tokens, heads, head_dim] or all [tokens, heads, "
+                "head_dim]"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one")
+        if not all(isinstance(n, int) for n in x.shape[-3:]):
+            raise ValueError(
+                f"{name} has shape {x.shape}: only the batch may be symbolic. Export a function for each number of tokens, or "
+                "for the most there are, and say with q_lengths and kv_lengths how many count"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k{k.shape} and v{v.shape} differ: each key needs a value, so all but head_dim must be equal")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q{q.shape} and k{k.shape} differ in head_dim: {q.shape[-1]} != {k.shape[-1]}")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"q has {q.shape[-2]} heads and k {k.shape[-2]}: each key head serves the same number of query heads, so the first "
+            "must be a multiple of the second"
+        )
+    return q.ndim == 4
+
+
+def _checked_window(window: Any) -> tuple[int, int]:
+    """(left, right) with -1 for no bound."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, Sequence) or len(window) != 2:
+        raise ValueError(f"window={window!r} must be (left, right): keys before and after the aligned one, None for all")
+    for name, side in zip(("left", "right"), window, strict=True):
+        if side is None:
+            continue
+        if not isinstance(side, int | np.integer) or isinstance(side, bool):
+            raise TypeError(f"window={window!r}: {name} must be a whole number of keys, or None for all")
+        if side < 0:
+            raise ValueError(f"window={window!r}: {name} must be 0 or more keys, or None for all")
+    left, right = (-1 if side is None else min(int(side), 2**30) for side in window)
+    return left, right
+
+
+def _checked_number(name: str, value: Any, *, positive: bool) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced: it must be known before the function runs (scale q by a traced value instead)")
+    number = float(value)
+    if not math.isfinite(number) or number == 0 or (positive and number < 0):
+        raise ValueError(f"{name}={value!r} must be a finite number {'above' if positive else 'other than'} 0")
+    return number
+
+
+def _checked_config(name: str, config: Any, kind: type) -> Any:
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"{name} is {config!r}: pass a mgpu_ops.FlashAttention{'Backward' * ('back' in name)}Config")
+    return config
+
+
+def _check_shape(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}: it must be {meaning} = {shape}")
+
+
+def _checked_lengths(q: jax.Array, k: jax.Array, q_lengths: Any, kv_lengths: Any) -> tuple[jax.Array, jax.Array]:
+    def one(name: str, lengths: Any, x: jax.Array) -> jax.Array:
+        if lengths is None:
+            return jnp.full((x.shape[0],), x.shape[1], jnp.int32)
+        lengths = integers.array(name, lengths)
+        lengths = lengths.reshape(1) if lengths.ndim == 0 and x.shape[0] == 1 else lengths
+        _check_shape(name, lengths, x.shape[:1], "[batch]")
+        return integers.clipped(lengths, x.shape[1])
+
+    return one("q_lengths", q_lengths, q), one("kv_lengths", kv_lengths, k)
+
+
+def _checked_segments(q: jax.Array, k: jax.Array, q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
+    if q_ids is None:
+        raise ValueError("kv_segment_ids without q_segment_ids: give the queries' segments too")
+    if kv_ids is None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} tokens and k {k.shape[1]}: give kv_segment_ids beside q_segment_ids")
+
+    def one(name: str, ids: Any, x: jax.Array) -> Any:
+        ids = integers.array(name, ids)
+        ids = ids[None] if ids.ndim == 1 and x.shape[0] == 1 else ids
+        _check_shape(name, ids, x.shape[:2], "[batch, tokens]")
+        return ids
+
+    names = "q_segment_ids", "kv_segment_ids"
+    q_ids, kv_ids = one(names[0], q_ids, q), one(names[1], q_ids if kv_ids is None else kv_ids, k)
+    return integers.comparable(names[0], q_ids, names[1], kv_ids)
+
+
+def _checked_bias(q: jax.Array, k: jax.Array, bias: Any, mask: Any) -> jax.Array | None:
+    """bias, -inf where the mask is False: [batch or 1, q_heads or 1, q_tokens, kv_tokens], or None."""
+    shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+
+    def four(name: str, x: jax.Array) -> jax.Array:
+        full = (1,) * (4 - x.ndim) + x.shape
+        if len(full) != 4 or any(have not in (1, want) for have, want in zip(full, shape, strict=True)):
+            raise ValueError(
+                f"{name} has shape {x.shape}: it must broadcast to [batch, q_heads, q_tokens, kv_tokens] = {shape}"
+            )
+        return x.reshape(full)
+
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}: it must hold floats; pass booleans as mask")
+        bias = four("bias", bias)
+        if bias.dtype.name not in BIASES and bias.dtype != q.dtype:
+            bias = bias.astype(jnp.float32)
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask has dtype {mask.dtype}: it must hold booleans; pass floats as bias")
+        dtype = q.dtype if q.dtype.name in BIASES else jnp.float32
+        bias = jnp.where(four("mask", mask), jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
+    return None if bias is None else jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
