@@ -11,16 +11,15 @@ from typing import Any
 
 import msgspec
 
-from mgpu_ops.core import gpu as gpus
 from mgpu_ops.ops import SPECS
 from mgpu_ops.registry import database, job
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.resolution import use_configs
 from mgpu_ops.registry.spec import OpSpec
-from mgpu_ops.tuning import problems, tuner
-from mgpu_ops.tuning.cli import shared
-from mgpu_ops.tuning.device import Device, Measured, Modelled
+from mgpu_ops.tuning import devices, problems, tuner
+from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.options import TuneOptions
+from mgpu_ops.tuning.search import stored_config
 
 _log = logging.getLogger("mgpu_ops")
 _calls = itertools.count()
@@ -41,7 +40,7 @@ def autotuned(
     options = TuneOptions(trials, budget)
 
     def choose() -> str:
-        device = _device(gpu)
+        device = devices.device_for(gpu, say=_log.info, option="gpu=")
         try:
             work = problems.of(capture(function, device.gpu)(*args))
             for op in {w.spec.name for w in work if store and _stored(w.spec, w.problem, device) is None}:
@@ -60,20 +59,6 @@ def autotuned(
         pair = database.to_problem(spec, choice.problem), database.to_config(spec, choice.config)
         configs.setdefault(choice.op, []).append(pair)
     return use_configs(configs)
-
-
-def _device(name: str | None) -> Device:
-    """The GPU here if there is one and it is the one asked for; else the model of the one asked for."""
-    wanted = gpus.find(name) if name else None
-    if shared.has_gpu():
-        here = Measured()
-        if wanted is None or wanted.key == here.gpu.key:
-            return here
-        here.close()
-    if wanted is None:
-        known = ", ".join(g.key for g in gpus.GPUS)
-        raise ValueError(f"no NVIDIA GPU here to measure on: run where there is one, or name one to model with gpu= ({known})")
-    return Modelled(wanted)
 
 
 def _config(work: problems.TuningJob, device: Device, options: TuneOptions, store: bool) -> Any:
@@ -96,16 +81,7 @@ def _config(work: problems.TuningJob, device: Device, options: TuneOptions, stor
     return database.to_config(spec, result.entry.config)
 
 
-def _stored(spec: OpSpec, problem: Any, device: Device) -> Any:
-    """The config of an entry of the user's or the shipped file that can run, and is as good as a new one would be."""
-    fields = dataclasses.asdict(problem)
-    for kind in dict.fromkeys(("measured", device.kind)):
-        for path in (database.user_path(device.gpu.key, spec.name), database.shipped_path(device.gpu.key, spec.name)):
-            entries = database.read(path, gpu_key=device.gpu.key, op=spec.name).entries if path.exists() else ()
-            for entry in entries:
-                e = entry.evidence
-                if (entry.problem, e.kind, e.kernel_version) == (fields, kind, spec.version):
-                    config = database.to_config(spec, entry.config)
-                    if spec.check(problem, config, device.gpu) is None:
-                        return config
-    return None
+def _stored(spec: OpSpec, problem: Any, device: Device) -> Any | None:
+    """The config of a stored entry for exactly this problem that is as good as a new one would be; None if there is none."""
+    kinds = dict.fromkeys(("measured", device.kind))
+    return next((found for kind in kinds if (found := stored_config(spec, problem, device.gpu, kind)) is not None), None)

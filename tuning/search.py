@@ -9,12 +9,12 @@ knows, are never named.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -185,8 +185,8 @@ class Search:
     def _seeded(self, pool: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
         yield self._spec.default(self._problem, self._gpu), "default"
-        near = self._options.neighbours
-        near = stored_neighbours(self._spec, self._problem, self._gpu) if near is None else near
+        named = self._options.neighbours
+        near = stored_neighbours(self._spec, self._problem, self._gpu) if named is None else named
         yield from ((c, "near") for c in near[:NEAREST])
         yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
         yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])
@@ -246,38 +246,39 @@ def lacks_for_gp() -> str | None:
 def stored_neighbours(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
     """Configs of the stored entries nearest to a problem, its own first."""
     found = []
-    for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):
-        for entry in _entries(path, gpu.key, spec.name):
-            try:
-                other = database.to_problem(spec, entry.problem)
-                config = database.to_config(spec, entry.config)
-            except ValueError:
-                continue  # of another version of the kernel
-            distance = spec.distance(other, problem)
-            if distance is not None:
-                found.append((distance, config))
+    for entry in _stored(spec.name, gpu):
+        try:
+            other = database.to_problem(spec, entry.problem)
+            config = database.to_config(spec, entry.config)
+        except ValueError:
+            continue  # of another version of the kernel
+        distance = spec.distance(other, problem)
+        if distance is not None:
+            found.append((distance, config))
     found.sort(key=lambda pair: pair[0])
     return list(dict.fromkeys(config for _, config in found))[:NEAREST]
 
 
 def stored_config(spec: OpSpec, problem: Any, gpu: Gpu, kind: str) -> Any | None:
-    """The config that the user's database, else the shipped one, holds for exactly this problem by evidence of this kind."""
+    """The config of the user's entry, else of the shipped one, for exactly this problem, with evidence of this kind.
+
+    None if there is none that can run.
+    """
     fields = dataclasses.asdict(problem)
-    for path in (database.user_path(gpu.key, spec.name), database.shipped_path(gpu.key, spec.name)):
-        for entry in _entries(path, gpu.key, spec.name):
-            if (entry.problem, entry.evidence.kind, entry.evidence.kernel_version) == (fields, kind, spec.version):
-                try:
-                    return database.to_config(spec, entry.config)
-                except ValueError:
-                    continue  # a file that somebody edited
+    for entry in _stored(spec.name, gpu):
+        if (entry.problem, entry.evidence.kind, entry.evidence.kernel_version) == (fields, kind, spec.version):
+            with contextlib.suppress(ValueError):  # of fields that somebody edited
+                config = database.to_config(spec, entry.config)
+                if spec.check(problem, config, gpu) is None:
+                    return config
     return None
 
 
-def _entries(path: Path, gpu_key: str, op: str) -> Sequence[Entry]:
-    try:
-        return database.read(path, gpu_key=gpu_key, op=op).entries if path.exists() else ()
-    except database.DatabaseError:
-        return ()  # a broken file gives no seeds; `resolve` warns of it
+def _stored(op: str, gpu: Gpu) -> Iterator[Entry]:
+    """The user's entries, then the shipped ones. A broken file has none here; `resolve` warns of it."""
+    for location in database.existing_files([gpu.key], op):
+        with contextlib.suppress(database.DatabaseError):
+            yield from database.read(location.path, gpu_key=gpu.key, op=op).entries
 
 
 def _index(choices: Sequence[Any], value: Any) -> int:

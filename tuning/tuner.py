@@ -103,8 +103,11 @@ def tune(
         best = _by_trials(run.done)
     finally:
         ledger.close()
-    entry = None if best is None else _entry(spec, problem, device, best, run.done, options.seed)
-    return Result(problem, tuple(run.done), entry, ended, time.monotonic() - start, best and best.confidence)
+    trials, seconds = tuple(run.done), time.monotonic() - start
+    if best is None:
+        return Result(problem, trials, None, ended, seconds)
+    entry = _entry(spec, problem, device, best, trials, options.seed)
+    return Result(problem, trials, entry, ended, seconds, best.confidence)
 
 
 def check_supported(spec: OpSpec, problem: Any, gpu: Gpu) -> None:

@@ -265,13 +265,15 @@ def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str, jo
 
 
 def require_writable(path: AnyPath, *, gpu_key: str, op: str) -> None:
-    """DatabaseError where `update` could not write the file at `path`, before there is anything to write."""
+    """DatabaseError where `update` could not write the file at `path`, or not read what is there: before there is an entry."""
     real = Path(os.path.realpath(path))
     fault = os.strerror(errno.EISDIR) if real.is_dir() else folder_fault(real.parent)
     if str(path).startswith("~"):
         fault = "there is no such home directory"
     if fault is not None:
         raise DatabaseError(path, f"cannot be written ({fault}): {_elsewhere(real, gpu_key, op)}")
+    if real.exists():
+        read(path, gpu_key=gpu_key, op=op)
 
 
 def _elsewhere(path: Path, gpu_key: str, op: str) -> str:
@@ -361,6 +363,28 @@ def shipped_path(gpu_key: str, op: str) -> Path:
     """The file that comes with the package."""
     # Not from __file__, which may resolve to outside the package through a link.
     return Path(sys.modules["mgpu_ops"].__path__[0]) / "configs" / gpu_key / f"{op}.json"
+
+
+class Location(NamedTuple):
+    """Where entries of one GPU and op may lie."""
+
+    gpu_key: str
+    owner: Literal["user", "shipped"]
+    path: Path
+
+
+def files(gpu_keys: Iterable[str], op: str) -> list[Location]:
+    """The files of an op, in order of precedence: of each GPU the user's, then the shipped one. Any of them may be missing."""
+    return [
+        location
+        for key in gpu_keys
+        for location in (Location(key, "user", user_path(key, op)), Location(key, "shipped", shipped_path(key, op)))
+    ]
+
+
+def existing_files(gpu_keys: Iterable[str], op: str) -> list[Location]:
+    """Those of `files` that there are."""
+    return [location for location in files(gpu_keys, op) if location.path.exists()]
 
 
 # --- checking

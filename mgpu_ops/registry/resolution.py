@@ -256,7 +256,7 @@ def _stored(query: _Query) -> Resolution:
     spec, problem, gpu, _ = query
     key = key_of_fields(dataclasses.asdict(problem))
     ranked = []
-    for level, (source, owner, path) in enumerate(_stored_paths(gpu, spec.name)):
+    for level, (source, owner, path) in enumerate(_stored_files(gpu, spec.name)):
         for stored in _stored_entries(query, source, owner, path):
             modelled = stored.entry.evidence.kind == "modelled"
             if stored.key == key:
@@ -331,13 +331,11 @@ def _environment_paths(gpu_key: str, op: str) -> Iterator[Path]:
             yield inside
 
 
-def _stored_paths(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
+def _stored_files(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
     """(source, GPU, path) of every file that may hold a config, in order of precedence."""
-    yield "user", gpu, database.user_path(gpu.key, op)
-    yield "shipped", gpu, database.shipped_path(gpu.key, op)
-    for other in family(gpu):
-        yield "family", other, database.user_path(other.key, op)
-        yield "family", other, database.shipped_path(other.key, op)
+    for owner in (gpu, *family(gpu)):
+        for location in database.files([owner.key], op):
+            yield location.owner if owner is gpu else "family", owner, location.path
 
 
 def _behind(query: _Query, stored: StoredEntry) -> str | None:

@@ -9,7 +9,6 @@ import pytest
 
 from mgpu_ops.core import aot
 from mgpu_ops.tuning import cli
-from mgpu_ops.tuning.cli import shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +24,7 @@ Command = Callable[..., Done]
 @pytest.fixture
 def mgpu_tune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `mgpu-tune` with these words. No GPU is seen and candidates are not compiled, which takes seconds each."""
-    monkeypatch.setattr(shared, "has_gpu", lambda: False)
+    monkeypatch.setattr("mgpu_ops.tuning.devices.has_gpu", lambda: False)
     monkeypatch.setattr(aot, "available", lambda: "not in this test")
     monkeypatch.setenv("NPROC", "64")  # else `main` sets it, for all tests that follow
     monkeypatch.setenv("COLUMNS", "200")

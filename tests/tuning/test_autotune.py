@@ -17,8 +17,8 @@ import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul, spec_of
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.registry import database, resolution
-from mgpu_ops.tuning import autotune, tuner
-from mgpu_ops.tuning.cli import shared
+from mgpu_ops.tuning import autotune, device, devices, tuner
+from mgpu_ops.tuning.worker import WorkerError
 from tests.jobs import run_job
 
 MATMUL = spec_of("matmul")
@@ -30,7 +30,7 @@ PROBLEM = MatmulProblem(512, 512, 512)
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "available", lambda: "not in this test")
-    monkeypatch.setattr(shared, "has_gpu", lambda: False)
+    monkeypatch.setattr("mgpu_ops.tuning.devices.has_gpu", lambda: False)
 
 
 def config_at_the_kernel(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
@@ -99,11 +99,11 @@ def test_a_second_start_tunes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_entry_of_another_kernel_version_or_one_that_cannot_run_is_tuned_again() -> None:
     mgpu_ops.autotune(matmul, A, B, gpu="h200", trials=1)
-    device = autotune._device("h200")
-    assert autotune._stored(MATMUL, PROBLEM, device) is not None
-    assert autotune._stored(dataclasses.replace(MATMUL, version=2), PROBLEM, device) is None
-    assert autotune._stored(dataclasses.replace(MATMUL, check=lambda *_: "no"), PROBLEM, device) is None
-    assert autotune._stored(MATMUL, MatmulProblem(512, 512, 1024), device) is None
+    h200 = devices.device_for("h200", say=print)
+    assert autotune._stored(MATMUL, PROBLEM, h200) is not None
+    assert autotune._stored(dataclasses.replace(MATMUL, version=2), PROBLEM, h200) is None
+    assert autotune._stored(dataclasses.replace(MATMUL, check=lambda *_: "no"), PROBLEM, h200) is None
+    assert autotune._stored(MATMUL, MatmulProblem(512, 512, 1024), h200) is None
 
 
 def test_store_false_leaves_the_database_alone(own_database: Path) -> None:
@@ -133,10 +133,31 @@ def test_ctrl_c_keeps_what_was_found_and_ends_the_program(monkeypatch: pytest.Mo
 
 
 def test_without_a_gpu_one_must_be_named() -> None:
-    with pytest.raises(ValueError, match=r"no NVIDIA GPU here to measure on: .* gpu= \(h100-sxm, "):
+    with pytest.raises(ValueError, match=r"no Hopper GPU here to measure on: .* gpu= \(h100-sxm, "):
         mgpu_ops.autotune(matmul, A, B)
     with pytest.raises(ValueError, match="h300"):
         mgpu_ops.autotune(matmul, A, B, gpu="h300")
+
+
+def test_a_gpu_that_is_no_hopper_does_not_keep_another_from_being_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_hopper(name: str | None) -> Any:
+        raise WorkerError("the GPU worker did not start: NVIDIA A100 is not a Hopper GPU")
+
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(device, "Measured", no_hopper)
+    with mgpu_ops.autotune(matmul, A, B, gpu="h200", trials=1):
+        assert [entry.evidence.kind for entry in stored()] == ["modelled"]
+    with pytest.raises(WorkerError, match="A100"):
+        mgpu_ops.autotune(matmul, A, B)
+
+
+def test_a_broken_database_is_refused_before_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "tune", None)
+    path = database.user_path("h200", "matmul")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(mgpu_ops.DatabaseError, match="is corrupt"):
+        mgpu_ops.autotune(matmul, A, B, gpu="h200")
 
 
 def test_a_function_without_ops_gives_an_empty_context() -> None:

@@ -99,8 +99,8 @@ class Missing:
         if name.partition(".")[0] in {"rich", "optuna", "matplotlib", "optuna_dashboard", "grpc"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-from mgpu_ops.tuning import cli; from mgpu_ops.tuning.cli import shared as commands
-commands.has_gpu = lambda: False
+from mgpu_ops.tuning import cli, devices
+devices.has_gpu = lambda: False
 for command, words in json.loads(sys.argv[1]).items():
     print("#", command, cli.main([command, *words]), flush=True)
     print("#", command, file=sys.stderr, flush=True)
@@ -199,8 +199,8 @@ class Press:
         if name == at:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Press())
-from mgpu_ops.tuning import cli; from mgpu_ops.tuning.cli import shared as commands
-commands.has_gpu = lambda: False
+from mgpu_ops.tuning import cli, devices
+devices.has_gpu = lambda: False
 sys.exit(cli.main())
 """
 

@@ -18,7 +18,6 @@ from mgpu_ops.core.gpu import find
 from mgpu_ops.registry import database
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import many
-from mgpu_ops.tuning.cli import shared
 from mgpu_ops.tuning.outcome import Final, Outcome
 
 GPU = find("h200")
@@ -165,7 +164,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, *devices: FakeDevice, spec: OpSp
     """A machine whose GPUs are these, for `--workers`, and which has the toy op."""
     with monkeypatch.context() as patch:
         patch.setitem(mgpu_ops.SPECS, "toy", spec)
-        patch.setattr(shared, "has_gpu", lambda: True)
+        patch.setattr("mgpu_ops.tuning.devices.has_gpu", lambda: True)
         patch.setattr(many, "devices", lambda workers, gpus=1: contextlib.nullcontext(list(devices[:workers])))
         yield
 

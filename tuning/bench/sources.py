@@ -90,9 +90,9 @@ def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Sources:
 
 def own(specs: Mapping[str, OpSpec], keys: Sequence[str]) -> list[str]:
     """The places of one's own: the databases, also the shipped ones, and the journals of `mgpu-tune run`."""
-    kinds = (database.user_path, database.shipped_path, storage.journal_path)
-    named = [path_of(key, op) for path_of in kinds for key in keys for op in specs]
-    return [str(path) for path in named if path.exists()]
+    stored = [location.path for op in specs for location in database.existing_files(keys, op)]
+    journals = [storage.journal_path(key, op) for key in keys for op in specs]
+    return [str(path) for path in (*stored, *journals) if path.exists()]
 
 
 def _read(path: Path, specs: Mapping[str, OpSpec], found: Sources) -> None:

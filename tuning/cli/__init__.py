@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from mgpu_ops.core import extras
-from mgpu_ops.tuning.cli import shared
+from mgpu_ops.tuning import devices
 from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, USAGE, Parser, UsageError
 from mgpu_ops.tuning.terminal import printable
 
@@ -140,7 +140,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from mgpu_ops.tuning.cli import versions
 
-        print(versions.text(shared.has_gpu()))
+        print(versions.text(devices.has_gpu()))
         parser.exit()
 
 
@@ -149,7 +149,7 @@ def _prepare_jax() -> None:
     os.environ.setdefault("NPROC", str(max(64, os.cpu_count() or 1)))
     import jax
 
-    if not shared.has_gpu() and not os.environ.get("JAX_PLATFORMS"):
+    if not devices.has_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 
 

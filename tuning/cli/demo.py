@@ -6,7 +6,8 @@ import argparse
 from typing import Any, Literal
 
 from mgpu_ops.tuning.cli.run import progress_bar, tune_one
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, device_for, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, say
+from mgpu_ops.tuning.devices import NoDevice, device_for
 
 
 def register(commands: Any) -> None:
@@ -66,6 +67,6 @@ def _device_of_demo() -> Any:
     from mgpu_ops.tuning.worker import WorkerError
 
     try:
-        return device_for(None)
-    except (UsageError, WorkerError):
-        return device_for("h200")
+        return device_for(None, say=say)
+    except (NoDevice, WorkerError):
+        return device_for("h200", say=say)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.cli.merge import shared_files
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, stored_files, writable
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage
 
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = [
         (path, database.read(path, gpu_key=key, op=spec.name))
         for spec in specs
-        for key, whose, path in stored_files(spec, keys)
+        for key, whose, path in database.existing_files(keys, spec.name)
         if whose == "user" or not arguments.own
     ]
     exported: dict[tuple[str, str], Any] = {}

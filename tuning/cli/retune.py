@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.cli.run import search_arguments, studies_of, tune_all
-from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, devices_for, say, stored_files
+from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say
+from mgpu_ops.tuning.devices import devices_for
 
 
 def register(commands: Any) -> None:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.gpu = arguments.gpu or (given.gpu if given else None)
     told: list[dict[str, Any]] = []
     gpus = _gpus(specs[0], given) if arguments.op else 1
-    with studies_of(arguments) as studies, devices_for(arguments, gpus) as devices:
+    with studies_of(arguments) as studies, devices_for(arguments.gpu, arguments.workers, gpus, say=say) as devices:
         gpu, kind = devices[0].gpu, devices[0].kind
         paths = {spec.name: arguments.database or database.user_path(gpu.key, spec.name) for spec in specs}
         work, skipped = _work(specs, gpu.key, given, kind, gpus, arguments)
@@ -66,7 +67,7 @@ def _gpus(spec: Any, given: Any) -> int:
     from mgpu_ops.registry import database
     from mgpu_ops.tuning import neighbours
 
-    paths = [path for _, _, path in stored_files(spec, [g.key for g in gpu.GPUS])]
+    paths = [path for _, _, path in database.existing_files([g.key for g in gpu.GPUS], spec.name)]
     files = [given] if given is not None else [database.read(path) for path in paths]
     taken = {1}
     for entry in (entry for file in files for entry in file.entries):
@@ -87,7 +88,7 @@ def _work(
 
     found, skipped = [], []
     for spec in specs:
-        paths = [path for _, _, path in stored_files(spec, [gpu_key])]
+        paths = [path for _, _, path in database.existing_files([gpu_key], spec.name)]
         if given is not None:
             paths = [arguments.database] if given.op == spec.name else []
         entries = [e for path in paths for e in database.read(path, gpu_key=gpu_key, op=spec.name).entries]

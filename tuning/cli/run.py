@@ -29,11 +29,11 @@ from mgpu_ops.tuning.cli.shared import (
     answer,
     command,
     count,
-    devices_for,
     gpu_or_current,
     say,
 )
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument, storage_of
+from mgpu_ops.tuning.devices import devices_for
 from mgpu_ops.tuning.options import SAMPLERS, TRIALS, TuneOptions
 from mgpu_ops.tuning.terminal import printable
 
@@ -113,13 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.queue:
         return _queue(work, arguments)
     gpus = max(w.spec.devices(w.problem) for w in work)
-    with studies_of(arguments) as studies, devices_for(arguments, gpus) as devices:
+    with studies_of(arguments) as studies, devices_for(arguments.gpu, arguments.workers, gpus, say=say) as devices:
         gpu = devices[0].gpu
         paths = {op: arguments.database or database.user_path(gpu.key, op) for op in ops}
         for op, path in paths.items():
-            if path.exists():
-                database.read(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
-            database.require_writable(path, gpu_key=gpu.key, op=op)
+            database.require_writable(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
         told: list[dict[str, Any]] = []
         code = tune_all(list(runnable(work, gpu)), devices, paths, studies, arguments, told)
         answer(arguments, {"problems": told})

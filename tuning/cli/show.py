@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say, stored_files
+from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say
 
 
 def register(commands: Any) -> None:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     console, found = terminal.console(), []
     tuned: dict[str, set[str]] = {}  # of each op, its problems on each GPU
     for spec in specs:
-        for key, whose, path in stored_files(spec, keys):
+        for key, whose, path in database.existing_files(keys, spec.name):
             file = {"op": spec.name, "gpu": key, "whose": whose, "path": path}
             try:
                 entries = database.read(path, gpu_key=key, op=spec.name).entries

@@ -17,11 +17,10 @@ from mgpu_ops.tuning.cli.shared import (
     answer,
     command,
     count,
-    devices_for,
-    has_gpu,
     say,
     writable,
 )
+from mgpu_ops.tuning.devices import devices_for, has_gpu
 
 OUTPUT = Path("results/replay")
 
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not has_gpu():
         raise UsageError("a sweep is measured and no NVIDIA GPU is here: run it on a machine with a Hopper GPU")
     writable(arguments.output, "--output", folder=True)
-    with devices_for(arguments) as devices:
+    with devices_for(arguments.gpu, arguments.workers, say=say) as devices:
         return sweep_all(problems, devices, arguments)
 
 

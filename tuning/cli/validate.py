@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, stored_files
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say
 
 
 def register(commands: Any) -> None:
@@ -34,13 +34,14 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
+    from mgpu_ops.registry import database
 
     if arguments.details and not arguments.stale:
         raise UsageError("--details lists what --stale counts: say --stale too")
     files = list(arguments.files)
     if not files:
         keys = [g.key for g in gpu.GPUS]
-        files = [path for spec in mgpu_ops.SPECS.values() for _, _, path in stored_files(spec, keys)]
+        files = [path for spec in mgpu_ops.SPECS.values() for _, _, path in database.existing_files(keys, spec.name)]
     found = []
     for path in files:
         faults, old = faults_of(path), stale_of(path) if arguments.stale else []

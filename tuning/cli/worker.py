@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.cli.arguments import seconds, workers_argument
-from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, devices_for, say
+from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, say
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
+from mgpu_ops.tuning.devices import devices_for
 
 
 def register(commands: Any) -> None:
@@ -49,12 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         ops = {_op_of(arguments.database, ops)}
     told: list[dict[str, Any]] = []
     say_once = functools.cache(say)  # what each of several GPUs finds out
-    with storage.opened(where) as backend, devices_for(arguments) as devices:
+    with storage.opened(where) as backend, devices_for(arguments.gpu, arguments.workers, say=say) as devices:
         gpu_key = devices[0].gpu.key
         for op in ops or mgpu_ops.SPECS:
             path = arguments.database or database.user_path(gpu_key, op)
-            if arguments.database and path.exists():
-                database.read(path, gpu_key=gpu_key, op=op)
             database.require_writable(path, gpu_key=gpu_key, op=op)
 
         def work(_: int, device: Any) -> None:

@@ -124,8 +124,10 @@ def play(sweep: Sweep, sampler: str = OURS, trials: int = 32, seed: int = 0) -> 
     device = Recorded(sweep, spec, seed)
     if sampler != OURS:  # outside of the grid it would hardly ever name what was measured
         spec = dataclasses.replace(spec, space=lambda problem, gpu: dict(sweep.grid))
-    own = {} if sampler == OURS else {"sampler": sampler, "sampler_only": True}
-    result = tuner.tune(spec, problem, device, TuneOptions(trials=trials, seed=seed, neighbours=(), **own))
+    options = TuneOptions(trials=trials, seed=seed, neighbours=())
+    if sampler != OURS:
+        options = dataclasses.replace(options, sampler=sampler, sampler_only=True)
+    result = tuner.tune(spec, problem, device, options)
     if result.ended == "interrupted":
         raise KeyboardInterrupt  # a search that was cut off says nothing of the sampler
     curve, best, seen = [], math.inf, math.inf

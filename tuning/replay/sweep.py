@@ -275,11 +275,11 @@ def extras(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
     named = []
     for other in (problem, *others):
         named += [spec.default(other, gpu), *spec.candidates(other, gpu)[:ANALYTIC]]
-    path = database.shipped_path(gpu.key, spec.name)
-    if path.exists():
-        fields = dataclasses.asdict(problem)
-        entries = [e for e in database.read(path).entries if e.problem == fields and e.evidence.kernel_version == spec.version]
-        named += [database.to_config(spec, entry.config) for entry in entries]
+    shipped = [location.path for location in database.existing_files([gpu.key], spec.name) if location.owner == "shipped"]
+    fields = dataclasses.asdict(problem)
+    for entry in (entry for path in shipped for entry in database.read(path).entries):
+        if entry.problem == fields and entry.evidence.kernel_version == spec.version:
+            named.append(database.to_config(spec, entry.config))
     return [config for config in dict.fromkeys(named) if spec.check(problem, config, gpu) is None]
 
 

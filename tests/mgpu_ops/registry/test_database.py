@@ -493,6 +493,23 @@ def test_a_disk_that_refuses_loses_nothing(step, number, tmp_path, monkeypatch):
     assert len(database.read(path).entries) == 2
 
 
+def test_the_files_of_an_op_are_the_users_and_the_shipped_one_of_each_gpu_in_order_of_precedence():
+    named = [("h200", "user", user()), ("h200", "shipped", shipped())]
+    named += [("h20", "user", user("h20")), ("h20", "shipped", shipped("h20"))]
+    assert database.files(["h200", "h20"], "scale") == named
+    assert database.existing_files(["h200", "h20"], "scale") == []
+    write(shipped(), entry())
+    assert database.existing_files(["h200", "h20"], "scale") == [("h200", "shipped", shipped())]
+
+
+def test_a_file_that_could_not_be_updated_is_refused_before_there_is_an_entry():
+    database.require_writable(user(), gpu_key="h200", op="scale")  # there is none yet
+    user().parent.mkdir(parents=True)
+    user().write_text("{")
+    with pytest.raises(DatabaseError, match="is corrupt"):
+        database.require_writable(user(), gpu_key="h200", op="scale")
+
+
 def test_a_place_where_no_directory_can_be_made_is_named(tmp_path):
     (tmp_path / "occupied").write_text("a file")
     with pytest.raises(DatabaseError, match="cannot be written"):

@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, mgpu_tune: Com
 def test_a_directory_in_place_of_the_database_is_refused_before_tuning(tmp_path: Path, mgpu_tune: Command) -> None:
     done = mgpu_tune(*RUN, "--database", tmp_path)
     assert done.code == 2
-    assert f"{tmp_path}: cannot be read" in done.err
+    assert f"{tmp_path}: cannot be written (Is a directory): permit it, or name another file" in done.err
     assert "best of" not in done.out
 
 

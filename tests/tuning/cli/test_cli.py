@@ -24,10 +24,10 @@ from mgpu_ops.grouped.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.grouped.groups import SPREADS
 from mgpu_ops.registry import database
 from mgpu_ops.registry.dispatch import BACKENDS
-from mgpu_ops.tuning import cli, compile_pool, device, labels, neighbours, terminal, worker
+from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, terminal, worker
 from mgpu_ops.tuning.bench import results, runner
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
-from mgpu_ops.tuning.cli import arguments, demo, shared
+from mgpu_ops.tuning.cli import arguments, demo
 from mgpu_ops.tuning.outcome import Outcome
 
 ROOT = Path(__file__).parents[3]
@@ -545,25 +545,25 @@ class Here:
 
 @pytest.mark.parametrize("name", [None, "h200", "NVIDIA H200"])
 def test_the_gpu_here_is_measured(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", Here)
-    assert isinstance(shared.device_for(name), Here)
+    assert isinstance(devices.device_for(name, say=print), Here)
 
 
 def test_a_problem_of_several_gpus_gets_so_many_of_those_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(neighbours, "visible", lambda: ["0", "2", "3"])
     monkeypatch.setattr(device, "Measured", Here)
-    assert shared.device_for(None, 2).name == "0,2"
-    with pytest.raises(shared.UsageError, match=r"takes 4 GPUs, and 3 are visible here: name one with --gpu to model it"):
-        shared.device_for(None, 4)
+    assert devices.device_for(None, 2, say=print).name == "0,2"
+    with pytest.raises(devices.NoDevice, match=r"takes 4 GPUs, and 3 are visible here: name one with --gpu to model it"):
+        devices.device_for(None, 4, say=print)
 
 
 def test_another_gpu_than_the_one_here_is_modelled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     here = Here()
-    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", lambda name: here)
-    found = shared.device_for("h20")
+    found = devices.device_for("h20", say=print)
     assert (found.kind, found.gpu.key, here.closed) == ("modelled", "h20", True)
     assert "no NVIDIA H20 here: times are MODELLED" in capsys.readouterr().out
 
@@ -575,7 +575,7 @@ def no_hopper(name: str | None) -> Any:
 def test_a_gpu_that_is_no_hopper_does_not_keep_another_from_being_modelled(
     mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
     assert mgpu_tune(*RUN).code == 0
     assert only_entry().evidence.kind == "modelled"
@@ -584,7 +584,7 @@ def test_a_gpu_that_is_no_hopper_does_not_keep_another_from_being_modelled(
 def test_a_worker_that_does_not_start_is_told_and_the_exit_code_is_2(
     mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
     done = mgpu_tune("run", "matmul", *SIDES)
     assert done.code == 2
@@ -932,9 +932,9 @@ def test_demo_tunes_stores_runs_and_prints_an_error_below_the_limit(own_database
     code = (
         "import sys\n"
         "from mgpu_ops.core import aot\n"
-        "from mgpu_ops.tuning import cli; from mgpu_ops.tuning.cli import shared as commands\n"
+        "from mgpu_ops.tuning import cli, devices\n"
         "aot.available = lambda: 'not in this test'\n"  # compiling takes seconds a candidate
-        "commands.has_gpu = lambda: False\n"
+        "devices.has_gpu = lambda: False\n"
         "sys.exit(cli.main(['demo', '--json']))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
@@ -958,7 +958,7 @@ def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.
         assert device.kind == "modelled"
         raise Reached
 
-    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
     monkeypatch.setattr(demo, "tune_one", tune)
     monkeypatch.setenv("NPROC", "64")

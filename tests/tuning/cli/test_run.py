@@ -22,7 +22,6 @@ from optuna.storages.journal import JournalFileBackend
 import mgpu_ops
 from mgpu_ops.registry import database, resolution
 from mgpu_ops.tuning import ledger, storage
-from mgpu_ops.tuning.cli import shared as commands
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning.conftest import Command
 from tests.tuning.toy import DEFAULT, GPU, PROBLEM, SPEC, Config, FakeDevice, OneOfSeveral, machine_of, slope, store
@@ -35,7 +34,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
     """What `run` measures on, in turn; the last one again and again."""
     found = [FakeDevice()]
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", SPEC)
-    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: found.pop(0) if len(found) > 1 else found[0])
+    monkeypatch.setattr(
+        "mgpu_ops.tuning.devices.device_for", lambda name, gpus=1, **_: found.pop(0) if len(found) > 1 else found[0]
+    )
     return found
 
 
@@ -166,9 +167,9 @@ def test_a_full_disk_under_the_journal_is_told_with_its_path(
 SLOW = """
 import os, sys, time
 from mgpu_ops.core import aot
-from mgpu_ops.tuning import cli, device; from mgpu_ops.tuning.cli import shared as commands
+from mgpu_ops.tuning import cli, device, devices
 aot.available = lambda: "not in this test"
-commands.has_gpu = lambda: False
+devices.has_gpu = lambda: False
 judge = device.Modelled.next
 def slowly(self):
     config, outcome = judge(self)
@@ -232,7 +233,7 @@ def test_a_problem_that_fails_does_not_end_the_others(
                 raise WorkerError("the worker could not prepare it: out of memory")
 
     several = [Small(), Small()]
-    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: several[0])
+    monkeypatch.setattr("mgpu_ops.tuning.devices.device_for", lambda name, gpus=1, **_: several[0])
     with machine_of(monkeypatch, *several):
         done = mgpu_tune("run", "toy", "--suite", "toys", "--workers", workers, "--trials", 6, "--json")
     assert done.code == 1

@@ -596,7 +596,6 @@ def test_a_database_lost_in_the_middle_of_a_run_keeps_what_was_measured(
     """It sends its clients away and takes no new ones; then it is back."""
     import mgpu_ops
     from mgpu_ops.tuning import ledger
-    from mgpu_ops.tuning.cli import shared as commands
 
     def judge(config: toy.Config) -> float:
         if len(first.judged) == 6:
@@ -606,7 +605,7 @@ def test_a_database_lost_in_the_middle_of_a_run_keeps_what_was_measured(
     first, second = toy.FakeDevice(judge), toy.FakeDevice()
     devices = [first, second]
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", toy.SPEC)
-    monkeypatch.setattr(commands, "device_for", lambda name, gpus=1: devices.pop(0))
+    monkeypatch.setattr("mgpu_ops.tuning.devices.device_for", lambda name, gpus=1, **_: devices.pop(0))
     monkeypatch.setattr(ledger, "_PATIENCE", (0.1, 0.1))
     monkeypatch.setenv(storage.VARIABLE, database)
     try:

@@ -18,8 +18,6 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops.registry import database
-from mgpu_ops.tuning.cli import shared
-from mgpu_ops.tuning.cli import sweep as sweep_command
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.replay import sweep
 from mgpu_ops.tuning.worker import Lost, WorkerError
@@ -275,8 +273,8 @@ def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
     mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(mgpu_ops.SPECS, "toy", SMALL_SPEC)
-    monkeypatch.setattr(sweep_command, "has_gpu", lambda: True)
-    monkeypatch.setattr(shared, "device_for", lambda name, gpus=1: FakeDevice(measured))
+    monkeypatch.setattr("mgpu_ops.tuning.cli.sweep.has_gpu", lambda: True)
+    monkeypatch.setattr("mgpu_ops.tuning.devices.device_for", lambda name, gpus=1, **_: FakeDevice(measured))
     done = mgpu_tune("sweep", "toy", "--suite", "toys", "--output", tmp_path, "--json")
     assert done.code == 0
     told = json.loads(done.out)
@@ -286,7 +284,7 @@ def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
     def interrupted(config: Config) -> Any:
         return KeyboardInterrupt()
 
-    monkeypatch.setattr(shared, "device_for", lambda name, gpus=1: FakeDevice(interrupted))
+    monkeypatch.setattr("mgpu_ops.tuning.devices.device_for", lambda name, gpus=1, **_: FakeDevice(interrupted))
     done = mgpu_tune("sweep", "toy", "--suite", "toys", "--output", tmp_path / "other")
     assert done.code == 130
     assert "goes on from there" in done.out
@@ -294,7 +292,7 @@ def test_the_command_sweeps_a_suite_and_says_what_came_of_it(
 
 def sweep_on(monkeypatch: pytest.MonkeyPatch, mgpu_tune: Command, folder: Path, *devices: OneOfSeveral) -> Any:
     with machine_of(monkeypatch, *devices, spec=SMALL_SPEC):
-        monkeypatch.setattr(sweep_command, "has_gpu", lambda: True)
+        monkeypatch.setattr("mgpu_ops.tuning.cli.sweep.has_gpu", lambda: True)
         return mgpu_tune("sweep", "toy", "--suite", "toys", "--workers", "all", "--output", folder, "--json")
 
 
