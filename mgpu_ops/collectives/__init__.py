@@ -1,8 +1,12 @@
 """all_reduce, reduce_scatter and all_gather between the GPUs of a host, for use inside `jax.shard_map`, on NVIDIA Hopper.
 
-`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `transport.py` how devices
-reach each other, `kernel.py` lays the payload out and launches; what the kernel does is a schedule (`schedules.py`),
-which `executor.py` carries out. Here are the public functions with their gradient and batching rules, and the ops' SPECs.
+- `problem.py`: what is computed, and which configs can run it; `model.py`: which configs are worth trying
+- `plan.py`: transport, backend and config of a call; `topology.py`: how devices reach each other
+- `kernel.py`: layout of the payload, and launch; `layout.py`: what a kernel is given
+- `schedules.py`: the algorithms; `executor.py`: the kernel that carries one out; `ll.py`: its LL loads and stores
+- `workspace.py`: memory for small collectives; `rendezvous.py`: devices that meet on the host
+
+Here are the public functions with their gradient and batching rules, and the ops' SPECs.
 """
 
 from __future__ import annotations
@@ -19,45 +23,22 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from mgpu_ops.collectives import exchange, model, rendezvous, topology
+from mgpu_ops.collectives import layout, model, rendezvous, topology
 from mgpu_ops.collectives import problem as problems
-from mgpu_ops.collectives.exchange import Axes
+from mgpu_ops.collectives.layout import LLMemory
+from mgpu_ops.collectives.plan import Call, Plan, plan, plan_in_workspace
 from mgpu_ops.collectives.problem import REDUCTIONS, SHAPES, SUITES, TRANSPORTS, XLA, Config, Problem
 from mgpu_ops.collectives.schedules import Kind
-from mgpu_ops.collectives.transport import axes_of, split, unable, unreachable
-from mgpu_ops.collectives.workspace import Workspace, collective_workspace, config_for, unusable
-from mgpu_ops.core import gpu as gpus
+from mgpu_ops.collectives.topology import axes_of, split
+from mgpu_ops.collectives.workspace import Workspace, collective_workspace
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry import capture, dispatch, resolution
+from mgpu_ops.registry import capture, dispatch
 from mgpu_ops.registry.dispatch import Backend
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
 type Reduction = Literal["add", "min", "max"]
 type Transport = Literal["peer", "multimem", "xla"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a call says beside its array."""
-
-    kind: Kind
-    axes: Axes
-    reduction: str = "add"
-    transport: str | None = None
-    config: Config | None = None
-    backend: str | None = None
-    equal: bool = False  # the result is the same on all devices, and typed so
-    seconds: float | None = None  # that kernels in lines wait at most: with debug
-    forbidden: str | None = None  # what forbids multicast; here, because JAX keeps what it traced for equal calls
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.axes)
-
-    @property
-    def devices(self) -> int:
-        return math.prod(size for _, size in self.axes)
 
 
 def all_reduce(
@@ -93,8 +74,8 @@ def all_reduce(
         x, and has no gradient; the rest, and other machines, do without it.
       backend: "mosaic", "interpret" (any machine, slow, finds data races) or "xla".
       debug: each device reports on the host that it has arrived, and waits for the others there first. Where one does not come
-        within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang. So it
-        does where a kernel in lines, as in a workspace, waits for another GPU's data that long.
+        within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang. The
+        same holds where an LL kernel, as in a workspace, waits that long for another GPU's data.
 
     Returns:
       an array like x, equal on all devices of the axis.
@@ -178,7 +159,7 @@ def all_gather(
     return parts.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
 
 
-def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any, workspace: Any) -> _Call:
+def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any, workspace: Any) -> Call:
     axes = axes_of(kind, axis_name)
     if reduction not in REDUCTIONS:
         raise ValueError(f"op={reduction!r} is not one of {', '.join(REDUCTIONS)}")
@@ -189,33 +170,34 @@ def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: An
     backend = dispatch.requested_backend(backend)
     if backend not in (None, "xla") and transport == XLA:
         raise ValueError(f"transport='xla' does not run on backend={backend!r}: leave one of them out")
-    call = _Call(kind, axes, reduction, transport, config, backend, forbidden=topology.multicast_forbidden())
+    call = Call(kind, axes, reduction, transport, config, backend, no_multicast=topology.multicast_forbidden())
     if workspace is not None:
-        if not isinstance(workspace, Workspace):
-            raise TypeError(
-                f"workspace is a {type(workspace).__name__}: pass what mgpu_ops.collective_workspace returns, opened"
-            )
-        if not workspace.opened:
-            raise ValueError("the workspace is closed: pass workspace.open(), called once at the start of what shard_map runs")
-        if workspace.axis_name != call.names:
-            raise ValueError(
-                f"the workspace is for axis_name={workspace.axis_name}, and {kind} runs over {call.names}: each needs its own"
-            )
-        here = jax.sharding.get_abstract_mesh()
-        if workspace.mesh != tuple(here.shape.items()):
-            raise ValueError(f"the workspace is of a mesh {dict(workspace.mesh)}, and {kind} runs on {dict(here.shape)}")
-        if transport not in (None, "peer") or config is not None:
-            raise ValueError(f"a workspace goes with transport='peer' and no config: leave {transport or config} out")
-        if _checked(call):
-            raise ValueError(
-                "a workspace needs jax.shard_map(..., check_vma=False): JAX types no ref that differs between devices"
-            )
+        _check_workspace(call, workspace)
     return call
 
 
-def _arrived(call: _Call, x: jax.Array) -> tuple[jax.Array, _Call]:
-    """For debug=True: x, once all devices have come, and the call with a limit to what its kernel waits."""
-    return rendezvous.all_arrive(call.kind, call.axes, x), dataclasses.replace(call, seconds=rendezvous.seconds())
+def _check_workspace(call: Call, workspace: Any) -> None:
+    """Raises TypeError or ValueError for a workspace that the call cannot use."""
+    if not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace is a {type(workspace).__name__}: pass what mgpu_ops.collective_workspace returns, opened")
+    if not workspace.opened:
+        raise ValueError("the workspace is closed: pass workspace.open(), called once at the start of what shard_map runs")
+    if workspace.axis_name != call.names:
+        raise ValueError(
+            f"the workspace is for axis_name={workspace.axis_name}, and {call.kind} runs over {call.names}: each needs its own"
+        )
+    here = jax.sharding.get_abstract_mesh()
+    if workspace.mesh != tuple(here.shape.items()):
+        raise ValueError(f"the workspace is of a mesh {dict(workspace.mesh)}, and {call.kind} runs on {dict(here.shape)}")
+    if call.transport not in (None, "peer") or call.config is not None:
+        raise ValueError(f"a workspace goes with transport='peer' and no config: leave {call.transport or call.config} out")
+    if _checked(call):
+        raise ValueError("a workspace needs jax.shard_map(..., check_vma=False): JAX types no ref that differs between devices")
+
+
+def _arrived(call: Call, x: jax.Array) -> tuple[jax.Array, Call]:
+    """For debug=True: x, once all devices have arrived, and the call with a timeout for its kernel."""
+    return rendezvous.wait_for_all(call.kind, call.axes, x), dataclasses.replace(call, timeout=rendezvous.timeout())
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
@@ -227,9 +209,11 @@ def _dimension(name: str, x: jax.Array, dimension: int) -> int:
 # --- Gradients and batches. all_reduce: x -> x; reduce_scatter: [n, ...] -> [...]; all_gather: [...] -> [n, ...].
 
 
-def _collective(call: _Call, x: jax.Array, workspace: Workspace | None = None) -> jax.Array:
-    if workspace is not None and _config_in(call, x, workspace) is not None:
-        return _in_workspace(call)(_without_gradient(_varying(call, x)), workspace)
+def _collective(call: Call, x: jax.Array, workspace: Workspace | None = None) -> jax.Array:
+    if workspace is not None:
+        chosen = plan_in_workspace(call, SPECS[call.kind], _problem(call, x), workspace)
+        if chosen is not None:
+            return _in_workspace(call, chosen)(_without_gradient(_varying(call, x)), workspace)
     if set(call.names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         return _differentiable(call, _varying(call, x))
     return _run(call, x)  # an axis of vmap or pmap, which XLA reduces over, with JAX's own gradients
@@ -245,22 +229,22 @@ def _(*_: Any) -> Any:
     raise ValueError("a collective in a workspace has no gradient: leave workspace= out where gradients are taken")
 
 
-def _varying(call: _Call, x: jax.Array) -> jax.Array:
+def _varying(call: Call, x: jax.Array) -> jax.Array:
     """x, typed as differing between the devices of the axes, as far as `jax.shard_map` checks such types (check_vma)."""
     return mesh.same_mesh_axes(x, lax.axis_index(call.names))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: _Call, x: jax.Array) -> jax.Array:
+def _differentiable(call: Call, x: jax.Array) -> jax.Array:
     return _batchable(call)(x)
 
 
-def _forward(call: _Call, x: jax.Array) -> Any:
+def _forward(call: Call, x: jax.Array) -> Any:
     y = _differentiable(call, x)
     return y, None if call.reduction == "add" else (x, y)
 
 
-def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array]:
+def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array]:
     """The transpose of a sum; for min and max, g shared out among the elements that are the result."""
     plain = dataclasses.replace(call, reduction="add", config=None, equal=False)
     reduces = dataclasses.replace(plain, kind="all_reduce", equal=True)
@@ -285,13 +269,13 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array]:
 _differentiable.defvjp(_forward, _backward)
 
 
-def _checked(call: _Call) -> bool:
+def _checked(call: Call) -> bool:
     """Whether `jax.shard_map` checks over which axes values differ (check_vma)."""
     return bool(jax.typeof(lax.axis_index(call.names)).manual_axis_type.varying)
 
 
 @functools.cache
-def _batchable(call: _Call) -> Any:
+def _batchable(call: Call) -> Any:
     """The call as a function of x; a batch of them is one call."""
     run = jax.custom_batching.custom_vmap(functools.partial(_run, call))
     run.def_vmap(functools.partial(_batch, call, run))
@@ -299,14 +283,18 @@ def _batchable(call: _Call) -> Any:
 
 
 @functools.cache
-def _in_workspace(call: _Call) -> Any:
-    """The same in a workspace, which a batch may be too large for."""
-    run = jax.custom_batching.custom_vmap(functools.partial(_run_in_workspace, call))
+def _in_workspace(call: Call, plan: Plan) -> Any:
+    """The same in a workspace. A batch may be too large for it, so it is planned anew."""
+
+    @jax.custom_batching.custom_vmap
+    def run(x: jax.Array, workspace: Workspace) -> jax.Array:
+        return launch(call, plan, x.reshape(-1), memory=workspace.memory).reshape(_result(call, x))
+
     run.def_vmap(functools.partial(_batch, call, functools.partial(_collective, call)))
     return run
 
 
-def _batch(call: _Call, run: Any, size: int, batched: Sequence[Any], x: jax.Array, *workspace: Workspace) -> Any:
+def _batch(call: Call, run: Any, size: int, batched: Sequence[Any], x: jax.Array, *workspace: Workspace) -> Any:
     if call.kind == "reduce_scatter":
         return run(jnp.moveaxis(x, 0, 1), *workspace), True
     if call.kind == "all_gather":
@@ -317,126 +305,53 @@ def _batch(call: _Call, run: Any, size: int, batched: Sequence[Any], x: jax.Arra
 # --- From a call to a backend
 
 
-def _result(call: _Call, x: jax.Array) -> tuple[int, ...]:
+def _result(call: Call, x: jax.Array) -> tuple[int, ...]:
     return {"all_reduce": x.shape, "reduce_scatter": x.shape[1:], "all_gather": (call.devices, *x.shape)}[call.kind]
 
 
-def _problem(call: _Call, x: jax.Array) -> Problem:
+def _problem(call: Call, x: jax.Array) -> Problem:
     return Problem(x.size * (call.devices if call.kind == "all_gather" else 1), call.devices, x.dtype.name, call.reduction)
 
 
-def _config_in(call: _Call, x: jax.Array, workspace: Workspace) -> Config | None:
-    """With which the call runs in the workspace, or None where that cannot be."""
-    device, problem = gpus.current(), _problem(call, x)
-    if device is None or call.devices == 1 or call.backend in ("xla", "interpret") or capture.capturing():
-        return None
-    if SPECS[call.kind].supports(problem, device) or unable(call.axes, "peer") or unreachable(call.forbidden, "peer"):
-        return None
-    return config_for(call.kind, problem, workspace) if unusable() is None else None
+def _run(call: Call, x: jax.Array) -> jax.Array:
+    flat, shape = x.reshape(-1), _result(call, x)
+    if call.devices == 1 or not x.size:
+        return _through_xla(call, flat).reshape(shape)
+    spec = SPECS[call.kind]
+    chosen = plan(call, spec, _problem(call, x))
+    if capture.capturing():
+        skipped = chosen.choice.skipped(call.config)
+        out = capture.mark(spec, chosen.problem, skipped, (flat,), functools.partial(_through_xla, call))
+        return (_typed_equal(call, out) if call.equal else out).reshape(shape)  # a mark is not typed as equal
+    if chosen.backend == XLA:
+        return _through_xla(call, flat).reshape(shape)
+    run = _interpreted if chosen.backend == "interpret" else launch
+    return run(call, chosen, flat).reshape(shape)
 
 
-def _run_in_workspace(call: _Call, x: jax.Array, workspace: Workspace) -> jax.Array:
-    config, device = _config_in(call, x, workspace), gpus.current()
-    assert config is not None
-    assert device is not None
-    flat = x.reshape(-1)
-    given: Any = {"memory": workspace.memory, "equal": call.equal, "seconds": call.seconds}
-    out = launch(call.kind, call.axes, _problem(call, x), config, device, flat, **given)
-    return out.reshape(_result(call, x))
-
-
-def _run(call: _Call, x: jax.Array) -> jax.Array:
-    n = call.devices
-    shape = _result(call, x)
-    if n == 1 or not x.size:
-        return _through_xla(call, None, x.reshape(-1)).reshape(shape)
-    spec = dataclasses.replace(
-        SPECS[call.kind],
-        run=functools.partial(_through_kernel, call),
-        reference=functools.partial(_through_xla, call),
-    )
-    problem, reason = _choose(call, spec, _problem(call, x))
-    backend = call.backend if call.transport != XLA else XLA
-    out = dispatch.run(spec, problem, (x.reshape(-1),), config=call.config, backend=backend, reason=reason)
-    if capture.capturing() and call.equal:
-        out = _typed_equal(call, out)  # a mark knows nothing of equal results; nothing is run
-    return out.reshape(shape)
-
-
-def _choose(call: _Call, spec: OpSpec, problem: Problem) -> tuple[Problem, str | None]:
-    """The problem with its transport, and why it must go through XLA all the same, or None."""
-    if call.transport == XLA or call.backend == XLA:
-        return problem, None
-    if call.backend == "interpret":
-        return dataclasses.replace(problem, transport=call.transport or "peer"), None
-    if call.transport is not None:
-        transport: Any = call.transport
-        reason = unable(call.axes, transport) or unreachable(call.forbidden, transport)
-        if reason is not None:
-            raise ValueError(f"transport={call.transport!r} cannot run {call.kind} over {call.names}: {reason}")
-        return dataclasses.replace(problem, transport=transport), None
-    device = gpus.current()
-    if device is None or spec.supports(problem, device) is not None:
-        return problem, None  # dispatch says why
-    reasons = []
-    for transport in ("multimem", "peer"):
-        reason = unable(call.axes, transport) or unreachable(call.forbidden, transport)
-        asked = dataclasses.replace(problem, transport=transport)
-        if reason is None and spec.supports(asked, device) is None:
-            if _is_wanted(call, spec, asked, device):
-                return asked, None
-            reason = (
-                f"nothing is tuned for {call.devices} GPUs and about {problems.payload_bytes(problem)} bytes: "
-                f"mgpu-tune run {call.kind} --devices {call.devices}, or pass transport={transport!r}"
-            )
-        reasons.append(reason)
-    return problem, reasons[-1]
-
-
-def _is_wanted(call: _Call, spec: OpSpec, problem: Problem, device: Gpu) -> bool:
-    """Whether kernels run without being named: with a config that somebody chose, multimem with one that was measured only.
-
-    The default does where an entry for about as many bytes says that kernels are faster than XLA there.
-    """
-    given = call.config is not None or call.backend is not None
-    found = resolution.resolve(spec, problem, device)
-    if problem.transport == "multimem":
-        return not given and found.entry is not None and found.entry.evidence.kind == "measured"
-    if found.source == "default" and found.nearest is not None:
-        return given or found.nearest.config["algorithm"] != XLA
-    return given or found.source != "default"
-
-
-def launch(*arguments: Any, **options: Any) -> jax.Array:
+def launch(call: Call, plan: Plan, x: jax.Array, *, memory: LLMemory | None = None) -> jax.Array:
     """`kernel.launch`, whose module imports Pallas: only here, and so when the first kernel runs."""
     from mgpu_ops.collectives import kernel
 
-    return kernel.launch(*arguments, **options)
+    return kernel.launch(call, plan, x, memory=memory)
 
 
-def _through_kernel(
-    call: _Call, problem: Problem, config: Config, gpu: Gpu, x: jax.Array, *, interpret: bool = False
-) -> jax.Array:
-    if config.algorithm == XLA and call.config is None and (call.transport or call.backend):
-        config = model.default(call.kind, problem, gpu)  # kernels were asked for, whatever is faster
-    if config.algorithm == XLA:
-        return _through_xla(call, problem, x)
-    if not interpret:
-        return launch(call.kind, call.axes, problem, config, gpu, x, equal=call.equal, seconds=call.seconds)
-    kernel = functools.partial(launch, call.kind, call.axes, problem, config, gpu, equal=False, interpret=True)
+def _interpreted(call: Call, plan: Plan, x: jax.Array) -> jax.Array:
+    """The kernel in JAX's interpreter, once for all devices."""
     elements = {"all_reduce": x.size, "reduce_scatter": x.size // call.devices, "all_gather": x.size * call.devices}
-    own = rendezvous.interpret_together(call.axes, jax.ShapeDtypeStruct((elements[call.kind],), x.dtype), kernel, x)
+    out = jax.ShapeDtypeStruct((elements[call.kind],), x.dtype)
+    own = rendezvous.interpret_on_all(call.axes, out, functools.partial(launch, call, plan), x)
     return _typed_equal(call, own) if call.equal else own
 
 
-def _typed_equal(call: _Call, x: jax.Array) -> jax.Array:
+def _typed_equal(call: Call, x: jax.Array) -> jax.Array:
     """x, which is the same on all devices, typed so: the bits of the first one's, to which all others add zeros."""
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     first = jnp.where(lax.axis_index(call.names) == 0, bits, 0)
     return lax.bitcast_convert_type(lax.psum(first, call.names), x.dtype)
 
 
-def _through_xla(call: _Call, _: Any, x: jax.Array) -> jax.Array:
+def _through_xla(call: Call, x: jax.Array) -> jax.Array:
     """The same through XLA (NCCL, or a kernel of XLA's own), of a flat x."""
     reduce = {"add": lax.psum, "min": lax.pmin, "max": lax.pmax}[call.reduction]
     if call.kind == "all_reduce":
@@ -456,19 +371,20 @@ def _through_xla(call: _Call, _: Any, x: jax.Array) -> jax.Array:
 
 
 def _on_all(kind: Kind, problem: Problem, config: Config, gpu: Gpu, x: jax.Array, *, interpret: bool = False) -> jax.Array:
-    axes = (("device", problem.devices),)
+    call = Call(kind, (("device", problem.devices),), problem.reduction)
+    chosen = Plan(problem, dispatch.Choice("interpret" if interpret else "mosaic", gpu, None), config)
     if interpret:
-        return launch(kind, axes, problem, config, gpu, x, equal=False, interpret=True)
-    call = _Call(kind, axes, problem.reduction)
-    return _sharded(call, lambda own: _through_kernel(call, problem, config, gpu, own), x)
+        return launch(call, chosen, x)
+    run = _through_xla if config.algorithm == XLA else functools.partial(launch, plan=chosen)
+    return _sharded(call, lambda own: run(call, x=own), x)
 
 
 def _xla_on_all(kind: Kind, problem: Problem, x: jax.Array) -> jax.Array:
-    call = _Call(kind, (("device", problem.devices),), problem.reduction)
-    return _sharded(call, lambda own: _through_xla(call, problem, own), x)
+    call = Call(kind, (("device", problem.devices),), problem.reduction)
+    return _sharded(call, functools.partial(_through_xla, call), x)
 
 
-def _sharded(call: _Call, function: Any, x: jax.Array) -> jax.Array:
+def _sharded(call: Call, function: Any, x: jax.Array) -> jax.Array:
     devices = AbstractMesh((call.devices,), ("device",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("device")
     run = jax.shard_map(lambda own: function(own[0])[None], mesh=devices, in_specs=spec, out_specs=spec, check_vma=False)
@@ -480,7 +396,7 @@ def reference(kind: Kind, problem: Problem, x: jax.Array) -> jax.Array:
     n = problem.devices
     if kind == "all_gather":
         return jnp.broadcast_to(x.reshape(-1), (n, problem.size))
-    total = exchange.reduced(problem.reduction, x)
+    total = layout.reduced(problem.reduction, x)
     return jnp.broadcast_to(total, (n, problem.size)) if kind == "all_reduce" else total.reshape(n, -1)
 
 

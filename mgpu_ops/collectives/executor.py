@@ -1,15 +1,18 @@
 """The kernel that carries out a `Schedule` of `schedules.py` between GPUs: it knows no algorithm.
 
-A buffer is [parts, rows, columns], a row of 512 bytes; a part is a slice of the payload. A piece is `chunk` rows of a part.
-It comes through TMA into one of `stages` places of the inbox, is reduced in registers where several were read, and goes out
-through TMA again, from the inbox or, reduced, from the outbox. The last piece of a slice may be shorter.
+A buffer is [parts, rows, columns], a row of 512 bytes; a part is a slice of the payload. A chunk is `chunk` rows of a part; the
+last chunk of a slice may be shorter. One warpgroup a block moves chunks in one of three ways:
 
-With the multimem transport, places on MULTICAST are read and written by `multimem.ld_reduce` and `multimem.st` between
-registers and global memory, without TMA: the switch reduces and copies. Moves in lines go through registers too.
+- through TMA: the chunk is copied into a stage of the inbox, in shared memory, one copy for each device that the move reads.
+  Where it reads several, registers reduce them into a stage of the outbox. From the inbox or the outbox, TMA copies the result
+  out. `stages` chunks are in flight.
+- through the switch (multimem transport): places on MULTICAST are read by `multimem.ld_reduce` and written by `multimem.st`,
+  between registers and global memory.
+- in LL (`ll.py`): between registers and global memory, each word with a flag of its own.
 
 Interpreted, one kernel stands for all devices: they are blocks of one cluster, a peer's memory is another part of an array, and
-a signal is a barrier of the cluster. So it shows that pieces, places, stages and drains are right, and finds races among them;
-that the signals suffice is shown by `tests/mgpu_ops/collectives/simulator.py`.
+a signal is a barrier of the cluster. This shows that chunks, places, stages and waits for stores are right, and finds races
+among them. That the signals suffice is shown by `tests/mgpu_ops/collectives/simulator.py`.
 """
 
 from __future__ import annotations
@@ -26,68 +29,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.collectives import ll
-from mgpu_ops.collectives.exchange import LINE_WORDS, OUTBOX, ROWS_AT_ONCE, Exchange, Memory, memory_rows, reduced
+from mgpu_ops.collectives.layout import (
+    LL_WORDS,
+    OUTBOX_STAGES,
+    ROWS_AT_ONCE,
+    CollectiveKernel,
+    LLMemory,
+    ll_memory_rows,
+    reduced,
+)
 from mgpu_ops.collectives.schedules import MULTICAST, Buffer, Move, Place, Signal, Wait, relative
 from mgpu_ops.core import engine
 
 
-def turn(calls: Any) -> tuple[Any, Any, Any]:
-    """Of a call with a `Memory`, from the count before it: its half, the flag of its lines, and the count after it. All int32.
+def half_and_flag(calls: Any) -> tuple[Any, Any, Any]:
+    """For a call with an `LLMemory`, from the count of calls before it: its half, its flag, and the count after it. All int32.
 
-    Whatever the count is, the next call has the other half, and no flag is 0, which lines have that were never written.
+    Whatever the count is, the next call has the other half, and no flag is 0, the value of memory that was never written.
     """
     return calls & 1, calls + 1, jnp.where(calls == -2, 1, calls + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """For schedules in lines: how long to wait for them, and where to say whose did not come. The result is then undefined.
+    """For LL schedules: how long to wait for data, and where to write whose did not come. The result is then undefined.
 
-    late: a ref of int32 [n + 1], zeros at first: 1 for each device whose lines did not come in time, and last whether any.
+    late: a ref of int32 [n + 1], zeros at first: 1 for each device whose data did not come in time, and last whether any.
     """
 
     late: Any
     seconds: float
 
 
-def exchange(
+def run(
     x: jax.Array,
-    what: Exchange,
+    kernel: CollectiveKernel,
     *,
-    memory: Memory | None = None,
+    memory: LLMemory | None = None,
     deadline: Deadline | None = None,
     equal: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Runs the kernel inside `jax.shard_map` over `what.axes`: x has `what.shape("x")`, the result `what.shape("out")`.
+    """Runs the kernel inside `jax.shard_map` over `kernel.axes`: x has `kernel.shape("x")`, the result `kernel.shape("out")`.
 
     equal: the result is the same on all devices, and so typed. Interpreted, x and the result have all devices' in front:
     [n, ...], no shard_map is needed, and there is no `memory` nor `deadline`.
     """
-    n = what.schedule.n
-    scratch_types: dict[str, Any] = {}
-    lead = (n,) if interpret else ()
-    box = (what.cut.chunk, what.columns)
-    reads = sorted({len(move.reads) for move in what.staged})
-    if reads:
-        scratch_types["inbox"] = plgpu.SMEM((what.stages, reads[-1], *box), what.dtype)
-    if reads and reads[-1] > 1:
-        scratch_types["outbox"] = plgpu.SMEM((OUTBOX, *box), what.dtype)
-    for r in reads:
-        scratch_types[f"arrived_{r}"] = plgpu.Barrier(num_arrivals=r, num_barriers=what.stages)
-    for step in what.schedule.steps:
-        if isinstance(step, Wait) and interpret:
-            scratch_types[f"flag_{step.flag}"] = plgpu.ClusterBarrier(collective_axes=("device",))
-        elif isinstance(step, Wait) and not step.in_lines:
-            scratch_types[f"flag_{step.flag}"] = plgpu.SemaphoreType.REGULAR
+    n = kernel.schedule.n
     inputs: dict[str, Any] = {"x": x}
     results: list[Buffer] = ["out"]
     if memory is not None:
         inputs["where"] = memory.where
-    elif what.schedule.in_lines and not interpret:
-        parts, rows, _ = what.shape("scratch")
-        inputs["scratch"] = jax.new_ref(jnp.zeros((parts, rows, LINE_WORDS), jnp.int32))
-    elif what.schedule.scratch_slices:
+    elif kernel.schedule.ll and not interpret:
+        parts, rows, _ = kernel.shape("scratch")
+        inputs["scratch"] = jax.new_ref(jnp.zeros((parts, rows, LL_WORDS), jnp.int32))
+    elif kernel.schedule.scratch_slices:
         results.append("scratch")
     if deadline is not None:
         inputs["late"] = deadline.late
@@ -95,63 +91,87 @@ def exchange(
     def body(*refs: Any, **scratch: Any) -> None:
         buffers = dict(zip((*inputs, *results), refs, strict=True))
         if memory is not None:
-            block: _Block = _InMemory(what, buffers, scratch, memory.rows)
+            block: _Block = _InWorkspace(kernel, buffers, scratch, memory.rows)
         else:
-            block = (_Interpreted if interpret else _Block)(what, buffers, scratch)
-        block.seconds = deadline.seconds if deadline else None
+            block = (_Interpreted if interpret else _Block)(kernel, buffers, scratch)
+        block.timeout = deadline.seconds if deadline else None
         block.run()
 
+    lead = (n,) if interpret else ()
     launch = engine.Launch(
-        f"mgpu_ops_{what.schedule.kind}_{what.schedule.algorithm}",
-        grid={"all": 1} if interpret else {"block": what.blocks},
-        cluster={"device": n, "block": what.blocks} if interpret else {},
+        f"mgpu_ops_{kernel.schedule.kind}_{kernel.schedule.algorithm}",
+        grid={"all": 1} if interpret else {"block": kernel.blocks},
+        cluster={"device": n, "block": kernel.blocks} if interpret else {},
         warpgroups=1,
         interpret=interpret,
     )
     return engine.kernel(
         body,
         launch,
-        out_type=tuple(jax.ShapeDtypeStruct((*lead, *what.shape(buffer)), what.dtype) for buffer in results),
-        scratch_types=scratch_types,
-        equal_over=what.names if equal else (),
+        out_type=tuple(jax.ShapeDtypeStruct((*lead, *kernel.shape(buffer)), kernel.dtype) for buffer in results),
+        scratch_types=_scratch_types(kernel, interpret),
+        equal_over=kernel.names if equal else (),
     )(*inputs.values())[0]
+
+
+def _scratch_types(kernel: CollectiveKernel, interpret: bool) -> dict[str, Any]:
+    """Inbox and outbox, a barrier a stage of the inbox for each number of copies that fill one, and the schedule's flags."""
+    types: dict[str, Any] = {}
+    chunk = (kernel.cut.chunk, kernel.columns)
+    reads = sorted({len(move.reads) for move in kernel.tma_moves})
+    if reads:
+        types["inbox"] = plgpu.SMEM((kernel.stages, reads[-1], *chunk), kernel.dtype)
+    if reads and reads[-1] > 1:
+        types["outbox"] = plgpu.SMEM((OUTBOX_STAGES, *chunk), kernel.dtype)
+    for r in reads:
+        types[f"full_{r}"] = plgpu.Barrier(num_arrivals=r, num_barriers=kernel.stages)
+    for step in kernel.schedule.steps:
+        if isinstance(step, Wait) and interpret:
+            types[f"flag_{step.flag}"] = plgpu.ClusterBarrier(collective_axes=("device",))
+        elif isinstance(step, Wait) and not step.ll:
+            types[f"flag_{step.flag}"] = plgpu.SemaphoreType.REGULAR
+    return types
 
 
 class _Block:
     """One block of one device, while the kernel is traced."""
 
-    def __init__(self, what: Exchange, buffers: dict[str, Any], scratch: dict[str, Any]) -> None:
-        self.what, self.buffers, self.scratch = what, buffers, scratch
-        self.n = what.schedule.n
+    flag: Any = 1  # of LL data that are there; memory is zero before
+    timeout: float | None = None  # seconds: of a `Deadline`
+
+    def __init__(self, kernel: CollectiveKernel, buffers: dict[str, Any], scratch: dict[str, Any]) -> None:
+        self.kernel, self.buffers, self.scratch = kernel, buffers, scratch
+        self.n = kernel.schedule.n
         self.own = self.index()
-        self.signalled = dict.fromkeys(what.schedule.flags, 0)
+        self.signalled = dict.fromkeys(kernel.schedule.flags, 0)
 
     def run(self) -> None:
-        for step in self.what.schedule.steps:
+        for step in self.kernel.schedule.steps:
             if isinstance(step, Signal):
                 self.signal(step)
             elif isinstance(step, Wait):
                 self.wait(step)
             elif step.through_switch:
                 self.move_through_switch(step)
-            elif step.in_lines:
-                self.move_in_lines(step)
+            elif step.ll:
+                self.move_in_ll(step)
             else:
-                self.move(step)
-        if self.what.staged:
-            plgpu.wait_smem_to_gmem(0)
+                self.move_through_tma(step)
+        if self.kernel.tma_moves:
+            plgpu.wait_smem_to_gmem(0)  # the last stores are complete when the kernel ends
 
-    # Other devices
+    # --- Other devices
 
     def index(self) -> Any:
-        return lax.axis_index(self.what.names)
+        """The own device's index along the axes."""
+        return lax.axis_index(self.kernel.names)
 
     def device(self, number: int) -> dict[str, Any]:
-        """The mesh indices of the device that is so far from the own one. The host must be able to compute them: for TMA."""
+        """The mesh indices of the device `number` after the own one. The host must be able to compute them: for TMA."""
         index = lax.rem(self.own + jnp.int32(number % self.n), jnp.int32(self.n))
         ids, stride = {}, 1
-        for name, size in reversed(self.what.axes):
-            ids[name] = lax.rem(lax.div(index, jnp.int32(stride)), jnp.int32(size)) if len(self.what.axes) > 1 else index
+        for name, size in reversed(self.kernel.axes):
+            ids[name] = lax.rem(lax.div(index, jnp.int32(stride)), jnp.int32(size)) if len(self.kernel.axes) > 1 else index
             stride *= size
         return ids
 
@@ -165,113 +185,135 @@ class _Block:
         return plgpu.remote_ref(ref, peer)
 
     def signal(self, step: Signal) -> None:
-        """The warpgroup's stores are complete, then visible to all, then the flags are raised."""
-        if step.in_lines:
+        """Waits until the warpgroup's stores are complete, makes them visible to all devices, then raises the flags."""
+        if step.ll:
             return
         plgpu.wait_smem_to_gmem(0)
         flag = self.scratch[f"flag_{step.flag}"]
         if step.to == MULTICAST:
-            plgpu.semaphore_signal_multicast(flag, collective_axes=self.what.names)
+            plgpu.semaphore_signal_multicast(flag, collective_axes=self.kernel.names)
             return
         engine.signal_all(flag, [self.device(number) for number in step.to])
 
     def wait(self, step: Wait) -> None:
-        """Flags are zero when the kernel starts and only count up: reading one is cheaper than subtracting from it."""
-        if step.in_lines:
+        """Waits for as many signals as there were steps so far. Flags are zero when the kernel starts and only count up: to
+        read one is cheaper than to subtract from it.
+        """
+        if step.ll:
             return
         self.signalled[step.flag] += step.count
         plgpu.semaphore_wait(self.scratch[f"flag_{step.flag}"], self.signalled[step.flag], decrement=False)
         engine.global_memory_fence()
 
-    # Moving pieces
+    # --- Which chunks, and where they lie
 
-    def where(self, place: Place, move: Move, number: Any, rows: int) -> Any:
-        """Which rows of a buffer a piece has at a place: indices into [parts, rows, columns]."""
-        part, row = self.piece(move, number)
-        if place.part is not None:
-            there = relative(place.part, self.own, self.n) + place.bank * self.n
-            part = part + there * (self.what.slices if move.whole else 1)
-        return part, pl.ds(row, rows)
+    def own_chunks(self, move: Move) -> tuple[Any, Any]:
+        """This block's first chunk of a part, and how many it has; it takes each `blocks`-th."""
+        cut, block = self.kernel.cut, lax.axis_index("block")
+        every = cut.per_slice * (cut.n if move.whole else 1)
+        return block, lax.div(every - block + cut.blocks - 1, jnp.int32(cut.blocks))
 
-    def piece(self, move: Move, number: Any) -> tuple[Any, Any]:
-        """The slice, within a whole part, and the row at which a piece begins."""
-        cut = self.what.cut
+    def chunk_start(self, move: Move, number: Any) -> tuple[Any, Any]:
+        """The slice, within a whole part, and the row at which a chunk begins."""
+        cut = self.kernel.cut
         if not move.whole or cut.n == 1:
             return jnp.int32(0), number * cut.chunk
         return lax.div(number, jnp.int32(cut.per_slice)), lax.rem(number, jnp.int32(cut.per_slice)) * cut.chunk
 
-    def each_length(self, number: Any, copy: Callable[[int], None]) -> None:
-        """copy(rows) with how many rows the piece has, which is known for a piece that is the last of its slice or is not."""
-        cut = self.what.cut
+    def where(self, place: Place, move: Move, number: Any, rows: int) -> Any:
+        """Where a chunk of so many rows lies at a place: indices into [parts, rows, columns]."""
+        part, row = self.chunk_start(move, number)
+        if place.part is not None:
+            there = relative(place.part, self.own, self.n) + place.bank * self.n
+            part = part + there * (self.kernel.slices if move.whole else 1)
+        return part, pl.ds(row, rows)
+
+    def with_length(self, number: Any, body: Callable[[int], None]) -> None:
+        """body(rows of the chunk). A copy's length is static: one branch for a slice's last chunk, which may be shorter, and
+        one for the others.
+        """
+        cut = self.kernel.cut
         last = cut.slice % cut.chunk
         if not last:
-            copy(cut.chunk)
+            body(cut.chunk)
             return
         is_last = lax.rem(number, jnp.int32(cut.per_slice)) == cut.per_slice - 1
-        pl.when(is_last)(lambda: copy(last))
-        pl.when(~is_last)(lambda: copy(cut.chunk))
+        pl.when(is_last)(lambda: body(last))
+        pl.when(~is_last)(lambda: body(cut.chunk))
 
-    def pieces(self, move: Move) -> tuple[Any, Any]:
-        """The own block's first piece of a part, and how many it has."""
-        cut, block = self.what.cut, lax.axis_index("block")
-        every = cut.per_slice * (cut.n if move.whole else 1)
-        return block, lax.div(every - block + cut.blocks - 1, jnp.int32(cut.blocks))
+    def layout(self, rows: int, row: int = 16) -> Any:
+        """Of so many rows in registers: each thread has up to `row` bytes in a row."""
+        vector = math.gcd(rows, row // 4) * 4 // jnp.dtype(self.kernel.dtype).itemsize
+        return plgpu.Layout.WG_STRIDED((rows, self.kernel.columns), vec_size=vector)
 
-    def move(self, move: Move) -> None:
-        """Each piece into the inbox, perhaps reduced into the outbox, and out."""
-        stages, blocks = self.what.stages, self.what.blocks
-        inbox, arrived = self.scratch["inbox"], self.scratch[f"arrived_{len(move.reads)}"]
-        first, count = self.pieces(move)
+    # --- Through TMA
+
+    def move_through_tma(self, move: Move) -> None:
+        """Copies each chunk into the inbox, reduces several into the outbox, and copies the result out.
+
+        While a chunk is reduced, the copies of the next chunks arrive and the stores of earlier ones leave.
+        """
+        stages, blocks = self.kernel.stages, self.kernel.blocks
+        inbox, full = self.scratch["inbox"], self.scratch[f"full_{len(move.reads)}"]
+        first, count = self.own_chunks(move)
         reduces = len(move.reads) > 1
-        each = len(move.writes)  # copies a piece: each is a group of its own
+        stores = len(move.writes)  # that TMA starts for a chunk
 
         def load(i: Any) -> None:
-            slot, number = lax.rem(i, jnp.int32(stages)), first + i * blocks
+            stage = lax.rem(i, jnp.int32(stages))
+            self.load_chunk(move, first + i * blocks, inbox.at[stage], full.at[stage])
 
-            def copy(rows: int) -> None:
-                for k, place in enumerate(move.reads):
-                    turn = move.turn(k, self.own, self.n) if reduces else 0
-                    source = self.memory(place, self.where(place, move, number, rows))
-                    engine.copy_gmem_to_smem(source, inbox.at[slot, turn, pl.ds(0, rows)], arrived.at[slot])
-
-            self.each_length(number, copy)
-
-        def store(source: Any, i: Any) -> None:
-            number = first + i * blocks
-
-            def copy(rows: int) -> None:
-                for place in move.writes:
-                    target = self.memory(place, self.where(place, move, number, rows))
-                    plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rows)], target)
-
-            self.each_length(number, copy)
-
+        # The first loads: one for each stage of the inbox.
         pl.loop(0, jnp.minimum(stages, count))(lambda i: load(jnp.int32(i)))
 
         @pl.loop(0, count)
         def _(i: Any) -> None:
             i = jnp.int32(i)
-            slot = lax.rem(i, jnp.int32(stages))
-            plgpu.barrier_wait(arrived.at[slot])
-            result = inbox.at[slot, 0]
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[stage])  # all copies of this chunk have arrived
+            result = inbox.at[stage, 0]
             if reduces:
-                result = self.scratch["outbox"].at[lax.rem(i, jnp.int32(OUTBOX))]
-                plgpu.wait_smem_to_gmem((OUTBOX - 1) * each, wait_read_only=True)
-                self.reduce(inbox.at[slot], len(move.reads), result)
-                plgpu.commit_smem()
-            store(result, i)
-            # The next load goes to the place in the inbox that was read last: by registers, or by the stores before these.
+                result = self.scratch["outbox"].at[lax.rem(i, jnp.int32(OUTBOX_STAGES))]
+                # The stores that read this stage of the outbox last have read it; those of the other stage may be in flight.
+                plgpu.wait_smem_to_gmem((OUTBOX_STAGES - 1) * stores, wait_read_only=True)
+                self.reduce(inbox.at[stage], len(move.reads), result)
+                plgpu.commit_smem()  # TMA sees what registers wrote
+            self.store_chunk(move, first + i * blocks, result)
+            # The next load overwrites a stage of the inbox. Registers have just read this chunk's. Without a reduction TMA
+            # reads
+            # it still: then the load takes the stage of the chunk before, whose stores have read it after this wait.
             ahead = i + stages - (not reduces)
             if not reduces:
-                plgpu.wait_smem_to_gmem(each, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
             pl.when((ahead < count) & (ahead >= stages))(lambda: load(ahead))
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next move may overwrite all stages
 
-    def reduce(self, boxes: Any, count: int, result: Any) -> None:
-        """result = boxes[0] + boxes[1] + ..., summed in float32, in this order."""
-        what = self.what
-        chunk = what.cut.chunk
+    def load_chunk(self, move: Move, number: Any, stage: Any, full: Any) -> None:
+        """Starts the copies of a chunk into a stage of the inbox, one from each place that the move reads."""
+
+        def copy(rows: int) -> None:
+            for k, place in enumerate(move.reads):
+                position = move.position(k, self.own, self.n) if len(move.reads) > 1 else 0
+                source = self.memory(place, self.where(place, move, number, rows))
+                engine.copy_gmem_to_smem(source, stage.at[position, pl.ds(0, rows)], full)
+
+        self.with_length(number, copy)
+
+    def store_chunk(self, move: Move, number: Any, source: Any) -> None:
+        """Starts the copies of a chunk from shared memory, one to each place that the move writes."""
+
+        def copy(rows: int) -> None:
+            for place in move.writes:
+                target = self.memory(place, self.where(place, move, number, rows))
+                plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rows)], target)
+
+        self.with_length(number, copy)
+
+    def reduce(self, chunks: Any, count: int, result: Any) -> None:
+        """result = chunks[0] + chunks[1] + ..., summed in float32, in this order."""
+        kernel = self.kernel
+        chunk = kernel.cut.chunk
         rows = max(r for r in range(1, ROWS_AT_ONCE + 1) if chunk % r == 0)
         layout = self.layout(rows)
 
@@ -279,30 +321,25 @@ class _Block:
         def _(group: Any) -> None:
             here = pl.ds(group * rows, rows)
             result[here] = reduced(
-                what.reduction, (plgpu.load(boxes.at[k, here], layout=layout, optimized=False) for k in range(count))
+                kernel.reduction, (plgpu.load(chunks.at[k, here], layout=layout, optimized=False) for k in range(count))
             )
 
-    def layout(self, rows: int, row: int = 16) -> Any:
-        """Of so many rows in registers: each thread has up to `row` bytes in a row."""
-        vector = math.gcd(rows, row // 4) * 4 // jnp.dtype(self.what.dtype).itemsize
-        return plgpu.Layout.WG_STRIDED((rows, self.what.columns), vec_size=vector)
-
-    # Through the switch
+    # --- Through the switch
 
     def move_through_switch(self, move: Move) -> None:
-        """Each piece from global memory to registers and back, reduced or copied to all on the way."""
-        what = self.what
-        first, count = self.pieces(move)
+        """Each chunk from global memory to registers and back, reduced or copied to all on the way."""
+        kernel = self.kernel
+        first, count = self.own_chunks(move)
         (source,), (target,) = move.reads, move.writes
-        chunk = what.cut.chunk
-        rows = max(r for r in range(1, ROWS_AT_ONCE + 1) if math.gcd(chunk, what.rows) % r == 0)
+        chunk = kernel.cut.chunk
+        rows = max(r for r in range(1, ROWS_AT_ONCE + 1) if math.gcd(chunk, kernel.rows) % r == 0)
 
         @pl.loop(0, count)
         def each(i: Any) -> None:
-            number = first + i * what.blocks
-            _, row = self.piece(move, number)
+            number = first + i * kernel.blocks
+            _, row = self.chunk_start(move, number)
 
-            @pl.loop(0, jnp.minimum(chunk, what.rows - row) // rows)
+            @pl.loop(0, jnp.minimum(chunk, kernel.rows - row) // rows)
             def at_once(group: Any) -> None:
                 def some(place: Place) -> Any:
                     part, where = self.where(place, move, number, rows)
@@ -311,36 +348,36 @@ class _Block:
                 self.store_all(target, some(target), self.load_all(source, some(source), rows))
 
     def load_all(self, place: Place, where: Any, rows: int) -> Any:
+        """Rows of one device, or, on MULTICAST, those of all devices as the switch reduces them."""
         ref = self.buffers[place.buffer].at[where]
         if place.device != MULTICAST:
             return plgpu.load(ref, layout=self.layout(rows), optimized=False)
-        reduction: Any = self.what.reduction
-        value = plgpu.multimem_load_reduce(ref, collective_axes=self.what.names, reduction_op=reduction)
+        reduction: Any = self.kernel.reduction
+        value = plgpu.multimem_load_reduce(ref, collective_axes=self.kernel.names, reduction_op=reduction)
         return plgpu.layout_cast(value, self.layout(rows))
 
     def store_all(self, place: Place, where: Any, value: Any) -> None:
+        """Stores to one device, or, on MULTICAST, to all of them."""
         ref = self.buffers[place.buffer]
         if place.device == MULTICAST:
-            plgpu.multimem_store(value, ref.at[where], self.what.names)
+            plgpu.multimem_store(value, ref.at[where], self.kernel.names)
         else:
             ref[where] = value
 
-    # In lines
+    # --- In LL
 
-    flag: Any = 1  # that lines have when they are there; memory is zero before
-    seconds: float | None = None  # of a `Deadline`
-
-    def line_memory(self, place: Place, where: Any) -> Any:
+    def ll_memory(self, place: Place, where: Any) -> Any:
+        """Where LL data of the scratch of some device lie: a ref or an `ll.Address`."""
         return self.memory(place, where)
 
-    def move_in_lines(self, move: Move) -> None:
-        """Each piece from global memory to registers and back, with its flags wherever scratch is concerned."""
-        what = self.what
-        first, count = self.pieces(move)
+    def move_in_ll(self, move: Move) -> None:
+        """Each chunk from global memory to registers and back. Loads from scratch wait for the flag of each word."""
+        kernel = self.kernel
+        first, count = self.own_chunks(move)
 
         @pl.loop(0, count)
         def each(i: Any) -> None:
-            number = first + i * what.blocks
+            number = first + i * kernel.blocks
 
             def copy(rows: int) -> None:
                 at_once = max(r for r in range(1, ROWS_AT_ONCE // len(move.reads) + 1) if rows % r == 0)
@@ -351,72 +388,74 @@ class _Block:
 
                 @pl.loop(0, rows // at_once)
                 def _(group: Any) -> None:
-                    reads = self.in_order(move, lambda place: some(place, group))
-                    value = reduced(what.reduction, self.load_lines(reads, at_once))
+                    reads = self.ll_reads(move, lambda place: some(place, group))
+                    value = reduced(kernel.reduction, self.load_ll(reads, at_once))
                     for place in move.writes:
-                        self.store_lines(place, some(place, group), value, at_once)
+                        self.store_ll(place, some(place, group), value, at_once)
 
-            self.each_length(number, copy)
+            self.with_length(number, copy)
 
-    def in_order(self, move: Move, where: Callable[[Place], Any]) -> list[tuple[Place, Any]]:
-        """What a move in lines reads, and where; in the order of the devices, where it reads all parts of the own scratch."""
+    def ll_reads(self, move: Move, where: Callable[[Place], Any]) -> list[tuple[Place, Any]]:
+        """What an LL move reads, and where. If it reads all parts of the own scratch, they are in the order of the devices."""
         reads = [(place, where(place)) for place in move.reads]
         if len(reads) < self.n:
             return reads
         return [(move.reads[0], (jnp.int32(part), reads[0][1][1])) for part in range(self.n)]
 
-    def load_lines(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
+    def load_ll(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
+        """The data at all places. Of scratch, this waits for all of their flags in one loop."""
         layout = self.layout(rows, 8)
         if reads[0][0].buffer != "scratch":
             return [plgpu.load(self.memory(*read), layout=layout, optimized=False) for read in reads]
         deadline = None
-        if self.seconds is not None:
-            senders = [jnp.int32(self.sender(place, part)) for place, (part, _) in reads]
-            deadline = ll.Deadline(self.buffers["late"], senders, self.seconds)
-        places, shape = [self.line_memory(*read) for read in reads], (rows, self.what.columns)
-        return ll.load(places, shape, self.what.dtype, layout, self.flag, deadline)
+        if self.timeout is not None:
+            senders = [jnp.int32(self.sender(part)) for _, (part, _) in reads]
+            deadline = ll.Deadline(self.buffers["late"], senders, self.timeout)
+        places, shape = [self.ll_memory(*read) for read in reads], (rows, self.kernel.columns)
+        return ll.load(places, shape, self.kernel.dtype, layout, self.flag, deadline)
 
-    def sender(self, place: Place, part: Any) -> Any:
-        """The index of the device that writes a part of the own scratch, of which there is one for each, once in each bank."""
+    def sender(self, part: Any) -> Any:
+        """The index of the device that writes a part of the own scratch: each bank has one part for each device."""
         return lax.rem(part, jnp.int32(self.n))
 
-    def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
+    def store_ll(self, place: Place, where: Any, value: Any, rows: int) -> None:
+        """Stores with flags to scratch, plainly elsewhere."""
         if place.buffer == "scratch":
-            ll.store(value, self.line_memory(place, where), self.layout(rows, 8), self.flag)
+            ll.store(value, self.ll_memory(place, where), self.layout(rows, 8), self.flag)
         else:
             self.memory(place, where)[...] = value
 
 
-class _InMemory(_Block):
-    """The same with a `Memory`: the half of it whose turn it is, at addresses that `where` holds."""
+class _InWorkspace(_Block):
+    """A block whose scratch is an `LLMemory`: the half of this call, at the addresses in `where`."""
 
-    def __init__(self, what: Exchange, buffers: dict[str, Any], scratch: dict[str, Any], rows: int) -> None:
-        super().__init__(what, buffers, scratch)
+    def __init__(self, kernel: CollectiveKernel, buffers: dict[str, Any], scratch: dict[str, Any], rows: int) -> None:
+        super().__init__(kernel, buffers, scratch)
         self.rows = rows
 
     def index(self) -> Any:
-        return self.buffers["where"][0, 0]  # lax.axis_index is of the peers that XLA knows
+        return self.buffers["where"][0, 0]  # `lax.axis_index` is for kernels of whose peers XLA knows
 
     def run(self) -> None:
         words = [self.buffers["where"][0, 1 + i] for i in range(2 * self.n)]
         self.addresses = list(zip(words[::2], words[1::2], strict=True))
-        after_lines = (memory_rows(self.n, self.rows) - 1) * 4 * LINE_WORDS
-        counter = ll.Address(*self.addresses[0], jnp.int32(after_lines) + 4 * lax.axis_index("block"))
+        after_halves = (ll_memory_rows(self.n, self.rows) - 1) * 4 * LL_WORDS
+        counter = ll.Address(*self.addresses[0], jnp.int32(after_halves) + 4 * lax.axis_index("block"))
         calls = ll.read_word(counter)  # before this one, the same on all devices
-        self.half, self.flag, after = turn(calls)
+        self.half, self.flag, after = half_and_flag(calls)
         super().run()
         engine.warpgroup_barrier()  # all threads have read the counter
         ll.write_word(after, counter)
 
-    def line_memory(self, place: Place, where: Any) -> Any:
+    def ll_memory(self, place: Place, where: Any) -> Any:
         assert isinstance(place.device, int)
         part, rows = where
-        row = self.half * (self.n * self.rows) + part * self.what.rows + rows.start
-        return ll.Address(*self.addresses[place.device % self.n], row * (4 * LINE_WORDS))
+        row = self.half * (self.n * self.rows) + part * self.kernel.rows + rows.start
+        return ll.Address(*self.addresses[place.device % self.n], row * (4 * LL_WORDS))
 
 
 class _Interpreted(_Block):
-    """The same, one block of a cluster that stands for all devices."""
+    """A block of the cluster that stands for all devices."""
 
     def index(self) -> Any:
         return lax.axis_index("device")
@@ -425,10 +464,10 @@ class _Interpreted(_Block):
         assert isinstance(place.device, int)
         return self.buffers[place.buffer].at[(relative(place.device, self.own, self.n), *where)]
 
-    def load_lines(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
+    def load_ll(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
         return [self.memory(*read)[...] for read in reads]
 
-    def store_lines(self, place: Place, where: Any, value: Any, rows: int) -> None:
+    def store_ll(self, place: Place, where: Any, value: Any, rows: int) -> None:
         self.memory(place, where)[...] = value
 
     def signal(self, step: Signal) -> None:
@@ -442,7 +481,7 @@ class _Interpreted(_Block):
         ref = self.buffers[place.buffer]
         if place.device != MULTICAST:
             return ref[(self.own, *where)]
-        return reduced(self.what.reduction, (ref[(device, *where)] for device in range(self.n)))
+        return reduced(self.kernel.reduction, (ref[(device, *where)] for device in range(self.n)))
 
     def store_all(self, place: Place, where: Any, value: Any) -> None:
         for device in range(self.n) if place.device == MULTICAST else (self.own,):

@@ -1,4 +1,4 @@
-"""From a problem and a config to the kernel: how the payload is laid out, and the launch."""
+"""From a call and its plan to the kernel: how the payload is laid out, and the launch."""
 
 from __future__ import annotations
 
@@ -7,50 +7,43 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.collectives import rendezvous
-from mgpu_ops.collectives.exchange import Axes, Exchange, Memory
-from mgpu_ops.collectives.executor import Deadline, exchange
-from mgpu_ops.collectives.problem import Config, Problem, check, exchange_of
-from mgpu_ops.collectives.schedules import Buffer, Kind
+from mgpu_ops.collectives import executor, rendezvous
+from mgpu_ops.collectives.layout import CollectiveKernel, LLMemory
+from mgpu_ops.collectives.plan import Call, Plan
+from mgpu_ops.collectives.problem import check, kernel_of
+from mgpu_ops.collectives.schedules import Buffer
 from mgpu_ops.core import engine
-from mgpu_ops.core.gpu import Gpu
 
 
-def launch(
-    kind: Kind,
-    axes: Axes,
-    problem: Problem,
-    config: Config,
-    gpu: Gpu,
-    x: jax.Array,
-    *,
-    memory: Memory | None = None,
-    equal: bool,
-    seconds: float | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """The collective of a flat x, through the kernel, inside `jax.shard_map` over `axes`; equal: the result is, on all devices.
-    memory: of a workspace, for schedules in lines. seconds: how long these wait for lines before they raise; None: for ever.
+def launch(call: Call, plan: Plan, x: jax.Array, *, memory: LLMemory | None = None) -> jax.Array:
+    """The collective of a flat x, through the kernel, inside `jax.shard_map` over the call's axes.
+
+    memory: of a workspace, for LL schedules.
 
     Interpreted, x and the result are those of all devices, [n, elements], and no shard_map is needed.
     """
-    reason = check(kind, problem, config, gpu)
+    problem, config, gpu, interpret = plan.problem, plan.config, plan.choice.device, plan.backend == "interpret"
+    assert config is not None
+    assert gpu is not None
+    reason = check(call.kind, problem, config, gpu)
     if reason is not None:
-        raise ValueError(f"{config} cannot run {kind} {problem} on {gpu.name}: {reason}")
-    what = exchange_of(kind, problem, config, axes)
-    rows = _fill(x, what.shape("x"), groups=_groups(what, "x"))
-    if seconds is None or interpret or not what.schedule.in_lines:
-        out = exchange(rows, what, memory=memory, equal=equal, interpret=interpret)
+        raise ValueError(f"{config} cannot run {call.kind} {problem} on {gpu.name}: {reason}")
+    kernel = kernel_of(call.kind, problem, config, call.axes)
+    rows = _fill(x, kernel.shape("x"), groups=_groups(kernel, "x"))
+    if call.timeout is None or interpret or not kernel.schedule.ll:
+        out = executor.run(rows, kernel, memory=memory, equal=call.equal and not interpret, interpret=interpret)
     else:
-        deadline = Deadline(jax.new_ref(jnp.zeros(problem.devices + 1, jnp.int32)), seconds)
-        out = exchange(rows, what, memory=memory, deadline=deadline, equal=equal)
-        out = rendezvous.lines_came(kind, axes, out, engine.frozen(deadline.late, rows), seconds)
-    return _cut(out, problem.size if kind == "all_reduce" else problem.size // problem.devices, groups=_groups(what, "out"))
+        deadline = executor.Deadline(jax.new_ref(jnp.zeros(problem.devices + 1, jnp.int32)), call.timeout)
+        out = executor.run(rows, kernel, memory=memory, deadline=deadline, equal=call.equal)
+        late = engine.frozen(deadline.late, rows)
+        out = rendezvous.raise_if_late(call.kind, call.axes, out, late, call.timeout)
+    elements = problem.size if call.kind == "all_reduce" else problem.size // problem.devices
+    return _cut(out, elements, groups=_groups(kernel, "out"))
 
 
-def _groups(what: Exchange, buffer: Buffer) -> int:
-    """Into how many stretches of elements a buffer falls, each of which is filled up with zeros to whole rows."""
-    return 1 if what.schedule.kind == "all_reduce" else what.parts(buffer)
+def _groups(kernel: CollectiveKernel, buffer: Buffer) -> int:
+    """How many groups of elements a buffer holds, each of which is filled up with zeros to whole rows."""
+    return 1 if kernel.schedule.kind == "all_reduce" else kernel.parts(buffer)
 
 
 def _fill(x: jax.Array, shape: tuple[int, int, int], groups: int) -> jax.Array:

@@ -1,11 +1,12 @@
-"""Data that carry their own flags between GPUs: four bytes of data and four of flag, stored and loaded as one.
+"""The LL protocol (the name is NCCL's): data that carry their own flags between GPUs.
 
-Whoever polls for the data needs no signal, no fence and no wait for stores to be complete: one trip over the link is all, for
-twice the bytes. NCCL calls the protocol LL. It rests on 64-bit stores and loads being single (PTX ISA, "Memory consistency
-model": vectors are several accesses, each of 64 bits here) and on memory that is zero before.
+Four bytes of data and four of flag are stored and loaded as one word of 64 bits. A reader polls the words themselves: it needs
+no signal, no fence and no wait for complete stores. So data take one trip over the link, for twice the bytes. The protocol
+rests on 64-bit stores and loads being single (PTX ISA, "Memory consistency model": a vector is several accesses, each of 64
+bits here) and on memory that is zero before.
 
-A buffer of lines is int32, twice as wide as the rows of data that it takes. Values are of a layout `Layout.WG_STRIDED`, in
-which each of 128 threads has 4 or 8 bytes in a row. Where lines are is a ref, or an `Address`.
+An LL buffer is int32, twice as wide as the rows of data in it. Values have a layout `Layout.WG_STRIDED`, in which each of 128
+threads has 4 or 8 bytes in a row. A place in an LL buffer is a ref or an `Address`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """A place in memory, of this or another GPU, that XLA need not know: its address in two int32, and bytes from there."""
+    """A place in the memory of this or another GPU, which XLA need not know: an address in two int32, and an offset in
+    bytes.
+    """
 
     low: Any
     high: Any
@@ -38,10 +41,11 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """After so many seconds a wait gives up: it writes 1 to `late`[sender] for each place whose lines are not there, and then
-    to the last word of `late`, int32 in global memory, after which no wait takes longer.
+    """How long a wait for data lasts, and where it reports those that did not come.
 
-    senders: for each place an int32. What lines hold that did not come is undefined.
+    late: int32 [devices + 1] in global memory, zeros at first. After `seconds`, the wait writes 1 to late[sender] for each
+      place whose data are not there, then to the last word, on which all other waits end, too. The missing data are undefined.
+    senders: an int32 for each place.
     """
 
     late: Any
@@ -50,38 +54,38 @@ class Deadline:
 
 
 def store(value: Any, where: Any, layout: Any, flag: Any) -> None:
-    """Stores `value` to lines, on the own or another GPU, with `flag`, an int32."""
+    """Stores `value` to a place in an LL buffer, on the own or another GPU, each word with `flag`, an int32."""
 
     @plgpu.inline_mgpu(arg_types=(layout, _SCALAR, *_types(where)))
-    def store_lines(_: Any, value: Any, flag: Any, *where: Any) -> None:
+    def store_ll(_: Any, value: Any, flag: Any, *where: Any) -> None:
         words = _words(value.layout.vec_size, value.mlir_dtype)
         start = _start(where, words)
         for i, register in enumerate(value.registers.flat):
             data = [_word(register, word) for word in range(words)]
             pairs = "".join(f"mov.b64 a{w}, {{$1, ${w + 2}}}; " for w in range(words))
-            line = f"st.relaxed.sys.global{_vector(words)}.b64 [$0+{_offset(i, words)}], {_list('a', words)};"
+            store = f"st.relaxed.sys.global{_vector(words)}.b64 [$0+{_offset(i, words)}], {_list('a', words)};"
             utils.inline_ptx(
-                f"{{ .reg .b64 a<{words}>; {pairs}{line} }}",
+                f"{{ .reg .b64 a<{words}>; {pairs}{store} }}",
                 start,
                 _scalar(flag),
                 *data,
                 has_side_effects=True,
             )
 
-    store_lines(value, flag, *_operands(where))
+    store_ll(value, flag, *_operands(where))
 
 
 def load(
     places: Sequence[Any], shape: tuple[int, ...], dtype: Any, layout: Any, flag: Any, deadline: Deadline | None = None
 ) -> list[Any]:
-    """Waits until all lines at each of `places` have `flag`, and returns their data, arrays of `shape`."""
+    """Waits until all words at each of `places` have `flag`, and returns their data, arrays of `shape`."""
     out = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
     types = [_types(where) for where in places]
     waiting = [] if deadline is None else [deadline.late, *deadline.senders]
     waiting_types = [] if deadline is None else [plgpu.RefType(), *[_SCALAR] * len(places)]
 
     @plgpu.inline_mgpu(arg_types=[_SCALAR, *itertools.chain(*types), *waiting_types], return_type=[out] * len(places))
-    def load_lines(_: Any, flag: Any, *operands: Any) -> list[Any]:
+    def load_ll(_: Any, flag: Any, *operands: Any) -> list[Any]:
         element = utils.dtype_to_ir_type(jnp.dtype(dtype))
         mosaic_layout = layout.to_mgpu()
         words = _words(mosaic_layout.vec_size, element)
@@ -100,7 +104,7 @@ def load(
             for _ in places
         ]
 
-    return load_lines(flag, *itertools.chain(*map(_operands, places)), *waiting)
+    return load_ll(flag, *itertools.chain(*map(_operands, places)), *waiting)
 
 
 class _Late:
@@ -114,7 +118,7 @@ class _Late:
 
 
 def read_word(where: Address) -> Any:
-    """The int32 at an address, which kernels before this one stored."""
+    """The int32 at an address, as kernels before this one stored it."""
 
     @plgpu.inline_mgpu(arg_types=_types(where), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR))
     def read(_: Any, *where: Any) -> Any:
@@ -138,14 +142,14 @@ def write_word(value: Any, where: Address) -> None:
 
 
 def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any, late: _Late | None = None) -> Sequence[Any]:
-    """The data words of all lines, which are loaded again until all have the flag, or it is late."""
+    """The words of data at all places. One loop loads them again until all have the flag, or the deadline is over."""
     i32 = ir.IntegerType.get_signless(32)
-    lines = [(start, i) for start in range(len(starts)) for i in range(registers)]
-    count = len(lines) * words
+    vectors = [(start, i) for start in range(len(starts)) for i in range(registers)]
+    count = len(vectors) * words
     loads = "".join(
-        f"ld.relaxed.sys.global{_vector(words)}.b64 {_list('a', words, line * words)}, "
+        f"ld.relaxed.sys.global{_vector(words)}.b64 {_list('a', words, number * words)}, "
         f"[${count + 1 + start}+{_offset(i, words)}]; "
-        for line, (start, i) in enumerate(lines)
+        for number, (start, i) in enumerate(vectors)
     )
     if late is None:
         parts = "".join(
@@ -163,7 +167,7 @@ def _wait_for(starts: Sequence[Any], registers: int, words: int, flag: Any, late
 
 
 def _until_late(loads: str, count: int, starts: int, late: _Late) -> str:
-    """The loop of `_wait_for` with an end. Of those that wait, the first to be late says so for all."""
+    """The loop of `_wait_for` with a deadline. The first thread that reaches it ends the waits of all."""
     pointer, each = count + 1 + starts, count // starts
     missing = "".join(
         f"mov.b64 {{f, ${word}}}, a{word}; xor.b32 f, f, ${count}; or.b32 m{word // each}, m{word // each}, f; "
@@ -200,18 +204,18 @@ def _scalar(x: Any) -> Any:
 def _words(vector: int, element: Any) -> int:
     words, rest = divmod(vector * utils.bitwidth(element), 32)
     if rest or words not in (1, 2):
-        raise ValueError(f"{vector} elements of {element} a thread: lines take 4 or 8 bytes of data in a row")
+        raise ValueError(f"{vector} elements of {element} a thread: LL takes 4 or 8 bytes of data in a row")
     return words
 
 
 def _start(where: Sequence[Any], words: int) -> Any:
-    """Where this thread's first line is, from the operands that stand for a ref or an `Address`."""
+    """The address of this thread's first LL word, from the operands that stand for a ref or an `Address`."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     thread = arith.remui(utils.thread_idx(), utils.c(_THREADS, i32))
-    line = arith.muli(thread, utils.c(words, i32))
+    word = arith.muli(thread, utils.c(words, i32))
     if len(where) == 1:
-        return utils.getelementptr(utils.memref_ptr(where[0]), [line], i64)
-    return arith.addi(_address(where), arith.muli(arith.extui(i64, line), utils.c(8, i64)))
+        return utils.getelementptr(utils.memref_ptr(where[0]), [word], i64)
+    return arith.addi(_address(where), arith.muli(arith.extui(i64, word), utils.c(8, i64)))
 
 
 def _address(where: Sequence[Any]) -> Any:

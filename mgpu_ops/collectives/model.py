@@ -1,7 +1,9 @@
 """Which configs of a collective are worth trying: a model of its time.
 
-A call is three kernels: XLA fills the flags with zeros, XLA's barrier waits for all devices, ours exchanges. What ours takes is
-the handshakes, and the bytes over the slowest of link, memory and what a block's pieces under way let through.
+A call is three kernels: XLA fills the flags with zeros, XLA's barrier waits for all devices, and ours moves the data. Ours
+takes
+the time of its handshakes, and of its bytes at the slowest of three rates: of the link, of the memory, and of the chunks in
+flight over the latency.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mgpu_ops.collectives import schedules
-from mgpu_ops.collectives.exchange import ROW_BYTES, ROWS_AT_ONCE
+from mgpu_ops.collectives.layout import ROW_BYTES, ROWS_AT_ONCE
 from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_bytes, schedule, supports
 from mgpu_ops.collectives.schedules import Kind
 from mgpu_ops.core import rates
@@ -24,8 +26,8 @@ START: Final = 1.0e-6  # s of a kernel that does nothing
 HANDSHAKE: Final = 1.2e-6  # s from a signal, its drains included, to the other side of a wait
 WRITES: Final = 0.79  # of NVLink's rate is reached
 READS: Final = 0.65
-REMOTE_LATENCY: Final = 0.7e-6  # s from a request for a peer's memory to the data, or for what is sent in lines
-PIECE: Final = 0.1e-6  # s that a block needs for a piece beside its transfer: barriers, signals of TMA
+REMOTE_LATENCY: Final = 0.7e-6  # s from a request for a peer's memory to the data, or for what is sent in LL
+PER_CHUNK: Final = 0.1e-6  # s that a block needs for a chunk beside its transfer: barriers, signals of TMA
 XLA_CALL: Final = 4e-6  # s of XLA's small collectives
 XLA_BUS: Final = 260e9  # bytes/s of NCCL's bus without multicast
 
@@ -59,11 +61,11 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
     size = payload_bytes(p)
     memory = rates.HBM * gpu.memory_bytes_per_s
     if c.algorithm == XLA:
-        turns = 2 if kind == "all_reduce" else 1
-        return XLA_CALL + turns * (p.devices - 1) / p.devices * size / XLA_BUS
+        passes = 2 if kind == "all_reduce" else 1
+        return XLA_CALL + passes * (p.devices - 1) / p.devices * size / XLA_BUS
     plan = schedule(kind, p, c)
     traffic = schedules.traffic(plan, size)
-    handshakes = sum(isinstance(step, schedules.Wait) and not step.in_lines for step in plan.steps)
+    handshakes = sum(isinstance(step, schedules.Wait) and not step.ll for step in plan.steps)
     time = ENTRY + START + handshakes * HANDSHAKE
     link = gpu.nvlink_bytes_per_s
     first = True  # of the moves that reach peers at the same time
@@ -72,26 +74,26 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
             first = True
         if not isinstance(move, schedules.Move):
             continue
-        length = (size if move.whole else -(-size // p.devices)) * (1 + move.in_lines)
-        chunk = min(c.chunk * (1 + move.in_lines), length)
-        pieces = -(-length // chunk)
-        busy = min(c.blocks, pieces)
-        rounds = -(-pieces // c.blocks)
-        if move.in_lines:  # as many rows as there are registers for go at once
+        length = (size if move.whole else -(-size // p.devices)) * (1 + move.ll)
+        chunk = min(c.chunk * (1 + move.ll), length)
+        chunks = -(-length // chunk)
+        busy = min(c.blocks, chunks)
+        rounds = -(-chunks // c.blocks)
+        if move.ll:  # as many rows as there are registers for go at once
             rounds *= -(-chunk // 2 * len(move.reads) // (ROWS_AT_ONCE * ROW_BYTES))
-        under_way = busy * min(c.stages, rounds) * chunk * len(move.reads)
-        rate = under_way / REMOTE_LATENCY
-        # What a device reads, others read of it, so that reads take as much of each direction as writes.
+        in_flight = busy * min(c.stages, rounds) * chunk * len(move.reads)
+        rate = in_flight / REMOTE_LATENCY
+        # Others read from a device as much as it reads, so that reads load each direction of its link as writes do.
         reads, writes = (sum(place.device != 0 for place in places) * length for places in (move.reads, move.writes))
         transfer = reads / (READS * link) + writes / (WRITES * link)
-        time += rounds * PIECE + max(transfer, len(move.reads) * length / rate)
+        time += rounds * PER_CHUNK + max(transfer, len(move.reads) * length / rate)
         if first and (reads or writes):
             time, first = time + REMOTE_LATENCY, False
     return max(time, (traffic.local + traffic.scratch) / memory)
 
 
 def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
-    """The fastest by the model of each algorithm, one in small pieces, then XLA: all that pass `check`.
+    """The fastest by the model of each algorithm, one with small chunks, then XLA: all that pass `check`.
 
     Raises ValueError where `supports` has a reason.
     """

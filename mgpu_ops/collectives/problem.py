@@ -14,20 +14,20 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.collectives import exchange, schedules
-from mgpu_ops.collectives.exchange import ROW_BYTES, Axes, Exchange
+from mgpu_ops.collectives import layout, schedules
+from mgpu_ops.collectives.layout import ROW_BYTES, Axes, CollectiveKernel
 from mgpu_ops.collectives.schedules import Kind, Schedule, Transport
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields
 
 KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES: Final = ("bfloat16", "float16", "float32", "int32", "uint32")
-REDUCTIONS: Final = tuple(exchange.REDUCTIONS)
+REDUCTIONS: Final = tuple(layout.REDUCTIONS)
 TRANSPORTS: Final[tuple[Transport, ...]] = ("peer", "multimem")
 XLA: Final = "xla"  # as an algorithm: lax.psum and the like, which may be the fastest
 MAX_BYTES: Final = 2**33
 MAX_SCRATCH: Final = 2**28
-MAX_LINES: Final = 2**20  # bytes of a payload that goes in lines: beyond, twice the bytes cost more than a handshake
+MAX_LL_BYTES: Final = 2**20  # of a payload in LL: beyond, twice the bytes cost more than a handshake
 MAX_CHUNK: Final = 256 * ROW_BYTES  # TMA takes 256 rows at a time
 
 
@@ -58,8 +58,8 @@ class Config:
 
     algorithm: one of schedules.py's, or "xla": then the other fields say nothing.
     blocks: thread blocks a device, all of which must be resident at once.
-    chunk: bytes of a piece.
-    stages: pieces under way in a block.
+    chunk: bytes that a block moves at a time.
+    stages: chunks in flight in a block.
     """
 
     algorithm: str
@@ -127,12 +127,12 @@ def schedule(kind: Kind, problem: Problem, config: Config) -> Schedule:
     return _schedule(kind, config.algorithm, problem.devices, problem.transport)
 
 
-def exchange_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> Exchange:
+def kernel_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> CollectiveKernel:
     """The payload is one slice where the schedule needs no more of all_reduce, else n; a slice is padded to whole rows."""
     p, c = problem, config
     plan = schedule(kind, p, c)
     slice_bytes = -(-p.size // plan.slices) * itemsize(p)
-    return Exchange(
+    return CollectiveKernel(
         plan,
         rows=-(-slice_bytes // ROW_BYTES),
         dtype=jnp.dtype(p.dtype),
@@ -162,18 +162,18 @@ def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"stages={c.stages} must be 2 to 16"
     if c.algorithm == XLA:
         return None
-    what = exchange_of(kind, p, c, (("device", p.devices),))
-    needed = what.smem_bytes + 1024
+    kernel = kernel_of(kind, p, c, (("device", p.devices),))
+    needed = kernel.smem_bytes + 1024
     if needed > gpu.smem_per_block:
         return (
             f"chunk={c.chunk} with stages={c.stages} needs {needed} bytes of shared memory: {gpu.name} has {gpu.smem_per_block}"
         )
-    if what.schedule.in_lines:
-        if payload_bytes(p) > MAX_LINES:
-            return f"algorithm={c.algorithm!r} is for payloads up to {MAX_LINES} bytes: it sends twice as many"
+    if kernel.schedule.ll:
+        if payload_bytes(p) > MAX_LL_BYTES:
+            return f"algorithm={c.algorithm!r} is for payloads up to {MAX_LL_BYTES} bytes: it sends twice as many"
         if c.stages != 2:
             return f"stages={c.stages} must be 2 with algorithm={c.algorithm!r}, which has none"
-    scratch = what.parts("scratch") * what.rows * ROW_BYTES
+    scratch = kernel.parts("scratch") * kernel.rows * ROW_BYTES
     if scratch > MAX_SCRATCH:
         return f"algorithm={c.algorithm!r} needs {scratch} bytes of scratch memory a device, more than {MAX_SCRATCH}"
     return None

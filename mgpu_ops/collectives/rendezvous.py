@@ -1,4 +1,4 @@
-"""Devices that meet on the host: to see that all come (`debug=True`), and to interpret one kernel for all of them."""
+"""Rendezvous of devices on the host: to see that all arrive (`debug=True`), and to interpret one kernel for all of them."""
 
 from __future__ import annotations
 
@@ -14,66 +14,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
 
-from mgpu_ops.collectives.exchange import Axes
+from mgpu_ops.collectives.layout import Axes
+from mgpu_ops.core.jax_names import io_callback
 from mgpu_ops.core.mesh import same_mesh_axes
 
 
 @dataclasses.dataclass
-class _Meeting:
-    """`size` devices that meet again and again. `brought`: by those that came to the meeting under way."""
+class _Rendezvous:
+    """A point that `size` threads, one a device, pass together, again and again.
+
+    combine: from the values of all devices, in their order, to the result that each gets; the last to arrive runs it.
+    arrived: the values of the devices that have arrived in this round.
+    result: of the last round, or the exception that ended it.
+    """
 
     size: int
-    together: Callable[[list[Any]], Any]  # from what each brought to what they get; the last to come runs it
+    combine: Callable[[list[Any]], Any]
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
-    brought: dict[int, Any] = dataclasses.field(default_factory=dict)
-    number: int = 0
-    result: Any = None  # of the last meeting, or the exception that ended it
+    arrived: dict[int, Any] = dataclasses.field(default_factory=dict)
+    round: int = 0
+    result: Any = None
 
-    def attend(self, device: int, brings: Any, seconds: float | None) -> Any:
-        """What `together` made, once all have come. TimeoutError, with the devices that had not, after so many seconds."""
+    def wait(self, device: int, value: Any, timeout: float | None) -> Any:
+        """The result, once all devices have arrived. TimeoutError, with the missing devices, after `timeout` seconds."""
         with self.changed:
-            number = self.number
-            self.brought[device] = brings
-            if len(self.brought) == self.size:
+            this_round = self.round
+            self.arrived[device] = value
+            if len(self.arrived) == self.size:
                 try:
-                    self.result = self.together([self.brought[d] for d in range(self.size)])
+                    self.result = self.combine([self.arrived[d] for d in range(self.size)])
                 except Exception as error:
                     self.result = error
-                self.number, self.brought = number + 1, {}
+                self.round, self.arrived = this_round + 1, {}
                 self.changed.notify_all()
-            elif not self.changed.wait_for(lambda: self.number != number, seconds):
-                raise TimeoutError(sorted(set(range(self.size)) - self.brought.keys()))
+            elif not self.changed.wait_for(lambda: self.round != this_round, timeout):
+                raise TimeoutError(sorted(set(range(self.size)) - self.arrived.keys()))
             if isinstance(self.result, Exception):
                 raise self.result
             return self.result
 
 
-def _meet(axes: Axes, x: jax.Array, out: Any, together: Callable[[list[Any]], Any], attend: Callable[..., Any]) -> jax.Array:
-    """`attend(meeting, own, x)` on the host, for each device of the axes; other axes hold meetings of their own."""
+def _on_host(
+    axes: Axes, x: jax.Array, out: Any, combine: Callable[[list[Any]], Any], wait: Callable[[_Rendezvous, int, np.ndarray], Any]
+) -> jax.Array:
+    """`wait(rendezvous, own index, x)` on the host, for each device. Devices that differ along the `axes` alone meet."""
     names = tuple(name for name, _ in axes)
     others = tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in names)
-    meetings: dict[int, _Meeting] = {}
+    points: dict[int, _Rendezvous] = {}
     lock = threading.Lock()
 
     def call(x: Any, own: Any, group: Any) -> Any:
         with lock:
-            meeting = meetings.setdefault(int(group), _Meeting(math.prod(size for _, size in axes), together))
-        return attend(meeting, int(own), np.asarray(x))
+            point = points.setdefault(int(group), _Rendezvous(math.prod(size for _, size in axes), combine))
+        return wait(point, int(own), np.asarray(x))
 
     own = lax.axis_index(names)
     result = io_callback(call, out, x, own, lax.axis_index(others) if others else jnp.int32(0))
     return same_mesh_axes(result, x, own)[0]
 
 
-# --- To see that all come
+# --- To see that all arrive
 
 _calls = itertools.count()
 
 
-def seconds() -> float:
-    """How long a device waits for the others: $MGPU_OPS_DEBUG_TIMEOUT, 60 by default. ValueError for no positive number."""
+def timeout() -> float:
+    """Seconds that a device waits for the others: $MGPU_OPS_DEBUG_TIMEOUT, 60 by default. ValueError for no positive number."""
     value = os.environ.get("MGPU_OPS_DEBUG_TIMEOUT", "60")
     try:
         limit = float(value)
@@ -84,22 +91,22 @@ def seconds() -> float:
     return limit
 
 
-def all_arrive(op: str, axes: Axes, x: jax.Array) -> jax.Array:
-    """x, once all devices of the axes have come here. Raises in the program where one has not in time."""
-    limit, number = seconds(), next(_calls)
+def wait_for_all(op: str, axes: Axes, x: jax.Array) -> jax.Array:
+    """x, once all devices of the axes have arrived here. The program raises an error where one does not in time."""
+    limit, number = timeout(), next(_calls)
 
-    def attend(meeting: _Meeting, own: int, _: Any) -> Any:
+    def wait(point: _Rendezvous, own: int, _: Any) -> Any:
         try:
-            return meeting.attend(own, None, limit)
+            return point.wait(own, None, limit)
         except TimeoutError as error:
             raise _missing(op, axes, number, limit, own, *error.args) from None
 
-    came = _meet(axes, x.reshape(-1)[:1], jax.ShapeDtypeStruct((), jnp.int32), lambda _: np.int32(0), attend)
-    return lax.optimization_barrier((same_mesh_axes(x, came)[0], came))[0]
+    done = _on_host(axes, x.reshape(-1)[:1], jax.ShapeDtypeStruct((), jnp.int32), lambda _: np.int32(0), wait)
+    return lax.optimization_barrier((same_mesh_axes(x, done)[0], done))[0]
 
 
-def lines_came(op: str, axes: Axes, out: jax.Array, late: jax.Array, limit: float) -> jax.Array:
-    """out of a kernel that waited so many seconds at most. Raises in the program where its `Deadline.late` names devices."""
+def raise_if_late(op: str, axes: Axes, out: jax.Array, late: jax.Array, limit: float) -> jax.Array:
+    """out of a kernel that waited `limit` seconds at most. The program raises an error where `Deadline.late` names devices."""
     number = next(_calls)
 
     def report(late: Any, own: Any) -> Any:
@@ -108,8 +115,8 @@ def lines_came(op: str, axes: Axes, out: jax.Array, late: jax.Array, limit: floa
             raise _missing(op, axes, number, limit, int(own), missing)
         return np.int32(0)
 
-    came = io_callback(report, jax.ShapeDtypeStruct((), jnp.int32), late, lax.axis_index(tuple(name for name, _ in axes)))
-    return lax.optimization_barrier((out, came))[0]
+    done = io_callback(report, jax.ShapeDtypeStruct((), jnp.int32), late, lax.axis_index(tuple(name for name, _ in axes)))
+    return lax.optimization_barrier((out, done))[0]
 
 
 def _missing(op: str, axes: Axes, number: int, limit: float, own: int, missing: list[int]) -> RuntimeError:
@@ -123,17 +130,17 @@ def _missing(op: str, axes: Axes, number: int, limit: float, own: int, missing: 
 # --- To interpret
 
 
-def interpret_together(axes: Axes, out: Any, kernel: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """What `kernel`, of x of all devices [n, ...], returns for the own one. JAX's interpreter knows one device only."""
+def interpret_on_all(axes: Axes, out: Any, kernel: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The own row of `kernel(x of all devices [n, ...])`, which runs once for all: JAX's interpreter knows one device only."""
 
     from mgpu_ops.core import threads  # not above: it imports Pallas
 
-    def together(brought: list[Any]) -> Any:
-        # On a client of its own: each thread of the usual one may be waiting here, for the last device to come.
+    def interpret(values: list[Any]) -> Any:
+        # On a client of its own: each thread of the usual one may be waiting here, for the last device to arrive.
         with _one_kernel, jax.default_device(threads.device()):
-            return np.asarray(jax.jit(kernel)(np.stack(brought)))
+            return np.asarray(jax.jit(kernel)(np.stack(values)))
 
-    return _meet(axes, x, out, together, lambda meeting, own, x: meeting.attend(own, x, None)[own])
+    return _on_host(axes, x, out, interpret, lambda point, own, x: point.wait(own, x, None)[own])
 
 
 _one_kernel = threading.Lock()  # the interpreter's memory belongs to the process

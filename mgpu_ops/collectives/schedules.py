@@ -2,7 +2,7 @@
 
 A collective runs on the n devices of a mesh axis, in equally many thread blocks on each. A `Schedule` lists its steps, the same
 for every block of every device: devices and parts are counted from a device's own index. Block b of every device works on the
-same pieces of every part (`Cut`) and exchanges signals with block b of others only. The kernel is generated from a schedule,
+same chunks of every part (`Cut`) and exchanges signals with block b of others only. The kernel is generated from a schedule,
 and `tests/mgpu_ops/collectives/simulator.py` runs one: neither knows an algorithm.
 
 The payload is n equal slices, the last ones possibly cut off where x or out ends. Device d's slice is the d-th.
@@ -48,29 +48,30 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """For each piece of a part that falls to this block: loads all reads, reduces them, stores the result to all writes.
+    """For each chunk of a part that this block has: loads all reads, reduces them, stores the result to all writes.
 
-    Several reads are reduced in float32 (integers: in their own type) in the order of `turn`, and rounded to the payload's
+    Several reads are reduced in float32 (integers: in their own type) in the order of `position`, and rounded to the payload's
     dtype once. No load is issued before an earlier Wait is over. Stores may be under way until the next Signal or the kernel's
-    end: a move that reads what another one wrote needs a Signal between the two, moves that do not may overlap.
+    end: a move that reads what another one wrote needs a Signal between the two; other moves may overlap.
     whole: a part is the payload; else a slice.
-    in_lines: what goes to or comes from scratch carries its own flags (`ll.py`): a reader waits for each word of it.
+    ll: each word in scratch carries a flag of its own (`ll.py`), for which a reader waits.
     """
 
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
     whole: bool = False
-    in_lines: bool = False
+    ll: bool = False
 
     @property
     def through_switch(self) -> bool:
         return _multicast((*self.reads, *self.writes))
 
-    def turn(self, k: int, own: Any, n: int) -> Any:
-        """In which turn the k-th read is reduced, on the device whose index is `own` (an int or a traced int32).
+    def position(self, k: int, own: Any, n: int) -> Any:
+        """The position of the k-th read in the order of reduction, on the device whose index is `own` (an int or a traced
+        int32).
 
         Where a device reads one part from each of n, the k-th is that of device own + k. These are reduced in the order of the
-        devices, which makes the sum the same bits wherever it is computed. Others, of which there are two, commute.
+        devices, so that the sum has the same bits wherever it is computed. Other moves reduce two reads, and two commute.
         """
         return (own + k) % n if len(self.reads) == n else k
 
@@ -80,24 +81,24 @@ class Signal:
     """Adds 1 to a flag of the same block on other devices, relative to the own index. MULTICAST: on all, the own one too.
 
     First all earlier loads and stores of this block are complete, and visible to whoever waits for the flag (release).
-    in_lines: nothing is sent, for moves in lines before and after it, and their order, say as much.
+    ll: nothing is sent. The flags in the data of the LL moves before and after it take the signal's place.
     """
 
     to: tuple[int, ...] | Literal["multicast"]
     flag: str
-    in_lines: bool = False
+    ll: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
     """Waits until this block's flag is at least `count`, then subtracts it. Later steps see what was signalled (acquire).
 
-    in_lines: as of the Signal.
+    ll: as of the Signal.
     """
 
     flag: str
     count: int
-    in_lines: bool = False
+    ll: bool = False
 
 
 type Step = Move | Signal | Wait
@@ -138,9 +139,9 @@ class Schedule:
         return tuple(dict.fromkeys(step.flag for step in self.steps if isinstance(step, Wait)))
 
     @property
-    def in_lines(self) -> bool:
-        """Whether all that passes between devices does so in lines: then scratch is lines, and begins as zeros."""
-        return any(move.in_lines for move in self.moves)
+    def ll(self) -> bool:
+        """Whether all data pass between devices in LL. Scratch is then an LL buffer, and begins as zeros."""
+        return any(move.ll for move in self.moves)
 
     @property
     def reads_at_once(self) -> int:
@@ -178,10 +179,11 @@ def relative(index: int, own: Any, n: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A payload of `size` elements as n slices, each as pieces of `chunk` elements, of which a block does each `blocks`-th.
+    """A payload of `size` elements as n slices, and each slice as chunks of `chunk` elements. A block has each `blocks`-th
+    chunk.
 
     Slices are equally long, in multiples of `granule`. n of them may reach beyond the payload's end: what lies there loads as
-    zeros and is not stored, as TMA does by itself. A piece never reaches beyond its slice: the last one may be shorter.
+    zeros and is not stored, as TMA does by itself. A chunk never reaches beyond its slice: the last one may be shorter.
     """
 
     size: int
@@ -200,14 +202,14 @@ class Cut:
 
     @property
     def per_slice(self) -> int:
-        """Pieces of a slice."""
+        """Chunks of a slice."""
         return -(-self.slice // self.chunk)
 
-    def pieces(self, whole: bool, block: int) -> Iterator[tuple[int, int]]:
-        """Start and stop within a part of the pieces that fall to `block`."""
+    def chunks(self, whole: bool, block: int) -> Iterator[tuple[int, int]]:
+        """Start and stop within a part of each chunk that `block` has."""
         for number in range(block, self.per_slice * (self.n if whole else 1), self.blocks):
-            begin, piece = number // self.per_slice * self.slice, number % self.per_slice * self.chunk
-            yield begin + piece, begin + min(piece + self.chunk, self.slice)
+            begin, inside = number // self.per_slice * self.slice, number % self.per_slice * self.chunk
+            yield begin + inside, begin + min(inside + self.chunk, self.slice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,16 +231,16 @@ class Traffic:
 
 
 def traffic(schedule: Schedule, payload: int) -> Traffic:
-    """The traffic of a call whose payload, the n slices, has `payload` bytes. In lines all counts twice.
+    """The traffic of a call whose payload, the n slices, has `payload` bytes. In LL all counts twice.
 
-    Every device does the same, so what it reads from r others as many read from it. The switch takes a copy of each device's
-    part, the reader's too, and hands one on; of what is stored through it each device, the writer too, gets a copy.
+    Every device does the same: where it reads from r others, r others read from it. To reduce, the switch takes a copy of each
+    device's part, the reader's too, and sends one to the reader. To store, it sends a copy to each device, the writer too.
     """
     n = schedule.n
-    piece = -(-payload // n)
+    slice_bytes = -(-payload // n)
     sent = received = local = 0
     for move in schedule.moves:
-        length = (payload if move.whole else piece) * (1 + move.in_lines)
+        length = (payload if move.whole else slice_bytes) * (1 + move.ll)
         for places, through_switch in ((move.reads, (n, 1)), (move.writes, (1, n))):
             for place in places:
                 if place.device == MULTICAST:
@@ -253,8 +255,8 @@ def traffic(schedule: Schedule, payload: int) -> Traffic:
         sent,
         received,
         local,
-        scratch=schedule.scratch_slices * piece * (1 + schedule.in_lines),
-        flags=0 if schedule.in_lines else len(schedule.flags),
+        scratch=schedule.scratch_slices * slice_bytes * (1 + schedule.ll),
+        flags=0 if schedule.ll else len(schedule.flags),
         waits=sum(isinstance(step, Wait) for step in schedule.steps),
         roundings=sum(len(move.reads) > 1 or _multicast(move.reads) for move in schedule.moves),
     )
@@ -313,8 +315,8 @@ def _all_parts(n: int) -> tuple[Place, ...]:
     return tuple(Place("scratch", 0, device) for device in range(n))
 
 
-def _handshake(n: int, flag: str, in_lines: bool = False) -> Steps:
-    return (Signal(tuple(range(1, n)), flag, in_lines), Wait(flag, n - 1, in_lines))
+def _handshake(n: int, flag: str, ll: bool = False) -> Steps:
+    return (Signal(tuple(range(1, n)), flag, ll), Wait(flag, n - 1, ll))
 
 
 def _multicast_handshake(n: int, flag: str) -> Steps:
@@ -349,10 +351,12 @@ def _push_one_shot(n: int) -> tuple[Steps, Steps]:
 
 
 def _ll_one_shot(n: int) -> tuple[Steps, Steps]:
-    """As push_one_shot, but in lines: one trip over the link is all, for twice the bytes. To itself too: one code for all n."""
-    push = Move((Place("x"),), _of_all("scratch", n, 0), whole=True, in_lines=True)
-    reduce = Move(_all_parts(n), (Place("out"),), whole=True, in_lines=True)
-    return _handshake(n, "start"), (push, *_handshake(n, "data", in_lines=True), reduce)
+    """As push_one_shot, but in LL: one trip over the link, for twice the bytes. A device writes to itself too, as to the
+    others.
+    """
+    push = Move((Place("x"),), _of_all("scratch", n, 0), whole=True, ll=True)
+    reduce = Move(_all_parts(n), (Place("out"),), whole=True, ll=True)
+    return _handshake(n, "start"), (push, *_handshake(n, "data", ll=True), reduce)
 
 
 def _two_shot(n: int) -> tuple[Steps, Steps]:
@@ -365,9 +369,9 @@ def _push_slices(n: int) -> Steps:
     return tuple(Move((Place("x", 0, device),), (Place("scratch", device, 0),)) for device in range(1, n))
 
 
-def _push_lines(n: int) -> Steps:
-    """The same in lines, and to itself: one code for all n."""
-    return tuple(Move((Place("x", 0, d),), (Place("scratch", d, 0),), in_lines=True) for d in (*range(1, n), 0))
+def _push_slices_ll(n: int) -> Steps:
+    """The same in LL; a device writes to itself too, as to the others."""
+    return tuple(Move((Place("x", 0, d),), (Place("scratch", d, 0),), ll=True) for d in (*range(1, n), 0))
 
 
 def _push_two_shot(n: int) -> tuple[Steps, Steps]:
@@ -377,12 +381,12 @@ def _push_two_shot(n: int) -> tuple[Steps, Steps]:
 
 
 def _ll_two_shot(n: int) -> tuple[Steps, Steps]:
-    """As push_two_shot, but in lines: two trips over the link, for 4 (n - 1) / n times the payload."""
+    """As push_two_shot, but in LL: two trips over the link, for 4 (n - 1) / n times the payload."""
     results = tuple(Place("scratch", device, 0, bank=1) for device in range(1, n))
-    reduce = Move(_all_parts(n), (*results, Place("out", 0, 0)), in_lines=True)
-    copies = tuple(Move((Place("scratch", 0, d, bank=1),), (Place("out", 0, d),), in_lines=True) for d in range(1, n))
-    told = (_handshake(n, flag, in_lines=True) for flag in ("data", "result"))
-    return _handshake(n, "start"), (*_push_lines(n), *next(told), reduce, *next(told), *copies)
+    reduce = Move(_all_parts(n), (*results, Place("out", 0, 0)), ll=True)
+    copies = tuple(Move((Place("scratch", 0, d, bank=1),), (Place("out", 0, d),), ll=True) for d in range(1, n))
+    told = (_handshake(n, flag, ll=True) for flag in ("data", "result"))
+    return _handshake(n, "start"), (*_push_slices_ll(n), *next(told), reduce, *next(told), *copies)
 
 
 def _ring(n: int) -> tuple[Steps, Steps]:
@@ -439,8 +443,8 @@ def _push_reduce_scatter(n: int) -> tuple[Steps, Steps]:
 
 
 def _ll_reduce_scatter(n: int) -> tuple[Steps, Steps]:
-    reduce = Move(_all_parts(n), (Place("out"),), in_lines=True)
-    return _handshake(n, "start"), (*_push_lines(n), *_handshake(n, "data", in_lines=True), reduce)
+    reduce = Move(_all_parts(n), (Place("out"),), ll=True)
+    return _handshake(n, "start"), (*_push_slices_ll(n), *_handshake(n, "data", ll=True), reduce)
 
 
 def _ring_reduce_scatter(n: int) -> tuple[Steps, Steps]:
@@ -459,9 +463,9 @@ def _all_gather(n: int) -> tuple[Steps, Steps]:
 
 
 def _ll_all_gather(n: int) -> tuple[Steps, Steps]:
-    push = Move((Place("x"),), (*_of_peers("scratch", n, 0), Place("out", 0, 0)), in_lines=True)
-    copies = tuple(Move((Place("scratch", 0, d),), (Place("out", 0, d),), in_lines=True) for d in range(1, n))
-    return _handshake(n, "start"), (push, *_handshake(n, "data", in_lines=True), *copies)
+    push = Move((Place("x"),), (*_of_peers("scratch", n, 0), Place("out", 0, 0)), ll=True)
+    copies = tuple(Move((Place("scratch", 0, d),), (Place("out", 0, d),), ll=True) for d in range(1, n))
+    return _handshake(n, "start"), (push, *_handshake(n, "data", ll=True), *copies)
 
 
 def _ring_all_gather(n: int) -> tuple[Steps, Steps]:

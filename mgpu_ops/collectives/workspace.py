@@ -1,12 +1,12 @@
 """Memory that stays from call to call, at addresses that stay the same, with which a small collective is one plain kernel.
 
-Nothing comes before it: no look-up of peers' addresses by the host, no zeroed scratch, no barrier; and XLA takes it into its
-CUDA graphs. What would be settled before it follows from the calls before: `executor.py` says how.
+Nothing runs before the kernel: the host looks up no addresses of peers, no scratch is zeroed, and there is no barrier. XLA
+takes the kernel into its CUDA graphs. The calls before it make sure of what the barrier otherwise would: `layout.LLMemory`.
 
-XLA knows nothing of what passes between the GPUs then, so what it does for kernels that reach peers must hold by itself. All
-GPUs must have loaded a program's kernels before one of them waits in a later program: a load waits until its GPU is idle, and
-holds a lock that others load under. It does hold: JAX dispatches a program to all GPUs of a process before the next one. (Its
-other client for GPUs need not: `_TFRT`.)
+XLA then knows nothing of what passes between the GPUs, so one thing that XLA sees to for kernels with peers must hold without
+it: all GPUs have loaded a program's kernels before one of them waits in a later program. (A load waits until its GPU is idle,
+and holds a lock that all loads of the process take.) It holds, because JAX dispatches a program to all GPUs of a process before
+the next program. JAX's other client for GPUs (`_TFRT`) need not, and is refused.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.state import AbstractRef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mgpu_ops.collectives import exchange
-from mgpu_ops.collectives.exchange import LINE_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, Memory
-from mgpu_ops.collectives.problem import MAX_LINES, Config, Problem, exchange_of, itemsize, payload_bytes
+from mgpu_ops.collectives import layout
+from mgpu_ops.collectives.layout import LL_WORDS, ROW_BYTES, WORKSPACE_BLOCKS, Axes, LLMemory
+from mgpu_ops.collectives.problem import MAX_LL_BYTES, Config, Problem, itemsize, kernel_of, payload_bytes
 from mgpu_ops.collectives.schedules import Kind
+from mgpu_ops.core.jax_names import AbstractRef
 from mgpu_ops.registry import job
 
 SECOND_TRIP: Final = 355_000  # bytes that pass a link during the latency of one trip
 _TFRT, _ALLOCATOR = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "XLA_PYTHON_CLIENT_ALLOCATOR"
-_CALLS = 0  # that have been before the first, as blocks count them
-_kept: list[jax.Array] = []  # lines, to which peers may write whatever becomes of a workspace
+_CALLS = 0  # the count of calls that a new workspace starts from
+_kept: list[jax.Array] = []  # LL memory, to which peers may write whatever becomes of a workspace
 
 
 @functools.partial(
@@ -47,14 +47,16 @@ class Workspace:
     axes of the mesh, with their sizes.
     """
 
-    where: Any  # the memory of all devices is; in an open workspace a ref
+    where: Any  # addresses, [devices, `layout.where_words`]; in an open workspace a ref
     axis_name: tuple[str, ...]
     devices: int
     payload_bytes: int
     mesh: Axes
 
     def open(self) -> Workspace:
-        """For the collectives of this program, which it keeps in order: call it once, at the start of what shard_map runs."""
+        """The workspace as collectives take it. Call it once a program, at the start of what shard_map runs: a workspace that
+        is open keeps the program's collectives in order.
+        """
         return self if self.opened else dataclasses.replace(self, where=jax.new_ref(self.where))
 
     @property
@@ -62,13 +64,13 @@ class Workspace:
         return isinstance(jax.typeof(self.where), AbstractRef)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> LLMemory:
         """For the kernel, of an open workspace."""
-        return Memory(self.where, _rows(self.payload_bytes))
+        return LLMemory(self.where, _rows(self.payload_bytes))
 
 
-def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int = MAX_LINES) -> Workspace:
-    """Memory on the GPUs of `mesh` for small collectives over `axis_name`, that makes them a single plain kernel each.
+def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_bytes: int = MAX_LL_BYTES) -> Workspace:
+    """Memory on the GPUs of `mesh`, with which each small collective over `axis_name` is a single plain kernel.
 
     Pass it to the function under `jax.shard_map`, sharded over all axes of the mesh, open it there, and pass it to collectives:
 
@@ -105,25 +107,26 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
     if unknown or not names:
         raise ValueError(f"axis_name={axis_name!r} is not of the mesh, whose axes are {', '.join(map(repr, mesh.axis_names))}")
     n = math.prod(mesh.shape[name] for name in names)
-    if not 0 < payload_bytes <= MAX_LINES:
-        raise ValueError(f"payload_bytes={payload_bytes} must be 1 to {MAX_LINES}: larger collectives need no workspace")
+    if not 0 < payload_bytes <= MAX_LL_BYTES:
+        raise ValueError(f"payload_bytes={payload_bytes} must be 1 to {MAX_LL_BYTES}: larger collectives need no workspace")
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    where = np.zeros((mesh.size, exchange.where_words(n)), np.int32)
+    where = np.zeros((mesh.size, layout.where_words(n)), np.int32)
     if unusable(mesh) is None:
-        shape = mesh.size, exchange.memory_rows(n, _rows(payload_bytes)), LINE_WORDS
-        _kept.append(jax.jit(functools.partial(_new_lines, shape, _CALLS), out_shardings=sharding)())
+        shape = mesh.size, layout.ll_memory_rows(n, _rows(payload_bytes)), LL_WORDS
+        _kept.append(jax.jit(functools.partial(_new_ll_memory, shape, _CALLS), out_shardings=sharding)())
         jax.block_until_ready(_kept[-1])  # a peer may write to it from now on
-        where = _whereabouts(mesh, names, _kept[-1])
+        where = _addresses(mesh, names, _kept[-1])
     made = jax.make_array_from_callback(where.shape, sharding, lambda part: where[part])
     return Workspace(made, names, n, payload_bytes, tuple(mesh.shape.items()))
 
 
-def _new_lines(shape: tuple[int, ...], calls: int) -> jax.Array:
-    """[devices, rows, LINE_WORDS], no line written yet; in the last row each block has counted so many calls."""
+def _new_ll_memory(shape: tuple[int, ...], calls: int) -> jax.Array:
+    """[devices, rows, LL_WORDS] of zeros; in the last row, the count of calls of each block."""
     return jnp.zeros(shape, jnp.int32).at[:, -1].set(calls)
 
 
 def _rows(payload_bytes: int) -> int:
+    """Of a part of the largest payload."""
     return -(-payload_bytes // ROW_BYTES)
 
 
@@ -140,9 +143,9 @@ def unusable(mesh: Mesh | None = None) -> str | None:
     return None
 
 
-def _whereabouts(mesh: Mesh, names: Sequence[str], lines: jax.Array) -> np.ndarray:
-    """[devices, 1 + 2 n] words: a device's index along the axes, and where its lines and those of the next ones are."""
-    address = {shard.device: shard.data.unsafe_buffer_pointer() for shard in lines.addressable_shards}
+def _addresses(mesh: Mesh, names: Sequence[str], memory: jax.Array) -> np.ndarray:
+    """[devices, 1 + 2 n] words: a device's index along the axes, then the address of its memory and of the next devices'."""
+    address = {shard.device: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
     last = [i - len(names) for i in range(len(names))]
     groups = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in names], last)
     found = {}
@@ -156,14 +159,14 @@ def _whereabouts(mesh: Mesh, names: Sequence[str], lines: jax.Array) -> np.ndarr
 def config_for(kind: Kind, problem: Problem, workspace: Workspace) -> Config | None:
     """How a collective runs in a workspace, or None where it is too large."""
     p, n = problem, problem.devices
-    if payload_bytes(p) > MAX_LINES:
+    if payload_bytes(p) > MAX_LL_BYTES:
         return None
     one, two = 2 * (n - 1), 4 * (n - 1) / n  # payloads over the link
     two_shot = kind == "all_reduce" and (one - two) * p.size * itemsize(p) > SECOND_TRIP
     config = Config("ll_two_shot" if two_shot else "ll_one_shot", WORKSPACE_BLOCKS, 4 * ROW_BYTES, 2)
-    what = exchange_of(kind, p, config, (("device", n),))
-    if what.parts("scratch") * what.rows > n * _rows(workspace.payload_bytes):
+    kernel = kernel_of(kind, p, config, (("device", n),))
+    if kernel.parts("scratch") * kernel.rows > n * _rows(workspace.payload_bytes):
         return None
     granule = 4 * ROW_BYTES
-    rows = what.rows * (n if kind == "all_gather" else 1)
+    rows = kernel.rows * (n if kind == "all_gather" else 1)
     return dataclasses.replace(config, chunk=-(-rows * ROW_BYTES // (WORKSPACE_BLOCKS * granule)) * granule)

@@ -115,10 +115,15 @@ def _mark() -> Any:
     return primitive
 
 
-def mark(spec: OpSpec, problem: Any, skipped: str | None, arrays: Sequence[Any]) -> Any:
-    """Stands for the results of running `problem` on these arrays, abstractly, in a function that is being captured."""
+def mark(
+    spec: OpSpec, problem: Any, skipped: str | None, arrays: Sequence[Any], reference: Callable[..., Any] | None = None
+) -> Any:
+    """Stands for the results of running `problem` on these arrays, abstractly, in a function that is being captured.
+
+    `reference(*arrays)` has the results' shapes; None: the op's own.
+    """
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-    leaves, structure = jax.tree.flatten(jax.eval_shape(functools.partial(spec.reference, problem), *shapes))
+    leaves, structure = jax.tree.flatten(jax.eval_shape(reference or functools.partial(spec.reference, problem), *shapes))
     outputs = tuple((x.shape, x.dtype) for x in leaves)
     results = _mark().bind(*arrays, op=spec.name, problem=problem, skipped=skipped, outputs=outputs)
     return jax.tree.unflatten(structure, [same_mesh_axes(x, *arrays)[0] for x in results])

@@ -27,31 +27,56 @@ def requested_backend(name: str | None) -> Backend | None:
     return name
 
 
-def run(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None, reason: str | None = None) -> Any:
-    """Runs `problem` on a backend: the kernel with the database's config, compiled or interpreted, or XLA.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Where a call runs: on which backend, and through the kernel for which GPU.
 
-    `reason` says why the kernel cannot run, where that is not a matter of problem and GPU. A named backend runs or raises
-    ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is logged once per reason.
-    While `capture` traces, nothing runs: the call is marked.
+    device: None through XLA. reason: why the call runs through XLA, None for the kernel.
+    """
+
+    backend: Backend
+    device: gpu.Gpu | None
+    reason: str | None
+
+    def skipped(self, config: Any) -> str | None:
+        """Why tuning cannot change this call, which was given `config` (None: it takes the database's), or None."""
+        if self.reason is not None:
+            return f"runs through XLA: {self.reason}"
+        return None if config is None else f"runs with the config that the call gives it: {config}"
+
+
+def choose(spec: OpSpec, problem: Any, backend: str | None, reason: str | None = None) -> Choice:
+    """The backend of a call. `reason` says why the kernel cannot run, where that is not a matter of problem and GPU.
+
+    A named backend is taken, or raises ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is
+    logged once per reason.
     """
     if backend == "xla":
-        if capture.capturing():
-            return capture.mark(spec, problem, "runs through XLA: backend='xla'", arrays)
-        return spec.reference(problem, *arrays)
+        return Choice("xla", None, "backend='xla'")
     device = gpu.current()
     if backend == "interpret":  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
         hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
         device = dataclasses.replace(hopper, sms=4)
     reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device) or reason
-    if backend is not None and (reason is not None or device is None):
+    if reason is None:
+        return Choice("interpret" if backend == "interpret" else "mosaic", device, None)
+    if backend is not None:
         raise ValueError(f"backend={backend!r} cannot run {spec.name} {problem}: {reason}")
+    if not capture.capturing() and (spec.name, reason) not in _said:
+        _said.add((spec.name, reason))
+        _log.warning("%s runs through XLA: %s", spec.name, reason)
+    return Choice("xla", None, reason)
+
+
+def run(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None) -> Any:
+    """Runs `problem` on the backend that `choose` gives: the kernel with the database's config, or XLA.
+
+    While `capture` traces, nothing runs: the call is marked.
+    """
+    choice = choose(spec, problem, backend)
     if capture.capturing():
-        given = None if config is None else f"runs with the config that the call gives it: {config}"
-        return capture.mark(spec, problem, f"runs through XLA: {reason}" if reason else given, arrays)
-    if reason is not None or device is None:
-        if (spec.name, str(reason)) not in _said:
-            _said.add((spec.name, str(reason)))
-            _log.warning("%s runs through XLA: %s", spec.name, reason)
+        return capture.mark(spec, problem, choice.skipped(config), arrays)
+    if choice.device is None:
         return spec.reference(problem, *arrays)
-    chosen = resolution.resolve(spec, problem, device, config).config
-    return spec.run(problem, chosen, device, *arrays, interpret=backend == "interpret")
+    chosen = resolution.resolve(spec, problem, choice.device, config).config
+    return spec.run(problem, chosen, choice.device, *arrays, interpret=choice.backend == "interpret")

@@ -76,12 +76,12 @@ def scripted(script: bytes, seed: int = 0) -> Chooser:
 class Kernel:
     """How a schedule is carried out: what a kernel may get wrong where the schedule is right. The defaults are right.
 
-    pieces: of a part, those that fall to a block. turn: in which a read is reduced. drains: whether the Signal at step i waits
-    for the stores before it. stages: for how many pieces loads are under way at once.
+    chunks: of a part, those that a block has. position: of a read in the order of reduction. drains: whether the Signal at step
+    i waits for the stores before it. stages: for how many chunks loads are under way at once.
     """
 
-    pieces: Callable[[Cut, bool, int], Iterator[tuple[int, int]]] = Cut.pieces
-    turn: Callable[[Move, int, int, int], int] = Move.turn
+    chunks: Callable[[Cut, bool, int], Iterator[tuple[int, int]]] = Cut.chunks
+    position: Callable[[Move, int, int, int], int] = Move.position
     drains: Callable[[int], bool] = lambda step: True
     stages: int = 2
 
@@ -467,8 +467,8 @@ class _Machine:
 
     def move(self, me: _Actor, move: Move, stage: Call, base: int, own: int, block: int) -> _Routine:
         loading: deque[tuple[int, int, list[list[_Access]]]] = deque()
-        pieces = list(self.kernel.pieces(self.cut, move.whole, block))
-        for start, stop in pieces:
+        chunks = list(self.kernel.chunks(self.cut, move.whole, block))
+        for start, stop in chunks:
             loads: list[list[_Access]] = []
             loading.append((start, stop, loads))
             for place in move.reads:
@@ -484,14 +484,14 @@ class _Machine:
     def store(
         self, me: _Actor, move: Move, stage: Call, base: int, own: int, start: int, stop: int, loads: list[list[_Access]]
     ) -> _Routine:
-        """Waits for the loads of a piece, reduces and stores them."""
+        """Waits for the loads of a chunk, reduces and stores them."""
         for load in itertools.chain(*loads):
             self.finish(load)
         values: list[np.ndarray] = [np.empty(0)] * len(loads)
         for k, of_place in enumerate(loads):
-            # In which order the switch reduces is its own business: here another for each reader and piece.
+            # In which order the switch reduces is its own business: here another for each reader and chunk.
             first = (own + start) % len(of_place)
-            values[self.kernel.turn(move, k, own, self.n)] = self.reduce(of_place[first:] + of_place[:first])
+            values[self.kernel.position(move, k, own, self.n)] = self.reduce(of_place[first:] + of_place[:first])
         total, *others = values
         for other in others:
             total = _OPS[self.op](total, other)
@@ -509,7 +509,7 @@ class _Machine:
     def find(
         self, place: Place, whole: bool, stage: Call, base: int, own: int, start: int, stop: int
     ) -> Iterator[tuple[_Memory, slice]]:
-        """Where a piece of a place lies, on one device or on all. TMA clips it at the buffer's end."""
+        """Where a chunk of a place lies, on one device or on all. TMA clips it at the buffer's end."""
         name = {"x": stage.x, "out": stage.out, "scratch": stage.scratch}[place.buffer]
         number = 0 if place.part is None else schedules.relative(place.part, own, self.n) + place.bank * self.n
         part = number * self.cut.length(whole)

@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collectives, reduce_scatter, use_configs
 from mgpu_ops.collectives import topology
-from mgpu_ops.collectives import transport as transports
-from mgpu_ops.collectives.kernel import exchange_of
+from mgpu_ops.collectives.plan import Call, Plan, plan
+from mgpu_ops.collectives.problem import kernel_of
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.registry import database, job, resolution
 from mgpu_ops.registry import dispatch as op
@@ -118,18 +118,18 @@ def test_a_payload_of_any_size_is_laid_out_whole(kind, algorithm, n, size, dtype
     problem, config = CollectiveProblem(size, n, dtype), CollectiveConfig(algorithm, 4, chunk, 2)
     if collectives.problem.check(kind, problem, config, H200) is not None:
         return
-    what = exchange_of(kind, problem, config, (("d", n),))
-    kernel = collectives.kernel
+    kernel = kernel_of(kind, problem, config, (("d", n),))
+    launching = collectives.kernel
     for buffer, elements in (
         ("x", size // n if kind == "all_gather" else size),
         ("out", size // n if kind == "reduce_scatter" else size),
     ):
-        groups = kernel._groups(what, buffer)
+        groups = launching._groups(kernel, buffer)
         x = np.arange(elements, dtype=np.float64)
-        rows = kernel._fill(x, what.shape(buffer), groups)
-        assert rows.shape == what.shape(buffer)
-        np.testing.assert_array_equal(kernel._cut(rows, elements // groups, groups), x)
-    assert (what.rows - 1) * what.columns * what.slices < size + what.slices  # less than a row too many in each slice
+        rows = launching._fill(x, kernel.shape(buffer), groups)
+        assert rows.shape == kernel.shape(buffer)
+        np.testing.assert_array_equal(launching._cut(rows, elements // groups, groups), x)
+    assert (kernel.rows - 1) * kernel.columns * kernel.slices < size + kernel.slices  # less than a row too many in each slice
 
 
 # --- transformations
@@ -274,7 +274,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mgpu_ops import all_reduce
-from mgpu_ops.collectives import transport
+from mgpu_ops.collectives import topology
 from mgpu_ops.core import gpu
 
 mesh = jax.make_mesh((2, 2), ("host", "d"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -284,7 +284,7 @@ told = {}
 
 def over(x, **how):
     def each(x):
-        told["inside"], told["between"] = transport.split(transport.axes_of("all_reduce", ("host", "d")), None)
+        told["inside"], told["between"] = topology.split(topology.axes_of("all_reduce", ("host", "d")), None)
         return all_reduce(x[0, 0], ("host", "d"), **how)
     return jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("host", "d"), out_specs=P()))(x)
 
@@ -315,7 +315,7 @@ def test_kernels_in_a_job_of_several_processes_are_asked_for(wanted, nvls, able,
     monkeypatch.setenv("MGPU_OPS_MULTICAST", wanted)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", nvls)
     found: list[str | None] = []
-    on_devices(lambda x: (found.append(transports.unable((("d", 2),), "peer")), x)[1], draw(2, 4))
+    on_devices(lambda x: (found.append(topology.unable((("d", 2),), "peer")), x)[1], draw(2, 4))
     assert {reason is None for reason in found} == {able}
 
 
@@ -411,15 +411,45 @@ def test_a_config_may_say_that_xla_is_faster_and_who_names_the_kernels_gets_them
     np.testing.assert_array_equal(out, np.asarray(draw(4, 8)).sum(0))
 
 
+@pytest.mark.parametrize("how", [{}, {"transport": "peer"}, {"config": CONFIG}], ids=["by itself", "named", "with a config"])
+def test_a_call_resolves_its_config_once(how, monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    resolved: list[CollectiveProblem] = []
+    resolve = resolution.resolve
+
+    def counted(spec: Any, problem: CollectiveProblem, *given: Any) -> Any:
+        resolved.append(problem)
+        return resolve(spec, problem, *given)
+
+    monkeypatch.setattr(resolution, "resolve", counted)
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(lambda x: all_reduce(x, "d", **how), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with gpu.target("h200"), use_configs({"all_reduce": CONFIG}):
+        jaxpr = str(jax.make_jaxpr(run)(jnp.zeros(3001)))
+    assert "mgpu_ops_all_reduce" in jaxpr
+    assert resolved == [CollectiveProblem(3001, 2, "float32")]
+
+
+def planned(problem: CollectiveProblem, **given: Any) -> Plan:
+    """The plan of an all_reduce on H200s."""
+    found: list[Plan] = []
+
+    def each(x: jax.Array) -> jax.Array:
+        call = Call("all_reduce", (("d", problem.devices),), **given)
+        found.append(plan(call, mgpu_ops.spec_of("all_reduce"), problem))
+        return x
+
+    mesh = AbstractMesh((problem.devices,), ("d",), axis_types=(AxisType.Auto,))
+    with gpu.target("h200"):
+        jax.eval_shape(jax.shard_map(each, mesh=mesh, in_specs=P(), out_specs=P()), jax.ShapeDtypeStruct((1,), jnp.float32))
+    return found[0]
+
+
 @pytest.mark.parametrize(("n", "least"), [(2, 2**22), (4, 2**20)])
 def test_what_is_shipped_runs_kernels_from_some_size_on_whatever_the_size(n, least):
-    spec = mgpu_ops.spec_of("all_reduce")
-    call = collectives._Call("all_reduce", (("d", n),))
     for size in [2**10, 2**14, 3 * 2**15, 2**18, 2**20, 2**22, 3 * 2**21, 2**23, 2**25, 5 * 2**24, 2**27, 2**28]:
-        problem = CollectiveProblem(size // 2, n)
-        config = resolution.resolve(spec, problem, H200).config
-        kernels = collectives._is_wanted(call, spec, problem, H200) and config.algorithm != "xla"
-        assert kernels == (size >= least), size
+        chosen = planned(CollectiveProblem(size // 2, n), no_multicast="NCCL_NVLS_ENABLE=0")
+        assert (chosen.transport, chosen.reason is None) == (("peer", True) if size >= least else ("xla", False)), size
 
 
 @pytest.mark.parametrize(

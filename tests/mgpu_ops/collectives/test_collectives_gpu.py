@@ -22,8 +22,8 @@ import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.collectives import schedules
 from mgpu_ops.collectives import workspace as workspaces
-from mgpu_ops.collectives.exchange import reduced
-from mgpu_ops.collectives.problem import MAX_LINES
+from mgpu_ops.collectives.layout import reduced
+from mgpu_ops.collectives.problem import MAX_LL_BYTES
 from mgpu_ops.core import gpu
 
 P = PartitionSpec
@@ -74,10 +74,10 @@ def test_every_algorithm_is_exact_for_integers_of_every_size(kind, algorithm, n)
         size = size * n if kind == "reduce_scatter" else size
         problem = CollectiveProblem(size * (n if kind == "all_gather" else 1), n, "int32")
         for blocks, chunk, stages in ((1, 2048, 2), (16, 8192, 3)):
-            in_lines = algorithm.startswith("ll")
-            if in_lines and problem.size * 4 > MAX_LINES:
+            ll = algorithm.startswith("ll")
+            if ll and problem.size * 4 > MAX_LL_BYTES:
                 continue
-            config = CollectiveConfig(algorithm, blocks, chunk, 2 if in_lines else stages)
+            config = CollectiveConfig(algorithm, blocks, chunk, 2 if ll else stages)
             assert mgpu_ops.spec_of(kind).check(problem, config, gpu.find("h200")) is None
             x = draw(n, size)
             out = on_devices(call(kind, config), n)(spread(x, n))
@@ -126,7 +126,9 @@ def test_a_thousand_of_mixed_sizes_and_kinds_in_a_row(n):
         few = []
         for _ in range(4):
             kind = rng.choice(["all_reduce", "reduce_scatter"])
-            algorithm = rng.choice([a for a in schedules.algorithms(kind) if size * 4 <= MAX_LINES or not a.startswith("ll")])
+            algorithm = rng.choice(
+                [a for a in schedules.algorithms(kind) if size * 4 <= MAX_LL_BYTES or not a.startswith("ll")]
+            )
             stages = 2 if algorithm.startswith("ll") else rng.choice([2, 3])
             few.append((kind, CollectiveConfig(algorithm, rng.choice([1, 8, 32]), rng.choice([2048, 8192]), stages)))
         kinds = rng.choices(few, k=20)
@@ -273,7 +275,7 @@ def test_in_a_workspace_the_count_of_calls_may_wrap(n, calls, monkeypatch):
 
 
 @on_gpus
-def test_debug_ends_a_wait_for_lines_that_do_not_come(n, monkeypatch):
+def test_debug_ends_a_wait_for_data_that_do_not_come(n, monkeypatch):
     """Device 1 counts other calls than all others, as after a program that failed on it."""
     monkeypatch.setenv("MGPU_OPS_DEBUG_TIMEOUT", "2")
     monkeypatch.setattr(workspaces, "_CALLS", np.array([[2 * (device == 1)] for device in range(n)], np.int32))

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mgpu_ops.collectives import executor, schedules
-from mgpu_ops.collectives.exchange import Exchange
+from mgpu_ops.collectives.layout import CollectiveKernel
 from mgpu_ops.collectives.schedules import Schedule, Signal, Wait
 from mgpu_ops.core import aot, gpu
 from tests.mgpu_ops.conftest import no_races
@@ -30,21 +30,21 @@ every_algorithm = pytest.mark.parametrize(("kind", "transport", "algorithm"), EV
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
-def plan(kind: Any, algorithm: str, n: int, transport: Any = "peer", **changes: Any) -> Exchange:
+def kernel_of(kind: Any, algorithm: str, n: int, transport: Any = "peer", **changes: Any) -> CollectiveKernel:
     schedule = schedules.schedule(kind, algorithm, n, transport, entry_barrier=True)
     given = {"rows": 10, "dtype": jnp.dtype("float32"), "reduction": "add", "blocks": 2, "chunk": 4, "stages": 2, **changes}
-    return Exchange(schedule, axes=(("device", n),), **given)
+    return CollectiveKernel(schedule, axes=(("device", n),), **given)
 
 
-def draw(what: Exchange) -> np.ndarray:
+def draw(kernel: CollectiveKernel) -> np.ndarray:
     """x of all devices: small integers."""
-    shape = (what.schedule.n, *what.shape("x"))
+    shape = (kernel.schedule.n, *kernel.shape("x"))
     return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
 
 
-def interpreted(what: Exchange, x: Any) -> np.ndarray:
-    run = jax.jit(functools.partial(executor.exchange, what=what, interpret=True))
-    return np.asarray(run(jnp.asarray(x, what.dtype)).astype(jnp.float32))
+def interpreted(kernel: CollectiveKernel, x: Any) -> np.ndarray:
+    run = jax.jit(functools.partial(executor.run, kernel=kernel, interpret=True))
+    return np.asarray(run(jnp.asarray(x, kernel.dtype)).astype(jnp.float32))
 
 
 def wanted(kind: str, x: np.ndarray) -> np.ndarray:
@@ -60,10 +60,10 @@ def wanted(kind: str, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.usefixtures("no_races")
 def test_every_algorithm_is_right_and_free_of_races(kind, transport, algorithm, n):
-    """Three pieces a slice, the last one shorter, for two blocks and two stages: all of them wrap or end early."""
-    what = plan(kind, algorithm, n, transport)
-    x = draw(what)
-    np.testing.assert_array_equal(interpreted(what, x), wanted(kind, x))
+    """Three chunks a slice, the last one shorter, for two blocks and two stages: all of them wrap or end early."""
+    kernel = kernel_of(kind, algorithm, n, transport)
+    x = draw(kernel)
+    np.testing.assert_array_equal(interpreted(kernel, x), wanted(kind, x))
 
 
 @pytest.mark.parametrize(
@@ -74,26 +74,26 @@ def test_every_algorithm_is_right_and_free_of_races(kind, transport, algorithm, 
         {"rows": 22, "chunk": 4, "blocks": 1, "stages": 4},
         {"rows": 40, "chunk": 20, "blocks": 1, "stages": 3},
     ],
-    ids=["one short piece", "a block without work", "deep", "several steps a piece"],
+    ids=["one short chunk", "a block without work", "deep", "several steps a chunk"],
 )
 @pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
 @pytest.mark.usefixtures("no_races")
 def test_every_cut_is_right(algorithm, changes):
-    what = plan("all_reduce", algorithm, 2, **changes)
-    x = draw(what)
-    np.testing.assert_array_equal(interpreted(what, x), wanted("all_reduce", x))
+    kernel = kernel_of("all_reduce", algorithm, 2, **changes)
+    x = draw(kernel)
+    np.testing.assert_array_equal(interpreted(kernel, x), wanted("all_reduce", x))
 
 
 @pytest.mark.parametrize(("dtype", "reduction"), [("bfloat16", "add"), ("float16", "max"), ("int32", "add"), ("uint32", "min")])
 @pytest.mark.usefixtures("no_races")
 def test_every_dtype_is_reduced_in_the_order_of_devices_and_rounded_once(dtype, reduction):
-    what = plan("all_reduce", "one_shot", 3, dtype=jnp.dtype(dtype), reduction=reduction, rows=4)
-    values = np.random.default_rng(1).normal(scale=1000, size=(3, *what.shape("x")))
+    kernel = kernel_of("all_reduce", "one_shot", 3, dtype=jnp.dtype(dtype), reduction=reduction, rows=4)
+    values = np.random.default_rng(1).normal(scale=1000, size=(3, *kernel.shape("x")))
     x = np.asarray(jnp.asarray(np.abs(values) if dtype == "uint32" else values).astype(dtype))
     wide = np.float32 if dtype.startswith(("b", "f")) else x.dtype
     reduce = {"add": np.add, "min": np.minimum, "max": np.maximum}[reduction]
     total = reduce(reduce(x[0].astype(wide), x[1].astype(wide)), x[2].astype(wide)).astype(x.dtype)
-    out = interpreted(what, x)
+    out = interpreted(kernel, x)
     for device in range(3):
         np.testing.assert_array_equal(out[device], total.astype(np.float32))
 
@@ -109,29 +109,29 @@ def without(schedule: Schedule, kind: type, number: int) -> Schedule:
 )
 def test_a_dropped_handshake_is_seen_as_a_race(kind, algorithm):
     """So that "no races" above means something."""
-    what = plan(kind, algorithm, 2)
-    schedule = without(without(what.schedule, Wait, 0), Signal, 0)
-    assert has_a_race(lambda: interpreted(dataclasses.replace(what, schedule=schedule), draw(what)))
+    kernel = kernel_of(kind, algorithm, 2)
+    schedule = without(without(kernel.schedule, Wait, 0), Signal, 0)
+    assert has_a_race(lambda: interpreted(dataclasses.replace(kernel, schedule=schedule), draw(kernel)))
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "push_one_shot"])
 def test_a_store_that_is_not_waited_for_is_seen_as_a_race(algorithm, monkeypatch):
     wait_for_all_stores_only(monkeypatch)
-    what = plan("all_reduce", algorithm, 2, rows=24, blocks=1)
-    assert has_a_race(lambda: interpreted(what, draw(what)))
+    kernel = kernel_of("all_reduce", algorithm, 2, rows=24, blocks=1)
+    assert has_a_race(lambda: interpreted(kernel, draw(kernel)))
 
 
 # --- compiled
 
 
-def compiled(what: Exchange) -> aot.Report:
-    names = tuple(name for name, _ in what.axes)
-    mesh = AbstractMesh(tuple(size for _, size in what.axes), names, axis_types=(AxisType.Auto,) * len(names))
+def compiled(kernel: CollectiveKernel) -> aot.Report:
+    names = tuple(name for name, _ in kernel.axes)
+    mesh = AbstractMesh(tuple(size for _, size in kernel.axes), names, axis_types=(AxisType.Auto,) * len(names))
     run = jax.shard_map(
-        functools.partial(executor.exchange, what=what),
+        functools.partial(executor.run, kernel=kernel),
         mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
     )  # fmt: skip
-    return aot.compile_for("h200", run, jax.ShapeDtypeStruct(what.shape("x"), what.dtype), devices=what.schedule.n)
+    return aot.compile_for("h200", run, jax.ShapeDtypeStruct(kernel.shape("x"), kernel.dtype), devices=kernel.schedule.n)
 
 
 MULTIMEM = [(kind, a) for kind, transport, a in EVERY if transport == "multimem"]
@@ -147,7 +147,8 @@ CASES = [
 @pytest.mark.parametrize(("n", "dtype", "reduction"), CASES)
 @pytest.mark.parametrize(("kind", "algorithm"), MULTIMEM)
 def test_every_multimem_kernel_compiles_to_multimem_instructions_without_spills(kind, algorithm, n, dtype, reduction):
-    report = compiled(plan(kind, algorithm, n, "multimem", dtype=jnp.dtype(dtype), reduction=reduction, rows=256, chunk=32))
+    kernel = kernel_of(kind, algorithm, n, "multimem", dtype=jnp.dtype(dtype), reduction=reduction, rows=256, chunk=32)
+    report = compiled(kernel)
     assert report.spills == 0
     assert "multimem.red.release.sys.global.add.u32" in report.ptx  # the signals
     if kind != "all_gather":
@@ -161,7 +162,7 @@ def test_every_multimem_kernel_compiles_to_multimem_instructions_without_spills(
 def test_multimem_adds_16_bit_floats_in_float32():
     for dtype, packed in (("bfloat16", "bf16x2"), ("float16", "f16x2")):
         for rows, vector in ((256, ".v4"), (3, "")):
-            report = compiled(plan("all_reduce", "two_shot", 2, "multimem", dtype=jnp.dtype(dtype), rows=rows))
+            report = compiled(kernel_of("all_reduce", "two_shot", 2, "multimem", dtype=jnp.dtype(dtype), rows=rows))
             assert f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32{vector}.{packed}" in report.ptx
             assert report.ptx.count("multimem.ld_reduce") == report.ptx.count("acc::f32")
 
@@ -175,12 +176,12 @@ PEER = [(kind, a) for kind, transport, a in EVERY if transport == "peer"]
 @pytest.mark.parametrize("n", [8, *FEWER])
 @pytest.mark.parametrize(("kind", "algorithm"), PEER)
 def test_every_peer_kernel_compiles_without_spills_into_the_bytes_it_counts(kind, algorithm, n):
-    what = plan(kind, algorithm, n, dtype=jnp.dtype("bfloat16"), rows=96 if n == 8 else 100, chunk=16)
-    report = compiled(what)
+    kernel = kernel_of(kind, algorithm, n, dtype=jnp.dtype("bfloat16"), rows=96 if n == 8 else 100, chunk=16)
+    report = compiled(kernel)
     assert report.spills == 0
-    assert what.smem_bytes <= report.smem_bytes <= what.smem_bytes + 1024  # barriers
-    in_lines = "LDG.E.128.STRONG.SYS" in report.sass and "STG.E.128.STRONG.SYS" in report.sass
-    assert in_lines if what.schedule.in_lines else "UBLKCP" in report.sass
+    assert kernel.smem_bytes <= report.smem_bytes <= kernel.smem_bytes + 1024  # barriers
+    ll = "LDG.E.128.STRONG.SYS" in report.sass and "STG.E.128.STRONG.SYS" in report.sass
+    assert ll if kernel.schedule.ll else "UBLKCP" in report.sass
     assert "multimem" not in report.ptx
 
 
@@ -189,8 +190,8 @@ def test_every_peer_kernel_compiles_without_spills_into_the_bytes_it_counts(kind
     ("dtype", "rows", "reduction"),
     [("bfloat16", 7, "add"), ("float16", 64, "min"), ("float32", 7, "add"), ("int32", 1, "add"), ("uint32", 64, "max")],
 )
-def test_lines_compile_without_spills_for_every_dtype_and_length(dtype, rows, reduction):
-    report = compiled(plan("all_reduce", "ll_one_shot", 4, dtype=jnp.dtype(dtype), rows=rows, reduction=reduction))
+def test_ll_compiles_without_spills_for_every_dtype_and_length(dtype, rows, reduction):
+    report = compiled(kernel_of("all_reduce", "ll_one_shot", 4, dtype=jnp.dtype(dtype), rows=rows, reduction=reduction))
     assert report.spills == 0
     assert "MEMBAR" not in report.sass  # no fence, no flag beside the data
 
@@ -198,16 +199,16 @@ def test_lines_compile_without_spills_for_every_dtype_and_length(dtype, rows, re
 @needs_compiler
 def test_a_mesh_without_devices_names_its_replicas():
     """jax 0.11 leaves them out, and such a kernel fails when it runs."""
-    what = plan("all_reduce", "two_shot", 4)
+    kernel = kernel_of("all_reduce", "two_shot", 4)
     mesh = AbstractMesh((4,), ("device",), axis_types=(AxisType.Auto,))
-    run = functools.partial(executor.exchange, what=what)
+    run = functools.partial(executor.run, kernel=kernel)
     sharded = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     with aot.target(gpu.find("h200")):
-        lowered = jax.jit(sharded).trace(jnp.zeros(what.shape("x"))).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(sharded).trace(jnp.zeros(kernel.shape("x"))).lower(lowering_platforms=("cuda",))
     assert 'xla_replica_ids = "0,1,2,3"' in lowered.as_text()
 
 
 @needs_compiler
 def test_peers_on_two_axes_of_a_mesh_compile():
-    what = dataclasses.replace(plan("all_reduce", "two_shot", 4), axes=(("a", 2), ("b", 2)))
-    assert compiled(what).spills == 0
+    kernel = dataclasses.replace(kernel_of("all_reduce", "two_shot", 4), axes=(("a", 2), ("b", 2)))
+    assert compiled(kernel).spills == 0

@@ -81,8 +81,8 @@ def test_traffic(n, key):
     traffic = collective.traffic(schedule, 100 * n)
     assert (traffic.sent, traffic.received, traffic.scratch) == (100 * sent, 100 * received, 100 * scratch)
     assert (traffic.waits, traffic.roundings) == (waits, roundings)
-    assert traffic.flags == (0 if schedule.in_lines else len(schedule.flags))
-    assert schedule.scratch_slices * (1 + schedule.in_lines) == scratch
+    assert traffic.flags == (0 if schedule.ll else len(schedule.flags))
+    assert schedule.scratch_slices * (1 + schedule.ll) == scratch
 
 
 def test_what_a_device_loads_and_stores_itself_is_local_traffic():
@@ -118,16 +118,16 @@ def test_a_move_reads_from_each_device_in_the_order_of_turns(n):
             if len(move.reads) != n or schedule.algorithm == "ring":
                 continue
             for own in range(n):
-                turns = [move.turn(k, own, n) for k in range(n)]
-                assert sorted(turns) == list(range(n))
-                for turn, place in zip(turns, move.reads, strict=True):
+                positions = [move.position(k, own, n) for k in range(n)]
+                assert sorted(positions) == list(range(n))
+                for position, place in zip(positions, move.reads, strict=True):
                     from_scratch = place.buffer == "scratch"
-                    assert collective.relative(place.part if from_scratch else place.device, own, n) == turn
+                    assert collective.relative(place.part if from_scratch else place.device, own, n) == position
 
 
 def test_turns_and_relative_numbers_can_be_traced():
     assert collective.relative(-1, jnp.int32(0), 8) == 7
-    assert Move((Place("x"), Place("x", 1)), (Place("out"),)).turn(1, jnp.int32(1), 2) == 0
+    assert Move((Place("x"), Place("x", 1)), (Place("out"),)).position(1, jnp.int32(1), 2) == 0
 
 
 def test_no_move_stores_to_a_place_twice_or_goes_through_the_switch_with_others():
@@ -142,15 +142,15 @@ def test_no_move_stores_to_a_place_twice_or_goes_through_the_switch_with_others(
 @given(
     size=st.integers(1, 500), n=st.integers(2, 8), chunk=st.integers(1, 40), blocks=st.integers(1, 5), granule=st.integers(1, 9)
 )
-def test_blocks_share_the_pieces_of_a_part_and_parts_cover_the_payload(size, n, chunk, blocks, granule):
+def test_blocks_share_the_chunks_of_a_part_and_parts_cover_the_payload(size, n, chunk, blocks, granule):
     cut = Cut(size, n, chunk, blocks, granule)
     assert cut.slice % granule == 0
     assert size <= n * cut.slice < size + n * granule
     for whole in (False, True):
-        pieces = sorted(piece for block in range(blocks) for piece in cut.pieces(whole, block))
-        assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
-        assert pieces[-1][1] == cut.length(whole)
-        assert all(0 < stop - start <= chunk for start, stop in pieces)
+        chunks = sorted(chunk for block in range(blocks) for chunk in cut.chunks(whole, block))
+        assert [start for start, _ in chunks] == [0, *(stop for _, stop in chunks[:-1])]
+        assert chunks[-1][1] == cut.length(whole)
+        assert all(0 < stop - start <= chunk for start, stop in chunks)
 
 
 @pytest.mark.parametrize(

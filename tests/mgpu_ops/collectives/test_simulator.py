@@ -312,29 +312,29 @@ def test_a_signal_before_its_stores_are_done_is_a_race(kind, algorithm, transpor
 
 
 @every_algorithm
-def test_pieces_that_overlap_or_leave_gaps_are_found(kind, algorithm, transport):
+def test_chunks_that_overlap_or_leave_gaps_are_found(kind, algorithm, transport):
     def too_short(cut: Cut, whole: bool, block: int) -> Iterator[tuple[int, int]]:
-        for start, stop in Cut.pieces(cut, whole, block):
+        for start, stop in Cut.chunks(cut, whole, block):
             yield start, stop - (stop == cut.length(whole))
 
     def too_long(cut: Cut, whole: bool, block: int) -> Iterator[tuple[int, int]]:
-        for start, _ in Cut.pieces(cut, whole, block):
+        for start, _ in Cut.chunks(cut, whole, block):
             yield start, start + cut.chunk
 
     def too_many(cut: Cut, whole: bool, block: int) -> Iterator[tuple[int, int]]:
-        yield from Cut.pieces(cut, whole, block)
+        yield from Cut.chunks(cut, whole, block)
         yield 0, 1
 
     def one_late(cut: Cut, whole: bool, block: int) -> Iterator[tuple[int, int]]:
-        for start, stop in Cut.pieces(cut, whole, block):
+        for start, stop in Cut.chunks(cut, whole, block):
             yield start + 1, stop
 
     for schedule in both(kind, algorithm, transport, N):
-        assert found(schedule, Kernel(pieces=too_many)) == {Race}
-        found(schedule, Kernel(pieces=one_late))
-        found(schedule, Kernel(pieces=too_short), size=15)
+        assert found(schedule, Kernel(chunks=too_many)) == {Race}
+        found(schedule, Kernel(chunks=one_late))
+        found(schedule, Kernel(chunks=too_short), size=15)
         if any(write.part is not None for move in schedule.moves for write in move.writes):
-            found(schedule, Kernel(pieces=too_long))  # beyond a part lies another; what lies beyond a buffer is clipped
+            found(schedule, Kernel(chunks=too_long))  # beyond a part lies another; what lies beyond a buffer is clipped
 
 
 def as_listed(move: Move, k: int, own: int, n: int) -> int:
@@ -346,7 +346,7 @@ def as_listed(move: Move, k: int, own: int, n: int) -> int:
 def test_a_sum_in_another_order_than_promised_is_found(kind, algorithm, transport):
     for schedule in both(kind, algorithm, transport, N):
         if schedule.in_device_order and kind != "all_gather":
-            assert found(schedule, Kernel(turn=as_listed), inputs=fractions(2, N, SIZE)) == {Wrong}
+            assert found(schedule, Kernel(position=as_listed), inputs=fractions(2, N, SIZE)) == {Wrong}
 
 
 def test_devices_that_hold_different_bits_are_found_where_sums_are_only_bounded():
@@ -354,7 +354,7 @@ def test_devices_that_hold_different_bits_are_found_where_sums_are_only_bounded(
     inputs = fractions(2, 2 * N, SIZE)
     simulate(stages, SIZE, hosts=2, inputs=inputs)
     with pytest.raises(Wrong, match="devices 0 and 1 hold different bits"):
-        simulate(stages, SIZE, hosts=2, inputs=inputs, kernel=Kernel(turn=as_listed))
+        simulate(stages, SIZE, hosts=2, inputs=inputs, kernel=Kernel(position=as_listed))
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
 from mgpu_ops import CollectiveConfig, CollectiveProblem, all_gather, all_reduce, collective_workspace, reduce_scatter
-from mgpu_ops.collectives import Workspace, exchange, executor, rendezvous, workspace
+from mgpu_ops.collectives import Workspace, executor, layout, rendezvous, workspace
 from mgpu_ops.core import aot, gpu
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -135,12 +135,12 @@ def test_a_mesh_of_another_shape_is_refused_for_its_groups_are_others():
 
 def test_each_device_has_the_addresses_of_those_after_it_along_the_axis():
     mesh = mesh_of(data=2, model=4)
-    lines = jax.device_put(np.zeros((8, 2)), NamedSharding(mesh, P(("data", "model"))))
-    at = {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in lines.addressable_shards}
+    memory = jax.device_put(np.zeros((8, 2)), NamedSharding(mesh, P(("data", "model"))))
+    at = {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
 
     def told(names: tuple[str, ...], device: int) -> tuple[int, list[int]]:
-        row = workspace._whereabouts(mesh, names, lines)[ids.reshape(-1).tolist().index(device)]
+        row = workspace._addresses(mesh, names, memory)[ids.reshape(-1).tolist().index(device)]
         return row[0], np.ascontiguousarray(row[1:]).view(np.uint64).tolist()
 
     for group in ids:
@@ -197,7 +197,7 @@ def sharded(n: int, function: Any) -> tuple[Any, Any]:
         each = lambda x, memory: function(x, memory.open())  # noqa: E731
         return jax.shard_map(each, mesh=mesh, in_specs=(own, own), out_specs=own, check_vma=False)(x, made)
 
-    return run, jax.ShapeDtypeStruct((n, exchange.where_words(n)), jnp.int32, sharding=NamedSharding(mesh, own))
+    return run, jax.ShapeDtypeStruct((n, layout.where_words(n)), jnp.int32, sharding=NamedSharding(mesh, own))
 
 
 @needs_compiler
@@ -214,27 +214,27 @@ def test_a_call_is_one_kernel_without_a_fence(kind, n):
 
 
 def run_calls(first: int, calls: int, seed: int) -> int:
-    """Two devices that send each other a number in some lines of their memory, call after call, in any order of their steps.
+    """Two devices that send each other a number in some words of their memory, call after call, in any order of their steps.
 
-    As `mgpu_ops/collectives/executor.py` does: to the half whose turn it is, with the flag of the call. Returns the count after
+    As `mgpu_ops/collectives/executor.py` does: to the half of the call, with its flag. Returns the count after
     them.
     """
     rng = random.Random(seed)
-    memory = np.zeros((2, 2, 3, 2), np.int64)  # device, half, line, (data, flag)
+    memory = np.zeros((2, 2, 3, 2), np.int64)  # device, half, word, (data, flag)
 
     def device(own: int) -> Iterator[None]:
         count = jnp.int32(first)
         for call in range(calls):
-            half, flag, after = (int(x) for x in executor.turn(count))
+            half, flag, after = (int(x) for x in executor.half_and_flag(count))
             assert half in (0, 1)
-            used = range(1 + (call * 7) % 3)  # some lines are not written in every call
-            for line in used:
-                memory[1 - own, half, line] = 100 * call + line, flag
+            used = range(1 + (call * 7) % 3)  # some words are not written in every call
+            for word in used:
+                memory[1 - own, half, word] = 100 * call + word, flag
                 yield
-            for line in used:
-                while memory[own, half, line, 1] != flag:
+            for word in used:
+                while memory[own, half, word, 1] != flag:
                     yield
-                assert memory[own, half, line, 0] == 100 * call + line
+                assert memory[own, half, word, 0] == 100 * call + word
             count = jnp.int32(after)
         left.append(int(count))
 
@@ -250,25 +250,25 @@ def run_calls(first: int, calls: int, seed: int) -> int:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 8), (2**31 - 3, -(2**31) + 5), (-4, 6)])
 def test_calls_are_counted_beyond_what_an_int32_holds(first, last):
-    """Where the sign changes, and where all bits are ones, each flag is new, no flag is 0, and halves take turns."""
+    """Where the sign changes, and where all bits are ones, each flag is new, no flag is 0, and halves alternate."""
     for seed in range(20):
         assert run_calls(first, 8, seed) == last
-    assert all(int(executor.turn(jnp.int32(calls))[1]) != 0 for calls in range(-6, 6) if calls != -1)  # which none is
+    assert all(int(executor.half_and_flag(jnp.int32(calls))[1]) != 0 for calls in range(-6, 6) if calls != -1)  # which none is
 
 
-def test_new_lines_are_zeros_and_the_count_of_calls_in_their_last_row(monkeypatch):
-    assert not workspace._new_lines((2, 3, 256), 0).any()
-    lines = workspace._new_lines((2, 3, 256), 2**31 - 3)
-    assert not lines[:, :-1].any()
-    assert (lines[:, -1] == 2**31 - 3).all()
+def test_new_memory_is_zeros_and_the_count_of_calls_in_their_last_row(monkeypatch):
+    assert not workspace._new_ll_memory((2, 3, 256), 0).any()
+    memory = workspace._new_ll_memory((2, 3, 256), 2**31 - 3)
+    assert not memory[:, :-1].any()
+    assert (memory[:, -1] == 2**31 - 3).all()
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
-def test_debug_gives_kernels_that_wait_for_lines_an_end(kind, monkeypatch):
+def test_debug_gives_kernels_that_wait_for_data_a_deadline(kind, monkeypatch):
     """Which read a clock then. Nothing can call the host from a machine without a GPU."""
-    monkeypatch.setattr(rendezvous, "all_arrive", lambda op, axes, x: x)
-    monkeypatch.setattr(rendezvous, "lines_came", lambda op, axes, out, late, limit: out + late[0].astype(out.dtype))
+    monkeypatch.setattr(rendezvous, "wait_for_all", lambda op, axes, x: x)
+    monkeypatch.setattr(rendezvous, "raise_if_late", lambda op, axes, out, late, limit: out + late[0].astype(out.dtype))
     for debug in (False, True):
         call = functools.partial(getattr(mgpu_ops, kind), axis_name="d", debug=debug)
         run, memory = sharded(8, lambda x, m, call=call: call(x, workspace=m))
@@ -278,11 +278,11 @@ def test_debug_gives_kernels_that_wait_for_lines_an_end(kind, monkeypatch):
         assert ("%globaltimer" in report.ptx) == debug
 
 
-def test_lines_that_do_not_come_are_an_error_that_names_who_sends_them():
+def test_data_that_do_not_come_are_an_error_that_names_who_sends_them():
     mesh = mesh_of(d=3)
 
     def each(late: jax.Array) -> jax.Array:
-        return rendezvous.lines_came("all_gather", (("d", 3),), jnp.ones((1,)), late[0], 0.5)
+        return rendezvous.raise_if_late("all_gather", (("d", 3),), jnp.ones((1,)), late[0], 0.5)
 
     run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
     np.testing.assert_array_equal(run(np.zeros((3, 4), np.int32)), np.ones(3))
