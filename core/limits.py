@@ -88,11 +88,27 @@ def supports_rows(rows: dict[str, tuple[str, int, int]]) -> str | None:
     return None
 
 
-def warpgroup_tile(c: Any) -> tuple[int, int]:
-    """Rows and columns of an output tile that one consumer warpgroup of a Config has."""
-    if c.compute_warpgroups == 1:
-        return c.tile_m, c.tile_n
-    return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
+# --- Registers
+
+WARPGROUP = 128  # threads
+
+
+def check_producer_registers(registers: int) -> str | None:
+    """Why a Config's `memory_registers` cannot be those of a producer thread, or None. Source: PTX ISA, "setmaxnreg"."""
+    if registers % 8 or not 24 <= registers <= 128:
+        return f"memory_registers={registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    return None
+
+
+def consumer_registers(consumers: int, producer_registers: int, gpu: Gpu) -> int:
+    """Registers of a consumer thread under `engine.specialize`: a multiple of 8, at most 240.
+
+    The `consumers` warpgroups share what the one producer warpgroup leaves. At the launch, all warpgroups get equally many
+    registers, a multiple of 8 a thread; setmaxnreg then moves them from the producer to consumers.
+    """
+    warpgroups = consumers + 1
+    launched = gpu.registers_per_sm // WARPGROUP // warpgroups // 8 * 8 * warpgroups
+    return min(240, (launched - producer_registers) // consumers // 8 * 8)
 
 
 # --- Shared memory
@@ -101,6 +117,13 @@ ALIGNMENT = 1024  # Mosaic starts every buffer at a multiple: a 128-byte swizzle
 BARRIER_BYTES = 8  # an mbarrier is one 64-bit word
 
 Buffer = tuple[tuple[int, ...], int]  # its shape and bytes per element
+
+
+def check_smem(size: int, gpu: Gpu) -> str | None:
+    """Why a block of `gpu` cannot have so many bytes of shared memory, or None."""
+    if size > gpu.smem_per_block:
+        return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
+    return None
 
 
 def block_bytes(buffers: Iterable[Buffer], barriers: int) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mgpu_ops.core.limits import warpgroup_tile
+from mgpu_ops.core.gemm import Tiled, warpgroup_tile
 
 
 def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
@@ -229,7 +229,7 @@ def for_each_group_tile(
     return last[2], carry
 
 
-def warpgroup_origin(c: Any) -> tuple[Any, Any]:
+def warpgroup_origin(c: Tiled) -> tuple[Any, Any]:
     """First row and column of this consumer warpgroup within the block's tile."""
     if c.compute_warpgroups == 1:
         return 0, 0

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem, consumer_registers
-from mgpu_ops.core import engine
+from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem
+from mgpu_ops.core import engine, limits
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -76,7 +76,7 @@ def specialize(
         consumer,
         consumers=compute_warpgroups,
         producer_registers=c.memory_registers,
-        consumer_registers=consumer_registers(compute_warpgroups, c.memory_registers, gpu),
+        consumer_registers=limits.consumer_registers(compute_warpgroups, c.memory_registers, gpu),
     )
 
 

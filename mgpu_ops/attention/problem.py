@@ -213,18 +213,18 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"q_slots={c.q_slots} is neither 1 nor 2"
     if not 1 <= c.section_waves <= 1024:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
-    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
-        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    if reason := limits.check_producer_registers(c.memory_registers):
+        return reason
     if c.pv_wait not in ("early", "late"):
         return f"pv_wait={c.pv_wait!r} is neither 'early' nor 'late'"
     needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads
-    limit = consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
+    limit = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     if needed + 24 > limit:
         return (
             f"scores, weights and output take {needed} registers a thread and addresses about 24 more, but {limit} are left: "
             "use a smaller tile_kv or fewer consumer warpgroups"
         )
-    return _check_smem(smem_bytes(p, c), gpu)
+    return limits.check_smem(smem_bytes(p, c), gpu)
 
 
 def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
@@ -257,10 +257,10 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
     if not 1 <= c.section_waves <= 1024:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
-    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
-        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
+    if reason := limits.check_producer_registers(c.memory_registers):
+        return reason
     sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])
-    return _check_smem(max(sizes), gpu)
+    return limits.check_smem(max(sizes), gpu)
 
 
 def dq_steps(problem: BackwardProblem) -> int:
@@ -276,13 +276,6 @@ def dq_value_steps(problem: BackwardProblem) -> int:
 def padded(head_dim: int) -> int:
     """The head_dim that the kernels compute with."""
     return next(d for d in HEAD_DIMS if d >= head_dim)
-
-
-def consumer_registers(compute_warpgroups: int, memory_registers: int, gpu: Gpu) -> int:
-    """Registers of a consumer thread, in steps of 8: what the producer warpgroup leaves, 240 at most."""
-    total = gpu.registers_per_sm // 128
-    launched = total // (compute_warpgroups + 1) // 8 * 8 * (compute_warpgroups + 1)  # setmaxnreg shares out what a launch got
-    return min(240, (launched - memory_registers) // compute_warpgroups // 8 * 8)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
@@ -321,9 +314,3 @@ def dq_smem_bytes(problem: BackwardProblem) -> int:
     buffers += [rows, ((k_steps, ROWS, d), 2), ((2, ROWS), 4), rows]
     buffers += [((k_steps, ROWS), 4)] if p.segments else []
     return limits.block_bytes([*buffers, ((v_steps, ROWS, d), 2)], barriers=2 * (1 + k_steps + v_steps))
-
-
-def _check_smem(size: int, gpu: Gpu) -> str | None:
-    if size > gpu.smem_per_block:
-        return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
-    return None

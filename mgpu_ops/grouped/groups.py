@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 
 from mgpu_ops import integers, models
-from mgpu_ops.core import limits, rates
+from mgpu_ops.core import gemm, limits, rates
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, supports_sizes, warpgroup_tile
+from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, supports_sizes
 
 # --- Sizes ----------------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,6 @@ MODELS = ("mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b")
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle: the unit in which windows of rows are copied
-ROWS = 64  # one wgmma writes 64 rows
 
 
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
@@ -252,72 +251,50 @@ def supports(p: Any, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
 
 
 def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
-    """What must hold of a config whatever the problem."""
-    choices = {"compute_warpgroups": (1, 2), "wg_dimension": ("m", "n"), "tile_k": (64, 128)}
-    for field, allowed in choices.items():
-        if getattr(c, field) not in allowed:
-            return f"{field}={getattr(c, field)!r} is not one of {allowed}"
-    if c.raster_width > 1024:
-        return f"raster_width={c.raster_width} is more than 1024: strips that wide hold any group"
-    if min(c.tile_m, c.tile_n, c.raster_width, c.epilogue_tile_n, c.epilogue_slots) < 1:
-        return "tiles, raster_width, epilogue_tile_n and epilogue_slots must be at least 1"
-    if max(c.tile_m, c.tile_n) > 256:
-        return "tile_m and tile_n must be at most 256: a TMA box has at most 256 elements a side"
-    if c.max_concurrent_steps < 2:
-        return f"max_concurrent_steps={c.max_concurrent_steps}: loading ahead takes at least 2 stages"
-    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
-        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
-    wg_m, wg_n = warpgroup_tile(c)
-    if wg_m % ROWS or wg_m * (c.compute_warpgroups if c.wg_dimension == "m" else 1) != c.tile_m:
-        return f"a warpgroup's {wg_m} rows of tile_m={c.tile_m} must be a multiple of {ROWS} (wgmma's M)"
-    if wg_n % 8 or wg_n * (c.compute_warpgroups if c.wg_dimension == "n" else 1) != c.tile_n:
-        return f"a warpgroup's {wg_n} columns of tile_n={c.tile_n} must be a multiple of 8 (wgmma's N)"
-    row = 128 // out_itemsize
-    if c.epilogue_tile_n % row or wg_n % c.epilogue_tile_n:
-        return (
-            f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of {row}: "
-            "windows of rows are stored in 128-byte swizzle rows"
-        )
-    if c.epilogue_slots > (tiles := wg_m // ROWS * (wg_n // c.epilogue_tile_n)):
-        return f"epilogue_slots={c.epilogue_slots} is more than the {tiles} epilogue tiles of a warpgroup"
-    accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
-    limit = consumer_registers(c, gpu)
-    if accumulator + 40 > limit:
-        return (
-            f"the accumulator takes {accumulator} registers a thread and addresses about 40 more, but "
-            f"{limit} are left: use smaller tiles or two consumer warpgroups"
-        )
+    """Why neither kernel can run a config, whatever the problem, or None: the first reason."""
+    return (
+        gemm.check_choices(c, {"tile_k": (64, 128)})
+        or gemm.check_tile(c)
+        or gemm.check_pipeline(c)
+        or _check_order(c)
+        or _check_epilogue(c, 128 // out_itemsize)
+        or gemm.check_accumulator(c, consumer_registers(c, gpu))
+    )
+
+
+def _check_order(c: Config) -> str | None:
+    if not 1 <= c.raster_width <= 1024:
+        return f"raster_width={c.raster_width} must be from 1 to 1024: strips that wide hold any group"
+    return None
+
+
+def _check_epilogue(c: Config, row: int) -> str | None:
+    """Windows of rows are stored in 128-byte swizzle rows of `row` elements, through buffers that are all used."""
+    if reason := gemm.check_epilogue(c, row):
+        return f"{reason}: windows of rows are stored in 128-byte swizzle rows"
+    tiles = gemm.epilogue_tiles(c)
+    if not 1 <= c.epilogue_slots <= tiles:
+        return f"epilogue_slots={c.epilogue_slots} must be from 1 to the {tiles} epilogue tiles of a warpgroup"
     return None
 
 
 def check_smem(problem: Any, config: Config, gpu: Gpu) -> str | None:
-    size = smem_bytes(problem, config)
-    if size > gpu.smem_per_block:
-        return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
-    return None
+    return limits.check_smem(smem_bytes(problem, config), gpu)
 
 
 def consumer_registers(c: Config, gpu: Gpu) -> int:
-    """Registers of a consumer thread, in steps of 8: what the producer warpgroup leaves, 240 at most."""
-    per_warpgroup = gpu.registers_per_sm // 128 - 8  # setmaxnreg can share out what a launch got: a multiple of 8 x 3
-    return min(240, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
+    """Registers of a consumer thread."""
+    return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
 
 
-def out_smem_shape(c: Config) -> tuple[int, int, int, int]:
-    return (c.compute_warpgroups, c.epilogue_slots, ROWS, c.epilogue_tile_n)
+def storage(problem: Any, config: Config) -> gemm.Storage:
+    """The shared memory of a block of either kernel."""
+    return gemm.Storage(config, config.epilogue_slots, itemsize_of(problem.out_dtype))
 
 
 def smem_bytes(problem: Any, config: Config) -> int:
     """Bytes of shared memory that a block of either kernel takes."""
-    c, steps = config, config.max_concurrent_steps
-    return limits.block_bytes(
-        [
-            ((steps, c.tile_m, c.tile_k), 2),
-            (out_smem_shape(c), itemsize_of(problem.out_dtype)),
-            ((steps, c.tile_k, c.tile_n), 2),
-        ],
-        barriers=2 * steps,  # full and empty
-    )
+    return storage(problem, config).bytes
 
 
 def flops(problem: Any) -> int:
@@ -399,6 +376,7 @@ def pieces(spread: str, rows: int, groups: int, size: int) -> float:
 
 # Measured on an H200 (docs/kernels/grouped_matmul.md).
 _HBM_LATENCY = 2.2e-6  # s that data takes longer from HBM than from L2
+_STRIP = 16  # tile rows: of the best width of strips
 _STEP = 10e-9  # s of a step that a longer step saves: barriers
 _OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden behind the longer
 _EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
@@ -413,20 +391,12 @@ def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, g
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
-    rate = gpu.bf16_flops * rates.POWER / gpu.sms
-    load_rate = rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
-    wg_m, wg_n = warpgroup_tile(c)
-    efficiency = (0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)) * (narrow if wg_n < 256 else 1.0)
-    step_bytes = (c.tile_m + c.tile_n) * c.tile_k * 2
-    from_hbm = min(1.0, moved / (tiles * steps * step_bytes))
-    step = _STEP + max(
-        2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency),
-        step_bytes / load_rate,
-        (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps,
-    )
-    count = wg_m // ROWS * (wg_n // c.epilogue_tile_n)
-    store = c.tile_m * c.tile_n * out_itemsize / load_rate + _EPILOGUE_TILE * (count - c.epilogue_slots)
-    compute = waves * (steps * step + store) * (1.0 + 0.004 * abs(math.log2(c.raster_width / 16)))
+    _, wg_n = gemm.warpgroup_tile(c)
+    from_hbm = min(1.0, moved / (tiles * steps * gemm.step_bytes(c)))
+    latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
+    step = _STEP + gemm.step_seconds(c, gpu, gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency)
+    store = gemm.store_seconds(c, out_itemsize, gpu) + _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
+    compute = waves * (steps * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)
 

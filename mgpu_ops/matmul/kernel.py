@@ -21,15 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import warpgroup_tile
 from mgpu_ops.matmul.problem import (
-    EPILOGUE_ROWS,
     Config,
     Problem,
     k_steps,
-    out_smem_shape,
     partial_problem,
+    storage,
     swizzle_bytes,
     transposed,
 )
@@ -131,13 +130,13 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
     """
     row, column = tile_scheduler.warpgroup_origin(c)
     a_t, b_t = transposed(p)
-    swizzle = swizzle_bytes(p, c) or 128
+    swizzle = swizzle_bytes(p, c)
     # An operand that is stored with this side along its rows says where its last block begins.
     first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
     first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
 
     def copy(staged: Any, i: int, j: int) -> None:
-        rows = pl.ds(first_row + row + i, EPILOGUE_ROWS)
+        rows = pl.ds(first_row + row + i, ROWS)
         columns = pl.ds(first_column + column + j, c.epilogue_tile_n)
         product = tile.batch * c.split_k + tile.part
         if _ends_with_rows(p, c):
@@ -186,7 +185,7 @@ def _kernel(
 def _ends_with_rows(p: Problem, c: Config) -> bool:
     """Whether the last tile of a row or column of tiles may begin anywhere: see `engine.block_start`."""
     a_t, b_t = transposed(p)
-    panel = (swizzle_bytes(p, c) or 128) // 2
+    panel = swizzle_bytes(p, c) // 2
     along_m, along_n = engine.last_start(p.m, c.tile_m, panel), engine.last_start(p.n, c.tile_n, panel)
     return (a_t and along_m is not None) or (not b_t and along_n is not None)
 
@@ -218,7 +217,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
         scratch_types={
             "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
             "out_smem": plgpu.SMEM(
-                out_smem_shape(c),
+                storage(p, c).out_shape,
                 jnp.dtype(p.out_dtype),
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype),
             ),

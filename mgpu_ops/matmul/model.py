@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_ops.core import rates
+from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of, warpgroup_tile
+from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
@@ -43,6 +43,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 # Measured on an H200 (docs/kernels/matmul.md).
 _SWIZZLE_64 = 0.72  # of the rate is left with 64-byte swizzles: wgmma's reads then meet bank conflicts
+_STRIP = 8  # tiles: of the best width of strips
 _ONE_WARPGROUP = 0.9  # nothing multiplies while the only warpgroup stores or waits
 
 
@@ -55,22 +56,12 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     p, c = partial_problem(problem, config), config
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     waves = math.ceil(tiles / gpu.sms)
-    rate = gpu.bf16_flops * rates.POWER / gpu.sms
-    load_rate = rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
-    wg_m, wg_n = warpgroup_tile(c)
-    # A wgmma of 64 rows reads all of B's tile from shared memory: the wider it is, the better that overlaps.
-    efficiency = 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
+    efficiency = gemm.efficiency(c)
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(problem, c) == 64 else 1.0
-    step = max(
-        2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency),
-        (c.tile_m + c.tile_n) * c.tile_k * 2 / load_rate,
-        rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
-    )
-    store = c.tile_m * c.tile_n * itemsize_of(p.out_dtype) / load_rate
-    # A wave's tiles share operands in L2 when they form a compact patch: strips of about 8 tiles.
-    raster = 1.0 + 0.004 * abs(math.log2(c.raster_width / 8))
-    compute = waves * (k_steps(p, c) * step + store) * raster
+    step = gemm.step_seconds(c, gpu, efficiency, rates.LOAD_LATENCY / (c.max_concurrent_steps - 1))
+    store = gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
+    compute = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     hbm = gpu.memory_bytes_per_s * rates.HBM
     reduction = 0.0
     if c.split_k > 1:  # the parts mostly lie in L2, which reads at about twice the rate

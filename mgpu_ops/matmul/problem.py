@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mgpu_ops.core import limits
+from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import (
     MAX_SIZE,
@@ -19,7 +19,6 @@ from mgpu_ops.core.limits import (
     supports_dtypes,
     supports_rows,
     supports_sizes,
-    warpgroup_tile,
 )
 from mgpu_ops.models import MODELS
 
@@ -118,7 +117,6 @@ SUITES: dict[str, Sequence[str]] = {
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
-EPILOGUE_ROWS = 64  # one wgmma writes 64 rows
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
 
@@ -132,9 +130,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     reason = supports_sizes(problem, ("m", "n", "k", "batch"))
     if reason is not None:
         return reason
-    tiles = problem.batch * math.ceil(problem.m / EPILOGUE_ROWS) * math.ceil(problem.n / EPILOGUE_ROWS)
+    tiles = problem.batch * math.ceil(problem.m / gemm.ROWS) * math.ceil(problem.n / gemm.ROWS)
     if tiles > MAX_SIZE:
-        return f"{tiles} tiles of {EPILOGUE_ROWS} x {EPILOGUE_ROWS} are more than {MAX_SIZE}: split the batch"
+        return f"{tiles} tiles of {gemm.ROWS} x {gemm.ROWS} are more than {MAX_SIZE}: split the batch"
     a_t, b_t = transposed(problem)
     rows = {  # what holds the row -> (the dimension along it, its length, bytes per element)
         "a": ("m" if a_t else "k", problem.m if a_t else problem.k, 2),
@@ -145,65 +143,96 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
-    """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
-    reason = supports(problem, gpu)
-    if reason is not None:
-        return reason
-    c = config
-    choices = {
-        "compute_warpgroups": (1, 2),
-        "wg_dimension": ("m", "n"),
-        "cluster": ("none", "m", "n"),
-        "raster_dimension": ("m", "n"),
-    }
-    for field, allowed in choices.items():
-        if getattr(c, field) not in allowed:
-            return f"{field}={getattr(c, field)!r} is not one of {allowed}"
-    if min(c.tile_m, c.tile_n, c.tile_k, c.raster_width, c.epilogue_tile_n) < 1:
-        return "tiles and raster_width must be at least 1"
-    if not 1 <= c.split_k <= math.ceil(problem.k / max(c.tile_k, 1)):
-        return f"split_k={c.split_k} must be from 1 to the {math.ceil(problem.k / c.tile_k)} steps of k={problem.k}"
-    if c.max_concurrent_steps < 2:
-        return f"max_concurrent_steps={c.max_concurrent_steps}: loading ahead takes at least 2 stages"
-    if c.memory_registers % 8 or not 24 <= c.memory_registers <= 128:
-        return f"memory_registers={c.memory_registers} must be a multiple of 8 from 24 to 128 (setmaxnreg)"
-    wg_m, wg_n = warpgroup_tile(c)
-    if wg_m % 64:
-        return f"a warpgroup's {wg_m} rows of tile_m={c.tile_m} must be a multiple of 64 (wgmma's M)"
-    if wg_n % 8 or wg_n > 256:
-        return f"a warpgroup's {wg_n} columns of tile_n={c.tile_n} must be a multiple of 8 up to 256 (wgmma's N)"
-    if max(c.tile_m, c.tile_n, c.tile_k) > 256:
-        return "tile_m, tile_n and tile_k must be at most 256: a TMA box has at most 256 elements a side"
-    swizzle = swizzle_bytes(problem, c)
-    if swizzle is None:
-        a_t, b_t = transposed(problem)
-        return (
-            f"tile_k={c.tile_k} and the operand tiles' rows must be multiples of 32 elements per warpgroup: "
-            f"A and B need one common swizzle of 64 or 128 bytes (tile_m={c.tile_m} transposed={a_t}, "
-            f"tile_n={c.tile_n} transposed={b_t})"
-        )
-    if wg_n % c.epilogue_tile_n or c.epilogue_tile_n % 8:
-        return f"epilogue_tile_n={c.epilogue_tile_n} must divide a warpgroup's {wg_n} columns and be a multiple of 8"
-    ragged = _ragged_output(partial_problem(problem, c), c) or _ragged_operands(problem, c, swizzle)
-    if ragged is not None:
-        return ragged
-    accumulator = wg_m * wg_n // 128  # float32 registers of each of a warpgroup's 128 threads
-    limit = _consumer_registers(c, gpu)
-    if accumulator + 40 > limit:
-        return (
-            f"the accumulator takes {accumulator} registers a thread and addresses about 40 more, but "
-            f"{limit} are left: use smaller tiles or two consumer warpgroups"
-        )
-    tiles_m, tiles_n = math.ceil(problem.m / c.tile_m), math.ceil(problem.n / c.tile_n)
+    """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
+    p, c = problem, config
+    return (
+        supports(p, gpu)
+        or gemm.check_choices(c, {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n")})
+        or gemm.check_tile(c)
+        or gemm.check_pipeline(c)
+        or _check_order(p, c)
+        or _check_swizzle(p, c)
+        or gemm.check_epilogue(c, 8)
+        or _check_ragged_output(partial_problem(p, c), c)
+        or _check_ragged_operands(p, c)
+        or gemm.check_accumulator(c, _consumer_registers(c, gpu))
+        or limits.check_smem(smem_bytes(p, c), gpu)
+    )
+
+
+def _check_order(p: Problem, c: Config) -> str | None:
+    """The order of tiles and the parts of k exist for this problem."""
+    if c.raster_width < 1:
+        return f"raster_width={c.raster_width} must be at least 1"
+    if not 1 <= c.split_k <= math.ceil(p.k / c.tile_k):
+        return f"split_k={c.split_k} must be from 1 to the {math.ceil(p.k / c.tile_k)} steps of k={p.k}"
+    tiles_m, tiles_n = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
     if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
         return f"cluster={c.cluster!r} needs an even number of tiles along it, but there are {tiles_m} x {tiles_n}"
-    size = smem_bytes(problem, c)
-    if size > gpu.smem_per_block:
-        return f"{size} bytes of shared memory exceed the {gpu.smem_per_block} of {gpu.name}: use fewer steps or smaller tiles"
     return None
 
 
+def _check_swizzle(p: Problem, c: Config) -> str | None:
+    """A and B have a common swizzle."""
+    if swizzle_bytes(p, c):
+        return None
+    a_t, b_t = transposed(p)
+    return (
+        f"tile_k={c.tile_k} and the operand tiles' rows must be multiples of 32 elements per warpgroup: "
+        f"A and B need one common swizzle of 64 or 128 bytes (tile_m={c.tile_m} transposed={a_t}, "
+        f"tile_n={c.tile_n} transposed={b_t})"
+    )
+
+
+def _check_ragged_output(p: Problem, c: Config) -> str | None:
+    """TMA clips stores at the output's ends: where epilogue tiles do not divide it, each is one swizzle tile wide."""
+    itemsize = itemsize_of(p.out_dtype)
+    tile = _largest_swizzle(c.epilogue_tile_n * itemsize) // itemsize
+    if not _tiles_divide(p.m, p.n, tile) and c.epilogue_tile_n != tile:
+        return (
+            f"epilogue_tile_n={c.epilogue_tile_n} must be {tile}, one swizzle tile, because the output is {p.m} x {p.n}: "
+            f"not a multiple of 8 x {tile}"
+        )
+    return None
+
+
+_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`engine.block_anywhere`)
+
+
+def _check_ragged_operands(p: Problem, c: Config) -> str | None:
+    """TMA copies blocks of operands that swizzle tiles do not divide: each one swizzle tile wide, or as `core/tma.py` can.
+
+    core/tma.py takes wider blocks along m or n, not along k: the last block of a row ends with the row, so it overlaps the
+    one before. Where rows are no multiple of 8, it copies the last ones tile by tile, which takes producer registers.
+    """
+    few_registers = c.memory_registers < 40 or c.cluster != "none"
+    a_t, b_t = transposed(p)
+    tile = swizzle_bytes(p, c) // 2
+    operands = (  # name, rows and row length, and the block's row length and its field
+        ("A", (p.k, p.m) if a_t else (p.m, p.k), *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k"))),
+        ("B", (p.n, p.k) if b_t else (p.k, p.n), *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n"))),
+    )
+    for name, (rows, length), width, field in operands:
+        if _tiles_divide(rows, length, tile) or width == tile:
+            continue
+        if field == "tile_k" or width > length or length >= _LONGEST_RAGGED or (rows % 8 and few_registers):
+            return (
+                f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
+                f"not a multiple of 8 x {tile}"
+            )
+    return None
+
+
+def _tiles_divide(rows: int, columns: int, width: int) -> bool:
+    """Whether swizzle tiles of 8 rows x `width` divide an array, or it is smaller than one."""
+    return (rows <= 8 or rows % 8 == 0) and (columns <= width or columns % width == 0)
+
+
+# --- What a config takes --------------------------------------------------------------------------------------------
+
+
 def transposed(problem: Problem) -> tuple[bool, bool]:
+    """Whether A and B are stored transposed."""
     return problem.layout[:1] == "t", problem.layout[1:] == "t"
 
 
@@ -220,60 +249,17 @@ def k_steps(p: Problem, c: Config) -> int:
 
 
 def _consumer_registers(c: Config, gpu: Gpu) -> int:
-    """Registers a compute thread gets: what `emit_pipeline_warp_specialized` sets, in steps of 8, 255 at most."""
-    per_warpgroup = gpu.registers_per_sm // 128
+    """Registers of a consumer thread, as `emit_pipeline_warp_specialized` sets them: in steps of 8, 255 at most."""
+    per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
 
 
-def swizzle_bytes(problem: Problem, c: Config) -> int | None:
-    """The largest swizzle in bytes that divides a row of both operands' tiles, and what one warpgroup takes of it."""
+def swizzle_bytes(problem: Problem, c: Config) -> int:
+    """The largest swizzle in bytes that divides the rows of both operands' tiles, and of what a warpgroup takes; 0 for none."""
     a_t, b_t = transposed(problem)
-    wg_m, wg_n = warpgroup_tile(c)
+    wg_m, wg_n = gemm.warpgroup_tile(c)
     rows = (c.tile_k, wg_m if a_t else c.tile_k, c.tile_k if b_t else wg_n)
-    return next((s for s in (128, 64) if all(r * 2 % s == 0 for r in rows)), None)
-
-
-def _ragged_output(p: Problem, c: Config) -> str | None:
-    """Why TMA cannot clip epilogue tiles at the output's end: where they do not divide it, they are one swizzle tile wide."""
-    itemsize = itemsize_of(p.out_dtype)
-    tile = _largest_swizzle(c.epilogue_tile_n * itemsize) // itemsize
-    divides = (p.m <= 8 or p.m % 8 == 0) and (p.n <= tile or p.n % tile == 0)
-    if not divides and c.epilogue_tile_n != tile:
-        return (
-            f"epilogue_tile_n={c.epilogue_tile_n} must be {tile}, one swizzle tile, because the output is {p.m} x {p.n}: "
-            f"not a multiple of 8 x {tile}"
-        )
-    return None
-
-
-_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`engine.block_anywhere`)
-
-
-def _ragged_operands(p: Problem, c: Config, swizzle: int) -> str | None:
-    """Why operands that swizzle tiles do not divide cannot be copied in blocks that wide, or None.
-
-    The last block of a row ends with the row, so that it must fit; along k it would bring elements twice. The last rows, where
-    they are no eight, come tile by tile, which takes registers of the producer warpgroup.
-    """
-    few_registers = c.memory_registers < 40 or c.cluster != "none"
-    a_t, b_t = transposed(p)
-    tile = swizzle // 2
-    operands = (  # name, rows and row length, and the block's row length and its field
-        ("A", (p.k, p.m) if a_t else (p.m, p.k), *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k"))),
-        ("B", (p.n, p.k) if b_t else (p.k, p.n), *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n"))),
-    )
-    for name, (rows, length), width, field in operands:
-        divides = (rows <= 8 or rows % 8 == 0) and (length <= tile or length % tile == 0)
-        if (
-            not divides
-            and width != tile
-            and (field == "tile_k" or width > length or length >= _LONGEST_RAGGED or (rows % 8 and few_registers))
-        ):
-            return (
-                f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
-                f"not a multiple of 8 x {tile}"
-            )
-    return None
+    return next((s for s in (128, 64) if all(r * 2 % s == 0 for r in rows)), 0)
 
 
 def _largest_swizzle(row_bytes: int) -> int:
@@ -281,26 +267,15 @@ def _largest_swizzle(row_bytes: int) -> int:
     return next(s for s in (128, 64, 32, 16) if row_bytes % s == 0)
 
 
-def epilogue_buffers(c: Config) -> int:
-    wg_m, wg_n = warpgroup_tile(c)
-    return min(2, (wg_m // EPILOGUE_ROWS) * (wg_n // c.epilogue_tile_n))
-
-
-def out_smem_shape(c: Config) -> tuple[int, int, int, int]:
-    return (c.compute_warpgroups, epilogue_buffers(c), EPILOGUE_ROWS, c.epilogue_tile_n)
+def storage(problem: Problem, config: Config) -> gemm.Storage:
+    """The shared memory of a block. Each consumer warpgroup has up to two buffers for epilogue tiles."""
+    buffers = min(2, gemm.epilogue_tiles(config))
+    return gemm.Storage(config, buffers, itemsize_of(partial_problem(problem, config).out_dtype))
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
-    c, steps = config, config.max_concurrent_steps
-    return limits.block_bytes(
-        [
-            (out_smem_shape(c), itemsize_of(partial_problem(problem, c).out_dtype)),
-            ((steps, c.tile_m, c.tile_k), 2),
-            ((steps, c.tile_k, c.tile_n), 2),
-        ],
-        barriers=2 * steps,  # full and empty
-    )
+    return storage(problem, config).bytes
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------

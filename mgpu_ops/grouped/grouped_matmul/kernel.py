@@ -23,11 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import warpgroup_tile
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.grouped.grouped_matmul.problem import Problem
-from mgpu_ops.grouped.groups import PANEL, ROWS, Config, consumer_registers, out_smem_shape
+from mgpu_ops.grouped.groups import PANEL, Config, consumer_registers, storage
 
 
 def _position(p: Problem, c: Config, tile: tile_scheduler.GroupTile) -> tuple[Any, Any]:
@@ -195,7 +195,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
                 (steps, *((c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k))), p.dtype, transforms=panel
             ),
             "out_smem": plgpu.SMEM(
-                out_smem_shape(c),
+                storage(p, c).out_shape,
                 p.out_dtype,
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128),
             ),

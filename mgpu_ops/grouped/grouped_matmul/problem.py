@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import check_fields, itemsize_of, warpgroup_tile
+from mgpu_ops.core.limits import check_fields, itemsize_of
 from mgpu_ops.grouped import groups
 from mgpu_ops.grouped.groups import (
     DECODING,

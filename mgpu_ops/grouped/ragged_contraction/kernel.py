@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import warpgroup_tile
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.grouped.groups import PANEL, Config, consumer_registers, out_smem_shape
+from mgpu_ops.grouped.groups import PANEL, Config, consumer_registers, storage
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 
 
@@ -165,7 +165,7 @@ def launch(
             "lhs_smem": plgpu.SMEM((steps, parts_m, c.tile_k, wg_m), p.dtype, transforms=panel),
             "rhs_smem": plgpu.SMEM((steps, parts_n, c.tile_k, wg_n), p.dtype, transforms=panel),
             "out_smem": plgpu.SMEM(
-                out_smem_shape(c),
+                storage(p, c).out_shape,
                 p.out_dtype,
                 transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128),
             ),

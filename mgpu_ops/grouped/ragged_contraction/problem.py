@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import check_fields, itemsize_of, warpgroup_tile
+from mgpu_ops.core.limits import check_fields, itemsize_of
 from mgpu_ops.grouped import groups
 from mgpu_ops.grouped.groups import MODELS, PANEL, TRAINING, Config, check_smem, check_tiles, draw_sizes, layer_problem
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_ops.core import gpu
+from mgpu_ops.core import gemm, gpu
 from mgpu_ops.grouped import groups
 from tests.mgpu_ops.grouped.ragged import BASE, spans
 
@@ -108,8 +108,8 @@ def test_registers_of_all_warpgroups_fit_in_the_register_file(warpgroups):
 )
 def test_warpgroups_share_out_one_side_of_the_tile(warpgroups, side, wanted):
     config = replace(BASE, tile_m=128, tile_n=192, compute_warpgroups=warpgroups, wg_dimension=side)
-    assert groups.warpgroup_tile(config) == wanted
-    assert groups.out_smem_shape(config) == (warpgroups, 1, 64, 64)
+    assert gemm.warpgroup_tile(config) == wanted
+    assert gemm.Storage(config, 1, 2).out_shape == (warpgroups, 1, 64, 64)
 
 
 WIDE = replace(BASE, tile_m=128, tile_n=256, compute_warpgroups=2)
@@ -126,12 +126,12 @@ def test_good_tiles_have_no_reason_against_them(config):
         (replace(BASE, compute_warpgroups=3), 2, r"compute_warpgroups=3 is not one of \(1, 2\)"),
         (replace(BASE, wg_dimension="k"), 2, r"wg_dimension='k' is not one of \('m', 'n'\)"),
         (replace(BASE, tile_k=96), 2, r"tile_k=96 is not one of \(64, 128\)"),
-        (replace(BASE, tile_m=0), 2, "tiles, raster_width, .* must be at least 1"),
-        (replace(BASE, raster_width=0), 2, "tiles, raster_width, .* must be at least 1"),
-        (replace(BASE, epilogue_tile_n=0), 2, "epilogue_tile_n and epilogue_slots must be at least 1"),
-        (replace(BASE, epilogue_slots=0), 2, "epilogue_tile_n and epilogue_slots must be at least 1"),
-        (replace(BASE, tile_m=320), 2, "tile_m and tile_n must be at most 256: a TMA box"),
-        (replace(BASE, tile_n=512), 2, "tile_m and tile_n must be at most 256: a TMA box"),
+        (replace(BASE, tile_m=0), 2, "tile_m=0 must be at least 1"),
+        (replace(BASE, raster_width=0), 2, "raster_width=0 must be from 1 to 1024"),
+        (replace(BASE, epilogue_tile_n=0), 2, "epilogue_tile_n=0 must be at least 1"),
+        (replace(BASE, epilogue_slots=0), 2, "epilogue_slots=0 must be from 1 to the 1 epilogue tiles of a warpgroup"),
+        (replace(BASE, tile_m=320), 2, "tile_m, tile_n and tile_k must be at most 256: a TMA box"),
+        (replace(BASE, tile_n=512), 2, "tile_m, tile_n and tile_k must be at most 256: a TMA box"),
         (replace(BASE, max_concurrent_steps=1), 2, "max_concurrent_steps=1: loading ahead takes at least 2 stages"),
         (replace(BASE, memory_registers=30), 2, "memory_registers=30 must be a multiple of 8 from 24 to 128"),
         (replace(BASE, memory_registers=136), 2, "memory_registers=136 must be a multiple of 8 from 24 to 128"),
@@ -142,7 +142,7 @@ def test_good_tiles_have_no_reason_against_them(config):
         (replace(BASE, epilogue_tile_n=32), 2, "epilogue_tile_n=32 must divide a warpgroup's 64 columns and be .* of 64"),
         (replace(BASE, epilogue_tile_n=48), 4, "epilogue_tile_n=48 must divide a warpgroup's 64 columns and be .* of 32"),
         (replace(BASE, tile_n=192, epilogue_tile_n=128), 2, "epilogue_tile_n=128 must divide a warpgroup's 192 columns"),
-        (replace(BASE, epilogue_slots=2), 2, "epilogue_slots=2 is more than the 1 epilogue tiles of a warpgroup"),
+        (replace(BASE, epilogue_slots=2), 2, "epilogue_slots=2 must be from 1 to the 1 epilogue tiles of a warpgroup"),
         (replace(BASE, tile_m=128, tile_n=256), 2, "accumulator takes 256 registers a thread.*240 are left: use smaller tiles"),
     ],
 )

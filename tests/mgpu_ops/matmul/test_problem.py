@@ -1,0 +1,46 @@
+"""Which configs of matmul run a problem: what `check` adds to the rules of every GEMM (tests/core/test_gemm.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mgpu_ops.core import gpu
+from mgpu_ops.matmul import problem
+from mgpu_ops.matmul.problem import Problem
+from tests.configs import BASE
+
+H200 = gpu.find("h200")
+P = Problem(512, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("p", "changes", "reason"),
+    [
+        (P, {"tile_m": 129}, "a warpgroup's 64 rows of tile_m=129 must be a multiple of 64"),
+        (P, {"raster_dimension": "k"}, r"raster_dimension='k' is not one of \('m', 'n'\)"),
+        (P, {"raster_width": 0}, "raster_width=0 must be at least 1"),
+        (P, {"split_k": 9}, "split_k=9 must be from 1 to the 8 steps of k=512"),
+        (P, {"cluster": "m", "tile_m": 256}, None),
+        (replace(P, m=640), {"cluster": "m"}, "cluster='m' needs an even number of tiles along it, but there are 5 x 4"),
+        (P, {"tile_k": 48}, "tile_k=48 and the operand tiles' rows must be multiples of 32 .* one common swizzle"),
+        (replace(P, layout="tn"), {"tile_m": 128, "wg_dimension": "m"}, None),
+        (replace(P, n=520), {"epilogue_tile_n": 128}, "epilogue_tile_n=128 must be 64, .* the output is 512 x 520"),
+        (replace(P, k=520), {"tile_k": 128}, "tile_k=128 must be 64, one swizzle tile, because A is 512 x 520"),
+        (replace(P, n=520), {}, None),  # wider blocks along n: the last one ends with the row
+        (replace(P, n=72, k=516), {"memory_registers": 24}, "16-byte rows"),
+        (replace(P, n=72), {}, "tile_n=128 must be 64, one swizzle tile, because B is 512 x 72"),
+        (replace(P, k=513, layout="tn"), {"tile_m": 128}, None),
+        (replace(P, n=520, k=513, layout="tn"), {"memory_registers": 24}, "tile_m=128 must be 64, .* A is 513 x 512"),
+        (P, {"max_concurrent_steps": 12}, "bytes of shared memory exceed the 232448 of NVIDIA H200"),
+    ],
+    ids=str,
+)
+def test_a_config_runs_or_the_reason_names_the_field_the_value_and_the_rule(p, changes, reason):
+    found = problem.check(p, replace(BASE, **changes), H200)
+    if reason is None:
+        assert found is None
+    else:
+        with pytest.raises(ValueError, match=reason):  # pytest.raises prints what did not match
+            raise ValueError(found)
