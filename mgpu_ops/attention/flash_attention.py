@@ -317,10 +317,9 @@ def _unfold(size: int, x: jax.Array) -> jax.Array:
 def _run(
     problem: Problem, config: Config, gpu: gpus.Gpu, *arrays: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The forward kernel with `config` on q, k, v and `Inputs.arrays()`. Raises ValueError if it cannot run."""
+    """The forward kernel with `config`, which `check` must pass, on q, k, v and `Inputs.arrays()`."""
     from mgpu_ops.attention.forward import launch
 
-    _require("flash_attention", problem, config, supports(problem, gpu) or check(problem, config, gpu), gpu)
     return launch(problem, config, gpu, *arrays, interpret=interpret)
 
 
@@ -330,14 +329,7 @@ def _run_backward(
     """The backward kernels with `config` on q, k, v, the output's gradient, lse, delta and `Inputs.arrays()`."""
     from mgpu_ops.attention.backward import launch
 
-    reason = supports_backward(problem, gpu) or check_backward(problem, config, gpu)
-    _require("flash_attention_backward", problem, config, reason, gpu)
     return launch(problem, config, gpu, *arrays, interpret=interpret)
-
-
-def _require(name: str, problem: Any, config: Any, reason: str | None, gpu: gpus.Gpu) -> None:
-    if reason is not None:
-        raise ValueError(f"{config} cannot run {name} {problem} on {gpu.name}: {reason}")
 
 
 FORWARD = OpSpec(

@@ -153,8 +153,8 @@ def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolut
     """The config for a problem on a GPU, by the order at the top of this module.
 
     Logs a choice once, at INFO to the logger "mgpu_ops", unless it is the `config` given.
-    Where an explicit source is wrong: ValueError (DatabaseError for its file), or TypeError if it
-    holds something else than a `spec.Config`.
+    Raises ValueError for a config that cannot run, DatabaseError for an explicit file that cannot be used, TypeError for what
+    is no `spec.Config`. So `spec.check` has passed for whatever it returns.
     """
     result = _resolve(spec, problem, gpu, config)
     key = (spec.name, problem, gpu.key, result.source, result.config)
@@ -169,11 +169,8 @@ def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolut
 def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
     query = _Query(spec, problem, gpu, [])
     said = _argument(query, config) or _override(query)  # by the program, which is the same in every process
-    found = said or _environment(query)
-    if found is not None:
-        _require(query, found)
-    else:
-        found = _stored(query)
+    found = said or _environment(query) or _stored(query)
+    _require(query, found)
     found = said or _agreed(query, found)
     return dataclasses.replace(found, tried=tuple(query.tried))
 
@@ -241,7 +238,7 @@ def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | 
 
 
 def _require(query: _Query, found: Resolution) -> None:
-    """Raises for an explicit config that cannot run."""
+    """Raises for a config that cannot run. Every call's config passes here: kernels do not check theirs again."""
     spec, problem, gpu, _ = query
     what = f"{spec.name}: {found.config} from {_place(found)}"
     if not isinstance(found.config, spec.Config):

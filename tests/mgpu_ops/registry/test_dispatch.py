@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,9 @@ def test_config_is_the_argument_or_else_the_databases():
         assert dispatch(2)[1] == 1
 
 
-def test_config_that_cannot_run_raises_its_reason():
-    with gpu.target("h200"), pytest.raises(ValueError, match="tile=0 must be positive"):
+def test_no_config_that_cannot_run_reaches_the_kernel_wherever_it_is_from(monkeypatch):
+    with gpu.target("h200"), pytest.raises(ValueError, match=r"from argument cannot run .*tile=0 must be positive"):
         dispatch(2, config=Config(0))
+    bad_default = dataclasses.replace(SPEC, default=lambda problem, device: Config(0))
+    with gpu.target("h200"), pytest.raises(ValueError, match=r"from default cannot run .*tile=0 must be positive"):
+        op.run(bad_default, Problem(2), ("x", "y"), config=None, backend=None)
