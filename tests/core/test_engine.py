@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import aot, engine
+from tests.arrays import normal
 
 INT32 = jax.ShapeDtypeStruct((128,), jnp.int32)
 
@@ -161,8 +162,7 @@ def test_wgmma_adds_into_an_accumulator_that_starts_at_zero(transposed):
 
         acc.scope(multiply)
 
-    k1, k2 = jax.random.split(jax.random.key(0))
-    x, y = jax.random.normal(k1, (64, 64), "bfloat16"), jax.random.normal(k2, (64, 64), "bfloat16")
+    x, y = (normal(seed, 64, 64, dtype="bfloat16") for seed in (0, 1))
     tile = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=engine.operand_transforms(64, jnp.bfloat16))
     scratch = {
         "a": tile,
@@ -217,7 +217,7 @@ def two_products(*, interpret: bool) -> Any:
 
 
 def test_an_accumulator_can_be_read_before_the_others_products_are_done_and_be_set():
-    x = jax.random.normal(jax.random.key(0), (64, 64), "bfloat16")
+    x = normal(0, 64, 64, dtype="bfloat16")
     total, out = two_products(interpret=True)(x)
     y = np.asarray(x, np.float64)
     np.testing.assert_allclose(total, (y @ y.T)[:, :32], rtol=1e-5, atol=1e-4)  # not added to: see `add_tile`

@@ -16,6 +16,7 @@ import numpy as np
 
 from mgpu_ops import FlashAttentionBackwardConfig, FlashAttentionConfig, FlashAttentionProblem
 from mgpu_ops.attention.inputs import Inputs
+from tests.arrays import normal
 from tests.mgpu_ops.grouped.ragged import float64
 
 BASE = FlashAttentionConfig(
@@ -66,11 +67,6 @@ class Shape:
         return self.batch, self.q_tokens, self.q_heads, self.v_dim or self.head_dim
 
 
-def normal(seed: int, *shape: int, dtype: Any = "float32") -> jax.Array:
-    """Standard normal numbers, the same for each dtype up to rounding."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
 def qkv(shape: Shape, dtype: Any = "float32", seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     s = shape
     return (
@@ -81,10 +77,7 @@ def qkv(shape: Shape, dtype: Any = "float32", seed: int = 0) -> tuple[jax.Array,
 
 
 def arguments(problem: FlashAttentionProblem) -> tuple[Any, ...]:
-    """q, k, v and `Inputs.arrays()`: random, lengths from half on, four packed segments.
-
-    From NumPy: for each shape, XLA would spend a second or two on compiling its random numbers.
-    """
+    """q, k, v and `Inputs.arrays()`: random, lengths from half on, four packed segments."""
     p, tokens = problem, (problem.q_tokens, problem.kv_tokens)
     scale, cap = 1 / math.sqrt(p.head_dim), 3.0 if p.soft_cap else 0.0
     rng = np.random.default_rng(0)

@@ -14,6 +14,7 @@ import pytest
 from mgpu_ops import GroupedMatmulConfig, RaggedContractionProblem
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.grouped import groups
+from tests.arrays import normal as numpy_normal
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-4}
@@ -44,8 +45,7 @@ def float64(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+normal = functools.partial(numpy_normal, dtype=BF16)
 
 
 def spans(sizes: Iterable[Any], rows: int) -> Iterator[slice]:

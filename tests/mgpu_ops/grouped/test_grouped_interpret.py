@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
+from tests.arrays import inputs
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import BASE
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter, wait_for_all_stores_only
@@ -51,7 +52,7 @@ def compiled(problem: Any, config: Any, gpu: Any = FEW_SMS) -> Callable[..., jax
 def operands(problem: Any) -> tuple[np.ndarray, ...]:
     """lhs, rhs and perhaps a bias."""
     spec = GROUPED if isinstance(problem, P) else CONTRACTION
-    lhs, rhs, _, *bias = spec.inputs(problem, jax.random.key(0))
+    lhs, rhs, _, *bias = inputs(spec, problem)
     return tuple(np.asarray(x) for x in (lhs, rhs, *bias))
 
 

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from mgpu_ops import ragged_dot
+from tests.arrays import normal
 
 BF16, F16, F32, I8, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int32
 TOLERANCE = {BF16: 8e-3, F16: 1e-3, F32: 1e-5}
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def array(seed: int, *shape: int, dtype: Any = F32) -> jax.Array:
-    return (4 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+    return (4 * normal(seed, *shape)).astype(dtype)
 
 
 def operands(dtype: Any = F32, rhs_dtype: Any = None) -> tuple[jax.Array, jax.Array]:

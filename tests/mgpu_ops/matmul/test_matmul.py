@@ -20,6 +20,7 @@ import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul, use_configs
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import dispatch
+from tests.arrays import normal as numpy_normal
 from tests.configs import BASE
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -31,8 +32,7 @@ SMALL = dataclasses.replace(BASE, tile_m=64, tile_n=64, max_concurrent_steps=2, 
 pytestmark = pytest.mark.usefixtures("no_races")
 
 
-def normal(seed: int, *shape: int, dtype: Any = BF16) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+normal = functools.partial(numpy_normal, dtype=BF16)
 
 
 def operands(layout: str, m: int, n: int, k: int, *lead: int) -> tuple[jax.Array, jax.Array]:

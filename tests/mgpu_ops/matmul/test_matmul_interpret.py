@@ -15,6 +15,7 @@ import pytest
 
 from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
 from mgpu_ops.core import engine, gpu
+from tests.arrays import inputs
 from tests.configs import BASE
 from tests.mgpu_ops.interpreter import has_a_race, quiet_interpreter, wait_for_all_stores_only
 
@@ -118,7 +119,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_is_right_and_has_no_race(name, assert_matmul):
     problem, config = CASES[name]
-    arrays = MATMUL.inputs(problem, jax.random.key(0))
+    arrays = inputs(MATMUL, problem)
     out = interpret(problem, config, arrays)
     assert_matmul(problem, out, *arrays)
     assert not engine.races_found()
@@ -134,7 +135,7 @@ def test_random_legal_config_is_right_and_has_no_race(seed, assert_matmul):
     space = MATMUL.space(problem, FEW_SMS)
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(20_000))
     config = next(c for c in drawn if MATMUL.check(problem, c, FEW_SMS) is None)
-    arrays = MATMUL.inputs(problem, jax.random.key(seed))
+    arrays = inputs(MATMUL, problem, seed)
     assert_matmul(problem, interpret(problem, config, arrays), *arrays)
     assert not engine.races_found()
 
@@ -142,14 +143,14 @@ def test_random_legal_config_is_right_and_has_no_race(seed, assert_matmul):
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 def test_one_operand_without_the_batch_is_read_by_every_product(layout, assert_matmul):
     problem = P(72, 136, 72, layout=layout, batch=3)
-    a, b = MATMUL.inputs(problem, jax.random.key(0))
+    a, b = inputs(MATMUL, problem)
     assert_matmul(problem, interpret(problem, ONE, (a[0], b)), a[:1], b)
     assert_matmul(problem, interpret(problem, ONE, (a, b[0])), a, b[:1])
 
 
 def test_default_config_is_right_on_a_gpu_of_full_size(assert_matmul):
     problem = P(201, 264, 136)
-    arrays = MATMUL.inputs(problem, jax.random.key(0))
+    arrays = inputs(MATMUL, problem)
     h200 = gpu.find("h200")
     out = interpret(problem, MATMUL.default(problem, h200), arrays, h200)
     assert_matmul(problem, out, *arrays)
@@ -158,7 +159,7 @@ def test_default_config_is_right_on_a_gpu_of_full_size(assert_matmul):
 
 def test_same_inputs_give_the_same_bits():
     problem = P(200, 136, 136)
-    arrays = MATMUL.inputs(problem, jax.random.key(0))
+    arrays = inputs(MATMUL, problem)
     first = interpret(problem, ONE, arrays)
     assert (first == interpret(problem, ONE, arrays)).all()
 
@@ -167,4 +168,4 @@ def test_detector_finds_a_store_that_does_not_wait_for_its_buffer(monkeypatch):
     """What passes above is not passed by a detector that is off."""
     wait_for_all_stores_only(monkeypatch)
     problem, config = P(128, 128, 64), replace(BASE, epilogue_tile_n=32)  # four epilogue tiles, two buffers
-    assert has_a_race(lambda: interpret(problem, config, MATMUL.inputs(problem, jax.random.key(0))))
+    assert has_a_race(lambda: interpret(problem, config, inputs(MATMUL, problem)))
