@@ -207,6 +207,7 @@ def build(task: CompileJob | Call, specs: Callable[[str], OpSpec]) -> Executable
     import jax
 
     from mgpu_ops.core import aot
+    from mgpu_ops.tuning.timing import timing_of
 
     try:
         if isinstance(task, Call):
@@ -215,7 +216,7 @@ def build(task: CompileJob | Call, specs: Callable[[str], OpSpec]) -> Executable
         spec = specs(task.op)
         devices = spec.devices(task.problem)
         shapes = jax.eval_shape(lambda: spec.inputs(task.problem, jax.random.key(0)))
-        run = spec.timed(functools.partial(spec.run, task.problem, task.config, task.gpu))
+        run = timing_of(task.op).program(functools.partial(spec.run, task.problem, task.config, task.gpu))
         return aot.build(task.gpu, run, *shared_out(shapes, devices), devices=devices, topology=task.topology)
     except Exception as e:
         return Outcome("compile", detail=first_line(e))

@@ -124,18 +124,18 @@ def rounds_for(seconds: float, us: float, low: int = 5, high: int = 100) -> int:
 
 
 def interleaved(
-    functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int, devices: int = 1, turns: int = 1
+    functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int, devices: int = 1, calls: int = 1
 ) -> list[list[float]]:
     """Kernel time of each function in microseconds, one sample a round: functions take turns, each after an L2 flush.
 
     A sample sums all kernels that one call launches. Functions must be compiled, and launch the same kernels every time.
-    A function of several `devices` does its work `turns` times in a row, which keeps them together: a sample is then the time
-    of one turn on the device that comes `last`, or of the host where that takes longer. No L2 is flushed, for that sets them
-    apart.
+    A function of several `devices` makes `calls` calls in a row, which keeps the devices together: a sample is then the
+    time of one call on the device that comes `last`, or of the host where that takes longer. No L2 is flushed: that sets
+    the devices apart.
     Raises MeasurementError where CUPTI gives no or inconsistent timings.
     """
     if devices > 1:
-        return _together(functions, rounds, devices, turns)
+        return _together(functions, rounds, devices, calls)
     flush = _flusher(gpu.l2_bytes)
     return _in_turn([(flush, f) for f in functions], rounds)
 
@@ -170,7 +170,7 @@ def _in_turn(pairs: Sequence[tuple[Callable[[], Any], Callable[[], Any]]], round
     return samples
 
 
-def _together(functions: Sequence[Callable[[], Any]], rounds: int, devices: int, turns: int) -> list[list[float]]:
+def _together(functions: Sequence[Callable[[], Any]], rounds: int, devices: int, calls: int) -> list[list[float]]:
     """As `interleaved`, on several devices: CUPTI does not say whose kernels it saw, so that each sample is a session."""
     launches = [_count(f) for f in functions]
     samples: list[list[float]] = [[] for _ in functions]
@@ -183,9 +183,9 @@ def _together(functions: Sequence[Callable[[], Any]], rounds: int, devices: int,
                     "is another profiler (nsys, ncu) or another thread using these GPUs?"
                 )
             us = last(timings, devices)
-            if us < HOST_BOUND * turns:
+            if us < HOST_BOUND * calls:
                 us = max(us, wall(f, QUEUED) / QUEUED)
-            samples[i].append(us / turns)
+            samples[i].append(us / calls)
     return samples
 
 

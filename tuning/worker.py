@@ -16,7 +16,7 @@ from typing import Any
 
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry.spec import Baseline, OpSpec
+from mgpu_ops.registry.spec import Baseline, OpSpec, baseline_of
 from mgpu_ops.tuning.child import first_line, settle
 from mgpu_ops.tuning.outcome import Final, Outcome
 from mgpu_ops.tuning.sharing import first_devices, shared_out
@@ -60,11 +60,6 @@ class Note:
 @dataclasses.dataclass(frozen=True)
 class Failed:
     reason: str
-
-
-def baseline_of(spec: OpSpec, problem: Any) -> Baseline:
-    """What is timed beside candidates: the reference, "xla", unless the op names another for the problem."""
-    return (spec.baseline and spec.baseline(problem)) or Baseline("xla", spec.reference)
 
 
 def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] | None = None) -> None:
@@ -146,12 +141,14 @@ class _Session:
 
         from mgpu_ops.core import gpu
         from mgpu_ops.tuning import measure
+        from mgpu_ops.tuning.timing import timing_of
 
         self.spec, self.problem, self.say = spec, problem, say
         device = gpu.from_device(jax.devices()[0])
         assert device is not None
         self.gpu = device
         self.devices = spec.devices(problem)
+        self.timing = timing_of(spec.name)
         if self.devices > len(jax.local_devices()):
             raise WorkerError(f"it takes {self.devices} GPUs, and the worker has {len(jax.local_devices())}")
         arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
@@ -182,7 +179,7 @@ class _Session:
         import jax
 
         arrays = self.arrays if baseline.arrays is None else self._ahead(baseline.arrays)(*self.arrays)
-        run = lambda problem, *arrays: self.spec.timed(functools.partial(baseline.run, problem))(*arrays)  # noqa: E731
+        run = lambda problem, *arrays: self.timing.program(functools.partial(baseline.run, problem))(*arrays)  # noqa: E731
         call = functools.partial(self._ahead(run, *arrays), *arrays)
         jax.block_until_ready(call())
         return call
@@ -242,7 +239,7 @@ class _Session:
     def _compile(self, config: Any) -> Callable[..., Any]:
         import jax
 
-        call = jax.jit(self.spec.timed(functools.partial(self.spec.run, self.problem, config, self.gpu)))
+        call = jax.jit(self.timing.program(functools.partial(self.spec.run, self.problem, config, self.gpu)))
         return call.lower(*self.arrays).compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
     def _right(self, config: Any, time: Callable[[Any], Outcome] | None = None) -> Outcome:
@@ -265,7 +262,7 @@ class _Session:
         """
         from mgpu_ops.tuning import measure
 
-        error, limit = measure.error(self.spec.result(again), self.expected), self.spec.tolerance(self.problem)
+        error, limit = measure.error(self.timing.result(again), self.expected), self.spec.tolerance(self.problem)
         if not error <= limit:
             return Outcome("wrong", error=error, detail=f"error {error:.3g} exceeds {limit:.3g}")
         if getattr(self.problem, "deterministic", True) and not measure.same(once, again):
@@ -313,7 +310,7 @@ class _Session:
         from mgpu_ops.tuning import measure
 
         calls = [functools.partial(self.calls[config], *self.arrays) for config in configs]
-        return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds, self.devices, self.spec.turns)
+        return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds, self.devices, self.timing.calls)
 
     def _untouched(self) -> Outcome | None:
         """What becomes of a candidate that has written to arrays that are not its own: nothing here can be trusted then."""

@@ -400,17 +400,6 @@ def reference(kind: Kind, problem: Problem, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(total, (n, problem.size)) if kind == "all_reduce" else total.reshape(n, -1)
 
 
-_TURNS = 16  # so that what devices start apart by is lost in the time of all
-
-
-def _next_turn(kind: Kind, out: jax.Array, x: jax.Array) -> tuple[jax.Array]:
-    """The x of a call that must wait for `out` of the one before: `out`, where they are alike, else x with a bit of it."""
-    if kind == "all_reduce":
-        return (out,)
-    some = min(out.shape[1], x.shape[1], 8)
-    return (x.at[:, :some].set(out[:, :some]),)
-
-
 def _spec(kind: Kind) -> OpSpec:
     of: Any = lambda function: functools.partial(function, kind)  # noqa: E731
     return OpSpec(
@@ -435,8 +424,6 @@ def _spec(kind: Kind) -> OpSpec:
         tolerance=problems.tolerance,
         baseline=lambda problem: Baseline("xla", of(_xla_on_all)),
         devices=lambda problem: problem.devices,
-        turns=_TURNS,
-        next_turn=of(_next_turn),
     )
 
 

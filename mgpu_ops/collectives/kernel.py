@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mgpu_ops.collectives import executor, rendezvous
 from mgpu_ops.collectives.layout import CollectiveKernel, LLMemory
 from mgpu_ops.collectives.plan import Call, Plan
-from mgpu_ops.collectives.problem import check, kernel_of
+from mgpu_ops.collectives.problem import kernel_of
 from mgpu_ops.collectives.schedules import Buffer
 from mgpu_ops.core import engine
 
@@ -22,12 +22,8 @@ def launch(call: Call, plan: Plan, x: jax.Array, *, memory: LLMemory | None = No
 
     Interpreted, x and the result are those of all devices, [n, elements], and no shard_map is needed.
     """
-    problem, config, gpu, interpret = plan.problem, plan.config, plan.choice.device, plan.backend == "interpret"
+    problem, config, interpret = plan.problem, plan.config, plan.backend == "interpret"
     assert config is not None
-    assert gpu is not None
-    reason = check(call.kind, problem, config, gpu)
-    if reason is not None:
-        raise ValueError(f"{config} cannot run {call.kind} {problem} on {gpu.name}: {reason}")
     kernel = kernel_of(call.kind, problem, config, call.axes)
     rows = _fill(x, kernel.shape("x"), groups=_groups(kernel, "x"))
     if call.timeout is None or interpret or not kernel.schedule.ll:

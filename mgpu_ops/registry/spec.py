@@ -14,10 +14,10 @@ from mgpu_ops.core.gpu import Gpu
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """What is timed beside an op's kernel: `run(problem, *arrays)`.
+    """Another implementation of an op, beside which its kernel is timed: `run(problem, *arrays)`.
 
-    The arrays are the op's inputs, or what `arrays(problem, *inputs)` makes of them in advance, untimed: a gradient's, say,
-    what the forward pass of the baseline left.
+    The arrays are the op's inputs. Or `arrays(problem, *inputs)` makes them in advance, untimed: for a gradient, say, what the
+    baseline's own forward pass leaves.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
-    """Everything the dispatcher, the tuner, the benchmarks and the contract tests need to know of one op.
+    """Everything that a call, the tuner and the contract tests need to know of one op.
 
     `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. A Config has no default values.
     All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of another
@@ -54,31 +54,13 @@ class OpSpec:
     run: Callable[..., Any]  # run(problem, config, gpu, *inputs, interpret=False): the kernel
     reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
-    baseline: Callable[[Any], Baseline | None] | None = None  # what to time beside `run` of a problem; None: the reference
+    baseline: Callable[[Any], Baseline | None] | None = None  # of a problem; None: the reference (`baseline_of`)
     devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then
-    turns: int = 1  # calls in a row that are timed as one, where GPUs that start apart would blur a single one
-    next_turn: Callable[..., tuple] | None = None  # next_turn(out, *arrays) -> arrays: so that a call waits for the one before
 
-    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` as it is timed, `turns` times in a row: returns the first result and, of several, the last."""
-        import jax
 
-        if self.turns == 1:
-            return run
-        once = jax.jit(run)  # so that JAX lowers it once
-
-        def in_a_row(*arrays: Any) -> Any:
-            first = last = once(*arrays)
-            for _ in range(self.turns - 1):
-                arrays = self.next_turn(last, *arrays) if self.next_turn else arrays
-                last = once(*arrays)
-            return first, last
-
-        return in_a_row
-
-    def result(self, timed: Any) -> Any:
-        """What `run` returns, of what `timed(run)` does."""
-        return timed if self.turns == 1 else timed[0]
+def baseline_of(spec: OpSpec, problem: Any) -> Baseline:
+    """The baseline of a problem: the op's own, else the reference, which is named "xla"."""
+    return (spec.baseline and spec.baseline(problem)) or Baseline("xla", spec.reference)
 
 
 def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:

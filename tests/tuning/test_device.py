@@ -21,6 +21,7 @@ from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import find
+from mgpu_ops.registry.spec import baseline_of
 from mgpu_ops.tuning import neighbours, worker
 from mgpu_ops.tuning.compile_pool import CompileJob
 from mgpu_ops.tuning.device import Measured, Modelled
@@ -144,7 +145,7 @@ def test_the_worker_tells_what_it_times_beside_candidates(start: Start) -> None:
 def test_the_baseline_is_the_ops_own_where_that_takes_the_problem(op: str, changes: dict[str, Any], name: str) -> None:
     spec = spec_of(op)
     problem = dataclasses.replace(next(iter(spec.shapes.values())), **changes)
-    assert worker.baseline_of(spec, problem).name == name
+    assert baseline_of(spec, problem).name == name
 
 
 def test_outcomes_come_back_whole(start: Start, log: Path) -> None:

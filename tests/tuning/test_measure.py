@@ -300,9 +300,9 @@ def test_on_several_devices_a_sample_is_the_time_of_one_turn_and_no_cache_is_flu
     """CUPTI reports the kernels of all devices in any order: each sample is a session of its own."""
     fake = install(FakeGpu())
     monkeypatch.setattr(measure, "wall", lambda f, calls: 0.0)
-    functions = [fake.function("ours", [0.004] * 8), fake.function("theirs", [0.006] * 8)]  # 2 devices, 4 turns
+    functions = [fake.function("ours", [0.004] * 8), fake.function("theirs", [0.006] * 8)]  # 2 devices, 4 calls in a row
     fake.order.clear()
-    ours, theirs = measure.interleaved(functions, GPU, rounds=3, devices=2, turns=4)
+    ours, theirs = measure.interleaved(functions, GPU, rounds=3, devices=2, calls=4)
     assert "flush" not in fake.order
     assert fake.order[-32:] == (["ours"] * 16 + ["theirs"] * 16)  # one call to meet, one that is timed
     assert ours == pytest.approx([4.0 * (1 + call / 10) for call in (3, 5, 7)])
@@ -317,7 +317,7 @@ def test_on_several_devices_a_call_that_waits_for_the_host_takes_what_the_host_d
     monkeypatch.setattr(measure, "kernels", lambda f: [("ours", gpu_us)] * 8)
     monkeypatch.setattr(measure, "_count", lambda f: 8)
     monkeypatch.setattr(measure, "wall", lambda f, calls: calls * 4 * host_us)
-    ((one,),) = measure.interleaved([fake.function("ours", [0.001])], GPU, rounds=1, devices=2, turns=4)
+    ((one,),) = measure.interleaved([fake.function("ours", [0.001])], GPU, rounds=1, devices=2, calls=4)
     assert one == sample
 
 

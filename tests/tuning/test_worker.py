@@ -79,6 +79,7 @@ def spec() -> types.SimpleNamespace:
     ran.clear()
     runs.clear()
     return types.SimpleNamespace(
+        name="double",
         Problem=Problem,
         inputs=lambda problem, key: (jnp.arange(1.0, 1.0 + problem.m),),
         reference=reference,
@@ -86,9 +87,6 @@ def spec() -> types.SimpleNamespace:
         tolerance=lambda problem: 1e-3,
         baseline=None,
         devices=lambda problem: 1,
-        turns=1,
-        timed=lambda run: run,
-        result=lambda timed: timed,
     )
 
 

@@ -23,7 +23,7 @@ from mgpu_ops.collectives.problem import payload_bytes
 from mgpu_ops.collectives.workspace import Workspace, config_for
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import resolution
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import OpSpec, baseline_of
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.bench.results import OURS, Measurement, Stamp, Texts, six_digits
 from mgpu_ops.tuning.bench.runner import BenchOptions, config_text, stamp_of
@@ -31,6 +31,7 @@ from mgpu_ops.tuning.bench.settings import CompiledCall, Function, compiled
 from mgpu_ops.tuning.labels import label
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 from mgpu_ops.tuning.terminal import brief
+from mgpu_ops.tuning.timing import Timing, timing_of
 
 IN_WORKSPACE, XLA = f"{OURS}, workspace", "xla"
 _LONGER = 3  # times as many calls in a program: the difference is free of what it takes to dispatch and to start one
@@ -75,38 +76,36 @@ def _measured(spec: OpSpec, problem: Any, text: str, options: BenchOptions, stam
     arrays = shared_out(inputs, devices, first_devices(devices))
     expected = jax.jit(functools.partial(spec.reference, problem))(*arrays)
     functions = _functions(spec, problem, options)
-    longer = dataclasses.replace(spec, turns=_LONGER * spec.turns)
+    timing = timing_of(spec.name)
+    longer = dataclasses.replace(timing, calls=_LONGER * timing.calls)
     workspaces = {IN_WORKSPACE: _workspace(devices)} if IN_WORKSPACE in functions else {}
-    programs = {impl: _chain(spec, f, arrays, workspaces.get(impl)) for impl, f in functions.items()}
+    programs = {impl: _chain(timing, f, arrays, workspaces.get(impl)) for impl, f in functions.items()}
     longer_programs = {impl: _chain(longer, f, arrays, workspaces.get(impl)) for impl, f in functions.items()}
-    errors = {impl: measure.error(spec.result(call()), expected) for impl, call in programs.items()}
+    errors = {impl: measure.error(timing.result(call()), expected) for impl, call in programs.items()}
     samples = _sampled(programs, longer_programs, devices, options.seconds)
     found = []
     for impl in functions:
         config = config_text(spec, problem, options.gpu) if impl == OURS else ""
         texts: Texts = {**stamp, "problem": text, "impl": impl, "config": config}
-        found.append(measurement(spec, problem, texts, samples[impl].times(spec.turns), errors[impl]))
+        found.append(measurement(spec, problem, texts, samples[impl].times(timing.calls), errors[impl]))
     return found
 
 
 def _functions(spec: OpSpec, problem: Any, options: BenchOptions) -> dict[str, Function]:
     """What is measured, by name: functions of the arrays, of which that in a workspace takes an open one first."""
-    assert spec.baseline is not None
-    baseline = spec.baseline(problem)
-    assert baseline is not None
     devices = spec.devices(problem)
     functions: dict[str, Function] = {OURS: public(spec, problem, options.gpu, options.backend)}
     kind: Any = spec.name
     if options.backend != "xla" and problem.transport == "peer" and config_for(kind, problem, _workspace(devices)):
         functions[IN_WORKSPACE] = in_workspace(spec, problem, first_devices(devices))
-    return functions | {XLA: functools.partial(baseline.run, problem)}
+    return functions | {XLA: functools.partial(baseline_of(spec, problem).run, problem)}
 
 
-def _chain(spec: OpSpec, function: Function, arrays: tuple, workspace: Workspace | None) -> CompiledCall:
-    """A program of `spec.turns` calls, each of which waits for the one before; in a workspace, it opens that first."""
+def _chain(timing: Timing, function: Function, arrays: tuple, workspace: Workspace | None) -> CompiledCall:
+    """The program that is timed: calls in a row, each of which waits for the one before. It opens the workspace first."""
     if workspace is None:
-        return compiled(spec.timed(function), arrays)
-    opening = lambda x, memory: spec.timed(functools.partial(function, memory.open()))(x)  # noqa: E731
+        return compiled(timing.program(function), arrays)
+    opening = lambda x, memory: timing.program(functools.partial(function, memory.open()))(x)  # noqa: E731
     return compiled(opening, (*arrays, workspace))
 
 
@@ -123,14 +122,14 @@ class _Samples:
     short: list[float] = field(default_factory=list)  # a program of several that are queued
     long: list[float] = field(default_factory=list)  # a program of `_LONGER` times as many calls, likewise
 
-    def times(self, turns: int) -> dict[str, float]:
-        """By column; `turns` calls are in one program."""
-        more = measure.QUEUED * (_LONGER - 1) * turns  # calls in a long sample than in a short one
+    def times(self, calls: int) -> dict[str, float]:
+        """By column; `calls` calls are in one program."""
+        more = measure.QUEUED * (_LONGER - 1) * calls  # calls in a long sample than in a short one
         return {
             "median_us": (_undisturbed(self.long) - _undisturbed(self.short)) / more,
             "spread_us": measure.spread_us([(b - a) / more for a, b in zip(self.short, self.long, strict=True)]),
-            "own_us": measure.median_us(self.own) / turns,
-            "around_us": measure.median_us(self.around) / turns,
+            "own_us": measure.median_us(self.own) / calls,
+            "around_us": measure.median_us(self.around) / calls,
             "chain_us": _undisturbed(self.alone),
         }
 

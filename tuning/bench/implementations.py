@@ -19,6 +19,7 @@ from mgpu_ops import SPECS, RaggedContractionProblem
 from mgpu_ops.attention import cudnn
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.registry.spec import baseline_of
 from mgpu_ops.tuning.bench.settings import (
     CompiledCall,
     Function,
@@ -30,7 +31,6 @@ from mgpu_ops.tuning.bench.settings import (
     best_setting,
     fastest,
 )
-from mgpu_ops.tuning.worker import baseline_of
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ SPEC = mgpu_ops.spec_of("all_reduce")
 
 @pytest.fixture
 def cupti(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 16 turns on 4 devices: 6 us of XLA's barrier, and a kernel of 10 us, for which three wait up to 4 us more. A call
+    """Each of 16 calls on 4 devices: 6 us of XLA's barrier, and a kernel of 10 us, for which three wait up to 4 us more. A call
     takes 40 us.
     """
 
@@ -37,14 +37,14 @@ def cupti(monkeypatch: pytest.MonkeyPatch) -> None:
         turn = [("multi_gpu_barrier_kernel", 6.0)] * 4 + [("mgpu_ops_all_reduce", 10.0 + wait) for wait in (3, 0, 4, 1)]
         return [("loop_broadcast_fusion", 1.0)] * 4 + turn * 16
 
-    turns = itertools.cycle([16, 16, 48, 48])  # ours and XLA's, then both in longer programs
+    calls = itertools.cycle([16, 16, 48, 48])  # ours and XLA's, then both in longer programs
     times: dict[int, float] = {}
     kept: list[Any] = []
 
     def compiled(function: Any, arrays: Any) -> Any:
         call = functools.partial(jax.jit(function), *arrays)
         kept.append(call)
-        times[id(call)] = 500 + 40.0 * next(turns)
+        times[id(call)] = 500 + 40.0 * next(calls)
         return call
 
     monkeypatch.setattr(measure, "kernels", kernels)
