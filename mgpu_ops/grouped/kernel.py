@@ -1,0 +1,149 @@
+"""What the kernels of grouped_matmul and ragged_contraction share: the block, warp-specialised and persistent (`run_block`).
+
+A block has each `blocks`-th output tile, group after group, and reads the groups' sizes on its way. Its warpgroups work at the
+same time: the producer loads operands with TMA into the stages of a pipeline in shared memory, and the one or two consumers
+multiply them with wgmma, each its share of the output tile. The pipeline runs over the ends of output tiles: the producer loads
+the first stages of the next tile while consumers store the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core.gemm import warpgroup_tile
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.tile_scheduler import GroupTile
+from mgpu_ops.grouped.groups import PANEL, Config, consumer_registers, storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """The refs of a kernel: arrays in global memory, and the shared memory of a block.
+
+    lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
+    accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
+    """
+
+    sizes: Any
+    lhs: Any
+    rhs: Any
+    out: Any
+    bias: Any = None
+    accumulator: Any = None
+    lhs_smem: Any = None
+    rhs_smem: Any = None
+    out_smem: Any = None
+    barriers: Any = None
+
+
+class Stages(Protocol):
+    """What a kernel does with an output tile, stage by stage. `tile.start` and `tile.end` are the rows of its group."""
+
+    rows: int  # of all groups and beyond
+    blocks: int
+    config: Config
+    refs: Refs
+
+    def tiles(self, size: Any) -> Any:
+        """How many output tiles a group of `size` rows has (int32, traced)."""
+
+    def steps(self, tile: GroupTile) -> Any:
+        """How many pipeline steps an output tile takes."""
+
+    def position(self, tile: GroupTile) -> tuple[Any, Any]:
+        """The first row and column of an output tile."""
+
+    def load(self, tile: GroupTile, position: tuple[Any, Any], step: Any, stage: Any, full: Any) -> None:
+        """Producer: starts the copies of the tile's `step`-th step into a stage; they arrive on the barrier `full`."""
+
+    def staging(self) -> Any:
+        """Consumer, before all tiles: the epilogue buffers that `store` and `finish` are given."""
+
+    def share(self) -> tuple[Any, Any]:
+        """Consumer: which part of an output tile is this warpgroup's."""
+
+    def multiply(self, acc: Any, stage: Any, share: tuple[Any, Any]) -> None:
+        """Consumer: acc += the product of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
+
+    def store(self, tile: GroupTile, acc: Any, staging: Any) -> None:
+        """Consumer: starts the stores of this warpgroup's share of an output tile, through its epilogue buffers."""
+
+    def finish(self, end: Any, staging: Any) -> None:
+        """Consumer: what is left to do after all tiles; groups end at row `end`."""
+
+
+def run_block(kernel: Stages, gpu: Gpu) -> None:
+    """One block of a kernel."""
+    c, refs = kernel.config, kernel.refs
+    pipeline = Pipeline(c.max_concurrent_steps, *refs.barriers)
+
+    def for_each_tile(body: Any) -> tuple[Any, Any]:
+        """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
+        block = lax.axis_index("block")
+        return tile_scheduler.for_each_group_tile(
+            refs.sizes, kernel.rows, kernel.tiles, block, kernel.blocks, body, jnp.int32(0)
+        )
+
+    def producer() -> None:
+        def load_tile(tile: GroupTile, done: Any) -> Any:
+            position = kernel.position(tile)
+
+            def load_step(i: Any, step: Any) -> Any:
+                # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
+                pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
+                return step + 1
+
+            return lax.fori_loop(0, kernel.steps(tile), load_step, done)
+
+        _, steps = for_each_tile(load_tile)
+        pipeline.drain(steps)  # a block does not end before its last stages are read
+
+    def consumer(acc: Any) -> None:
+        staging = kernel.staging()
+
+        def compute_tile(tile: GroupTile, done: Any) -> Any:
+            share = kernel.share()
+
+            def multiply_step(_: Any, step: Any) -> Any:
+                # Waits until the copies into the stage have arrived, and declares it empty when wgmma has read it.
+                pipeline.read(step, lambda stage: kernel.multiply(acc, stage, share))
+                return step + 1
+
+            done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
+            # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
+            kernel.store(tile, acc, staging)
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            return done
+
+        end, _ = for_each_tile(compute_tile)
+        kernel.finish(end, staging)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+
+    engine.specialize(
+        producer,
+        lambda: refs.accumulator.scope(consumer),
+        consumers=c.compute_warpgroups,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(c, gpu),
+    )
+
+
+def scratch_types(p: Any, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
+    """The shared memory of a block, for `Refs`: stages of shapes `lhs` and `rhs`, each filled by so many copies."""
+    stages = c.max_concurrent_steps
+    panel = engine.operand_transforms(PANEL, p.dtype, 128)
+    out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
+    return {
+        "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
+        "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=panel),
+        "rhs_smem": plgpu.SMEM((stages, *rhs), p.dtype, transforms=panel),
+        "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
+        "barriers": Pipeline.barriers(stages, copies=copies, consumers=c.compute_warpgroups),
+    }
