@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 import mgpu_ops
-from mgpu_ops.attention.flash_attention import Arguments, attend
+from mgpu_ops.attention.arguments import Arguments
+from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.registry import dispatch

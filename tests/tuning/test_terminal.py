@@ -18,8 +18,7 @@ from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
 from mgpu_ops.tuning import cli, terminal
-from mgpu_ops.tuning.cli import run as run_command
-from mgpu_ops.tuning.cli import worker
+from mgpu_ops.tuning.cli import session, worker
 
 Command = Callable[..., Any]
 EVIL = "[/x][red]\x1b]0;title\x07\x1b[2J\nmgpu-tune: done\r\u202e\x9b"
@@ -151,7 +150,7 @@ def test_a_job_of_a_storage_is_told_as_text(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_bar_of_a_run_shows_a_jobs_name_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with run_command.progress_bar() as bar:
+    with session.progress_bar() as bar:
         bar.add_task(terminal.printable(f"matmul {EVIL}"), total=1, best="[/x]")
     assert r"[/x][red]\x1b" in capsys.readouterr().out
 

@@ -25,7 +25,7 @@ STOPPED = "mgpu-tune: stopped"
 # Module of `commands` -> what it does. Only the module that is asked for loads: `mgpu-tune --help` answers at once.
 COMMANDS = {
     "run": "tune one problem, or a suite of them, and store the best configs",
-    "worker": "take part in tuning what `mgpu-tune run --queue` put into a storage, from any host",
+    "worker": "tune the problems that `mgpu-tune run --queue` put into a storage, together with workers on other hosts",
     "proxy": "serve a database to workers over gRPC, to this machine alone unless told otherwise",
     "dashboard": "look at the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
     "capture": "list the problems that a function of yours runs, with counts, without running it",

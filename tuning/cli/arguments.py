@@ -1,26 +1,23 @@
-"""What the commands are asked: problems, times and numbers.
+"""Arguments that several commands share: problems, times and numbers.
 
-The parsers know the ops by the tables here, and import none: that takes JAX and a second, and `--help` answers at once. A test
-holds the tables to the ops.
+The ops are written down here as tables, since importing the ops takes a second (JAX) and `--help` answers at once. A test
+compares the tables with the ops.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mgpu_ops.models import MODELS
-from mgpu_ops.tuning.cli.shared import UsageError, say
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
-_DTYPES |= {"i32": "int32", "u32": "uint32"}  # of collectives
+_DTYPES |= {"i32": "int32", "u32": "uint32"}  # collectives only
 
-SUITES: dict[str, tuple[str, ...]] = {  # of each op
+SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward"),
     "grouped_matmul": (
         "moe",
@@ -39,7 +36,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # of each op
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
 }
-COMPETITORS: dict[str, tuple[str, ...]] = {  # what `bench` times beside each op
+COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside it
     "matmul": ("xla", "jax-pallas"),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
@@ -50,37 +47,7 @@ BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
 
 
-def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
-    """`many`: also suites. `every_op`: the op may be left out where suites or files name it, see `work_of`."""
-    if every_op:
-        parser.add_argument("op", nargs="?", help=f"{', '.join(SUITES)}; of a suite or a file, all by default")
-    else:
-        parser.add_argument("op", help=", ".join(SUITES))
-    group = parser.add_argument_group("problem", "a named one, or its sides")
-    group.add_argument("--shape", metavar="NAME", help=f"of a real model, e.g. {_SHAPES}")
-    if many:
-        suites = "; ".join(f"{op}: {', '.join(names)}" for op, names in SUITES.items())
-        group.add_argument(
-            "--suite", metavar="NAME", help=f"a model ({', '.join(MODELS)}), or named shapes together ({suites})"
-        )
-        group.add_argument(
-            "--tokens",
-            type=positive_ints,
-            metavar="N,N",
-            help="of a model: rows of its products, e.g. 1,16,4096 (default: "
-            "what the op has by that name, else 128,256,4096); the attention is that of a causal sequence, from 128 on",
-        )
-        group.add_argument(
-            "--bytes",
-            type=byte_sizes,
-            metavar="A:B",
-            help="of a collective: payloads from A to B, each four times the one before, e.g. 1KiB:256MiB",
-        )
-    if every_op:
-        group.add_argument("--grad", action="store_true", help="of a model: also the problems of the backward pass")
-        group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="what `mgpu-tune capture --output` wrote")
-    for name, options in problem_fields().items():
-        group.add_argument(f"--{name.replace('_', '-')}", **options)
+# --- Values ---------------------------------------------------------------------------------------
 
 
 def positive_int(text: str) -> int:
@@ -101,7 +68,7 @@ def positive_ints(text: str) -> tuple[int, ...]:
 
 
 def byte_sizes(text: str) -> tuple[int, ...]:
-    """Sizes of "1KiB:256MiB", in steps of four from the first while they are not above the last; of "64KiB", that one."""
+    """The sizes of "1KiB:256MiB": the first, four times as many bytes, and so on up to the last. "64KiB" is one size."""
     first, _, last = text.partition(":")
     size, end = _bytes(first), _bytes(last or first)
     if size > end:
@@ -128,9 +95,12 @@ def _bound(text: str) -> int:
 
 
 def workers_argument(parser: argparse.ArgumentParser) -> None:
-    """`devices_for` takes it."""
     parser.add_argument(
-        "--workers", type=_workers, default=1, metavar="N", help="GPUs of this machine to measure on, or all (default 1)"
+        "--workers",
+        type=_workers,
+        default=1,
+        metavar="N",
+        help="how many GPUs of this machine to use, or all (default 1)",
     )
 
 
@@ -160,190 +130,106 @@ def seconds(text: str) -> float:
     return value
 
 
-def problem_fields() -> dict[str, dict[str, Any]]:
-    """The fields of all ops' problems, and how each is given."""
-    size: dict[str, Any] = {"type": positive_int}
-    flag: dict[str, Any] = {"action": "store_true", "default": None}
-    return {
-        "m": size,
-        "n": size,
-        "k": size,
-        "dtype": {"type": dtype, "help": "bf16 (default), f16; of collectives also f32, i32, u32"},
-        "out_dtype": {"type": dtype, "help": "default: dtype; or f32"},
-        "layout": {"choices": ("nn", "nt", "tn", "tt"), "help": "of both operands: n as written (default nn), t transposed"},
-        "batch": size | {"help": "products in one launch (default 1); of attention, sequences"},
-        "groups": size | {"help": "how many the rows of m belong to"},
+# --- Problems -------------------------------------------------------------------------------------
+
+_SIZE: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+_FLAG: dict[str, Any] = {"action": "store_true", "default": None}
+_BOUND: dict[str, Any] = {"type": _bound, "metavar": "N"}
+
+# Title of a group in the help -> the fields of problems in it, and how each is given. An option may belong to several ops.
+FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+    "problem of any op, by its fields": {
+        "dtype": {"type": dtype, "help": "of the inputs: bf16 (default) or f16; of collectives also f32, i32 or u32"},
+    },
+    "matmul, grouped_matmul, ragged_contraction": {
+        "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
+        "n": _SIZE | {"help": "columns of the right operand"},
+        "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
+        "out_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of the output: --dtype (default) or f32"},
+        "layout": {
+            "choices": ("nn", "nt", "tn", "tt"),
+            "help": "how each operand is stored: n as [m, k] and [k, n] (default nn), t transposed",
+        },
+        "groups": _SIZE | {"help": "how many groups, such as experts, the m rows are divided into"},
+        "activation": {"choices": ("none", "relu", "silu", "gelu"), "help": "applied to the output (default none)"},
+        "spread": {
+            "choices": ("even", "random", "skewed", "sparse"),
+            "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",
+        },
+        "batch": _SIZE | {"help": "products in one launch (default 1); of attention, sequences"},
         "bias": {
             "nargs": "?",
             "const": True,
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "with a bias of each group; of attention, of the scores, in this dtype (default: dtype)",
+            "help": "add a bias to the output of each group; of attention, to the scores, in this dtype (default: --dtype)",
         },
-        "activation": {"choices": ("none", "relu", "silu", "gelu"), "help": "of the result (default none)"},
-        "spread": {"choices": ("even", "random", "skewed", "sparse"), "help": "of the rows over the groups (default random)"},
-        "q_tokens": size,
-        "kv_tokens": size,
-        "q_heads": size,
-        "kv_heads": size,
-        "head_dim": size | {"help": "columns of a head of q, k and v"},
-        "causal": flag | {"help": "no row sees a later key"},
-        "window_left": {"type": _bound, "help": "keys before its own that a row sees (default -1: all)"},
-        "window_right": {"type": _bound, "help": "keys after its own that a row sees (default -1: all)"},
+    },
+    "flash_attention, flash_attention_backward (--batch and --bias too)": {
+        "q_tokens": _SIZE | {"help": "queries of a sequence"},
+        "kv_tokens": _SIZE | {"help": "keys of a sequence"},
+        "q_heads": _SIZE | {"help": "heads of the queries"},
+        "kv_heads": _SIZE | {"help": "heads of keys and values; they divide --q-heads"},
+        "head_dim": _SIZE | {"help": "elements of a head of q, k and v"},
+        "causal": _FLAG | {"help": "no query sees a later key"},
+        "window_left": _BOUND | {"help": "how many keys before its own a query sees (default -1: all)"},
+        "window_right": _BOUND | {"help": "how many keys after its own a query sees (default -1: all)"},
         "align": {
             "choices": ("bottom_right", "top_left"),
-            "help": "which query has the same place as which key: the last ones (default), the first",
+            "help": "which query and key share a position: the last ones (default) or the first ones",
         },
-        "lengths": flag | {"help": "each sequence has token counts of its own"},
-        "segments": flag | {"help": "a row sees its own segment only"},
-        "soft_cap": flag | {"help": "scores are capped"},
-        "deterministic": flag | {"help": "gradients bitwise equal from run to run"},
-        "bias_grad": flag | {"help": "with the gradient of the bias"},
-        "size": size | {"help": "elements of a collective's payload on each device"},
-        "devices": size | {"help": "GPUs of a collective"},
-        "reduction": {"choices": ("add", "min", "max"), "help": "of a collective (default add)"},
+        "lengths": _FLAG | {"help": "each sequence has its own numbers of tokens"},
+        "segments": _FLAG | {"help": "packed sequences: a query sees the keys of its own segment only"},
+        "soft_cap": _FLAG | {"help": "scores go through cap * tanh(score / cap)"},
+        "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
+        "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
+    },
+    "all_reduce, reduce_scatter, all_gather": {
+        "size": _SIZE | {"help": "elements of the payload on each GPU"},
+        "devices": _SIZE | {"help": "how many GPUs"},
+        "reduction": {"choices": ("add", "min", "max"), "help": "default add"},
         "transport": {
             "choices": ("peer", "multimem"),
-            "help": "how the GPUs of a collective reach each other: NVLink (default), or the switch reduces and copies",
+            "help": "peer (default): GPUs access each other's memory over NVLink; multimem: the switch reduces and copies",
         },
-    }
+    },
+}
+FIELDS = {name: options for group in FIELD_GROUPS.values() for name, options in group.items()}
 
 
-def problems_of(spec: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Name -> Problem of what the arguments ask for."""
-    from mgpu_ops.registry.spec import problem_of
-    from mgpu_ops.tuning.labels import describe
-
-    fields = {name: getattr(arguments, name, None) for name in problem_fields()}
-    given = {k: v for k, v in fields.items() if v is not None}
-    if "bias" in given:
-        given["bias"] = _bias(spec, given["bias"], given.get("dtype", "bfloat16"))
-    needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
-    suite, tokens = getattr(arguments, "suite", None), getattr(arguments, "tokens", None)
-    if getattr(arguments, "bytes", None):
-        return _payloads(spec, arguments, given)
-    if sum(map(bool, (given, arguments.shape, suite))) != 1:
-        raise UsageError(f"name the problem in one way: {flags(needed)}, or --shape NAME, or --suite NAME")
-    if tokens and suite not in MODELS:
-        raise UsageError(f"--tokens is for --suite with a model ({', '.join(MODELS)}), not for {suite or 'one problem'}")
-    if suite:
-        if suite in MODELS and (tokens or suite not in spec.suites):
-            from mgpu_ops.tuning.problems import TOKENS, of_model
-
-            return {work.name: work.problem for work in of_model(suite, tokens or TOKENS, op=spec.name)}
-        if suite not in spec.suites:
-            models = [model for model in MODELS if model not in spec.suites]
-            raise UsageError(f"suite {suite!r} is not one of {', '.join([*spec.suites, *models])}")
-        names: dict[Any, str] = {}  # a problem once, by its first name
-        for name in spec.suites[suite]:
-            names.setdefault(spec.shapes[name], name)
-        return {name: problem for problem, name in names.items()}
-    if arguments.shape:
-        if arguments.shape not in spec.shapes:
-            raise UsageError(f"shape {arguments.shape!r} is not one of {', '.join(spec.shapes)}")
-        return {arguments.shape: spec.shapes[arguments.shape]}
-    missing = [name for name in needed if name not in given]
-    if missing:
-        raise UsageError(f"{flags(missing)} missing: a {spec.name} problem has {flags(needed)}")
-    problem = problem_of(spec, given)  # refuses what the op's problems do not have
-    if (held := spec.bytes(problem)) >= 2**63:
-        raise UsageError(f"the arrays of {spec.name} {describe(problem)} would hold {held:.3g} bytes: no array has 2**63")
-    return {describe(problem): problem}
-
-
-def _payloads(spec: Any, arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
-    """Problems of a collective, one for each size of --bytes."""
-    from mgpu_ops.registry.spec import problem_of
-    from mgpu_ops.tuning.labels import describe
-
-    if "size" not in {f.name for f in dataclasses.fields(spec.Problem)}:
-        raise UsageError(f"--bytes is for collectives, not for {spec.name}")
-    if arguments.shape or arguments.suite or "size" in given:
-        raise UsageError("--bytes names the payloads: leave out --size, --shape and --suite")
-    if "devices" not in given:
-        raise UsageError(f"--devices missing: of how many GPUs is the {spec.name}?")
-    itemsize = {"bfloat16": 2, "float16": 2}.get(given.get("dtype", "bfloat16"), 4)
-    sizes = [bytes_ // itemsize for bytes_ in arguments.bytes if bytes_ % (itemsize * given["devices"]) == 0]
-    if not sizes:
-        raise UsageError(f"--bytes: no size holds whole elements of {itemsize} bytes for each of {given['devices']} GPUs")
-    made = [problem_of(spec, {**given, "size": size}) for size in sizes]
-    names = {problem: name for name, problem in spec.shapes.items()}
-    return {names.get(problem, describe(problem)): problem for problem in made}
-
-
-def work_of(arguments: argparse.Namespace) -> list[Any]:
-    """The tuning jobs that the arguments ask for: of a captured program, a model, one op, or every op that has a suite."""
-    from mgpu_ops import spec_of
-    from mgpu_ops.tuning import problems
-
-    op, suite = arguments.op, arguments.suite
-    if op is not None:
-        spec_of(op)  # refuses what is none
-    if arguments.file:
-        if (
-            suite
-            or arguments.shape
-            or arguments.bytes
-            or any(getattr(arguments, name, None) is not None for name in problem_fields())
-        ):
-            raise UsageError(f"--from {arguments.file} names the problems: leave out --suite, --shape and sides")
-        found = [work for work in problems.read(arguments.file) if op in (None, work.op)]
-        if not found:
-            raise UsageError(f"{arguments.file} has no problem of {op or 'any op'}: nothing to tune")
-        return found
-    if suite in MODELS and (op is None or arguments.grad):
-        return problems.of_model(suite, arguments.tokens or problems.TOKENS, op=op, grad=arguments.grad)
-    if arguments.grad:
-        raise UsageError(f"--grad is for --suite with a model ({', '.join(MODELS)})")
-    return [
-        problems.TuningJob(spec.name, problem, 1, name)
-        for spec in _specs_of(op, suite)
-        for name, problem in problems_of(spec, arguments).items()
-    ]
-
-
-def runnable(work: Sequence[Any], gpu: Any) -> list[Any]:
-    """The same, what takes most time first. Of several problems, those that no kernel runs on `gpu` are said and left out."""
-    from mgpu_ops.tuning import problems
-
-    if len(work) == 1:
-        return list(work)
-    reasons = {w: w.spec.supports(w.problem, gpu) for w in work}
-    for w, reason in reasons.items():
-        if reason is not None:
-            say(f"left out, it runs through XLA: {w.op} {w.name}: {reason}")
-    left = problems.by_time((w for w in work if reasons[w] is None), gpu)
-    if not left:
-        raise UsageError(f"no kernel runs any of these problems on {gpu.name}: nothing to tune")
-    return left
-
-
-def _specs_of(op: str | None, suite: str | None) -> list[Any]:
-    """The op, or every op that has the suite."""
-    from mgpu_ops import SPECS, spec_of
-
-    if op is not None:
-        return [spec_of(op)]
-    if suite is None:
-        raise UsageError(f"name an op ({', '.join(SPECS)}), or --suite NAME of all that have it, or --from FILE")
-    found = [spec for spec in SPECS.values() if suite in spec.suites]
-    if not found:
-        known = dict.fromkeys([*MODELS, *(name for spec in SPECS.values() for name in spec.suites)])
-        raise UsageError(f"suite {suite!r} is not one of {', '.join(known)}")
-    return found
-
-
-def _bias(spec: Any, given: bool | str, dtype: str) -> bool | str:
-    """The bias of a problem of an op that says whether there is one, or of one that names its dtype."""
-    default = {f.name: f.default for f in dataclasses.fields(spec.Problem)}.get("bias")
-    if isinstance(default, str):
-        return dtype if given is True else given
-    if given is not True:
-        raise UsageError(f"--bias of {spec.name} takes no dtype: leave {given} out")
-    return True
-
-
-def flags(names: Sequence[str]) -> str:
-    """ "--m, --n and --k" """
-    *most, last = (f"--{name.replace('_', '-')}" for name in names)
-    return f"{', '.join(most)} and {last}" if most else last
+def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
+    """Adds the ways to name a problem. `many`: also suites. `every_op`: the op may be left out with a suite or a file."""
+    if every_op:
+        parser.add_argument("op", nargs="?", help=f"{', '.join(SUITES)}; default: every op of the suite or file")
+    else:
+        parser.add_argument("op", help=", ".join(SUITES))
+    group = parser.add_argument_group("problem by name")
+    group.add_argument("--shape", metavar="NAME", help=f"a problem of a real model, e.g. {_SHAPES}")
+    if many:
+        suites = "; ".join(f"{op}: {', '.join(names)}" for op, names in SUITES.items())
+        group.add_argument(
+            "--suite",
+            metavar="NAME",
+            help=f"all problems of a model ({', '.join(MODELS)}), or a list of problems of an op ({suites})",
+        )
+        group.add_argument(
+            "--tokens",
+            type=positive_ints,
+            metavar="N,N",
+            help="with a model: its numbers of tokens, e.g. 1,16,4096 (default: the op's list of that name, else "
+            "128,256,4096); from 128 tokens on, attention is over one causal sequence",
+        )
+    if every_op:
+        group.add_argument("--grad", action="store_true", help="with a model: also the problems of the backward pass")
+        group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the file of `mgpu-tune capture --output`")
+    if many:
+        group.add_argument(
+            "--bytes",
+            type=byte_sizes,
+            metavar="A:B",
+            help="of a collective, with --devices: payloads from A to B, each four times as large, e.g. 1KiB:256MiB",
+        )
+    for title, fields in FIELD_GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, options in fields.items():
+            group.add_argument(f"--{name.replace('_', '-')}", **options)

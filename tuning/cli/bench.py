@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.arguments import BACKENDS, COMPETITORS, problem_arguments, problems_of, seconds
+from mgpu_ops.tuning.cli.arguments import BACKENDS, COMPETITORS, problem_arguments, seconds
+from mgpu_ops.tuning.cli.selection import problems_of
 from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
 
 if TYPE_CHECKING:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mgpu_ops.tuning.cli.run import progress_bar, tune_one
+from mgpu_ops.tuning.cli.session import Session, progress_bar
 from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, say
 from mgpu_ops.tuning.devices import NoDevice, device_for
+
+if TYPE_CHECKING:
+    from mgpu_ops.tuning.device import Device
 
 
 def register(commands: Any) -> None:
@@ -42,13 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     path = database.user_path(device.gpu.key, spec.name)
     try:
         database.require_writable(path, gpu_key=device.gpu.key, op=spec.name)
-        told: list[Any] = []
+        session = Session(TuneOptions(trials=24, budget=60.0), {spec.name: path})
         with progress_bar() as bar:
-            code = tune_one(job, device, path, TuneOptions(trials=24, budget=60.0), told, bar=bar)
+            code = session.tune(job, device, bar)
     finally:
         device.close()
     if code != OK:
-        answer(arguments, {"problems": told})
+        answer(arguments, {"problems": session.results})
         return code
     a, b = spec.inputs(job.problem, jax.random.key(1))
     out = mgpu_ops.matmul(a, b, backend=backend)
@@ -59,11 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for line in mgpu_ops.explain("matmul", job.problem, device.gpu.key).split("\n")[:3]:
         say(line)
-    answer(arguments, {"problems": told, "backend": backend, "error": error, "limit": limit})
+    answer(arguments, {"problems": session.results, "backend": backend, "error": error, "limit": limit})
     return OK if error <= limit else WRONG
 
 
-def _device_of_demo() -> Any:
+def _device_of_demo() -> Device:
     from mgpu_ops.tuning.worker import WorkerError
 
     try:

@@ -1,14 +1,21 @@
-"""`mgpu-tune export`: writes what is tuned for others to use."""
+"""`mgpu-tune export`: writes tuned configs for others to use."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.merge import shared_files
 from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage
+
+if TYPE_CHECKING:
+    from mgpu_ops.registry.database import Entry
+
+Key = tuple[str, str]  # GPU's key, op
+Exported = dict[Key, "tuple[Entry, ...]"]
 
 
 def register(commands: Any) -> None:
@@ -27,59 +34,90 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("op", nargs="?", help="an op; all by default")
     parser.add_argument("--gpu", help="h200, h100-sxm ...; default: all that have entries")
-    parser.add_argument("--format", choices=("json", "csv"), default="json", help="default json: <gpu>/<op>.json")
-    parser.add_argument("--kind", choices=("measured", "modelled"), help="only these entries")
+    parser.add_argument(
+        "--format", choices=("json", "csv"), default="json", help="json (default): <gpu>/<op>.json; csv: a table"
+    )
+    parser.add_argument("--kind", choices=("measured", "modelled"), help="only entries of this kind")
     finished_argument(parser, "also what is tuned")
     parser.add_argument("--own", action="store_true", help="leave out what is shipped with mgpu_ops")
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="PLACE", help="the directory, joined if it exists; of csv, the file"
+        "--output",
+        required=True,
+        type=Path,
+        metavar="PLACE",
+        help="a directory, joined with what is in it; of csv, a file",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
-    from mgpu_ops.registry import database
-    from mgpu_ops.tuning.fleet import merge
-    from mgpu_ops.tuning.tables import problem_text
 
     if arguments.format == "json" and arguments.output.is_file():
         raise UsageError(f"{arguments.output}: is a file: name a directory for --format json")
     writable(arguments.output, "--output", folder=arguments.format == "json")
-    specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
+    ops = [mgpu_ops.spec_of(arguments.op).name] if arguments.op else list(mgpu_ops.SPECS)
     keys = [gpu.find(arguments.gpu).key] if arguments.gpu else [g.key for g in gpu.GPUS]
-    found = [
-        (path, database.read(path, gpu_key=key, op=spec.name))
-        for spec in specs
-        for key, whose, path in database.existing_files(keys, spec.name)
-        if whose == "user" or not arguments.own
-    ]
-    exported: dict[tuple[str, str], Any] = {}
-    left_out: list[dict[str, Any]] = []
-    shared = [(p, f) for p, f in shared_files(finished_storage(arguments)) if f.gpu in keys and f.op in [s.name for s in specs]]
-    for key, entries in merge.entries_of([*found, *shared]).items():
-        spec, device = mgpu_ops.SPECS[key[1]], gpu.find(key[0])
-        wanted = [e for e in entries if arguments.kind in (None, e.evidence.kind)]
-        faults = [(e, fault) for e in wanted if (fault := database.fault_of(e, device, spec))]
-        left_out += [{"gpu": key[0], "op": key[1], "problem": e.problem, "fault": fault} for e, fault in faults]
-        if good := merge.best(e for e in wanted if e not in [e for e, _ in faults]):
-            exported[key] = good
+    exported, left_out = _chosen(_entries(ops, keys, arguments), arguments.kind)
     if not exported:
         raise UsageError(f"nothing of that is tuned for {', '.join(keys)}: see `mgpu-tune show`, or tune with `mgpu-tune run`")
     written = _write_csv(exported, arguments.output) if arguments.format == "csv" else _write(exported, arguments.output)
+    _say_written(written, left_out, arguments)
+    files = [{"path": path, "entries": number} for path, number in written.items()]
+    answer(arguments, {"files": files, "left_out": left_out})
+    return WRONG if left_out else OK
+
+
+def _entries(ops: Collection[str], keys: Sequence[str], arguments: argparse.Namespace) -> dict[Key, list[Entry]]:
+    """All entries of these ops and GPUs: of your own files, the shipped ones, and the storage."""
+    from mgpu_ops.registry import database
+    from mgpu_ops.tuning.fleet import merge
+
+    stored = [
+        (path, database.read(path, gpu_key=key, op=op))
+        for op in ops
+        for key, whose, path in database.existing_files(keys, op)
+        if whose == "user" or not arguments.own
+    ]
+    shared = [(path, file) for path, file in shared_files(finished_storage(arguments)) if file.gpu in keys and file.op in ops]
+    return merge.entries_of([*stored, *shared])
+
+
+def _chosen(found: dict[Key, list[Entry]], kind: str | None) -> tuple[Exported, list[dict[str, Any]]]:
+    """The best entries of this kind; and those that are left out because they cannot run, for JSON."""
+    import mgpu_ops
+    from mgpu_ops.core import gpu
+    from mgpu_ops.registry import database
+    from mgpu_ops.tuning.fleet import merge
+
+    exported: Exported = {}
+    left_out: list[dict[str, Any]] = []
+    for (key, op), entries in found.items():
+        good = []
+        for entry in entries:
+            if kind in (None, entry.evidence.kind):
+                if fault := database.fault_of(entry, gpu.find(key), mgpu_ops.SPECS[op]):
+                    left_out.append({"gpu": key, "op": op, "problem": entry.problem, "fault": fault})
+                else:
+                    good.append(entry)
+        if good:
+            exported[key, op] = merge.best(good)
+    return exported, left_out
+
+
+def _say_written(written: dict[Path, int], left_out: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    from mgpu_ops.tuning.tables import problem_text
+
     for entry in left_out:
         say(f"left out: {entry['op']} on {entry['gpu']} {problem_text(entry['problem'])}: {entry['fault']}")
     for path, number in written.items():
         say(f"{path}: {count(number, 'problem')}")
     if arguments.format == "json":
         say(f"use it with MGPU_OPS_CONFIG_PATH={arguments.output}")
-    files = [{"path": path, "entries": number} for path, number in written.items()]
-    answer(arguments, {"files": files, "left_out": left_out})
-    return WRONG if left_out else OK
 
 
-def _write(exported: dict[tuple[str, str], Any], directory: Path) -> dict[Path, int]:
-    """As MGPU_OPS_CONFIG_PATH takes it, and as the shipped configs are."""
+def _write(exported: Exported, directory: Path) -> dict[Path, int]:
+    """Files <gpu>/<op>.json, as MGPU_OPS_CONFIG_PATH reads them: path -> number of entries."""
     from mgpu_ops.registry import database
     from mgpu_ops.tuning.fleet import merge
 
@@ -90,8 +128,8 @@ def _write(exported: dict[tuple[str, str], Any], directory: Path) -> dict[Path, 
     return written
 
 
-def _write_csv(exported: dict[tuple[str, str], Any], path: Path) -> dict[Path, int]:
-    """One row an entry: GPU, op, then the fields of problems, of configs and of the evidence, under prefixed names."""
+def _write_csv(exported: Exported, path: Path) -> dict[Path, int]:
+    """A row for each entry: GPU, op, then the fields of problem ("problem.m"), config ("config.tile_m") and evidence."""
     import csv
 
     import msgspec

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say
+
+if TYPE_CHECKING:
+    from mgpu_ops.registry.database import Entry
+    from mgpu_ops.registry.spec import OpSpec
 
 
 def register(commands: Any) -> None:
@@ -29,13 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.core import gpu
     from mgpu_ops.registry import database
-    from mgpu_ops.tuning import tables, terminal
 
     specs = [mgpu_ops.spec_of(arguments.op)] if arguments.op else list(mgpu_ops.SPECS.values())
     here = gpu.find(arguments.gpu) if arguments.gpu else gpu.current()
     keys = [here.key] if here else [g.key for g in gpu.GPUS]
-    console, found = terminal.console(), []
-    tuned: dict[str, set[str]] = {}  # of each op, its problems on each GPU
+    found: list[dict[str, Any]] = []
+    tuned: dict[str, set[str]] = {}  # op -> its problems on each GPU, as text
     for spec in specs:
         for key, whose, path in database.existing_files(keys, spec.name):
             file = {"op": spec.name, "gpu": key, "whose": whose, "path": path}
@@ -47,16 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             found.append(file | {"entries": entries})
             tuned.setdefault(spec.name, set()).update(f"{key} {sorted(entry.problem.items())}" for entry in entries)
-            title = f"{spec.name} on {key}, {whose}: {path}"
-            shown = tables.by_problem(entries, spec)
-            if console.is_terminal:
-                console.print(tables.entries_table(title, shown, spec))
-            else:
-                say(title)
-                for line in tables.entries_lines(shown, spec):
-                    say(f"  {line}")
-            if tables.between_gpus(spec):
-                say(f"  {tables.BETWEEN_GPUS}")
+            _show(spec, f"{spec.name} on {key}, {whose}: {path}", entries)
     if not found:
         say(f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}")
     counts = {op: len(problems) for op, problems in tuned.items()}
@@ -64,3 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{count(sum(counts.values()), 'tuned problem')}: {', '.join(f'{n} of {op}' for op, n in counts.items())}")
     answer(arguments, {"files": found, "problems": counts})
     return WRONG if any("fault" in file for file in found) else OK
+
+
+def _show(spec: OpSpec, title: str, entries: Sequence[Entry]) -> None:
+    """A table on a terminal, else a line for each entry."""
+    from mgpu_ops.tuning import tables, terminal
+
+    console, ordered = terminal.console(), tables.by_problem(entries, spec)
+    if console.is_terminal:
+        console.print(tables.entries_table(title, ordered, spec))
+    else:
+        say(title)
+        for line in tables.entries_lines(ordered, spec):
+            say(f"  {line}")
+    if tables.between_gpus(spec):
+        say(f"  {tables.BETWEEN_GPUS}")

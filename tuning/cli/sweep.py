@@ -1,4 +1,4 @@
-"""`mgpu-tune sweep`: measures every config of a grid, for `mgpu-tune replay` to search again without a GPU."""
+"""`mgpu-tune sweep`: measures every config of a grid, so that `mgpu-tune replay` can search it without a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.arguments import positive_int, seed, workers_argument
+from mgpu_ops.tuning.cli.selection import shape_of
 from mgpu_ops.tuning.cli.shared import (
     INTERRUPTED,
     OK,
@@ -22,7 +23,15 @@ from mgpu_ops.tuning.cli.shared import (
 )
 from mgpu_ops.tuning.devices import devices_for, has_gpu
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.tuning.device import Device
+    from mgpu_ops.tuning.replay.sweep import Sweep
+
 OUTPUT = Path("results/replay")
+NamedProblem = tuple["OpSpec", str, Any]  # (spec, name, problem)
 
 
 def register(commands: Any) -> None:
@@ -32,7 +41,7 @@ def register(commands: Any) -> None:
         run,
         "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
         """
-        mgpu-tune sweep --suite replay --output results/replay       # what `replay` is judged by; goes on where it stopped
+        mgpu-tune sweep --suite replay --output results/replay       # what `replay` reads; goes on where it stopped
         mgpu-tune sweep --suite replay --workers all                 # on every GPU of this machine, each a problem at a time
         mgpu-tune sweep matmul --suite replay
         mgpu-tune sweep flash_attention --shape mha128-4096 --output sweeps
@@ -40,13 +49,13 @@ def register(commands: Any) -> None:
         """,
         needs=("rich",),
     )
-    parser.add_argument("op", nargs="?", help="default, of the suite replay: every op that is in it")
+    parser.add_argument("op", nargs="?", help="default, with --suite replay: every op in it")
     parser.add_argument("--shape", metavar="NAME", help="a named problem of the op")
-    parser.add_argument("--suite", metavar="NAME", help="replay, or a suite of the op")
-    parser.add_argument("--configs", type=positive_int, metavar="N", help="at most so many of a problem's grid (default 250)")
+    parser.add_argument("--suite", metavar="NAME", help="replay, or a list of problems of the op")
+    parser.add_argument("--configs", type=positive_int, metavar="N", help="at most N configs of a problem (default 250)")
     workers_argument(parser)
     parser.set_defaults(gpu=None)  # the one here
-    parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the order (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the order of configs (default 0)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help=f"default {OUTPUT}")
 
 
@@ -59,70 +68,78 @@ def run(arguments: argparse.Namespace) -> int:
         return sweep_all(problems, devices, arguments)
 
 
-def sweep_all(problems: Sequence[tuple[Any, str, Any]], devices: Sequence[Any], arguments: argparse.Namespace) -> int:
-    """Sweeps each problem into a file of its own, on each device one at a time; one that fails does not end the rest."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from mgpu_ops.tuning import compile_pool, many, terminal, worker
+def sweep_all(problems: Sequence[NamedProblem], devices: Sequence[Device], arguments: argparse.Namespace) -> int:
+    """Sweeps each problem into a file of its own; one that fails does not end the others. Each device has one at a time."""
+    from mgpu_ops.tuning import compile_pool, many, worker
     from mgpu_ops.tuning.replay import sweep
 
-    words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    told: list[dict[str, Any]] = []
-    code = OK
-    for device in devices:  # a sweep waits for no result to go on: all cores compile ahead
+    for device in devices:  # the order of configs is fixed, so that all cores may compile ahead
         device.slots = max(device.slots, 2 * compile_pool.cores() // len(devices))
-    with Progress(*columns, console=terminal.console()) as bar:
+    results: list[dict[str, Any]] = []
+    code = OK
+    with _progress_bar() as bar:
 
-        def measure(job: tuple[Any, str, Any], device: Any) -> Any:
-            spec, name, problem = job
-            task = bar.add_task(
-                terminal.printable(f"{spec.name} {name}") + f" ({problems.index(job) + 1} of {len(problems)})", total=None
-            )
-
-            def progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
-            limit = arguments.configs or sweep.LIMIT
-            try:
-                return sweep.measure_all(
-                    spec, name, problem, device, arguments.output, limit=limit, seed=arguments.seed, progress=progress
-                )
-            finally:
-                bar.stop_task(task)
+        def work(one: NamedProblem, device: Device) -> Sweep:
+            return _sweep_one(one, device, bar, f"{problems.index(one) + 1} of {len(problems)}", arguments)
 
         try:
-            for done in many.each(problems, devices, measure):
+            for done in many.each(problems, devices, work):
                 spec, name, _ = done.job
                 if done.error is None:
-                    told.append(_told(spec.name, name, done.result))
+                    results.append(_said(spec.name, name, done.result))
                 elif not isinstance(done.error, worker.WorkerError | sweep.SweepError) or isinstance(done.error, worker.Lost):
                     raise done.error
                 else:
                     say(f"{spec.name} {name}: {done.error}")
-                    told.append({"op": spec.name, "name": name, "fault": str(done.error)})
+                    results.append({"op": spec.name, "name": name, "fault": str(done.error)})
                     code = WRONG
         except KeyboardInterrupt:
             say(f"stopped: what was measured is in {arguments.output}; the same command goes on from there")
             code = INTERRUPTED
-    answer(arguments, told)
+    answer(arguments, results)
     return code
 
 
-def _told(op: str, name: str, found: Any) -> dict[str, Any]:
-    """Says what came of a problem's sweep; the same for machines."""
+def _sweep_one(one: NamedProblem, device: Device, bar: Progress, place: str, arguments: argparse.Namespace) -> Sweep:
+    from mgpu_ops.tuning.replay import sweep
+    from mgpu_ops.tuning.terminal import printable
+
+    spec, name, problem = one
+    task = bar.add_task(f"{printable(f'{spec.name} {name}')} ({place})", total=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    limit = arguments.configs or sweep.LIMIT
+    try:
+        return sweep.measure_all(
+            spec, name, problem, device, arguments.output, limit=limit, seed=arguments.seed, progress=progress
+        )
+    finally:
+        bar.stop_task(task)
+
+
+def _progress_bar() -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from mgpu_ops.tuning import terminal
+
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=terminal.console())
+
+
+def _said(op: str, name: str, found: Sweep) -> dict[str, Any]:
+    """Says what came of a problem's sweep; returns it for JSON."""
     failed = sum(row.kind != "ok" for row in found.rows)
     best = f"best {found.optimum:.1f} us" if failed < len(found.rows) else "none worked"
     say(f"{op} {name}: {count(len(found.rows), 'config')}, {failed} failed, {best}")
-    return {"op": op, "name": name, "configs": len(found.rows), "failed": failed, "best_us": _finite(found.optimum)}
+    best_us = found.optimum if math.isfinite(found.optimum) else None
+    return {"op": op, "name": name, "configs": len(found.rows), "failed": failed, "best_us": best_us}
 
 
-def _finite(us: float) -> float | None:
-    return us if math.isfinite(us) else None
-
-
-def _problems(arguments: argparse.Namespace) -> list[tuple[Any, str, Any]]:
-    """(spec, name, problem) of what is asked for."""
+def _problems(arguments: argparse.Namespace) -> list[NamedProblem]:
+    """The problems that are asked for."""
     import mgpu_ops
     from mgpu_ops.tuning.replay import sweep
 
@@ -138,7 +155,5 @@ def _problems(arguments: argparse.Namespace) -> list[tuple[Any, str, Any]]:
         )
     if suite and suite not in spec.suites:
         raise UsageError(f"suite {suite!r} is not one of replay, {', '.join(spec.suites)}")
-    if shape and shape not in spec.shapes:
-        raise UsageError(f"shape {shape!r} is not one of {', '.join(spec.shapes)}")
     names = dict.fromkeys(spec.suites[suite]) if suite else [shape]
-    return [(spec, name, spec.shapes[name]) for name in names]
+    return [(spec, name, shape_of(spec, name)) for name in names]

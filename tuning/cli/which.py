@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mgpu_ops.tuning.cli.arguments import problem_arguments, problems_of
+from mgpu_ops.tuning.cli.arguments import problem_arguments
+from mgpu_ops.tuning.cli.selection import problems_of
 from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, gpu_or_current, say
 
 

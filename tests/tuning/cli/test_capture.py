@@ -16,7 +16,7 @@ from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.models import MODELS
 from mgpu_ops.registry import database
 from mgpu_ops.tuning import problems
-from mgpu_ops.tuning.cli import run as run_command
+from mgpu_ops.tuning.cli.session import Session
 
 ROOT = Path(__file__).parents[3]
 Command = Callable[..., Any]
@@ -189,11 +189,11 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(op, name) of what `mgpu-tune run` tunes, in order; nothing is tuned."""
     told: list[tuple[str, str]] = []
 
-    def tune_one(job: problems.TuningJob, *rest: Any, **more: Any) -> int:
+    def tune(self: Session, job: problems.TuningJob, device: Any, bar: Any) -> int:
         told.append((job.op, job.name))
         return 0
 
-    monkeypatch.setattr(run_command, "tune_one", tune_one)
+    monkeypatch.setattr(Session, "tune", tune)
     return told
 
 

@@ -27,7 +27,7 @@ from mgpu_ops.registry.dispatch import BACKENDS
 from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, terminal, worker
 from mgpu_ops.tuning.bench import results, runner
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
-from mgpu_ops.tuning.cli import arguments, demo
+from mgpu_ops.tuning.cli import arguments, session
 from mgpu_ops.tuning.outcome import Outcome
 
 ROOT = Path(__file__).parents[3]
@@ -124,7 +124,7 @@ def test_what_the_parsers_know_of_the_ops_without_importing_them_is_true() -> No
     assert {op: tuple(competitors) for op, competitors in COMPETITORS.items()} == arguments.COMPETITORS
     assert arguments.BACKENDS == BACKENDS
     fields = {field.name: field for spec in SPECS.values() for field in dataclasses.fields(spec.Problem)}
-    given = arguments.problem_fields()
+    given = arguments.FIELDS
     assert set(given) == set(fields)
     assert given["activation"]["choices"] == ACTIVATIONS
     assert given["spread"]["choices"] == SPREADS
@@ -954,13 +954,13 @@ def test_demo_is_a_tour_on_a_machine_whose_gpu_is_no_hopper(monkeypatch: pytest.
     class Reached(Exception):
         pass
 
-    def tune(job: Any, device: Any, *rest: Any, **more: Any) -> int:
+    def tune(self: Any, job: Any, device: Any, bar: Any) -> int:
         assert device.kind == "modelled"
         raise Reached
 
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(device, "Measured", no_hopper)
-    monkeypatch.setattr(demo, "tune_one", tune)
+    monkeypatch.setattr(session.Session, "tune", tune)
     monkeypatch.setenv("NPROC", "64")
     with pytest.raises(Reached):
         cli.main(["demo"])
