@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import hypothesis
@@ -11,6 +12,19 @@ import pytest
 ALL = os.environ.get("MGPU_OPS_TEST_ALL") == "1"
 
 only_in_all = pytest.mark.skipif(not ALL, reason="repeats what other tests show: it runs in `make test-all`")
+
+
+def cases(names: Iterable[str], in_all: Collection[str]) -> list[Any]:
+    """`names` of cases, to parametrize a test with; those of `in_all`, which others make superfluous, run in `make test-all`."""
+    names = list(names)
+    if unknown := set(in_all).difference(names):
+        raise ValueError(f"no case is called {', '.join(sorted(unknown))}")
+    return [pytest.param(name, marks=only_in_all) if name in in_all else name for name in names]
+
+
+def seeds(count: int, in_all: int) -> range:
+    """Seeds of drawn examples: `in_all` of them in `make test-all`."""
+    return range(in_all if ALL else count)
 
 
 def examples(count: int, **others: Any) -> hypothesis.settings:

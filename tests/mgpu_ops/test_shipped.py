@@ -18,6 +18,7 @@ from mgpu_ops.attention.problem import Problem, padded
 from mgpu_ops.collectives.problem import XLA
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.registry import database, resolution
+from tests import thorough
 
 FILES = sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json"))
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -33,7 +34,8 @@ def kind_of(op: str, problem: Any) -> tuple[Any, ...]:
         flags = [v for v in vars(problem).values() if isinstance(v, str | bool)]
         return padded(problem.head_dim), problem.q_heads == problem.kv_heads, problem.left is None, problem.right, *flags
     arrays = jax.eval_shape(functools.partial(spec_of(op).inputs, problem), jax.random.key(0))
-    return *(v for v in vars(problem).values() if not isinstance(v, int)), *(x.ndim for x in arrays)
+    flags = [v for name, v in vars(problem).items() if not isinstance(v, int) and name != "spread"]  # that sizes are drawn with
+    return *flags, *(x.ndim for x in arrays)
 
 
 def timeless(config: Any) -> Any:
@@ -67,6 +69,25 @@ def kernels() -> dict[str, tuple[str, Any, Any, str]]:
 
 
 KERNELS = kernels()
+
+
+def tile_of(config: Any) -> tuple[Any, ...]:
+    """What of a config decides most of how many registers its kernel takes."""
+    return tuple(v for name, v in vars(config).items() if "tile" in name or name == "compute_warpgroups" or isinstance(v, str))
+
+
+def repeated() -> list[str]:
+    """The kernels whose kind of problem and whose tile others of their op have."""
+    names: list[str] = []
+    kinds: set[Any] = set()
+    tiles: set[Any] = set()
+    for name, (op, problem, config, _) in KERNELS.items():
+        kind, tile = (op, *kind_of(op, problem)), (op, *tile_of(config))
+        if kind in kinds and tile in tiles:
+            names.append(name)
+        kinds.add(kind)
+        tiles.add(tile)
+    return names
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -132,7 +153,7 @@ SPILLS_OF_A_NEWER_PTXAS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", thorough.cases(KERNELS, repeated()))
 def test_shipped_config_compiles_without_spills(name):
     op, problem, config, gpu_key = KERNELS[name]
     spec, device = spec_of(op), gpu.find(gpu_key)

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mgpu_ops import dot_product_attention
 from tests.mgpu_ops.grouped.ragged import float64
+from tests.thorough import cases as cases_of
 from tests.thorough import examples
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -121,7 +122,18 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+IN_ALL = [  # what others show together or one by one
+    "plain",
+    "window of one number",
+    "lengths of queries",
+    "lengths of keys",
+    "full mask",
+    "bias",
+    "causal",
+]
+
+
+@pytest.mark.parametrize("case", cases_of(ARGUMENTS, IN_ALL))
 def test_values_residuals_and_gradients_are_those_of_jax(case, assert_near):
     assert_as_jax(assert_near, *qkv(), **ARGUMENTS[case])
 

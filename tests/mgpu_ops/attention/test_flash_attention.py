@@ -25,7 +25,8 @@ from mgpu_ops.registry import dispatch
 from tests.mgpu_ops.attention import cases
 from tests.mgpu_ops.attention.cases import BASE, FUSED_64, SPLIT_64, Shape, normal, one_step, qkv
 from tests.mgpu_ops.grouped.ragged import float64
-from tests.thorough import examples
+from tests.thorough import cases as cases_of
+from tests.thorough import examples, only_in_all
 
 pytestmark = pytest.mark.usefixtures("no_races")
 
@@ -138,7 +139,30 @@ MASKS: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+MASKS_IN_ALL = [  # what others show together or one by one
+    "one key",
+    "causal, one query",
+    "causal",
+    "window to the left",
+    "window wider than all",
+    "window, fewer keys",
+    "lengths of keys",
+    "lengths of queries",
+    "lengths of both, causal",
+    "segments",
+    "segments, causal",
+    "mask of keys",
+    "mask of rows",
+    "mask of heads",
+    "scale",
+    "soft cap",
+    "negative scale",
+    "mask, full",
+    "one head of keys",
+]
+
+
+@pytest.mark.parametrize("name", cases_of(MASKS, MASKS_IN_ALL))
 def test_output_lse_and_gradients_are_those_of_the_formula(name, assert_near):
     shape, kwargs = MASKS[name]
     with jax.enable_x64(True):
@@ -147,7 +171,7 @@ def test_output_lse_and_gradients_are_those_of_the_formula(name, assert_near):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ["causal, fewer keys, so that the first rows see none", "grouped heads", "soft cap"])
+@pytest.mark.parametrize("name", cases_of(["causal, fewer keys, so that the first rows see none", "soft cap"], ["soft cap"]))
 def test_dtypes(name, dtype, assert_near):
     shape, kwargs = MASKS[name]
     arrays = qkv(shape, dtype)
@@ -232,7 +256,16 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("name", BIASES)
+BIASES_IN_ALL = [  # what others show together or one by one
+    "of all batch entries",
+    "of all heads",
+    "of heads",
+    "of keys",
+    "of rows",
+]
+
+
+@pytest.mark.parametrize("name", cases_of(BIASES, BIASES_IN_ALL))
 def test_bias_of_any_shape_has_a_gradient_of_that_shape(name, assert_near):
     with jax.enable_x64(True):
         arrays = *qkv(LONGER, "float64"), normal(3, *BIASES[name])
@@ -382,7 +415,9 @@ def poisoned(shape: Shape, dtype: Any, kwargs: dict[str, Any]) -> tuple[tuple[ja
     )
 
 
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize(
+    "name", cases_of(UNSEEN, ["lengths, causal", "segments", "mask of keys", "mask of rows", "causal, fewer keys"])
+)
 def test_nan_that_no_row_sees_has_no_say(name, assert_near):
     shape, kwargs = UNSEEN[name]
     clean, dirty = (x[: 4 if "causal" in kwargs else 3] for x in poisoned(shape, "float32", kwargs))
@@ -535,7 +570,9 @@ def truth_of_three(arguments: dict[str, Any], axes: dict[str, int | None], out_g
     return np.stack([call["out"] for call in found]), {x: y.sum(0) if axes[x] is None else y for x, y in gradients.items()}
 
 
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize(
+    "name", cases_of(MAPPED, ["keys", "values", "bias of each batch entry", "queries and bias", "all arrays"])
+)
 def test_vmap_maps_any_of_the_arguments(name, assert_near):
     arguments, axes = arguments_of_three(name)
     out_grad = normal(7, 3, 2, 5, 2, 4)
@@ -736,7 +773,7 @@ def test_output_varies_over_the_mesh_axes_that_any_argument_varies_over(backend,
 # --- through the kernel, interpreted
 
 
-@pytest.mark.parametrize("backward_config", [FUSED_64, SPLIT_64], ids=["fused", "split"])
+@pytest.mark.parametrize("backward_config", [FUSED_64, pytest.param(SPLIT_64, marks=only_in_all)], ids=["fused", "split"])
 def test_shard_map_and_its_gradients_through_the_kernels(backward_config, assert_near):
     """On one device: two would share the interpreter's memory. dq and the bias's gradient are what fused blocks add to."""
     shape = Shape(batch=2, q_tokens=5, kv_tokens=6, q_heads=2, kv_heads=1, head_dim=64)

@@ -25,6 +25,7 @@ from mgpu_ops import FlashAttentionConfig, FlashAttentionProblem, flash_attentio
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
+from tests import thorough
 from tests.mgpu_ops.attention import cases
 from tests.mgpu_ops.attention.cases import BASE, FUSED_64, FUSED_128, SPLIT_64, SPLIT_128, SPLIT_256, one_step
 from tests.mgpu_ops.grouped.ragged import float64
@@ -153,7 +154,16 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORWARD_CASES)
+FORWARD_IN_ALL = [  # what others show together or one by one
+    "two query slots, grouped heads",
+    "three warpgroups, keys in whole tiles, float16",
+    "causal, aligned, wide tiles that divide the keys",
+    "window, causal, of less than a tile",
+    "bias, float32, two warpgroups",
+]
+
+
+@pytest.mark.parametrize("name", thorough.cases(FORWARD_CASES, FORWARD_IN_ALL))
 def test_forward_kernel_is_right_and_has_no_race(name, assert_near):
     assert_forward(*FORWARD_CASES[name], assert_near)
 
@@ -221,7 +231,7 @@ def test_large_scores(assert_near):
     assert_forward(*MANY_TILES, assert_near, (q * 1000, *others))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", thorough.seeds(1, 4))
 def test_random_legal_config_is_right_and_has_no_race(seed, assert_near):
     rng = random.Random(seed)
     problem = P(1, rng.randint(1, 150), rng.randint(1, 200), 1, 1, rng.choice([64, 128]), causal=rng.random() < 0.5)
@@ -283,7 +293,18 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BACKWARD_CASES)
+BACKWARD_IN_ALL = [  # what others show together or one by one
+    "one row, one key",
+    "causal, aligned",
+    "window to both sides",
+    "keys that no row sees",
+    "segments, causal, more keys",
+    "bias with gradient, keys in whole tiles",
+    "head_dim of 256, keys in whole tiles",
+]
+
+
+@pytest.mark.parametrize("name", thorough.cases(BACKWARD_CASES, BACKWARD_IN_ALL))
 def test_backward_kernel_is_right_and_has_no_race(name, assert_near):
     assert_backward(*BACKWARD_CASES[name], assert_near)
 

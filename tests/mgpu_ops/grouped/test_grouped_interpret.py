@@ -25,11 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
+from tests import thorough
 from tests.arrays import inputs
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import BASE
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter, wait_for_all_stores_only
-from tests.thorough import examples
 
 GROUPED, CONTRACTION = spec_of("grouped_matmul"), spec_of("ragged_contraction")
 P, R = GroupedMatmulProblem, RaggedContractionProblem
@@ -131,7 +131,23 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_ALL = [  # what others show together or one by one
+    "tall tiles",
+    "strips of one, float16",
+    "rows shared, wide tiles, two slots",
+    "four pieces, one slot",
+    "pieces of two swizzle rows",
+    "float32 out",
+    "transposed rhs, steps of 128, relu",
+    "contraction, deep ring, strips of one",
+    "contraction, k shared",
+    "contraction, n shared, float16",
+    "contraction, four pieces",
+    "contraction, pieces of two swizzle rows",
+]
+
+
+@pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
 def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_grouped):
     problem, config, all_sizes = CASES[name]
     run = compiled(problem, config)
@@ -147,7 +163,7 @@ def kinds_of_sizes() -> st.SearchStrategy[int]:
 def test_any_sizes_are_right(problem, assert_grouped):
     run = compiled(problem, BASE)
 
-    @examples(8, phases=[hypothesis.Phase.generate])
+    @thorough.examples(8, phases=[hypothesis.Phase.generate])
     @hypothesis.given(st.lists(kinds_of_sizes(), min_size=5, max_size=5))
     def check(sizes: list[int]) -> None:
         assert_right(problem, run, sizes, assert_grouped)
@@ -188,7 +204,7 @@ def test_nan_in_a_group_reaches_the_contraction_of_that_group_only():
         np.testing.assert_array_equal(np.delete(out, group, 0), np.delete(clean, group, 0))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", thorough.seeds(1, 4))
 @pytest.mark.parametrize("op", [GROUPED, CONTRACTION], ids=lambda spec: spec.name)
 def test_random_legal_config_is_right_and_has_no_race(op, seed, assert_grouped):
     rng = random.Random(seed)

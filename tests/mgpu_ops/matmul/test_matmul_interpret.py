@@ -15,6 +15,7 @@ import pytest
 
 from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
 from mgpu_ops.core import engine, gpu
+from tests import thorough
 from tests.arrays import inputs
 from tests.configs import BASE
 from tests.mgpu_ops.interpreter import has_a_race, quiet_interpreter, wait_for_all_stores_only
@@ -116,7 +117,25 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_ALL = [  # what others show together or one by one
+    "33 rows",
+    "wide tiles at the end of rows of A",
+    "two warpgroups share columns",
+    "one warpgroup",
+    "cluster along m, one warpgroup",
+    "strips of one tile",
+    "seven pieces",
+    "A transposed, rows shared",
+    "B transposed",
+    "both transposed",
+    "batch of 3",
+    "two parts of k",
+    "float16",
+    "ring longer than all steps",
+]
+
+
+@pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
 def test_kernel_is_right_and_has_no_race(name, assert_matmul):
     problem, config = CASES[name]
     arrays = inputs(MATMUL, problem)
@@ -125,7 +144,7 @@ def test_kernel_is_right_and_has_no_race(name, assert_matmul):
     assert not engine.races_found()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", thorough.seeds(3, 16))
 def test_random_legal_config_is_right_and_has_no_race(seed, assert_matmul):
     rng = random.Random(seed)
     layout = rng.choice(["nn", "nt", "tn", "tt"])
@@ -140,7 +159,7 @@ def test_random_legal_config_is_right_and_has_no_race(seed, assert_matmul):
     assert not engine.races_found()
 
 
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("layout", thorough.cases(["nn", "nt", "tn", "tt"], ["nt", "tn"]))
 def test_one_operand_without_the_batch_is_read_by_every_product(layout, assert_matmul):
     problem = P(72, 136, 72, layout=layout, batch=3)
     a, b = inputs(MATMUL, problem)
