@@ -15,7 +15,7 @@ only_in_all = pytest.mark.skipif(not ALL, reason="repeats what other tests show:
 
 
 def cases(names: Iterable[str], in_all: Collection[str]) -> list[Any]:
-    """`names` of cases, to parametrize a test with; those of `in_all`, which others make superfluous, run in `make test-all`."""
+    """`names` of cases to parametrize a test with; those of `in_all`, which repeat what others show, run in `make test-all`."""
     names = list(names)
     if unknown := set(in_all).difference(names):
         raise ValueError(f"no case is called {', '.join(sorted(unknown))}")

@@ -155,7 +155,7 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
 
 
 FORWARD_IN_ALL = [  # what others show together or one by one
-    "two query slots, grouped heads",
+    "two query stages, grouped heads",
     "three warpgroups, keys in whole tiles, float16",
     "causal, aligned, wide tiles that divide the keys",
     "window, causal, of less than a tile",

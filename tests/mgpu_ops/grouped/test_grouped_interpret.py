@@ -134,16 +134,16 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
 IN_ALL = [  # what others show together or one by one
     "tall tiles",
     "strips of one, float16",
-    "rows shared, wide tiles, two slots",
-    "four pieces, one slot",
-    "pieces of two swizzle rows",
+    "rows shared, wide tiles, two buffers",
+    "four epilogue tiles, one buffer",
+    "epilogue tiles of two swizzle rows",
     "float32 out",
     "transposed rhs, steps of 128, relu",
-    "contraction, deep ring, strips of one",
+    "contraction, deep pipeline, strips of one",
     "contraction, k shared",
     "contraction, n shared, float16",
-    "contraction, four pieces",
-    "contraction, pieces of two swizzle rows",
+    "contraction, four epilogue tiles",
+    "contraction, epilogue tiles of two swizzle rows",
 ]
 
 

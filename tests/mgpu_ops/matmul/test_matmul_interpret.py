@@ -124,14 +124,14 @@ IN_ALL = [  # what others show together or one by one
     "one warpgroup",
     "cluster along m, one warpgroup",
     "strips of one tile",
-    "seven pieces",
+    "seven epilogue tiles",
     "A transposed, rows shared",
     "B transposed",
     "both transposed",
     "batch of 3",
     "two parts of k",
     "float16",
-    "ring longer than all steps",
+    "pipeline longer than all steps",
 ]
 
 
