@@ -453,12 +453,15 @@ def test_retune_takes_as_many_gpus_as_an_ops_problems_take_and_are_here(
         entries.append(database.to_entry(problem, spec.default(problem, H200), old.evidence))
     path = own_database / "h200" / "all_reduce.json"
     database.update(path, entries, gpu_key="h200", op="all_reduce")
-    for here, gpus in ((1, 1), (2, 2), (3, 2), (8, 4)):
-        monkeypatch.setattr(neighbours, "visible", lambda here=here: [str(number) for number in range(here)])
+    for visible, gpus in ((1, 1), (2, 2), (3, 2), (8, 4)):
+        monkeypatch.setattr(neighbours, "visible", lambda n=visible: [str(number) for number in range(n)])
         assert retune._gpus(spec, None) == retune._gpus(spec, database.read(path)) == gpus
     assert retune._gpus(MATMUL, None) == 1
     arguments = argparse.Namespace(database=None, stale=True)
-    work, skipped = retune._work([spec], "h200", None, "measured", 2, arguments)
-    assert [w.problem.devices for w in work if w.problem.size == 1024] == [2]  # others are shipped
-    assert {w.problem.devices for w in work} == {2}
+    problems = retune._problems(spec, retune._entries(spec, "h200", None, arguments), "measured", stale=True)
+    here: Any = argparse.Namespace(kind="measured", gpu=H200)
+    skipped: list[dict[str, Any]] = []
+    jobs = retune._jobs(spec, problems, here, 2, skipped)
+    assert [job.problem.devices for job in jobs if job.problem.size == 1024] == [2]  # others are shipped
+    assert {job.problem.devices for job in jobs} == {2}
     assert "takes 4 GPUs: retune all_reduce by itself where so many are" in skipped[0]["reason"]
