@@ -15,9 +15,9 @@ from mgpu_ops.collectives import Config as CollectiveConfig
 from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.core import extras
+from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.grouped_matmul import grouped_matmul, ragged_dot
-from mgpu_ops.grouped.groups import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.grouped.ragged_contraction import ragged_contraction
 from mgpu_ops.matmul import Config as MatmulConfig

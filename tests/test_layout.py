@@ -129,7 +129,7 @@ def test_imports_keep_the_contracts(copy_of_the_sources):
         ("mgpu_ops/registry/spec.py", "import mgpu_ops", "only the tuner imports the top of the package"),
         ("mgpu_ops/registry/spec.py", "import mgpu_ops.matmul", DIRECTION),
         ("mgpu_ops/matmul/model.py", "import mgpu_ops.tuning", DIRECTION),
-        ("mgpu_ops/matmul/model.py", "from mgpu_ops.grouped import groups", DIRECTION),
+        ("mgpu_ops/matmul/model.py", "from mgpu_ops.grouped import sizes", DIRECTION),
         ("mgpu_ops/matmul/problem.py", "from mgpu_ops.matmul import model", CIRCLES),
         ("tuning/measure.py", "from mgpu_ops.tuning import worker", CIRCLES),
         ("tuning/storage.py", "from mgpu_ops.tuning import search", "the rooms of the tuner"),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_ops.grouped.groups import SPREADS
+from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry.spec import OpSpec
 
 

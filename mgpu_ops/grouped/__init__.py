@@ -1,6 +1,7 @@
 """Products of groups of rows: `grouped_matmul`, and `ragged_contraction`, its gradient of the weights.
 
-`groups.py` is what both share; importing the package gives both their gradients (`gradients.py`).
+Both share `sizes.py`, `problem.py`, `config.py`, `model.py`, `calls.py` and `kernel.py`. Importing the package gives both ops
+their gradients (`gradients.py`).
 """
 
 from mgpu_ops.grouped import gradients  # noqa: F401  which makes them differentiable

@@ -20,7 +20,7 @@ from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import GroupTile
-from mgpu_ops.grouped.groups import PANEL, Config, consumer_registers, storage
+from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, storage
 
 
 @dataclasses.dataclass(frozen=True)

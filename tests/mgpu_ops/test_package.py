@@ -74,7 +74,7 @@ MODULES = {
 def test_an_op_is_the_function_whatever_of_its_module_was_imported_first(name: str, module: str) -> None:
     """Its module has its name: importing that binds the module in the package."""
     python(f"""
-import mgpu_ops.{module}, mgpu_ops.grouped.groups, sys
+import mgpu_ops.{module}, mgpu_ops.grouped.sizes, sys
 assert mgpu_ops.{name} is sys.modules["mgpu_ops.{module}"].{name}
 assert callable(mgpu_ops.matmul)
 """)

@@ -22,7 +22,9 @@ from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.grouped import groups
+from mgpu_ops.grouped import model as common
+from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance
 from mgpu_ops.grouped.grouped_matmul.problem import (
     ACTIVATIONS,
@@ -35,7 +37,8 @@ from mgpu_ops.grouped.grouped_matmul.problem import (
     inputs,
     supports,
 )
-from mgpu_ops.grouped.groups import Config
+from mgpu_ops.grouped.problem import flops, tolerance
+from mgpu_ops.grouped.sizes import Spread, for_each_block
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
@@ -47,7 +50,7 @@ class Call:
     transpose_rhs: bool
     out_dtype: str
     activation: Activation
-    spread: groups.Spread
+    spread: Spread
     config: Config | None
     backend: dispatch.Backend | None
 
@@ -61,7 +64,7 @@ def grouped_matmul(
     activation: Activation = "none",
     out_dtype: DTypeLike | None = None,
     transpose_rhs: bool = False,
-    spread: groups.Spread = "random",
+    spread: Spread = "random",
     config: Config | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
@@ -102,13 +105,13 @@ def grouped_matmul(
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    groups.check_floats("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
+    check_floats("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
     k, n = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
     if lhs.shape[1] != k:
         raise ValueError(
             f"lhs{lhs.shape} and rhs{rhs.shape} differ in k: {lhs.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
         )
-    sizes = groups.checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0])
+    sizes = checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0])
     if bias is not None:
         bias = jnp.asarray(bias)
         if bias.shape != (rhs.shape[0], n):
@@ -122,9 +125,9 @@ def grouped_matmul(
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     call = Call(
         transpose_rhs=bool(transpose_rhs),
-        out_dtype=groups.checked_out_dtype(out_dtype, lhs.dtype),
+        out_dtype=checked_out_dtype(out_dtype, lhs.dtype),
         activation=activation,
-        spread=groups.checked_spread(spread),
+        spread=checked_spread(spread),
         config=config,
         backend=dispatch.requested_backend(backend),
     )
@@ -167,7 +170,7 @@ def ragged_dot(
         return jaxs(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     sizes = integers.clipped(group_sizes, lhs.shape[0])
-    out = groups.checked_out_dtype(preferred_element_type, lhs.dtype)
+    out = checked_out_dtype(preferred_element_type, lhs.dtype)
     return product(Call(False, out, "none", "random", None, wanted), *mesh.same_mesh_axes(lhs, rhs, sizes))
 
 
@@ -209,7 +212,7 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> jax.Array:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    return groups.looped(product)
+    return looped(product)
 
 
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> Problem:
@@ -246,7 +249,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 
     zeros = jnp.zeros((p.m, p.n), p.out_dtype)
     (zeros,) = mesh.same_mesh_axes(zeros, lhs)[:1]
-    return zeros if 0 in (p.m, p.n) else groups.for_each_block(sizes, p.m, block, zeros)
+    return zeros if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, zeros)
 
 
 def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -268,19 +271,19 @@ SPEC = OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=groups.space,
+    space=common.space,
     supports=supports,
     check=check,
     candidates=candidates,
     default=default,
     cost=cost,
     distance=distance,
-    flops=groups.flops,
+    flops=flops,
     bytes=bytes_moved,
     inputs=inputs,
     run=launch,
     reference=reference,
-    tolerance=groups.tolerance,
+    tolerance=tolerance,
     baseline=lambda problem: Baseline("dense", dense),
 )
 

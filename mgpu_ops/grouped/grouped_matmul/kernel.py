@@ -26,8 +26,8 @@ from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
+from mgpu_ops.grouped.config import PANEL, Config
 from mgpu_ops.grouped.grouped_matmul.problem import Problem
-from mgpu_ops.grouped.groups import PANEL, Config
 from mgpu_ops.grouped.kernel import Refs
 
 

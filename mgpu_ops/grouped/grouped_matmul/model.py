@@ -6,18 +6,18 @@ import math
 
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
-from mgpu_ops.grouped import groups
+from mgpu_ops.grouped import model as common
+from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, check, supports
-from mgpu_ops.grouped.groups import Config
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds: `groups.cost` of the tiles of all groups, the last of each on average half empty."""
+    """Modelled time in seconds: `common.cost` of the tiles of all groups, the last of each on average half empty."""
     p, c = problem, config
-    groups.require_rows(p)
-    rows = groups.pieces(p.spread, p.m, p.groups, c.tile_m)
+    common.require_rows(p)
+    rows = common.row_blocks(p.spread, p.m, p.groups, c.tile_m)
     tiles = rows * math.ceil(p.n / c.tile_n)
-    return groups.cost(c, tiles, math.ceil(p.k / c.tile_k), itemsize_of(p.out_dtype), bytes_moved(p), gpu)
+    return common.cost(c, tiles, math.ceil(p.k / c.tile_k), itemsize_of(p.out_dtype), bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -26,7 +26,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of grouped_matmul fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)  # stores of several swizzle rows were slower wherever they were tried
-    legal = groups.candidates(lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
+    legal = common.candidates(lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
@@ -36,6 +36,6 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """`groups.distance`, and what layout, bias and activation add."""
+    """`common.distance`, and what layout, bias and activation add."""
     own = 0.5 * (x.layout != y.layout) + 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation)
-    return groups.distance(x, y, own)
+    return common.distance(x, y, own)

@@ -13,18 +13,10 @@ import jax.numpy as jnp
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
-from mgpu_ops.grouped import groups
-from mgpu_ops.grouped.groups import (
-    DECODING,
-    MODELS,
-    PANEL,
-    TRAINING,
-    Config,
-    check_smem,
-    check_tiles,
-    draw_sizes,
-    layer_problem,
-)
+from mgpu_ops.grouped import problem as common
+from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
+from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
+from mgpu_ops.grouped.sizes import draw_sizes
 
 # --- What is computed -------------------------------------------------------------------------------
 
@@ -40,7 +32,7 @@ class Problem:
     layout: "nn", or "nt" where rhs is stored as [g, n, k].
     bias: whether a row per group, [groups, n], is added.
     activation: of `ACTIVATIONS`, applied last.
-    spread: of `groups.SPREADS`, how the m rows are spread over the groups: a hint that decides which config runs and never the
+    spread: of `sizes.SPREADS`, how the m rows are spread over the groups: a hint that decides which config runs and never the
       answer.
     """
 
@@ -85,7 +77,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"layout {p.layout!r} is neither 'nn' nor 'nt'"
     if p.activation not in ACTIVATIONS:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
-    return groups.supports(p, gpu, rhs_row=("k", p.k) if p.layout == "nt" else ("n", p.n))
+    return common.supports(p, gpu, rhs_row=("k", p.k) if p.layout == "nt" else ("n", p.n))
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:

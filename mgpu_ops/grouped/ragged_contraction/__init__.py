@@ -20,10 +20,13 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.grouped import groups
-from mgpu_ops.grouped.groups import Config
+from mgpu_ops.grouped import model as common
+from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.problem import flops, tolerance
 from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default
 from mgpu_ops.grouped.ragged_contraction.problem import SHAPES, SUITES, Problem, bytes_moved, check, inputs, supports
+from mgpu_ops.grouped.sizes import Spread, for_each_block
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
@@ -33,7 +36,7 @@ class Call:
     """What a call says beside its arrays."""
 
     out_dtype: str
-    spread: groups.Spread
+    spread: Spread
     config: Config | None
     backend: dispatch.Backend | None
 
@@ -44,7 +47,7 @@ def ragged_contraction(
     group_sizes: ArrayLike | Sequence[int],
     *,
     out_dtype: DTypeLike | None = None,
-    spread: groups.Spread = "random",
+    spread: Spread = "random",
     config: Config | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
@@ -76,16 +79,16 @@ def ragged_contraction(
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    groups.check_floats("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
+    check_floats("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
-    sizes = groups.checked_sizes("ragged_contraction", group_sizes, None, lhs.shape[0])
+    sizes = checked_sizes("ragged_contraction", group_sizes, None, lhs.shape[0])
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
-    out = groups.checked_out_dtype(out_dtype, lhs.dtype)
+    out = checked_out_dtype(out_dtype, lhs.dtype)
     arrays = mesh.same_mesh_axes(lhs, rhs, sizes)
     return contract(
-        *arrays, out_dtype=out, spread=groups.checked_spread(spread), config=config, backend=dispatch.requested_backend(backend)
+        *arrays, out_dtype=out, spread=checked_spread(spread), config=config, backend=dispatch.requested_backend(backend)
     )
 
 
@@ -95,7 +98,7 @@ def contract(
     sizes: jax.Array,
     *,
     out_dtype: str,
-    spread: groups.Spread,
+    spread: Spread,
     config: Config | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
@@ -115,7 +118,7 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> jax.Array:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    return groups.looped(product)
+    return looped(product)
 
 
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
@@ -136,7 +139,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
         return out.at[group].add(lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=wide))
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
-    done = zeros if 0 in (p.m, p.n, p.k) else groups.for_each_block(sizes, p.m, block, zeros)
+    done = zeros if 0 in (p.m, p.n, p.k) else for_each_block(sizes, p.m, block, zeros)
     return done.astype(p.out_dtype)
 
 
@@ -159,19 +162,19 @@ SPEC = OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=groups.space,
+    space=common.space,
     supports=supports,
     check=check,
     candidates=candidates,
     default=default,
     cost=cost,
-    distance=groups.distance,
-    flops=groups.flops,
+    distance=common.distance,
+    flops=flops,
     bytes=bytes_moved,
     inputs=inputs,
     run=launch,
     reference=reference,
-    tolerance=groups.tolerance,
+    tolerance=tolerance,
     baseline=lambda problem: Baseline("dense", dense),
 )
 

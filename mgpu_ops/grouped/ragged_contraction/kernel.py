@@ -24,7 +24,7 @@ from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.groups import Config
+from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.kernel import Refs
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 

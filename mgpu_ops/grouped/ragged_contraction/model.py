@@ -6,20 +6,20 @@ import math
 
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
-from mgpu_ops.grouped import groups
-from mgpu_ops.grouped.groups import Config
+from mgpu_ops.grouped import model as common
+from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
 _NARROW = 0.82  # of the rate is left where both operands are read transposed and wgmma is 128 columns wide
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds: `groups.cost` of the tiles of all groups, each as many steps as an average group takes."""
+    """Modelled time in seconds: `common.cost` of the tiles of all groups, each as many steps as an average group takes."""
     p, c = problem, config
-    groups.require_rows(p)
+    common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
-    steps = groups.pieces(p.spread, p.m, p.groups, c.tile_k) / p.groups
-    return groups.cost(c, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu, narrow=_NARROW)
+    steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
+    return common.cost(c, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu, narrow=_NARROW)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -29,7 +29,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
-    legal = groups.candidates(lambda wg_n: ((wg_n, 1), (row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
+    legal = common.candidates(lambda wg_n: ((wg_n, 1), (row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 

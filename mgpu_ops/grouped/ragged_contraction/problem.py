@@ -11,8 +11,10 @@ import jax
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
-from mgpu_ops.grouped import groups
-from mgpu_ops.grouped.groups import MODELS, PANEL, TRAINING, Config, check_smem, check_tiles, draw_sizes, layer_problem
+from mgpu_ops.grouped import problem as common
+from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
+from mgpu_ops.grouped.problem import MODELS, TRAINING, layer_problem
+from mgpu_ops.grouped.sizes import draw_sizes
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -48,7 +50,7 @@ SUITES: dict[str, Sequence[str]] = {
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
-    return groups.supports(problem, gpu, rhs_row=("n", problem.n))
+    return common.supports(problem, gpu, rhs_row=("n", problem.n))
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:

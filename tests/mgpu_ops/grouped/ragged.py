@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_ops import GroupedMatmulConfig, RaggedContractionProblem
 from mgpu_ops.core import aot, gpu
-from mgpu_ops.grouped import groups
+from mgpu_ops.grouped.config import smem_bytes
 from tests.arrays import normal as numpy_normal
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -157,7 +157,7 @@ def assert_compiles(spec: Any, problem: Any, config: Any) -> None:
     assert spec.check(problem, config, h200) is None
     arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
     report = aot.compile_for(h200, functools.partial(spec.run, problem, config, h200), *arrays)
-    assert report.smem_bytes == groups.smem_bytes(problem, config)
+    assert report.smem_bytes == smem_bytes(problem, config)
     assert report.spills == 0
     assert all(instruction in report.sass for instruction in ("HGMMA", "UTMALDG", "UTMASTG"))
 

@@ -253,9 +253,8 @@ def test_detector_finds_nothing_as_the_kernels_are(problem):
 
 
 @BOTH
-def test_detector_finds_a_slot_that_is_released_before_it_was_read(problem, monkeypatch):
-    spec = GROUPED if isinstance(problem, P) else CONTRACTION
-    monkeypatch.setattr(importlib.import_module(f"mgpu_ops.grouped.{spec.name}.kernel"), "Pipeline", Hasty)
+def test_detector_finds_a_stage_that_is_declared_empty_before_it_was_read(problem, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped.kernel"), "Pipeline", Hasty)
     assert has_a_race(of_odd_sizes(problem, BASE))
 
 
@@ -266,7 +265,7 @@ def test_detector_finds_a_store_that_does_not_wait_for_its_buffer(problem, monke
 
 
 def test_rows_that_nothing_writes_show_as_nan(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped.grouped_matmul.kernel"), "_zero_rest", lambda *_: None)
+    monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped.grouped_matmul.kernel")._Stages, "finish", lambda *_: None)
     problem = P(150, 64, 64, 4)
     out = of_odd_sizes(problem, BASE)()
     assert np.isnan(np.asarray(out)[sum(ODD) :]).all()

@@ -21,7 +21,7 @@ from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContracti
 from mgpu_ops.collectives.problem import REDUCTIONS, TRANSPORTS
 from mgpu_ops.core import gpu
 from mgpu_ops.grouped.grouped_matmul.problem import ACTIVATIONS
-from mgpu_ops.grouped.groups import SPREADS
+from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry import database
 from mgpu_ops.registry.dispatch import BACKENDS
 from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, terminal, worker

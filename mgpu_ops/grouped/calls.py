@@ -1,0 +1,90 @@
+"""What the public functions of both ops share: checks of their arguments, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mgpu_ops import integers
+from mgpu_ops.grouped.sizes import SPREADS, Spread
+
+# --- Arguments
+
+
+def check_floats(op: str, *arrays: tuple[str, jax.Array, int]) -> None:
+    """Raises for an operand (name, array, rank) of another rank, for one that is no float, and for two dtypes."""
+    for name, x, rank in arrays:
+        if x.ndim != rank:
+            raise ValueError(f"{name} has shape {x.shape}: {op} takes rank {rank}; use jax.vmap for batches")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {x.dtype}: {op} takes floats; cast it first")
+    (first, a, _), (second, b, _) = arrays
+    if a.dtype != b.dtype:
+        raise ValueError(f"{first} is {a.dtype} and {second} is {b.dtype}: cast one with .astype")
+
+
+def checked_out_dtype(out_dtype: Any, dtype: Any) -> str:
+    out = jnp.dtype(dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(out, jnp.floating):
+        raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
+    return out.name
+
+
+def checked_spread(spread: Spread) -> Spread:
+    if spread not in SPREADS:
+        raise ValueError(f"spread={spread!r} is not one of {', '.join(SPREADS)}")
+    return spread
+
+
+def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Array:
+    """`group_sizes` as int32, or the error that says what is wrong with it.
+
+    Sizes that are known (NumPy arrays, or JAX arrays outside of jit) are refused when one is negative or their sum exceeds the
+    rows. Traced ones are safe whatever they are.
+    """
+    if not hasattr(sizes, "dtype"):
+        sizes = np.asarray(sizes)
+    if sizes.ndim != 1 or not sizes.size:
+        raise ValueError(f"group_sizes has shape {sizes.shape}: {op} takes one size per group, [groups], at least one")
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes has dtype {sizes.dtype}: {op} counts rows; cast it to int32")
+    if groups is not None and sizes.shape[0] != groups:
+        raise ValueError(f"group_sizes has {sizes.shape[0]} entries but rhs has {groups} groups: {op} takes one per group")
+    if not isinstance(sizes, jax.core.Tracer):
+        known = np.asarray(sizes).tolist()  # Python's integers, whose sum is exact
+        if min(known) < 0:
+            raise ValueError(f"group_sizes[{known.index(min(known))}]={min(known)} is negative: a group has 0 rows or more")
+        if sum(known) > rows:
+            raise ValueError(f"group_sizes sum to {sum(known)}, more than the {rows} rows of lhs: {op} cannot serve all groups")
+    return integers.clipped(sizes, rows)
+
+
+# --- Batches
+
+
+def looped(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`product` jitted, so that eager calls trace once, and turned by vmap into a loop of launches."""
+    batchable = jax.custom_batching.custom_vmap(product)
+
+    @batchable.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return one_after_the_other(run, batched, arrays), True
+
+    run = jax.jit(batchable)
+    return run
+
+
+def one_after_the_other(function: Callable[..., Any], batched: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """The function mapped over the leading axis of those arrays that are batched, in a loop."""
+    mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
+
+    def call(slices: list[jax.Array]) -> jax.Array:
+        each = iter(slices)
+        return function(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+    return lax.map(call, mapped)

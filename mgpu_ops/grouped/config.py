@@ -1,0 +1,86 @@
+"""The Config of both kernels, and which configs they can run whatever the problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mgpu_ops.core import gemm, limits
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of
+
+PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle: the unit in which windows of rows are copied
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Config:
+    """How a block of grouped_matmul or ragged_contraction works. Tuned; none of the fields changes the answer.
+
+    tile_m, tile_n: rows and columns of the output tile of a block; a group's first tile begins at its first row.
+    tile_k: depth of one pipeline step.
+    max_concurrent_steps: stages of the shared-memory pipeline.
+    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
+    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
+    raster_width: a group's tiles are walked in strips of this many tile rows, column by column.
+    epilogue_tile_n: columns stored at a time; such an epilogue tile goes through one of a warpgroup's `epilogue_slots` buffers.
+    epilogue_slots: buffers of a warpgroup for epilogue tiles.
+    memory_registers: registers of a producer thread; consumers share the rest.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    max_concurrent_steps: int
+    compute_warpgroups: int
+    wg_dimension: str
+    raster_width: int
+    epilogue_tile_n: int
+    epilogue_slots: int
+    memory_registers: int
+
+
+def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
+    """Why neither kernel can run a config, whatever the problem, or None: the first reason."""
+    return (
+        gemm.check_choices(c, {"tile_k": (64, 128)})
+        or gemm.check_tile(c)
+        or gemm.check_pipeline(c)
+        or _check_order(c)
+        or _check_epilogue(c, 128 // out_itemsize)
+        or gemm.check_accumulator(c, consumer_registers(c, gpu))
+    )
+
+
+def _check_order(c: Config) -> str | None:
+    if not 1 <= c.raster_width <= 1024:
+        return f"raster_width={c.raster_width} must be from 1 to 1024: strips that wide hold any group"
+    return None
+
+
+def _check_epilogue(c: Config, row: int) -> str | None:
+    """Windows of rows are stored in 128-byte swizzle rows of `row` elements, through buffers that are all used."""
+    if reason := gemm.check_epilogue(c, row):
+        return f"{reason}: windows of rows are stored in 128-byte swizzle rows"
+    tiles = gemm.epilogue_tiles(c)
+    if not 1 <= c.epilogue_slots <= tiles:
+        return f"epilogue_slots={c.epilogue_slots} must be from 1 to the {tiles} epilogue tiles of a warpgroup"
+    return None
+
+
+def check_smem(problem: Any, config: Config, gpu: Gpu) -> str | None:
+    return limits.check_smem(smem_bytes(problem, config), gpu)
+
+
+def consumer_registers(c: Config, gpu: Gpu) -> int:
+    """Registers of a consumer thread."""
+    return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
+
+
+def storage(problem: Any, config: Config) -> gemm.Storage:
+    """The shared memory of a block of either kernel."""
+    return gemm.Storage(config, config.epilogue_slots, itemsize_of(problem.out_dtype))
+
+
+def smem_bytes(problem: Any, config: Config) -> int:
+    """Bytes of shared memory that a block of either kernel takes."""
+    return storage(problem, config).bytes

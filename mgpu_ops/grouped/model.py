@@ -1,0 +1,117 @@
+"""Which configs of both ops are worth trying, and a model of their time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mgpu_ops.core import gemm, rates
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.grouped.config import Config
+
+
+def space(problem: Any, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The choices for each field of Config, in order; `check` says which combinations run."""
+    del problem, gpu
+    return {
+        "tile_m": (64, 128, 192, 256),
+        "tile_n": (64, 128, 192, 256),
+        "tile_k": (64, 128),
+        "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "compute_warpgroups": (1, 2),
+        "wg_dimension": ("m", "n"),
+        "raster_width": (1, 2, 4, 8, 16, 32),
+        "epilogue_tile_n": (32, 64, 128, 192, 256),
+        "epilogue_slots": (1, 2, 4),
+        "memory_registers": (24, 40),
+    }
+
+
+_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
+
+
+def candidates(epilogues: Callable[[int], Sequence[tuple[int, int]]], legal: Callable[[Config], bool]) -> list[Config]:
+    """For each tile, depth of a step, split between warpgroups and way out: the deepest pipeline that is legal.
+
+    Strips of 16 tile rows keep a group's operands in L2. `epilogues` gives (epilogue_tile_n, epilogue_slots) for the columns of
+    a warpgroup.
+    """
+    found = []
+    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(_TILES, (64, 128), ("m", "n")):
+        warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
+        wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
+        for epilogue_tile_n, buffers in epilogues(wg_n):
+            for steps in range(8, 1, -1):
+                config = Config(
+                    tile_m=tile_m,
+                    tile_n=tile_n,
+                    tile_k=tile_k,
+                    max_concurrent_steps=steps,
+                    compute_warpgroups=warpgroups,
+                    wg_dimension=wg_dimension,
+                    raster_width=16,
+                    epilogue_tile_n=epilogue_tile_n,
+                    epilogue_slots=buffers,
+                    memory_registers=40,
+                )
+                if legal(config):
+                    found.append(config)
+                    break  # a deeper pipeline is never slower
+    return list(dict.fromkeys(found))
+
+
+def require_rows(p: Any) -> None:
+    """Raises ValueError for a problem that has no time, as it has no rows, columns or groups."""
+    if min(p.m, p.n, p.k, p.groups) < 1:
+        raise ValueError(f"a dimension of {p} is zero: there is nothing to compute")
+
+
+def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
+    """How many blocks of `size` rows the groups are cut into, as expected from how their sizes are spread."""
+    used = min(rows, max(1, groups // 2) if spread == "sparse" else groups)
+    if spread == "even":
+        return used * math.ceil(rows / used / size)
+    return max(used, rows / size + used / 2)  # the last block of a group is half full on average
+
+
+# Measured on an H200 (docs/kernels/grouped_matmul.md).
+_HBM_LATENCY = 2.2e-6  # s that data takes longer from HBM than from L2
+_STRIP = 16  # tile rows: of the best width of strips
+_STEP = 10e-9  # s of a step that a longer step saves: barriers
+_OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden behind the longer
+_EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
+
+
+def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
+    """Modelled time in seconds: the slowest of arithmetic, loads and latency per step, in whole waves, above HBM.
+
+    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM; `narrow` is what is left of the
+    rate where a warpgroup is less than 256 columns wide
+    time = launch + latency + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
+    """
+    waves = max(1.0, tiles / gpu.sms)
+    waves = math.ceil(waves) if waves < 8 else waves + 0.5
+    _, wg_n = gemm.warpgroup_tile(c)
+    from_hbm = min(1.0, moved / (tiles * steps * gemm.step_bytes(c)))
+    latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
+    step = _STEP + gemm.step_seconds(c, gpu, gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency)
+    store = gemm.store_seconds(c, out_itemsize, gpu) + _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
+    compute = waves * (steps * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
+    memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
+    return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)
+
+
+def distance(x: Any, y: Any, other: float = 0.0) -> float | None:
+    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and groups; None where it does not carry over.
+
+    `other` is what an op adds for fields of its own.
+    """
+    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
+        return None
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.05 * (x.dtype != y.dtype) + 0.25 * (x.spread != y.spread) + other
+    return near if near <= 4.0 else None

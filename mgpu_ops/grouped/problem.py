@@ -1,0 +1,86 @@
+"""What the Problems of both ops share: which ones the kernels can run, and the problems of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mgpu_ops import models
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.grouped.sizes import SPREADS
+
+MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
+
+
+def supports(p: Any, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
+    """Why no config of either kernel can run a problem, or None; `rhs_row` is the dimension along rhs's rows and its length."""
+    reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
+    if reason is not None:
+        return reason
+    if p.spread not in SPREADS:
+        return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
+    reason = supports_sizes(p, ("m", "n", "k", "groups"))
+    if reason is not None:
+        return reason
+    if p.m > MAX_ROWS:
+        return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
+    return supports_rows({"lhs": ("k", p.k, 2), "rhs": (*rhs_row, 2), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
+
+
+def flops(problem: Any) -> int:
+    """Multiplications and additions of a problem whose groups hold all rows."""
+    return 2 * problem.m * problem.n * problem.k
+
+
+def tolerance(problem: Any) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings of the output's dtype."""
+    return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+
+
+# --- Real models: mixtures of experts
+
+# The products of one mixture-of-experts layer, gate and up fused, under the names of the models' shapes.
+LAYERS = {
+    f"{name}-{product}": experts
+    for name, model in {
+        "mixtral-8x7b": "mixtral-8x7b",
+        "deepseek-v3-ep8": "deepseek-v3",
+        "qwen3-30b": "qwen3-30b-a3b",
+        "qwen3-235b": "qwen3-235b-a22b",
+    }.items()
+    for product, experts in models.MODELS[model].experts.items()
+}
+
+
+def layer_problem(problem: Callable[..., Any], layer: str, tokens: int, spread: str) -> Any:
+    """The Problem of one product of a layer that so many tokens reach."""
+    e = LAYERS[layer]
+    return problem(e.rows * tokens, e.n, e.k, e.groups, spread=spread)
+
+
+# (layer, tokens, spread) of training steps and prefills: hundreds of rows per expert, bound by arithmetic.
+TRAINING = [
+    ("mixtral-8x7b-gate_up", 2048, "even"),
+    ("mixtral-8x7b-gate_up", 8192, "random"),
+    ("mixtral-8x7b-down", 8192, "random"),
+    ("mixtral-8x7b-down", 32768, "skewed"),
+    ("deepseek-v3-ep8-gate_up", 4096, "random"),
+    ("deepseek-v3-ep8-gate_up", 4096, "sparse"),
+    ("deepseek-v3-ep8-down", 4096, "random"),
+    ("deepseek-v3-ep8-down", 4096, "even"),
+    ("qwen3-30b-gate_up", 16384, "random"),
+    ("qwen3-30b-down", 65536, "skewed"),
+    ("qwen3-235b-gate_up", 8192, "even"),
+    ("qwen3-235b-gate_up", 8192, "skewed"),
+]
+# Small batches, and decoding: few rows per expert, bound by reading the weights.
+DECODING = [
+    ("mixtral-8x7b-gate_up", 16, "random"),
+    ("mixtral-8x7b-down", 128, "random"),
+    ("deepseek-v3-ep8-gate_up", 16, "random"),
+    ("deepseek-v3-ep8-down", 64, "sparse"),
+    ("qwen3-30b-gate_up", 64, "random"),
+    ("qwen3-235b-gate_up", 256, "random"),
+]
+MODELS = ("mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b")

@@ -1,0 +1,68 @@
+"""Sizes of groups: `group_sizes[g]` consecutive rows belong to group g.
+
+Sizes are values, not shapes: the kernels read them on the device. What they are cannot be checked when a function is traced, so
+that any values are safe: a negative size counts as 0, groups end where the rows end, and rows that belong to no group come
+after all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# How sizes are spread over groups. A database cannot hold sizes: what a config was tuned for is one of these.
+type Spread = Literal["even", "random", "skewed", "sparse"]
+SPREADS: tuple[Spread, ...] = get_args(Spread.__value__)
+_BLOCK = 128  # rows that the XLA reference takes at a time
+
+
+def draw_sizes(spread: str, rows: int, groups: int, key: Any) -> jax.Array:
+    """Sizes of `groups` groups, int32, that sum to `rows`.
+
+    "even": equal, up to one row. "random": shares drawn from a Dirichlet distribution of concentration 4, a coefficient of
+    variation near 0.5, as routers with a load-balancing loss give. "skewed": the g-th share is proportional to 1 / (g + 1), in
+    random order. "sparse": half of the groups, at random, are empty; the others are as in "random".
+    """
+    key_shares, key_order = jax.random.split(key)
+    if spread == "even":
+        shares = jnp.ones(groups)
+    elif spread == "skewed":
+        shares = jax.random.permutation(key_order, 1.0 / jnp.arange(1, groups + 1))
+    elif spread in ("random", "sparse"):
+        shares = jax.random.gamma(key_shares, 4.0, (groups,))
+        if spread == "sparse":
+            shares *= jax.random.permutation(key_order, jnp.arange(groups)) < max(1, groups // 2)
+    else:
+        raise ValueError(f"spread={spread!r} is not one of {', '.join(SPREADS)}")
+    ends = jnp.round(jnp.cumsum(shares) / jnp.sum(shares) * rows).astype(jnp.int32)
+    return jnp.diff(ends.at[-1].set(rows), prepend=0)
+
+
+def safe_sizes(sizes: jax.Array, rows: int) -> jax.Array:
+    """The sizes that count: negative ones as 0, cut where the rows end."""
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.clip(sizes, 0, rows))
+    return jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry: Any) -> Any:
+    """carry = body(carry, group, index[block], inside[block]) for blocks of rows of one group each, through XLA.
+
+    `index` are the rows, within the array; `inside` says which of them belong to the group. Empty groups have no block.
+    """
+    block = max(1, min(_BLOCK, rows))
+    sizes = safe_sizes(sizes, rows)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)  # not the int64 that JAX's 64-bit mode would take
+    blocks = -(-sizes // block)
+    last = jnp.cumsum(blocks, dtype=jnp.int32)
+
+    def step(i: Any, carry: Any) -> Any:
+        group = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
+        first = ends[group] - sizes[group] + (i - (last[group] - blocks[group])) * block
+        row = first + jnp.arange(block, dtype=jnp.int32)
+        return body(carry, group, jnp.minimum(row, rows - 1), row < ends[group])
+
+    return lax.fori_loop(jnp.int32(0), last[-1], step, carry)
