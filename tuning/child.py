@@ -39,7 +39,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid or 0
 
-    def send(self, *message: Any) -> bool:
+    def send(self, message: Any) -> bool:
         """Whether the process was there to take it; where it was not, `receive` tells what ended it."""
         self.busy = True
         with contextlib.suppress(OSError):

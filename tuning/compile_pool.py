@@ -182,7 +182,7 @@ def compile_jobs(pipe: Any, specs: Callable[[str], OpSpec] | None = None) -> Non
     done = 0
     while True:
         try:
-            (task,) = pipe.recv()
+            task = pipe.recv()
         except EOFError:
             return
         made = build(task, specs or ops.spec_of)

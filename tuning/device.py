@@ -122,7 +122,7 @@ class Measured:
         self.notes: list[str] = []
         self._stopped = threading.Event()
         self._closed = False
-        self._opened: tuple[Any, ...] | None = None
+        self._opened: worker.Open | None = None
         self._pool, self._own = pool or compile_pool.Pool(), pool is None
         self._pids: set[int] = set()  # of all workers so far: one that was killed may be on the GPU a moment longer
         self._watch = neighbours.Watch(self._name, lambda: self._pids, self._note) if self._name else None
@@ -138,12 +138,12 @@ class Measured:
         self._opened = None
         self._candidates = compile_pool.Candidates(self._pool, spec, problem, self.gpu, self._topology)
         self._passed: dict[Any, Executable] = {}
-        reply = self._ask(_OPEN, "open", spec.name, problem, seed, None)
+        reply = self._ask(_OPEN, worker.Open(spec.name, problem, seed))
         if not isinstance(reply, worker.Opened):
             self._restart()
-            raise worker.WorkerError(f"the worker could not prepare {problem}: {_text(reply)}")
+            raise worker.WorkerError(f"the worker could not prepare {problem}: {_reason(reply)}")
         self.baseline = reply.baseline
-        self._opened = (spec.name, problem, seed, reply.baseline_us)
+        self._opened = worker.Open(spec.name, problem, seed, reply.baseline_us)
         self._limit = self._timeout + _CALLS * reply.baseline_us * 1e-6
 
     def submit(self, config: Any) -> None:
@@ -162,15 +162,15 @@ class Measured:
         """Where the finalists take the worker down, each is judged alone, and those that are right are measured again."""
         candidates = self._compiled(configs)
         limit = self._limit * (1 + len(configs)) + seconds
-        reply: Any = None
+        reply: worker.Answer | Gone | None = None
         for again in (False, True):
             if again:
                 candidates = [(config, made) for config, made in candidates if self._judge(config, made).kind == "ok"]
-            reply = self._ask(limit, "finals", candidates, seconds)
+            reply = self._ask(limit, worker.Finals(candidates, seconds))
             if isinstance(reply, Final):
                 return reply
             self._restart()
-        raise worker.WorkerError(f"the finalists could not be measured: {_text(reply)}")
+        raise worker.WorkerError(f"the finalists could not be measured: {_reason(reply)}")
 
     def stop(self) -> None:
         """Makes what another thread waits for here raise KeyboardInterrupt."""
@@ -193,9 +193,9 @@ class Measured:
 
     def _judge(self, config: Any, executable: Executable) -> Outcome:
         """A candidate with which the worker died is tried once more: what kills a worker may come from outside."""
-        reply: Any = None
+        reply: worker.Answer | Gone | None = None
         for _ in range(2):
-            reply = self._ask(self._limit, "judge", config, executable)
+            reply = self._ask(self._limit, worker.Judge(config, executable))
             if isinstance(reply, worker.Verdict):
                 if reply.spoilt:
                     self._restart()
@@ -203,7 +203,7 @@ class Measured:
             self._restart()
             if isinstance(reply, Gone) and reply.late:
                 return Outcome("timeout", detail=reply.reason)
-        return Outcome("crash", detail=_text(reply))
+        return Outcome("crash", detail=_reason(reply))
 
     def _compiled(self, configs: Sequence[Any]) -> list[tuple[Any, Executable]]:
         """With their executables. Those of another process's trials compile now, and are left out where they do not."""
@@ -216,19 +216,19 @@ class Measured:
                 self._passed[config] = made
         return [(config, self._passed[config]) for config in configs if config in self._passed]
 
-    def _ask(self, seconds: float, *message: Any) -> Any:
+    def _ask(self, seconds: float, request: worker.Request) -> worker.Answer | Gone:
         """The worker's answer, or `Gone`. One that died or was interrupted after its last answer is replaced first."""
         if self._child.busy and not self._fresh:
             self._restart()
         if self._fresh:
             self._started()
-        if not self._child.send(*message):
+        if not self._child.send(request):
             self._restart()
             self._started()
-            self._child.send(*message)
+            self._child.send(request)
         return self._receive(seconds)
 
-    def _receive(self, seconds: float) -> Any:
+    def _receive(self, seconds: float) -> worker.Answer | Gone:
         while isinstance(reply := self._child.receive(seconds, self._check), worker.Note):
             self._child.busy = True
             self._note(reply.text)
@@ -249,13 +249,13 @@ class Measured:
         """Waits for a new worker, and lets it prepare the problem that is open."""
         ready = self._receive(_START)
         if not isinstance(ready, worker.Ready):
-            raise worker.Lost(f"the GPU worker did not start: {_text(ready)}")
+            raise worker.Lost(f"the GPU worker did not start: {_reason(ready)}")
         self._fresh = False
         if self._opened is not None:
-            self._child.send("open", *self._opened)
+            self._child.send(self._opened)
             reply = self._receive(_OPEN)
             if not isinstance(reply, worker.Opened):
-                raise worker.Lost(f"the GPU worker could not be replaced: {_text(reply)}")
+                raise worker.Lost(f"the GPU worker could not be replaced: {_reason(reply)}")
         return ready
 
     def _check(self) -> None:
@@ -268,5 +268,6 @@ class Measured:
             _log.warning("%s", text)
 
 
-def _text(reply: Any) -> str:
-    return getattr(reply, "reason", repr(reply))
+def _reason(reply: worker.Answer | Gone | None) -> str:
+    """Why there is no answer of the kind that was asked for."""
+    return reply.reason if isinstance(reply, worker.Failed | Gone) else repr(reply)

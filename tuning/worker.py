@@ -1,7 +1,7 @@
 """The process that runs candidates on the GPU. What a bad kernel breaks, it breaks here.
 
-It answers messages over a pipe: ("open", op, problem, seed, baseline_us), ("judge", config, executable),
-("finals", [(config, executable)], seconds). Before an answer may come a `Note` of what the tuner should say.
+It says `Ready` or `Failed` over a pipe. Then it answers requests: `Open` with `Opened`, `Judge` with a `Verdict`, `Finals`
+with a `Final`, and any of them with `Failed`. A `Note` of what the tuner should say may come before an answer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,41 @@ class Lost(WorkerError):
     """No worker starts any more: the GPU is gone, or no longer to be had."""
 
 
+# --- requests
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+    """Prepare a problem. `baseline_us` is the baseline's time in the worker that this one replaces, or None."""
+
+    op: str
+    problem: Any
+    seed: int
+    baseline_us: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Is this candidate of the open problem right, and how long does it take?"""
+
+    config: Any
+    executable: Executable
+
+
+@dataclasses.dataclass(frozen=True)
+class Finals:
+    """Measure these candidates of the open problem in turn, for so many seconds."""
+
+    candidates: list[tuple[Any, Executable]]
+    seconds: float
+
+
+Request = Open | Judge | Finals
+
+
+# --- answers
+
+
 @dataclasses.dataclass(frozen=True)
 class Ready:
     gpu: Gpu
@@ -59,11 +94,19 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
+    """The request could not be carried out."""
+
     reason: str
 
 
+Answer = Ready | Opened | Verdict | Final | Failed
+
+
+# --- the process
+
+
 def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] | None = None) -> None:
-    """Answers messages until the pipe closes, or until a candidate has spoilt the process.
+    """Answers requests until the pipe closes, or until a candidate has spoilt the process.
 
     `visible`: the GPU or GPUs, as CUDA_VISIBLE_DEVICES names them; None: all. `specs` finds an op by its name,
     `mgpu_ops.spec_of` by default.
@@ -79,26 +122,34 @@ def serve(pipe: Any, visible: str | None = None, specs: Callable[[str], OpSpec] 
         return
     from mgpu_ops import ops
 
+    find = specs or ops.spec_of
     session: _Session | None = None
     while session is None or not session.spoilt:
         try:
-            message, *arguments = pipe.recv()
+            request: Request = pipe.recv()
         except EOFError:
             return
+        answer: Answer
         try:
-            if message == "open":
+            if isinstance(request, Open):
                 session = None  # its arrays make room
-                op, problem, seed, baseline_us = arguments
                 say = lambda text: pipe.send(Note(text))  # noqa: E731
-                session = _Session((specs or ops.spec_of)(op), problem, seed, baseline_us, say)
-                pipe.send(Opened(session.baseline, session.clock.first))
-            elif message == "judge":
-                outcome = session.judge(*arguments)  # type: ignore[union-attr]
-                pipe.send(Verdict(outcome, session.spoilt))  # type: ignore[union-attr]
-            elif message == "finals":
-                pipe.send(session.finals(*arguments))  # type: ignore[union-attr]
+                session = _Session(find(request.op), request.problem, request.seed, request.baseline_us, say)
+            answer = _answer(session, request)
         except Exception as e:
-            pipe.send(Failed(first_line(e)))
+            answer = Failed(first_line(e))
+        pipe.send(answer)
+
+
+def _answer(session: _Session | None, request: Request) -> Answer:
+    if session is None:
+        raise WorkerError("no problem is open")
+    if isinstance(request, Open):
+        return Opened(session.baseline, session.clock.first)
+    if isinstance(request, Judge):
+        outcome = session.judge(request.config, request.executable)
+        return Verdict(outcome, session.spoilt)
+    return session.finals(request.candidates, request.seconds)
 
 
 def _ready() -> Ready:

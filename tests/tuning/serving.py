@@ -17,13 +17,11 @@ from typing import Any
 Answers = dict[str, bytes]  # ready, opened, ok, failed, final ...: pickled messages
 
 
-class _Whatever:
-    """Stands for any object of mgpu_ops."""
-
-
 class _Reader(pickle.Unpickler):
+    """Of an object of mgpu_ops it keeps the class's name and the fields."""
+
     def find_class(self, module: str, name: str) -> Any:
-        return _Whatever if module.startswith("mgpu_ops") else super().find_class(module, name)
+        return type(name, (), {}) if module.startswith("mgpu_ops") else super().find_class(module, name)
 
 
 def receive(pipe: Any) -> Any:
@@ -31,21 +29,22 @@ def receive(pipe: Any) -> Any:
 
 
 def serve(answers: Answers, log: str, pipe: Any, visible: str | None = None) -> None:
-    """Answers as a worker does; appends "start" and each message's name to the file `log`."""
+    """Answers as a worker does; appends "start" and each request's name to the file `log`."""
     _note(log, "start")
     pipe.send_bytes(answers["ready"])
     while True:
         try:
-            message, *arguments = receive(pipe)
+            request = receive(pipe)
         except EOFError:
             return
+        message = type(request).__name__.lower()
         _note(log, message)
         if message == "open":
             pipe.send_bytes(answers["opened"])
         elif message == "judge":
-            _judge(answers, arguments[0], log, pipe)
+            _judge(answers, request.config, log, pipe)
         else:
-            _finals(answers, [config for config, _ in arguments[0]], log, pipe)
+            _finals(answers, [config for config, _ in request.candidates], log, pipe)
 
 
 def _judge(answers: Answers, config: str, log: str, pipe: Any) -> None:
@@ -116,12 +115,12 @@ def _note(log: str, text: str) -> None:
 
 
 def compile_words(answers: Answers, log: str, pipe: Any) -> None:
-    """In place of `compiling.compile_jobs`: a task's config says what becomes of it."""
+    """In place of `compile_pool.compile_jobs`: a task's config says what becomes of it."""
     _note(log, "start")
     pipe.send("ready")
     while True:
         try:
-            (task,) = receive(pipe)
+            task = receive(pipe)
         except EOFError:
             return
         if task.config == "hang":

@@ -253,9 +253,9 @@ def test_the_new_worker_learns_how_fast_the_gpu_was(start: Start, monkeypatch: p
     device = start()
     sent: list[Any] = []
     send = type(device._child).send
-    monkeypatch.setattr(type(device._child), "send", lambda self, *message: sent.append(message) or send(self, *message))
+    monkeypatch.setattr(type(device._child), "send", lambda self, request: sent.append(request) or send(self, request))
     judge(device, "die")
-    assert [message for message in sent if message[0] == "open"] == [("open", "matmul", PROBLEM, 0, 20.0)] * 1
+    assert [request for request in sent if isinstance(request, worker.Open)] == [worker.Open("matmul", PROBLEM, 0, 20.0)]
 
 
 def test_an_answer_that_ctrl_c_cut_off_is_not_taken_for_a_later_one(start: Start, log: Path) -> None:
@@ -301,9 +301,9 @@ def test_finalists_without_an_executable_are_compiled_and_those_that_fail_left_o
     judge(device, "ok")
     sent: list[Any] = []
     ask = device._ask
-    monkeypatch.setattr(device, "_ask", lambda seconds, *message: sent.append(message) or ask(seconds, *message))
+    monkeypatch.setattr(device, "_ask", lambda seconds, request: sent.append(request) or ask(seconds, request))
     assert device.finals(["ok", "other", "compile"], 0.1) == FINAL
-    assert [config for config, _ in sent[0][1]] == ["ok", "other"]
+    assert [config for config, _ in sent[0].candidates] == ["ok", "other"]
     assert len(device._pool.tasks) == 3  # type: ignore[attr-defined]
 
 
@@ -318,9 +318,10 @@ def test_a_finalist_that_hangs_is_found_and_the_others_are_measured(start: Start
     device = start(timeout=2.0)
     sent: list[Any] = []
     ask = device._ask
-    monkeypatch.setattr(device, "_ask", lambda seconds, *message: sent.append(message) or ask(seconds, *message))
+    monkeypatch.setattr(device, "_ask", lambda seconds, request: sent.append(request) or ask(seconds, request))
     assert device.finals(["ok", "hang"], 0.1) == FINAL
-    assert [[c for c, _ in m[1]] for m in sent if m[0] == "finals"] == [["ok", "hang"], ["ok"]]
+    finals = [request for request in sent if isinstance(request, worker.Finals)]
+    assert [[config for config, _ in request.candidates] for request in finals] == [["ok", "hang"], ["ok"]]
 
 
 def test_finals_that_always_take_the_worker_down_are_a_worker_error(start: Start, monkeypatch: Any) -> None:

@@ -371,6 +371,43 @@ def test_an_op_may_have_several_results(start: Callable[..., Judge], spec: types
     assert [o.kind for o in start()("fast", "wrong")] == ["ok", "wrong"]
 
 
+# --- requests
+
+
+class Pipe:
+    """Gives the process these requests, then closes; keeps its answers."""
+
+    def __init__(self, *requests: worker.Request):
+        self.requests, self.answers = list(requests), list[worker.Answer]()
+
+    def recv(self) -> worker.Request:
+        if not self.requests:
+            raise EOFError
+        return self.requests.pop(0)
+
+    def send(self, answer: worker.Answer) -> None:
+        self.answers.append(answer)
+
+
+def test_every_request_is_answered_and_one_that_fails_with_its_reason(
+    start: Callable[..., Judge], spec: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = worker.Ready(gpu.find("h200"), {})
+    monkeypatch.setattr(worker, "settle", lambda: None)
+    monkeypatch.setattr(worker, "_ready", lambda: ready)
+    monkeypatch.setattr(measure, "interleaved", lambda functions, device, rounds, *_: [[2.0] * rounds for _ in functions])
+    monkeypatch.setattr(aot, "load", lambda executable: jax.jit(functools.partial(run, PROBLEM, executable, None)))
+    judge: Any = worker.Judge("fast", "fast")
+    pipe = Pipe(judge, worker.Open("double", PROBLEM, 0), judge, worker.Finals([("fast", judge.executable)], 0.001))
+    worker.serve(pipe, specs=lambda op: spec)
+    said, failed, opened, verdict, final = pipe.answers
+    assert said == ready
+    assert failed == worker.Failed("WorkerError: no problem is open")
+    assert opened == worker.Opened("xla", 2.0)
+    assert (verdict.outcome.kind, verdict.spoilt) == ("ok", False)  # type: ignore[union-attr]
+    assert list(final.samples) == ["fast"]  # type: ignore[union-attr]
+
+
 # --- problems of several devices
 
 
