@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mgpu_ops import spec_of
 from mgpu_ops.core import gemm, gpu
 from mgpu_ops.grouped.config import check_tiles, consumer_registers
 from tests.mgpu_ops.grouped.ragged import BASE
@@ -68,3 +69,11 @@ def test_good_tiles_have_no_reason_against_them(config):
 def test_reason_names_the_field_the_value_and_the_rule(config, itemsize, reason):
     with pytest.raises(ValueError, match=reason):  # pytest.raises prints what did not match
         raise ValueError(check_tiles(config, itemsize, H200))
+
+
+@pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
+@pytest.mark.parametrize("field", ["m", "n", "k", "groups"])
+def test_a_config_for_twice_as_many_rows_columns_or_groups_is_farther(op, field):
+    spec = spec_of(op)
+    problem = spec.Problem(4096, 2048, 1024, 8)
+    assert spec.distance(problem, replace(problem, **{field: 2 * getattr(problem, field)})) == 1
