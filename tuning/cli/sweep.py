@@ -110,11 +110,9 @@ def _sweep_one(one: NamedProblem, device: Device, bar: Progress, place: str, arg
     def progress(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
 
-    limit = arguments.configs or sweep.LIMIT
+    options = sweep.SweepOptions(arguments.output, arguments.configs or sweep.LIMIT, arguments.seed)
     try:
-        return sweep.measure_all(
-            spec, name, problem, device, arguments.output, limit=limit, seed=arguments.seed, progress=progress
-        )
+        return sweep.measure_all(spec, name, problem, device, options, progress)
     finally:
         bar.stop_task(task)
 

@@ -283,15 +283,16 @@ def extras(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
     return [config for config in dict.fromkeys(named) if spec.check(problem, config, gpu) is None]
 
 
-def judged(device: Device, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
-    """What became of each config, as it becomes known; as many are in flight as the device takes."""
-    waiting, flying = collections.deque(configs), 0
-    while waiting or flying:
-        while waiting and flying < device.slots:
-            device.submit(waiting.popleft())
-            flying += 1
-        yield device.next()
-        flying -= 1
+# --- measuring
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions:
+    """Where sweeps are kept, how large they are, and the seed of their inputs and of the order of measuring."""
+
+    folder: Path
+    limit: int = LIMIT
+    seed: int = 0
 
 
 def measure_all(
@@ -299,49 +300,25 @@ def measure_all(
     name: str,
     problem: Any,
     device: Device,
-    folder: Path,
-    *,
-    limit: int = LIMIT,
-    seed: int = 0,
+    options: SweepOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sweep:
-    """Measures all configs of a problem that its file in `folder` lacks, and writes it, in both formats.
+    """Measures all configs of a problem that its file lacks, and writes it, in both formats.
 
-    `progress` is told how many of how many are done. What was measured is saved whatever ends it. Raises SweepError where the
-    file is another GPU's, driver's or version's, or of another grid, and where the device does not measure.
+    `progress(done, total)` is called after each config. What was measured is saved whatever ends it. Raises SweepError where
+    the file is another GPU's, driver's or version's, or of another grid, and where the device does not measure.
     """
     if device.kind != "measured":
         raise SweepError(f"a sweep is measured, and this device's times are {device.kind}: run it on the GPU")
-    path, other = paths(folder, spec.name, device.gpu.key, name)
-    choices, configs = grid(spec, problem, device.gpu, limit)
+    path, other = paths(options.folder, spec.name, device.gpu.key, name)
+    choices, configs = grid(spec, problem, device.gpu, options.limit)
     configs = list(dict.fromkeys(configs + extras(spec, problem, device.gpu)))
-    parameters = {k: _ordered({getattr(c, k) for c in configs}) for k in choices}
-    device.open(spec, problem, seed)
-    sweep = Sweep(
-        schema=SCHEMA,
-        op=spec.name,
-        name=name,
-        problem=dataclasses.asdict(problem),
-        kind=device.kind,  # type: ignore[arg-type]
-        gpu=device.gpu.key,
-        device=device.gpu.name,
-        driver=device.versions["driver"],
-        jax=str(device.versions["jax"]),
-        jaxlib=str(device.versions["jaxlib"]),
-        cuda=device.versions["cuda"],
-        kernel_version=spec.version,
-        baseline=device.baseline,
-        seed=seed,
-        date=datetime.date.today().isoformat(),
-        complete=False,
-        grid=choices,
-        parameters=parameters,
-        rows=_resumed(path, device, spec, choices, parameters, seed),
-    )
-    rows = {row.config: row for row in sweep.rows}
-    indices = {c: tuple(parameters[k].index(getattr(c, k)) for k in parameters) for c in configs}
+    device.open(spec, problem, options.seed)
+    sweep = _empty(spec, name, problem, device, options.seed, choices, configs)
+    rows = {row.config: row for row in _resumed(path, sweep)}
+    indices = {c: tuple(v.index(getattr(c, k)) for k, v in sweep.parameters.items()) for c in configs}
     missing = [c for c in configs if indices[c] not in rows]
-    random.Random(seed).shuffle(missing)
+    random.Random(options.seed).shuffle(missing)
     saved = time.monotonic()
     try:
         for config, outcome in judged(device, missing):
@@ -355,6 +332,50 @@ def measure_all(
         write(done, path)
     write_t4(done, other)
     return done
+
+
+def judged(device: Device, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
+    """What became of each config, as it becomes known; as many are in flight as the device takes."""
+    waiting, in_flight = collections.deque(configs), 0
+    while waiting or in_flight:
+        while waiting and in_flight < device.slots:
+            device.submit(waiting.popleft())
+            in_flight += 1
+        yield device.next()
+        in_flight -= 1
+
+
+def _empty(
+    spec: OpSpec,
+    name: str,
+    problem: Any,
+    device: Device,
+    seed: int,
+    choices: Mapping[str, Sequence[Any]],
+    configs: Sequence[Any],
+) -> Sweep:
+    """The sweep of these configs on a device that has opened the problem, without rows."""
+    return Sweep(
+        schema=SCHEMA,
+        op=spec.name,
+        name=name,
+        problem=dataclasses.asdict(problem),
+        kind="measured",
+        gpu=device.gpu.key,
+        device=device.gpu.name,
+        driver=device.versions["driver"],
+        jax=str(device.versions["jax"]),
+        jaxlib=str(device.versions["jaxlib"]),
+        cuda=device.versions["cuda"],
+        kernel_version=spec.version,
+        baseline=device.baseline,
+        seed=seed,
+        date=datetime.date.today().isoformat(),
+        complete=False,
+        grid={k: tuple(v) for k, v in choices.items()},
+        parameters={k: tuple(sorted({getattr(c, k) for c in configs})) for k in choices},
+        rows=(),
+    )
 
 
 def _with(sweep: Sweep, rows: Mapping[Any, SweepRow], complete: bool = False) -> Sweep:
@@ -373,20 +394,14 @@ def _finite(x: float | None) -> float | None:
     return x if x is not None and abs(x) < float("inf") else None
 
 
-def _ordered(values: set[Any]) -> tuple[Any, ...]:
-    return tuple(sorted(values))
-
-
-def _resumed(path: Path, device: Device, spec: OpSpec, choices: Any, parameters: Any, seed: int) -> tuple[SweepRow, ...]:
+def _resumed(path: Path, sweep: Sweep) -> tuple[SweepRow, ...]:
     """The rows of an earlier run of the same sweep."""
     if not path.exists():
         return ()
     old = read(path)
-    v = device.versions
-    ours = {"device": device.gpu.name, "driver": v["driver"], "jax": v["jax"], "jaxlib": v["jaxlib"], "seed": seed}
-    ours |= {"kernel_version": spec.version, "grid": choices, "parameters": parameters}
-    for what, mine in ours.items():
-        if (its := getattr(old, what)) != mine:
+    for what in ("device", "driver", "jax", "jaxlib", "seed", "kernel_version", "grid", "parameters"):
+        its, mine = getattr(old, what), getattr(sweep, what)
+        if its != mine:
             raise SweepError(f"{path} was measured with {what} {its}, here it is {mine}: move it away or name another --output")
     return old.rows
 

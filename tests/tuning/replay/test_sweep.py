@@ -38,7 +38,7 @@ def measured(config: Config) -> Outcome:
 
 
 def run(device: FakeDevice, folder: Path, spec: Any = SMALL_SPEC, **options: Any) -> sweep.Sweep:
-    return sweep.measure_all(spec, "toy-1024", PROBLEM, device, folder, **options)
+    return sweep.measure_all(spec, "toy-1024", PROBLEM, device, sweep.SweepOptions(folder, **options))
 
 
 def files(folder: Path) -> tuple[Path, Path]:
