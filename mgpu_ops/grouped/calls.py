@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from mgpu_ops import integers
 from mgpu_ops.grouped.sizes import SPREADS, Spread
@@ -28,7 +29,8 @@ def check_floats(op: str, *arrays: tuple[str, jax.Array, int]) -> None:
         raise ValueError(f"{first} is {a.dtype} and {second} is {b.dtype}: cast one with .astype")
 
 
-def checked_out_dtype(out_dtype: Any, dtype: Any) -> str:
+def checked_out_dtype(out_dtype: DTypeLike | None, dtype: DTypeLike) -> str:
+    """The name of `out_dtype`, by default `dtype`. TypeError for one that is no float."""
     out = jnp.dtype(dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out, jnp.floating):
         raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
@@ -36,13 +38,14 @@ def checked_out_dtype(out_dtype: Any, dtype: Any) -> str:
 
 
 def checked_spread(spread: Spread) -> Spread:
+    """`spread`. ValueError for an unknown one."""
     if spread not in SPREADS:
         raise ValueError(f"spread={spread!r} is not one of {', '.join(SPREADS)}")
     return spread
 
 
 def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Array:
-    """`group_sizes` as int32, or the error that says what is wrong with it.
+    """`group_sizes` as int32, or the error that tells what is wrong.
 
     Sizes that are known (NumPy arrays, or JAX arrays outside of jit) are refused when one is negative or their sum exceeds the
     rows. Traced ones are safe whatever they are.
@@ -68,7 +71,7 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Arr
 
 
 def looped(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`product` jitted, so that eager calls trace once, and turned by vmap into a loop of launches."""
+    """`product` under jit, so that eager calls trace once. vmap makes it a loop of launches."""
     batchable = jax.custom_batching.custom_vmap(product)
 
     @batchable.def_vmap
@@ -79,7 +82,7 @@ def looped(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return run
 
 
-def one_after_the_other(function: Callable[..., Any], batched: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
+def one_after_the_other(function: Callable[..., Any], batched: Sequence[bool], arrays: tuple[jax.Array, ...]) -> jax.Array:
     """The function mapped over the leading axis of those arrays that are batched, in a loop."""
     mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
 

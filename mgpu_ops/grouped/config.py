@@ -1,13 +1,13 @@
-"""The Config of both kernels, and which configs they can run whatever the problem."""
+"""The Config of both kernels, and which configs they can run, whatever the problem."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.grouped.problem import GroupedProblem
 
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle: the unit in which windows of rows are copied
 
@@ -52,13 +52,14 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
 
 
 def _check_order(c: Config) -> str | None:
+    """Why the tiles of a group cannot be walked in the config's strips, or None."""
     if not 1 <= c.raster_width <= 1024:
         return f"raster_width={c.raster_width} must be from 1 to 1024: strips that wide hold any group"
     return None
 
 
 def _check_epilogue(c: Config, row: int) -> str | None:
-    """Windows of rows are stored in 128-byte swizzle rows of `row` elements, through buffers that are all used."""
+    """Why the epilogue cannot store windows of rows, in swizzle rows of `row` elements, or None."""
     if reason := gemm.check_epilogue(c, row):
         return f"{reason}: windows of rows are stored in 128-byte swizzle rows"
     tiles = gemm.epilogue_tiles(c)
@@ -67,7 +68,8 @@ def _check_epilogue(c: Config, row: int) -> str | None:
     return None
 
 
-def check_smem(problem: Any, config: Config, gpu: Gpu) -> str | None:
+def check_smem(problem: GroupedProblem, config: Config, gpu: Gpu) -> str | None:
+    """Why a block's shared memory does not suffice, or None."""
     return limits.check_smem(smem_bytes(problem, config), gpu)
 
 
@@ -76,11 +78,11 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
     return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
 
 
-def storage(problem: Any, config: Config) -> gemm.Storage:
+def storage(problem: GroupedProblem, config: Config) -> gemm.Storage:
     """The shared memory of a block of either kernel."""
     return gemm.Storage(config, config.epilogue_slots, itemsize_of(problem.out_dtype))
 
 
-def smem_bytes(problem: Any, config: Config) -> int:
+def smem_bytes(problem: GroupedProblem, config: Config) -> int:
     """Bytes of shared memory that a block of either kernel takes."""
     return storage(problem, config).bytes

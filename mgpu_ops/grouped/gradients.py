@@ -32,13 +32,14 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
     g = g.astype(lhs.dtype)
     name, t = lhs.dtype.name, call.transpose_rhs
     dlhs = grouped_matmul.product(grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend), g, rhs, sizes)
-    contract = functools.partial(ragged_contraction.contract, spread=call.spread, backend=call.backend)
-    drhs = contract(g, lhs, sizes, out_dtype=name) if t else contract(lhs, g, sizes, out_dtype=name)
+    contract = functools.partial(ragged_contraction.contraction, ragged_contraction.Call(name, call.spread, None, call.backend))
+    drhs = contract(g, lhs, sizes) if t else contract(lhs, g, sizes)
     if bias is None:
         return dlhs, drhs, None, None
     ones = jnp.ones((lhs.shape[0], 8), lhs.dtype)  # the narrowest lhs that the kernel takes
     wide = np.promote_types(g.dtype, np.float32).name
-    dbias = contract(*mesh.same_mesh_axes(ones, g, sizes), out_dtype=wide)[:, 0]
+    contract = functools.partial(ragged_contraction.contraction, ragged_contraction.Call(wide, call.spread, None, call.backend))
+    dbias = contract(*mesh.same_mesh_axes(ones, g, sizes))[:, 0]
     return dlhs, drhs, None, dbias.astype(bias.dtype)
 
 
@@ -46,7 +47,7 @@ grouped_matmul.product.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _contraction_forward(call: ragged_contraction.Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
-    return ragged_contraction.contracted(call, lhs, rhs, sizes), (lhs, rhs, sizes)
+    return ragged_contraction.contraction(call, lhs, rhs, sizes), (lhs, rhs, sizes)
 
 
 def _contraction_backward(call: ragged_contraction.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
@@ -57,4 +58,4 @@ def _contraction_backward(call: ragged_contraction.Call, saved: Any, g: jax.Arra
     return product(rhs, g, sizes, transpose_rhs=True), product(lhs, g, sizes), None
 
 
-ragged_contraction.contracted.defvjp(_contraction_forward, _contraction_backward)
+ragged_contraction.contraction.defvjp(_contraction_forward, _contraction_backward)

@@ -21,6 +21,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, storage
+from mgpu_ops.grouped.problem import GroupedProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,18 @@ class Refs:
 class Stages(Protocol):
     """What a kernel does with an output tile, stage by stage. `tile.start` and `tile.end` are the rows of its group."""
 
-    rows: int  # of all groups and beyond
-    blocks: int
-    config: Config
-    refs: Refs
+    @property
+    def rows(self) -> int:
+        """Of lhs, those of no group included."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def refs(self) -> Refs: ...
 
     def tiles(self, size: Any) -> Any:
         """How many output tiles a group of `size` rows has (int32, traced)."""
@@ -135,7 +144,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     )
 
 
-def scratch_types(p: Any, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
+def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
     """The shared memory of a block, for `Refs`: stages of shapes `lhs` and `rhs`, each filled by so many copies."""
     stages = c.max_concurrent_steps
     panel = engine.operand_transforms(PANEL, p.dtype, 128)

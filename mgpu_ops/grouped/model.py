@@ -11,9 +11,10 @@ from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.problem import GroupedProblem
 
 
-def space(problem: Any, gpu: Gpu) -> dict[str, Sequence[Any]]:
+def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of Config, in order; `check` says which combinations run."""
     del problem, gpu
     return {
@@ -34,10 +35,10 @@ _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (
 
 
 def candidates(epilogues: Callable[[int], Sequence[tuple[int, int]]], legal: Callable[[Config], bool]) -> list[Config]:
-    """For each tile, depth of a step, split between warpgroups and way out: the deepest pipeline that is legal.
+    """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
-    Strips of 16 tile rows keep a group's operands in L2. `epilogues` gives (epilogue_tile_n, epilogue_slots) for the columns of
-    a warpgroup.
+    epilogues: from the columns of a consumer's part of the tile to pairs (epilogue_tile_n, epilogue_slots).
+    Strips of 16 tile rows keep a group's operands in L2.
     """
     found = []
     for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(_TILES, (64, 128), ("m", "n")):
@@ -59,12 +60,12 @@ def candidates(epilogues: Callable[[int], Sequence[tuple[int, int]]], legal: Cal
                 )
                 if legal(config):
                     found.append(config)
-                    break  # a deeper pipeline is never slower
+                    break  # more stages are never slower
     return list(dict.fromkeys(found))
 
 
-def require_rows(p: Any) -> None:
-    """Raises ValueError for a problem that has no time, as it has no rows, columns or groups."""
+def require_rows(p: GroupedProblem) -> None:
+    """Raises ValueError for a problem without rows, columns or groups, which takes no time."""
     if min(p.m, p.n, p.k, p.groups) < 1:
         raise ValueError(f"a dimension of {p} is zero: there is nothing to compute")
 
@@ -79,18 +80,19 @@ def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
 
 # Measured on an H200 (docs/kernels/grouped_matmul.md).
 _HBM_LATENCY = 2.2e-6  # s that data takes longer from HBM than from L2
-_STRIP = 16  # tile rows: of the best width of strips
-_STEP = 10e-9  # s of a step that a longer step saves: barriers
+_STRIP = 16  # tile rows of the fastest strips
+_STEP = 10e-9  # s of a step beside its copies and its arithmetic: barriers
 _OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden behind the longer
 _EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 
 
 def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
-    """Modelled time in seconds: the slowest of arithmetic, loads and latency per step, in whole waves, above HBM.
+    """Modelled time in seconds of `tiles` output tiles of so many `steps` each, which move `moved` bytes of HBM.
 
-    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM; `narrow` is what is left of the
-    rate where a warpgroup is less than 256 columns wide
+    step = the longest of arithmetic, loads, and latency / stages, in one SM
     time = launch + latency + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
+
+    narrow: what is left of the arithmetic rate where a consumer has less than 256 columns.
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
@@ -104,10 +106,10 @@ def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, g
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)
 
 
-def distance(x: Any, y: Any, other: float = 0.0) -> float | None:
-    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and groups; None where it does not carry over.
+def distance(x: GroupedProblem, y: GroupedProblem, other: float = 0.0) -> float | None:
+    """How far apart two problems are: the sum of the |log2| ratios of m, n, k and groups, and what other fields add.
 
-    `other` is what an op adds for fields of its own.
+    None where a config does not carry over. other: what an op's own fields add.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):

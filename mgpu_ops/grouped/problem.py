@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from mgpu_ops import models
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, supports_sizes
 from mgpu_ops.grouped.sizes import SPREADS
 
+
+class GroupedProblem(Protocol):
+    """The fields that the Problems of both ops have."""
+
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def out_dtype(self) -> str: ...
+    @property
+    def spread(self) -> str: ...
+
+
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 
 
-def supports(p: Any, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
+def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
     """Why no config of either kernel can run a problem, or None; `rhs_row` is the dimension along rhs's rows and its length."""
     reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
     if reason is not None:
@@ -28,13 +48,13 @@ def supports(p: Any, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
     return supports_rows({"lhs": ("k", p.k, 2), "rhs": (*rhs_row, 2), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
 
 
-def flops(problem: Any) -> int:
+def flops(problem: GroupedProblem) -> int:
     """Multiplications and additions of a problem whose groups hold all rows."""
     return 2 * problem.m * problem.n * problem.k
 
 
-def tolerance(problem: Any) -> float:
-    """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings of the output's dtype."""
+def tolerance(problem: GroupedProblem) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings to the output's dtype."""
     return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
 
 
@@ -53,7 +73,7 @@ LAYERS = {
 }
 
 
-def layer_problem(problem: Callable[..., Any], layer: str, tokens: int, spread: str) -> Any:
+def layer_problem[P: GroupedProblem](problem: Callable[..., P], layer: str, tokens: int, spread: str) -> P:
     """The Problem of one product of a layer that so many tokens reach."""
     e = LAYERS[layer]
     return problem(e.rows * tokens, e.n, e.k, e.groups, spread=spread)

@@ -1,7 +1,7 @@
 """Sizes of groups: `group_sizes[g]` consecutive rows belong to group g.
 
-Sizes are values, not shapes: the kernels read them on the device. What they are cannot be checked when a function is traced, so
-that any values are safe: a negative size counts as 0, groups end where the rows end, and rows that belong to no group come
+Sizes are values, not shapes: the kernels read them on the device. They are not known when a function is traced, so any
+values are safe: a negative size counts as 0, groups end where the rows end, and rows that belong to no group come
 after all groups.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# How sizes are spread over groups. A database cannot hold sizes: what a config was tuned for is one of these.
+# How sizes are spread over groups. Sizes are not known to a database, so a config is tuned for one of these.
 type Spread = Literal["even", "random", "skewed", "sparse"]
 SPREADS: tuple[Spread, ...] = get_args(Spread.__value__)
 _BLOCK = 128  # rows that the XLA reference takes at a time
@@ -43,7 +43,7 @@ def draw_sizes(spread: str, rows: int, groups: int, key: Any) -> jax.Array:
 
 
 def safe_sizes(sizes: jax.Array, rows: int) -> jax.Array:
-    """The sizes that count: negative ones as 0, cut where the rows end."""
+    """The sizes as they count: a negative one as 0, and the last ones cut where the rows end."""
     ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.clip(sizes, 0, rows))
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 

@@ -196,10 +196,12 @@ def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`grouped_matmul` of arguments that were checked. `gradients.py` makes it differentiable."""
     return _batchable(call)(lhs, rhs, sizes, *(() if bias is None else (bias,)))
 
 
 def activate(activation: str, x: jax.Array) -> jax.Array:
+    """The activation of x, computed in float32 at least, in x's dtype."""
     wide = x.astype(np.promote_types(x.dtype, np.float32))
     functions = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
     return functions[activation](wide).astype(x.dtype) if activation != "none" else x

@@ -85,29 +85,13 @@ def ragged_contraction(
     sizes = checked_sizes("ragged_contraction", group_sizes, None, lhs.shape[0])
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
-    out = checked_out_dtype(out_dtype, lhs.dtype)
-    arrays = mesh.same_mesh_axes(lhs, rhs, sizes)
-    return contract(
-        *arrays, out_dtype=out, spread=checked_spread(spread), config=config, backend=dispatch.requested_backend(backend)
-    )
-
-
-def contract(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    out_dtype: str,
-    spread: Spread,
-    config: Config | None = None,
-    backend: dispatch.Backend | None = None,
-) -> jax.Array:
-    """`ragged_contraction` of arguments that were checked."""
-    return contracted(Call(out_dtype, spread, config, backend), lhs, rhs, sizes)
+    call = Call(checked_out_dtype(out_dtype, lhs.dtype), checked_spread(spread), config, dispatch.requested_backend(backend))
+    return contraction(call, *mesh.same_mesh_axes(lhs, rhs, sizes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def contracted(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def contraction(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`ragged_contraction` of arguments that were checked. `gradients.py` makes it differentiable."""
     return _batchable(call)(lhs, rhs, sizes)
 
 
