@@ -17,32 +17,10 @@ from collections.abc import Sequence
 
 from mgpu_ops.core import extras
 from mgpu_ops.tuning import devices
-from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, USAGE, Parser, UsageError
+from mgpu_ops.tuning.cli.shared import COMMANDS, INTERRUPTED, OK, USAGE, Parser, UsageError
 from mgpu_ops.tuning.terminal import printable
 
 STOPPED = "mgpu-tune: stopped"
-
-# Module of `commands` -> what it does. Only the module that is asked for loads: `mgpu-tune --help` answers at once.
-COMMANDS = {
-    "run": "tune one problem, or a suite of them, and store the best configs",
-    "worker": "tune the problems that `mgpu-tune run --queue` put into a storage, together with workers on other hosts",
-    "proxy": "serve a database to workers over gRPC, to this machine alone unless told otherwise",
-    "dashboard": "look at the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
-    "capture": "list the problems that a function of yours runs, with counts, without running it",
-    "show": "list the tuned problems of a GPU",
-    "which": "say which config a problem runs with, and why",
-    "validate": "check database files: schema, fields, and that every config can run",
-    "merge": "join databases of several machines: of each problem the fastest measured entry",
-    "diff": "say what differs between two databases: added, removed, changed, and the times",
-    "export": "write what is tuned: a directory for MGPU_OPS_CONFIG_PATH, or one table",
-    "retune": "tune again what another jax or kernel version left in your database",
-    "plot": "draw pictures of trials, tuned problems and benchmarks, as PNG and SVG",
-    "report": "write one HTML page of what is tuned, what failed, and the pictures",
-    "bench": "measure beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
-    "sweep": "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
-    "replay": "search recorded sweeps again, without a GPU, and say how far from the optimum each sampler ends",
-    "demo": "a tour on any machine: tune one matmul, store it, call it, print its error",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,6 @@ def register(commands: Any) -> None:
         commands,
         "bench",
         run,
-        "measure beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
         """
         mgpu-tune bench matmul --suite llm --against xla,jax-pallas
         mgpu-tune bench matmul --shape square-4096 --grad
@@ -63,8 +62,8 @@ def register(commands: Any) -> None:
         metavar="CSV",
         help="take the settings of other implementations from an earlier result",
     )
-    parser.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="default: results")
-    parser.add_argument("--what", help="a word for the file's name: results/<date>-<gpu>-<op>-<what>.csv")
+    parser.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="where to write (default: results)")
+    parser.add_argument("--what", metavar="WORD", help="a word in the file's name: results/<date>-<gpu>-<op>-<word>.csv")
 
 
 def run(arguments: argparse.Namespace) -> int:

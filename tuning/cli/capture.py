@@ -10,10 +10,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.arguments import positive_int
 from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
+
+if TYPE_CHECKING:
+    import jax
+
+    from mgpu_ops.registry.capture import Captured
 
 # As JAX prints them; all others go by their names.
 _DTYPES = {f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
@@ -25,7 +30,6 @@ def register(commands: Any) -> None:
         commands,
         "capture",
         run,
-        "list the problems that a function of yours runs, with counts, without running it",
         """
         mgpu-tune capture examples.moe:step                           # a function without arguments
         mgpu-tune capture model:layer --args 'bf16[4096,4096]' 'bf16[4096,14336]'
@@ -37,15 +41,19 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "function",
         metavar="MODULE:FUNCTION",
-        help="imported from this folder and traced, not run: what it makes (parameters, data) is abstract and takes no memory; "
-        "may also return (function, *arguments), which is then traced",
+        help="a function that is imported from this folder and traced, not run: arrays that it makes are abstract and take no "
+        "memory. It may return (function, *arguments), which is then traced",
     )
     parser.add_argument(
-        "--args", nargs="+", default=[], metavar="SHAPE", help="arrays it takes, as JAX prints them: 'bf16[8,4096]' 'i32[8]'"
+        "--args",
+        nargs="+",
+        default=[],
+        metavar="SHAPE",
+        help="its arrays, as JAX prints them: 'bf16[8,4096]' 'i32[8]'",
     )
-    parser.add_argument("--gpu", help="that will run it: h200, h100-sxm ... (default: the one here, else h200)")
-    parser.add_argument("--devices", type=positive_int, metavar="N", help="act as if there were N devices: for a mesh")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the problems there, as `run --from` reads them")
+    parser.add_argument("--gpu", help="the GPU that will run it: h200, h100-sxm ... (default: the one here, else h200)")
+    parser.add_argument("--devices", type=positive_int, metavar="N", help="trace as on N devices, for a function with a mesh")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the problems to a file for `mgpu-tune run --from`")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     return OK if work else WRONG
 
 
-def shape(text: str) -> Any:
+def shape(text: str) -> jax.ShapeDtypeStruct:
     """The array that "bf16[8,4096]" stands for."""
     import jax
 
@@ -92,7 +100,7 @@ def shape(text: str) -> Any:
         raise UsageError(f"--args {text!r} is no array: write it as JAX prints it, e.g. 'bf16[8,4096]' or 'i32[8]'") from None
 
 
-def _captured(name: str, shapes: list[Any], gpu: str | None) -> Any:
+def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) -> Captured:
     """What the function runs, or the one that it returns with its arguments."""
     from mgpu_ops import capture
 

@@ -16,7 +16,6 @@ def register(commands: Any) -> None:
         commands,
         "dashboard",
         run,
-        "look at the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
         """
         mgpu-tune dashboard matmul --gpu h200   # what `mgpu-tune run` keeps on this machine
         mgpu-tune dashboard --storage studies.journal
@@ -24,8 +23,8 @@ def register(commands: Any) -> None:
         """,
         needs=("optuna", "optuna_dashboard"),
     )
-    parser.add_argument("op", nargs="?", help="whose own journal to open, where no storage is named")
-    parser.add_argument("--gpu", help="of that journal (default: the one here)")
+    parser.add_argument("op", nargs="?", help="open this op's journal, where no storage is named")
+    parser.add_argument("--gpu", help="open the journal of this GPU (default: the one here)")
     storage_argument(parser, otherwise="the journal of an op")
     address_arguments(parser, PORT)
 

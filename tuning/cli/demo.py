@@ -18,7 +18,6 @@ def register(commands: Any) -> None:
         commands,
         "demo",
         run,
-        "a tour on any machine: tune one matmul, store it, call it, print its error",
         """
         mgpu-tune demo
         """,

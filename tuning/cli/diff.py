@@ -14,14 +14,13 @@ def register(commands: Any) -> None:
         commands,
         "diff",
         run,
-        "say what differs between two databases: added, removed, changed, and the times",
         """
         mgpu-tune diff before.json after.json
         mgpu-tune diff configs/ ~/.local/share/mgpu_ops
         """,
     )
     for side in ("before", "after"):
-        parser.add_argument(side, type=Path, help="a database, or a directory of <gpu>/<op>.json")
+        parser.add_argument(side, type=Path, help="a database file, or a directory with files <gpu>/<op>.json")
 
 
 def run(arguments: argparse.Namespace) -> int:

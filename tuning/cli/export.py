@@ -23,7 +23,6 @@ def register(commands: Any) -> None:
         commands,
         "export",
         run,
-        "write what is tuned: a directory for MGPU_OPS_CONFIG_PATH, or one table",
         """
         mgpu-tune export --gpu h200 --output tuned
         MGPU_OPS_CONFIG_PATH=tuned python train.py   # on another machine
@@ -32,13 +31,13 @@ def register(commands: Any) -> None:
         mgpu-tune export --storage postgresql://tuner@db.example/studies --output tuned   # with what a fleet has tuned
         """,
     )
-    parser.add_argument("op", nargs="?", help="an op; all by default")
-    parser.add_argument("--gpu", help="h200, h100-sxm ...; default: all that have entries")
+    parser.add_argument("op", nargs="?", help="an op (default: all)")
+    parser.add_argument("--gpu", help="which GPU: h200, h100-sxm ... (default: all that have entries)")
     parser.add_argument(
         "--format", choices=("json", "csv"), default="json", help="json (default): <gpu>/<op>.json; csv: a table"
     )
     parser.add_argument("--kind", choices=("measured", "modelled"), help="only entries of this kind")
-    finished_argument(parser, "also what is tuned")
+    finished_argument(parser, "also the entries")
     parser.add_argument("--own", action="store_true", help="leave out what is shipped with mgpu_ops")
     parser.add_argument(
         "--output",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage
+
+if TYPE_CHECKING:
+    from mgpu_ops.registry.database import Entry, File
+    from mgpu_ops.tuning.fleet.merge import Conflict, Key
 
 
 def register(commands: Any) -> None:
@@ -15,7 +20,6 @@ def register(commands: Any) -> None:
         commands,
         "merge",
         run,
-        "join databases of several machines: of each problem the fastest measured entry",
         """
         mgpu-tune merge node1.json node2.json --into tuned.json
         mgpu-tune merge node1/ node2/ --into all/ --dry-run
@@ -24,17 +28,19 @@ def register(commands: Any) -> None:
         mgpu-tune merge --storage --into tuned                            # that of $MGPU_OPS_STORAGE, into a directory
         """,
     )
-    parser.add_argument("sources", nargs="*", type=Path, metavar="FILE", help="a database, or a directory of <gpu>/<op>.json")
-    finished_argument(parser, "also what is tuned")
+    parser.add_argument(
+        "sources", nargs="*", type=Path, metavar="FILE", help="database files, or directories of <gpu>/<op>.json"
+    )
+    finished_argument(parser, "also the entries")
     parser.add_argument(
         "--into",
         "--output",
         type=Path,
         metavar="PLACE",
-        help="a database, which is joined too if it exists; or a directory, which gets <gpu>/<op>.json "
-        "(default, of --storage alone: your own databases)",
+        help="a database file, which is joined too if it exists; or a directory, for files <gpu>/<op>.json "
+        "(default, with --storage alone: your own databases)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would become of it and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         database.require_writable(path, gpu_key=gpu, op=op)
     for key, path in places.items():
 
-        def join(old: Any, new: Any, key: Any = key) -> Any:
+        def join(old: Iterable[Entry], new: Iterable[Entry], key: Key = key) -> tuple[Entry, ...]:
             return merge.best(*(merge.usable(key, entries, mgpu_ops.SPECS)[0] for entries in (old, new)))
 
         gpu, op = key
@@ -72,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     return WRONG if left_out else OK
 
 
-def shared_files(where: str | None) -> list[tuple[Path, Any]]:
-    """What is tuned in a storage, and says what is left out of it."""
+def shared_files(where: str | None) -> list[tuple[Path, File]]:
+    """The entries of a storage, as a file for each GPU and op; says what is left out."""
     if where is None:
         return []
     import mgpu_ops
@@ -88,8 +94,8 @@ def shared_files(where: str | None) -> list[tuple[Path, Any]]:
     return files
 
 
-def _places(keys: list[tuple[str, str]], into: Path | None) -> dict[tuple[str, str], Path]:
-    """Where the entries of each GPU and op go: one file, one each in a directory, or (None) your own databases."""
+def _places(keys: list[Key], into: Path | None) -> dict[Key, Path]:
+    """The file for the entries of each GPU and op: one file, files of a directory, or (None) your own databases."""
     from mgpu_ops.registry import database
 
     if into is None:
@@ -104,7 +110,9 @@ def _places(keys: list[tuple[str, str]], into: Path | None) -> dict[tuple[str, s
     return {keys[0]: into}
 
 
-def _tell(written: list[dict[str, Any]], conflicts: list[Any], left_out: list[dict[str, Any]], dry_run: bool) -> None:
+def _tell(
+    written: list[dict[str, Any]], conflicts: list[tuple[Key, Conflict]], left_out: list[dict[str, Any]], dry_run: bool
+) -> None:
     from mgpu_ops.tuning.tables import problem_text
 
     for (gpu, op), (kept, dropped, why) in conflicts:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, say, writable
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage, refuse_password
+
+if TYPE_CHECKING:
+    from mgpu_ops.tuning.bench.sources import Sources
 
 
 def register(commands: Any) -> None:
@@ -15,7 +18,6 @@ def register(commands: Any) -> None:
         commands,
         "plot",
         run,
-        "draw pictures of trials, tuned problems and benchmarks, as PNG and SVG",
         """
         mgpu-tune plot --output pictures                    # your databases and journals
         mgpu-tune plot matmul --gpu h200 --output pictures
@@ -28,19 +30,22 @@ def register(commands: Any) -> None:
     )
     source_arguments(parser)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--output", type=Path, default=Path("pictures"), metavar="DIR", help="default: pictures")
-    where.add_argument("--in-place", action="store_true", help="draw the picture of each CSV file of `bench` beside the file")
+    where.add_argument(
+        "--output", type=Path, default=Path("pictures"), metavar="DIR", help="where to write (default: pictures)"
+    )
+    where.add_argument("--in-place", action="store_true", help="draw the picture of each CSV file of `bench` next to the file")
 
 
 def source_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", nargs="?", help="an op; all by default")
-    parser.add_argument("--gpu", help="h200, h100-sxm ...; default: all there are")
+    parser.add_argument("op", nargs="?", help="an op (default: all)")
+    parser.add_argument("--gpu", help="which GPU: h200, h100-sxm ... (default: all there are)")
     parser.add_argument(
         "--from",
         dest="sources",
         nargs="+",
         metavar="PLACE",
-        help="journals, databases, sweeps, CSV files of `bench`, directories of these, or a storage's URL (default: your own)",
+        help="journals, databases, sweeps, CSV files of `bench`, directories of these, or the URL of a storage "
+        "(default: your own journals and databases)",
     )
     finished_argument(parser, "the trials")
 
@@ -89,8 +94,8 @@ def _in_place(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def find(arguments: argparse.Namespace) -> Any:
-    """What the arguments ask to look at."""
+def find(arguments: argparse.Namespace) -> Sources:
+    """The journals, databases, sweeps and benchmarks that the arguments name."""
     import mgpu_ops
     from mgpu_ops.core import gpu
     from mgpu_ops.tuning.bench import sources

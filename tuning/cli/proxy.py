@@ -18,7 +18,6 @@ def register(commands: Any) -> None:
         commands,
         "proxy",
         run,
-        "serve a database to workers over gRPC, to this machine alone unless told otherwise",
         """
         mgpu-tune proxy --storage postgresql://tuner@db.example/studies
         MGPU_OPS_STORAGE=postgresql://tuner:...@db.example/studies mgpu-tune proxy --port 13001

@@ -22,7 +22,6 @@ def register(commands: Any) -> None:
         commands,
         "replay",
         run,
-        "search recorded sweeps again, without a GPU, and say how far from the optimum each sampler ends",
         """
         mgpu-tune replay
         mgpu-tune replay --trials 32 --json

@@ -17,7 +17,6 @@ def register(commands: Any) -> None:
         commands,
         "report",
         run,
-        "write one HTML page of what is tuned, what failed, and the pictures",
         """
         mgpu-tune report --output report.html
         mgpu-tune report matmul --gpu h200 --output report.html
@@ -28,7 +27,9 @@ def register(commands: Any) -> None:
     )
     source_arguments(parser)
     parser.add_argument("--no-pictures", action="store_true", help="tables only")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="where to write (default: report.html)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

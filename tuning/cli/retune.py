@@ -25,7 +25,6 @@ def register(commands: Any) -> None:
         commands,
         "retune",
         run,
-        "tune again what another jax or kernel version left in your database",
         """
         mgpu-tune validate --stale            # what would be tuned again
         mgpu-tune retune --stale              # on the GPU here
@@ -33,11 +32,11 @@ def register(commands: Any) -> None:
         mgpu-tune retune --stale --workers all               # on every GPU of this machine
         mgpu-tune retune all_reduce --stale                  # a collective, on as many GPUs as its problems take: name it alone
         mgpu-tune retune --database tuned.json --trials 64   # every problem of the file
-        mgpu-tune retune --stale --gpu h200   # no such GPU here: modelled, and said so
+        mgpu-tune retune --stale --gpu h200   # no such GPU here: by its model
         """,
         needs=("optuna", "rich"),
     )
-    parser.add_argument("op", nargs="?", help="an op; all by default")
+    parser.add_argument("op", nargs="?", help="an op (default: all)")
     parser.add_argument("--stale", action="store_true", help="only problems with no entry for this jax and kernel version")
     search_arguments(parser)
     parser.add_argument(

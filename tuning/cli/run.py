@@ -27,7 +27,6 @@ def register(commands: Any) -> None:
         commands,
         "run",
         run,
-        "tune one problem, or a suite of them, and store the best configs",
         """
         mgpu-tune run matmul --m 4096 --n 4096 --k 4096 --dtype bf16
         mgpu-tune run matmul --shape llama3-8b-qkv-128 --trials 64 --budget 60s
@@ -44,7 +43,7 @@ def register(commands: Any) -> None:
         mgpu-tune run all_reduce --devices 4 --bytes 1KiB:256MiB        # between four GPUs of this machine
         mgpu-tune run matmul --suite llm --target 1.05 --sampler gp     # until it is 5 % faster than XLA
         mgpu-tune run --suite llama3-8b --storage postgresql://tuner@db.example/studies --queue   # for `mgpu-tune worker`
-        mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no GPU here: modelled, and said so
+        mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no such GPU here: by its model
         """,
         needs=("optuna", "rich"),
     )
@@ -145,7 +144,7 @@ def _queue(jobs: Sequence[TuningJob], arguments: argparse.Namespace) -> int:
             target=options.target,
             sampler=options.sampler,
             seed=options.seed,
-            gpu=gpu and gpu.key,
+            gpu=gpu.key if gpu else None,
         )
         for job in _for_workers(jobs, [gpu] if gpu else gpus.GPUS)
     ]

@@ -1,19 +1,44 @@
-"""The commands of `mgpu-tune`, one module each: `register` says what it takes, `run` carries it out.
-
-What they share is here and in `arguments`.
-"""
+"""What the commands of `mgpu-tune` share. Each is a module: `register` adds its arguments, `run` carries it out."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_ops.registry import places
 from mgpu_ops.tuning.terminal import printable
 
+if TYPE_CHECKING:
+    from mgpu_ops.core.gpu import Gpu
+
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+# Command, which is also its module -> what it does. Only the module that is asked for loads, so that `--help` answers at once.
+COMMANDS = {
+    "run": "tune one problem, or a suite of them, and store the best configs",
+    "worker": "tune the problems that `mgpu-tune run --queue` put into a storage, together with workers on other hosts",
+    "proxy": "serve a database of trials to workers over gRPC, on this machine alone unless told otherwise",
+    "dashboard": "show the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
+    "capture": "list the problems that a function of yours would run, and how often, without running it",
+    "show": "list the tuned problems of a GPU",
+    "which": "show which config a call would use, and why",
+    "validate": "check database files: schema, fields, and whether every config can run",
+    "merge": "join databases of several machines, and keep the fastest measured entry of each problem",
+    "diff": "list what differs between two databases: entries added, removed or changed, and their times",
+    "export": "write tuned configs: a directory for MGPU_OPS_CONFIG_PATH, or one table",
+    "retune": "tune again what was tuned with another jax or kernel version",
+    "plot": "draw pictures of searches, tuned problems and benchmarks, as PNG and SVG",
+    "report": "write one HTML page: what is tuned, what failed, and pictures",
+    "bench": "time an op beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
+    "sweep": "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
+    "replay": "run searches on recorded sweeps, without a GPU, and show how far from the optimum each sampler ends",
+    "demo": "a tour on any machine: tune one matmul, store its config, call it, print its error",
+}
+
+
+Run = Callable[[argparse.Namespace], int]  # carries a command out; its exit code
 
 
 class UsageError(Exception):
@@ -21,7 +46,7 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows examples as they are written. What is asked wrongly is one line, and one that says where help is."""
+    """Keeps the line ends of examples. An error is one line, and a second that says where help is."""
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -30,13 +55,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {printable(message)}\nsee `{self.prog} --help`\n")
 
 
-def command(commands: Any, name: str, run: Any, what: str, examples: str, needs: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """`needs`: modules of extras, without which the command is refused before anything is done."""
+def command(commands: Any, name: str, run: Run, examples: str, needs: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Adds the parser of a command. `needs`: modules of extras, without which it is refused before anything is done."""
+    what = COMMANDS[name]
     lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=what, description=what[0].upper() + what[1:] + ".", epilog=f"examples:\n{lines}"
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON; what is for people goes to stderr")
+    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON; other output goes to stderr")
     parser.set_defaults(run=run, parser=parser, needs=tuple(needs))
     return parser
 
@@ -47,7 +73,7 @@ def say(text: str) -> None:
 
 
 def answer(arguments: argparse.Namespace, document: Any) -> None:
-    """Prints what `--json` asks for, if it does: one line, the only one on stdout."""
+    """Prints the document where `--json` is given: one line, the only one on stdout."""
     if arguments.json:
         import msgspec
 
@@ -68,7 +94,8 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def gpu_or_current(name: str | None) -> Any:
+def gpu_or_current(name: str | None) -> Gpu:
+    """The GPU of that name, or the one here."""
     from mgpu_ops.core import gpu
 
     found = gpu.find(name) if name else gpu.current()

@@ -18,7 +18,6 @@ def register(commands: Any) -> None:
         commands,
         "show",
         run,
-        "list the tuned problems of a GPU",
         """
         mgpu-tune show
         mgpu-tune show matmul --gpu h200
@@ -26,8 +25,8 @@ def register(commands: Any) -> None:
         """,
         needs=("rich",),
     )
-    parser.add_argument("op", nargs="?", help="an op; all by default")
-    parser.add_argument("--gpu", help="h200, h100-sxm ...; default: the one here, else all that have entries")
+    parser.add_argument("op", nargs="?", help="an op (default: all)")
+    parser.add_argument("--gpu", help="which GPU: h200, h100-sxm ... (default: the one here, else all that have entries)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,6 @@ def register(commands: Any) -> None:
         commands,
         "sweep",
         run,
-        "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
         """
         mgpu-tune sweep --suite replay --output results/replay       # what `replay` reads; goes on where it stopped
         mgpu-tune sweep --suite replay --workers all                 # on every GPU of this machine, each a problem at a time
@@ -49,7 +48,7 @@ def register(commands: Any) -> None:
         """,
         needs=("rich",),
     )
-    parser.add_argument("op", nargs="?", help="default, with --suite replay: every op in it")
+    parser.add_argument("op", nargs="?", help="an op (default, with --suite replay: every op in it)")
     parser.add_argument("--shape", metavar="NAME", help="a named problem of the op")
     parser.add_argument("--suite", metavar="NAME", help="replay, or a list of problems of the op")
     parser.add_argument("--configs", type=positive_int, metavar="N", help="at most N configs of a problem (default 250)")

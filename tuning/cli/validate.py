@@ -16,7 +16,6 @@ def register(commands: Any) -> None:
         commands,
         "validate",
         run,
-        "check database files: schema, fields, and that every config can run",
         """
         mgpu-tune validate
         mgpu-tune validate tuned.json configs/h200/matmul.json
@@ -24,11 +23,13 @@ def register(commands: Any) -> None:
         mgpu-tune validate --stale --details   # each entry
         """,
     )
-    parser.add_argument("files", nargs="*", type=Path, help="default: your own and the shipped ones")
+    parser.add_argument("files", nargs="*", type=Path, help="database files (default: your own and the shipped ones)")
     parser.add_argument(
-        "--stale", action="store_true", help="also say how many entries were tuned with another jax; they are used all the same"
+        "--stale",
+        action="store_true",
+        help="also count the entries that were tuned with another jax; calls use them all the same",
     )
-    parser.add_argument("--details", action="store_true", help="with --stale: list these entries")
+    parser.add_argument("--details", action="store_true", help="with --stale: list them")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ def register(commands: Any) -> None:
         commands,
         "which",
         run,
-        "say which config a problem runs with, and why",
         """
         mgpu-tune which matmul --m 4096 --n 4096 --k 4096 --gpu h200
         mgpu-tune which matmul --shape llama3-70b-down-256
@@ -26,7 +25,7 @@ def register(commands: Any) -> None:
         """,
     )
     problem_arguments(parser)
-    parser.add_argument("--gpu", help="h200, h100-sxm ... (default: the one here)")
+    parser.add_argument("--gpu", help="which GPU: h200, h100-sxm ... (default: the one here)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ def register(commands: Any) -> None:
         commands,
         "worker",
         run,
-        "tune the problems that `mgpu-tune run --queue` put into a storage, together with workers on other hosts",
         """
         mgpu-tune worker --storage postgresql://tuner@db.example/studies
         MGPU_OPS_STORAGE=postgresql://tuner:...@db.example/studies mgpu-tune worker --wait 1h
@@ -42,7 +41,7 @@ def register(commands: Any) -> None:
         type=seconds,
         default=0.0,
         metavar="TIME",
-        help="to wait for new problems once the queue is empty (default: do not wait)",
+        help="wait so long for new problems once the queue is empty (default: do not wait)",
     )
     parser.add_argument("--gpu", help="tune for this GPU, by its model unless it is the one here: h200, h100-sxm ...")
     parser.add_argument(
