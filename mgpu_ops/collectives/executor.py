@@ -196,8 +196,9 @@ class _Block:
         engine.signal_all(flag, [self.device(number) for number in step.to])
 
     def wait(self, step: Wait) -> None:
-        """Waits for as many signals as there were steps so far. Flags are zero when the kernel starts and only count up: to
-        read one is cheaper than to subtract from it.
+        """Waits until the flag has all signals of this step and of those before. A flag is zero when the kernel starts and
+        never
+        reset: to read it is cheaper than to subtract from it.
         """
         if step.ll:
             return
@@ -229,9 +230,7 @@ class _Block:
         return part, pl.ds(row, rows)
 
     def with_length(self, number: Any, body: Callable[[int], None]) -> None:
-        """body(rows of the chunk). A copy's length is static: one branch for a slice's last chunk, which may be shorter, and
-        one for the others.
-        """
+        """body(rows of the chunk). Copies have static lengths, so a slice's last chunk, if shorter, has a branch of its own."""
         cut = self.kernel.cut
         last = cut.slice % cut.chunk
         if not last:
@@ -327,7 +326,10 @@ class _Block:
     # --- Through the switch
 
     def move_through_switch(self, move: Move) -> None:
-        """Each chunk from global memory to registers and back, reduced or copied to all on the way."""
+        """Each chunk from global memory to registers and back, reduced or copied to all on the way.
+
+        A thread's loads and stores are plain: it waits for a load before it stores. Blocks work at the same time, and hide it.
+        """
         kernel = self.kernel
         first, count = self.own_chunks(move)
         (source,), (target,) = move.reads, move.writes
@@ -371,7 +373,10 @@ class _Block:
         return self.memory(place, where)
 
     def move_in_ll(self, move: Move) -> None:
-        """Each chunk from global memory to registers and back. Loads from scratch wait for the flag of each word."""
+        """Each chunk from global memory to registers and back. Loads from scratch wait for the flag of each word.
+
+        Nothing else waits: stores go out one after the other while the words of peers are still on their way.
+        """
         kernel = self.kernel
         first, count = self.own_chunks(move)
 
@@ -389,6 +394,7 @@ class _Block:
                 @pl.loop(0, rows // at_once)
                 def _(group: Any) -> None:
                     reads = self.ll_reads(move, lambda place: some(place, group))
+                    # The words of all reads are polled in one loop; then each thread reduces its own in registers.
                     value = reduced(kernel.reduction, self.load_ll(reads, at_once))
                     for place in move.writes:
                         self.store_ll(place, some(place, group), value, at_once)

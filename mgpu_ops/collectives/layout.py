@@ -104,8 +104,7 @@ class LLMemory:
 
     The kernel reaches peers without XLA's help: it needs no look-up of addresses, no zeroed memory and no barrier before it,
     and it goes into CUDA graphs. The memory has two halves, which calls use alternately. When a device begins the second call
-    after this one, it has received all that the others sent in the next call; so they have finished this one, and its half is
-    free.
+    after this one, it has received all that the others sent in the next call. So they have finished this one: its half is free.
 
     Calls are counted in an int32 that wraps (`executor.half_and_flag`). A word that 2^32 - 2 calls left as it was would pass
     for new.

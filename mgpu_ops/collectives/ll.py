@@ -30,9 +30,7 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """A place in the memory of this or another GPU, which XLA need not know: an address in two int32, and an offset in
-    bytes.
-    """
+    """A place in the memory of this or another GPU, which XLA need not know: address in two int32, offset in bytes."""
 
     low: Any
     high: Any

@@ -13,8 +13,9 @@ The payload is n equal slices, the last ones possibly cut off where x or out end
 | reduce_scatter | payload | one slice: the own one of what is reduced |
 | all_gather     | a slice | payload: x of all devices, side by side   |
 
-While a device is inside a call others read its x and write its out and scratch. Hence the handshakes: nobody touches a device
-before it has entered ("start"), and no device leaves before all are done with it ("end", or "data" where that already says so).
+While a device is inside a call, others read its x and write its out and scratch. Hence the handshakes: no device touches
+another before that one has entered ("start"), and none leaves before the others are done with it ("end"; or "data", where a
+device that has all data knows so).
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ class Move:
         return _multicast((*self.reads, *self.writes))
 
     def position(self, k: int, own: Any, n: int) -> Any:
-        """The position of the k-th read in the order of reduction, on the device whose index is `own` (an int or a traced
-        int32).
+        """The position of the k-th read in the order of reduction, on device `own` (an int or a traced int32).
 
         Where a device reads one part from each of n, the k-th is that of device own + k. These are reduced in the order of the
         devices, so that the sum has the same bits wherever it is computed. Other moves reduce two reads, and two commute.
@@ -108,9 +108,9 @@ type Step = Move | Signal | Wait
 class Schedule:
     """A collective on one transport: what every block of every device does.
 
-    entry_barrier: the kernel runs behind a barrier of all devices, in stream order, which says what "start" would: each has its
-    x, its out and scratch may be written, its flags are zero. Without it flags keep their values from call to call, for a
-    signal may come before the device that it is for has entered.
+    entry_barrier: the kernel runs behind a barrier of all devices, in stream order, which takes the place of "start": each
+    device has its x, its out and scratch may be written, its flags are zero. Without the barrier, flags keep their values from
+    call to call, because a signal may arrive before its receiver has entered.
     """
 
     kind: Kind
@@ -130,7 +130,7 @@ class Schedule:
 
     @property
     def slices(self) -> int:
-        """Into which the payload must be cut: as many as devices, or one where no move tells them apart."""
+        """How many slices the payload is cut into: one a device, or one in all where every move takes the whole payload."""
         return 1 if all(move.whole for move in self.moves) else self.n
 
     @property
@@ -173,14 +173,13 @@ class Schedule:
 
 
 def relative(index: int, own: Any, n: int) -> Any:
-    """The absolute number of what lies `index` from `own` (an int or a traced int32), for devices as for parts."""
+    """The absolute number of the device or part that is `index` after `own` (an int or a traced int32)."""
     return (own + index % n) % n
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A payload of `size` elements as n slices, and each slice as chunks of `chunk` elements. A block has each `blocks`-th
-    chunk.
+    """A payload of `size` elements as n slices, of chunks of `chunk` elements. A block has each `blocks`-th chunk.
 
     Slices are equally long, in multiples of `granule`. n of them may reach beyond the payload's end: what lies there loads as
     zeros and is not stored, as TMA does by itself. A chunk never reaches beyond its slice: the last one may be shorter.
@@ -216,8 +215,8 @@ class Cut:
 class Traffic:
     """What a call costs, for models of time. Bytes are those of one device.
 
-    sent, received: over its links. local: loaded from and stored to its own memory by itself.
-    waits: in a row, each at least the latency of a signal.
+    sent, received: over its links. local: which it loads from and stores to its own memory.
+    waits: one after the other, each at least the latency of a signal.
     roundings: how often a sum is rounded to the payload's dtype.
     """
 
@@ -291,13 +290,14 @@ def _multicast(places: tuple[Place, ...]) -> bool:
     return any(place.device == MULTICAST for place in places)
 
 
-# What the algorithms consist of. Each returns its handshake at the start, which an entry barrier replaces, and the rest.
+# Algorithms, and what they consist of. An algorithm returns its first handshake, which an entry barrier replaces, and the other
+# steps.
 
 type Steps = tuple[Step, ...]
 
 
 def _of_all(buffer: Buffer, n: int, part: int | None) -> tuple[Place, ...]:
-    """The same part of all devices, the own one first. All start with another peer, so that no link is the busiest."""
+    """The same part of all devices, the own one first. Each device starts with another peer: all links have equal loads."""
     return tuple(Place(buffer, device, part) for device in range(n))
 
 
@@ -306,12 +306,12 @@ def _of_peers(buffer: Buffer, n: int, part: int | None) -> tuple[Place, ...]:
 
 
 def _from_peers(n: int) -> tuple[Place, ...]:
-    """What each device contributes: the own x, then what peers left in their parts of the own scratch."""
+    """What peers wrote into their parts of the own scratch."""
     return tuple(Place("scratch", 0, device) for device in range(1, n))
 
 
 def _all_parts(n: int) -> tuple[Place, ...]:
-    """What all devices left in their parts of the own scratch, the own one first."""
+    """What all devices wrote into their parts of the own scratch, the own one first."""
     return tuple(Place("scratch", 0, device) for device in range(n))
 
 
@@ -324,7 +324,7 @@ def _multicast_handshake(n: int, flag: str) -> Steps:
 
 
 def _between(n: int, *moves: Move) -> tuple[Steps, Steps]:
-    """Moves that reach into peers, which may leave only afterwards."""
+    """Moves that access peers, between two handshakes: peers may leave only afterwards."""
     return _handshake(n, "start"), moves + _handshake(n, "end")
 
 
@@ -336,14 +336,14 @@ def _between_multicast(n: int, *moves: Move) -> tuple[Steps, Steps]:
 
 
 def _one_shot(n: int) -> tuple[Steps, Steps]:
-    """Each reads all of everyone's x. The fewest steps, n - 1 times the bytes."""
+    """Each device reads the whole x of all. The fewest steps, n - 1 times the bytes."""
     return _between(n, Move(_of_all("x", n, None), (Place("out"),), whole=True))
 
 
 def _push_one_shot(n: int) -> tuple[Steps, Steps]:
-    """Each writes its x to the scratch of all and reduces what it got: one way over the link, and no handshake at the end.
+    """Each device writes its x to the scratch of all, and reduces what it received: one trip over the link.
 
-    Who has everyone's data has let everyone read nothing of its own, and is written to no more.
+    No handshake is needed at the end. Peers read nothing of a device, and one that has received all data is written to no more.
     """
     push = Move((Place("x"),), _of_peers("scratch", n, 0), whole=True)
     reduce = Move((Place("x"), *_from_peers(n)), (Place("out"),), whole=True)
@@ -351,31 +351,29 @@ def _push_one_shot(n: int) -> tuple[Steps, Steps]:
 
 
 def _ll_one_shot(n: int) -> tuple[Steps, Steps]:
-    """As push_one_shot, but in LL: one trip over the link, for twice the bytes. A device writes to itself too, as to the
-    others.
-    """
+    """As push_one_shot, but in LL: one trip over the link in all, for twice the bytes. A device writes to itself, too."""
     push = Move((Place("x"),), _of_all("scratch", n, 0), whole=True, ll=True)
     reduce = Move(_all_parts(n), (Place("out"),), whole=True, ll=True)
     return _handshake(n, "start"), (push, *_handshake(n, "data", ll=True), reduce)
 
 
 def _two_shot(n: int) -> tuple[Steps, Steps]:
-    """Each reduces its slice and writes it to all: 2 (n - 1) / n times the payload over the links, the least there is."""
+    """Each device reduces its slice and writes it to all: 2 (n - 1) / n payloads over the links, the least possible."""
     return _between(n, Move(_of_all("x", n, 0), _of_all("out", n, 0)))
 
 
 def _push_slices(n: int) -> Steps:
-    """Each writes to the scratch of every peer the peer's slice of its own x."""
+    """Each device writes to the scratch of every peer that peer's slice of its own x."""
     return tuple(Move((Place("x", 0, device),), (Place("scratch", device, 0),)) for device in range(1, n))
 
 
 def _push_slices_ll(n: int) -> Steps:
-    """The same in LL; a device writes to itself too, as to the others."""
+    """The same in LL. A device writes to itself, too, so that all parts of its scratch are alike."""
     return tuple(Move((Place("x", 0, d),), (Place("scratch", d, 0),), ll=True) for d in (*range(1, n), 0))
 
 
 def _push_two_shot(n: int) -> tuple[Steps, Steps]:
-    """As two_shot, but what is reduced was written by peers instead of read from them."""
+    """As two_shot, but peers write the slices that a device reduces, instead of being read."""
     reduce = Move((Place("x", 0, 0), *_from_peers(n)), _of_all("out", n, 0))
     return _handshake(n, "start"), (*_push_slices(n), *_handshake(n, "data"), reduce, *_handshake(n, "end"))
 
@@ -385,41 +383,41 @@ def _ll_two_shot(n: int) -> tuple[Steps, Steps]:
     results = tuple(Place("scratch", device, 0, bank=1) for device in range(1, n))
     reduce = Move(_all_parts(n), (*results, Place("out", 0, 0)), ll=True)
     copies = tuple(Move((Place("scratch", 0, d, bank=1),), (Place("out", 0, d),), ll=True) for d in range(1, n))
-    told = (_handshake(n, flag, ll=True) for flag in ("data", "result"))
-    return _handshake(n, "start"), (*_push_slices_ll(n), *next(told), reduce, *next(told), *copies)
+    handshakes = (_handshake(n, flag, ll=True) for flag in ("data", "result"))
+    return _handshake(n, "start"), (*_push_slices_ll(n), *next(handshakes), reduce, *next(handshakes), *copies)
 
 
 def _ring(n: int) -> tuple[Steps, Steps]:
-    """A reduce-scatter ring, then an all-gather ring. Each talks to its two neighbours only, in 2 n - 2 steps."""
+    """A reduce-scatter ring, then an all-gather ring: 2 n - 2 steps, in which a device accesses its two neighbours only."""
     start, scatter = _ring_scatter(n, _of_all("out", n, 0)[:2])
-    return start, (*scatter, *_TELL_NEXT, *_ring_forward(n))
+    return start, (*scatter, *_SIGNAL_NEXT, *_ring_forward(n))
 
 
-# The neighbour before writes to the own scratch and out, once told that it may. What it wrote last it has signalled, so that
-# no handshake is needed at the end.
+# In a ring, the neighbour before a device writes to its scratch and out, once the device has signalled "start". The neighbour
+# signals after each write, the last one too, so no handshake is needed at the end.
 _RING_START: Steps = (Signal((-1,), "start"), Wait("start", 1))
-_TELL_NEXT: Steps = (Signal((1,), "data"),)
-_HEAR: Steps = (Wait("data", 1),)
+_SIGNAL_NEXT: Steps = (Signal((1,), "data"),)
+_WAIT_FOR_PREVIOUS: Steps = (Wait("data", 1),)
 
 
 def _ring_scatter(n: int, result: tuple[Place, ...]) -> tuple[Steps, Steps]:
-    """Slice s starts at device s + 1, goes round with each device adding its own, and ends at device s: in `result`.
+    """Slice s starts at device s + 1 and goes round the ring. The sum ends at device s, in `result`.
 
-    On the way it is rounded to the payload's dtype at each device.
+    Each device adds its own x, and rounds the sum to the payload's dtype.
     """
     steps: list[Step] = []
     for hop in range(1, n):
         so_far = () if hop == 1 else (Place("scratch", 0, -hop),)
-        steps += Move((*so_far, Place("x", 0, -hop)), (Place("scratch", 1, -hop),)), *_TELL_NEXT, *_HEAR
+        steps += Move((*so_far, Place("x", 0, -hop)), (Place("scratch", 1, -hop),)), *_SIGNAL_NEXT, *_WAIT_FOR_PREVIOUS
     return _RING_START, (*steps, Move((Place("scratch", 0, 0), Place("x", 0, 0)), result))
 
 
 def _ring_forward(n: int) -> Steps:
-    """Each passes on the slice that it got, until all have all. The own one was passed on before."""
+    """Each device passes on the slice that it received, until all have all. Its own slice was sent before."""
     steps: list[Step] = []
     for hop in range(1, n - 1):
-        steps += *_HEAR, Move((Place("out", 0, -hop),), (Place("out", 1, -hop),)), *_TELL_NEXT
-    return (*steps, *_HEAR)
+        steps += *_WAIT_FOR_PREVIOUS, Move((Place("out", 0, -hop),), (Place("out", 1, -hop),)), *_SIGNAL_NEXT
+    return (*steps, *_WAIT_FOR_PREVIOUS)
 
 
 def _multimem_one_shot(n: int) -> tuple[Steps, Steps]:
@@ -469,7 +467,7 @@ def _ll_all_gather(n: int) -> tuple[Steps, Steps]:
 
 
 def _ring_all_gather(n: int) -> tuple[Steps, Steps]:
-    return _RING_START, (Move((Place("x"),), _of_all("out", n, 0)[:2]), *_TELL_NEXT, *_ring_forward(n))
+    return _RING_START, (Move((Place("x"),), _of_all("out", n, 0)[:2]), *_SIGNAL_NEXT, *_ring_forward(n))
 
 
 def _multimem_all_gather(n: int) -> tuple[Steps, Steps]:

@@ -116,12 +116,12 @@ class _Stages:
         return values
 
     def finish(self, end: Any, staging: Any) -> None:
-        """Zeros for the rows from `end` on, which belong to no group: 64 rows of an epilogue tile at a time, dealt out to all
-        consumers of all blocks.
+        """Stores zeros to the rows from `end` on, which belong to no group: in epilogue tiles, of which each consumer of each
+        block has its share. They all come from one buffer, so that no store waits for another.
         """
         p, c, out = self.problem, self.config, self.refs.out
         across = math.ceil(p.n / c.epilogue_tile_n)
-        pieces = tile_scheduler.cdiv(p.m - end, ROWS) * across
+        tiles = tile_scheduler.cdiv(p.m - end, ROWS) * across
         workers = self.blocks * c.compute_warpgroups
         worker = lax.axis_index("block") * c.compute_warpgroups + lax.axis_index("wg")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffer
@@ -129,12 +129,12 @@ class _Stages:
         plgpu.commit_smem()
 
         def store(i: Any, _: Any) -> Any:
-            piece = worker + i * workers
-            row, column = lax.div(piece, jnp.int32(across)) * ROWS, lax.rem(piece, jnp.int32(across)) * c.epilogue_tile_n
+            tile = worker + i * workers
+            row, column = lax.div(tile, jnp.int32(across)) * ROWS, lax.rem(tile, jnp.int32(across)) * c.epilogue_tile_n
             engine.store_rows(staging.at[0], out, end + row, p.m, column)
             return _
 
-        lax.fori_loop(0, tile_scheduler.tiles_of_block(pieces, worker, workers), store, ())
+        lax.fori_loop(0, tile_scheduler.tiles_of_block(tiles, worker, workers), store, ())
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
