@@ -38,10 +38,11 @@ from jax.extend.mlir.dialects import arith, vector
 from mgpu_ops.core import inflight, jax_patches, ptxas, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 
-tma.install()
+# Each patch of JAX is applied here, once: core/jax_patches.py lists what they change and for whom.
+tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.name_replicas()
-threads.install()
+threads.run_on_own_client()
 
 last_start = tma.last_start
 
@@ -422,8 +423,8 @@ def kernel(
 
 
 def _mark() -> None:
-    """Makes the kernel being traced one whose copies `core/tma.py` extends."""
-    plgpu.inline_mgpu()(tma.mark)()
+    """Marks the kernel being traced: it gets the patches that others' kernels do not."""
+    plgpu.inline_mgpu()(jax_patches.mark)()
 
 
 def specialize(

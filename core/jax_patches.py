@@ -1,39 +1,78 @@
-"""What mgpu_ops changes in JAX's Mosaic GPU for the whole process, where it lacks or gets wrong what kernels need.
+"""What mgpu_ops changes in JAX, once for a process: each function here applies one patch. `core/engine.py` calls them all.
 
-Each function patches one thing, once; `core/engine.py` calls them all. `core/tma.py` does the same for copies.
+| patch | what it changes | for whom |
+|---|---|---|
+| `tma.copy_any_shape` | TMA copies arrays that swizzle tiles do not divide, and windows of rows | kernels of `engine.kernel` |
+| `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
+| `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
+| `threads.run_on_own_client` | the interpreter has as many threads as simulated warpgroups | all interpreted kernels |
+
+`engine.kernel` marks its kernels (`mark`); a patch that would change what others' kernels compute looks for the mark.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from jax.experimental.mosaic.gpu import core as mosaic
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir
 
-# --- Reductions through the switch in float32
+# --- Kernels of engine.kernel
 
-# Reductions through the switch in float32, which Mosaic GPU does not ask it for.
+_MARK = "_mgpu_ops_kernel"  # attribute of a kernel's LaunchContext
+
+
+def mark(context: launch_context.LaunchContext) -> None:
+    """Marks the kernel that is being lowered as one of `engine.kernel`."""
+    setattr(context, _MARK, True)
+
+
+def is_marked(context: launch_context.LaunchContext) -> bool:
+    return getattr(context, _MARK, False)
+
+
+# --- Sums of the NVLink switch
 #
-# `multimem.ld_reduce` of 16-bit floats adds them in any precision that is at least their own, unless it says `.acc::f32`.
-# `add_in_float32` makes Mosaic say so. Source: PTX ISA, "multimem.ld_reduce".
+# `multimem.ld_reduce` adds 16-bit floats in any precision that is at least their own, unless it says `.acc::f32`, as Mosaic GPU
+# never does. Source: PTX ISA, "multimem.ld_reduce".
 
 _PACKED = {"bf16": "bf16x2", "f16": "f16x2"}
+_LOAD_REDUCE = "mosaic_gpu.multimem_load_reduce"
+_in_float32: ContextVar[bool] = ContextVar("_in_float32", default=False)
 
 
 def add_in_float32() -> None:
-    """Sums of 16-bit floats in every kernel compiled afterwards in this process are formed in float32, then rounded."""
-    load_reduce = utils.multimem_load_reduce
+    """In marked kernels, the switch adds 16-bit floats in float32 and rounds the sum once."""
+    lower, load_reduce = dialect_lowering._lowerings[_LOAD_REDUCE], utils.multimem_load_reduce
+
+    @functools.wraps(lower)
+    def lower_marked(context: Any, op: Any) -> Any:
+        with _adding_in_float32(is_marked(context.launch_context)):
+            return lower(context, op)
 
     @functools.wraps(load_reduce)
     def multimem_load_reduce(ty: Any, ptr: Any, reduction: Any, is_signed: bool | None = None) -> Any:
         packed = _PACKED.get(str(ty.element_type)) if isinstance(ty, ir.VectorType) else None
-        if reduction != "add" or packed is None:
+        if not _in_float32.get() or reduction != "add" or packed is None:
             return load_reduce(ty, ptr, reduction, is_signed)
         return _add_in_float32(ty, ptr, packed)
 
+    dialect_lowering._lowerings[_LOAD_REDUCE] = lower_marked
     utils.multimem_load_reduce = multimem_load_reduce  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _adding_in_float32(value: bool) -> Iterator[None]:
+    token = _in_float32.set(value)
+    try:
+        yield
+    finally:
+        _in_float32.reset(token)
 
 
 def _add_in_float32(ty: Any, ptr: Any, packed: str) -> Any:
@@ -52,18 +91,17 @@ def _add_in_float32(ty: Any, ptr: Any, packed: str) -> Any:
     return utils.bitcast(utils.vector_concat([utils.bitcast(word, one) for word in loaded]), ty)
 
 
-# --- Kernels that reach other GPUs, on a mesh without devices
-
-# Kernels that reach other GPUs, inside `jax.shard_map` over an `AbstractMesh`: jax 0.11 compiles them and fails to run them.
+# --- Replicas of a mesh without devices
 #
-# Such a kernel names the replicas that take part, which jax 0.11 reads off a mesh's devices; an abstract mesh has none.
-# `name_replicas` names them all, in order, as jax 0.12 does. With other orders of devices Mosaic GPU cannot deal anyway.
+# A kernel that reaches other GPUs names the replicas that take part. jax 0.11 reads them off the mesh's devices. On an
+# AbstractMesh, which has none, the kernel compiles and fails when it runs. jax 0.12 names all replicas in order; Mosaic GPU
+# cannot run another order.
 
 _CONFIG, _IDS = "mhlo.backend_config", "xla_replica_ids"
 
 
 def name_replicas() -> None:
-    """Every kernel lowered afterwards in this process names its replicas."""
+    """Every kernel inside `jax.shard_map` names all replicas in order where it named none."""
     lower = mosaic._mosaic_gpu_lowering_rule
 
     @functools.wraps(lower)

@@ -1,8 +1,8 @@
 """Threads for JAX's GPU interpreter: it waits inside XLA for other simulated warpgroups, and each wait may hold a CPU thread.
 
 XLA makes its pool of CPU threads with the CPU client: as many as the machine has cores (or $NPROC says), and no fewer than
-devices. Where there may be fewer than warpgroups, `provide` makes a second CPU client with enough of them, on which `install`
-lets warpgroups run, so that the interpreter hangs on no machine, whatever JAX did before.
+devices. Where there may be fewer than warpgroups, `provide` makes a second CPU client with enough of them, and after
+`run_on_own_client` warpgroups run on it: the interpreter hangs on no machine, whatever JAX did before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _lock = threading.Lock()
 _own: dict[str, Any] = {"threads": 0, "device": None}  # of the second client, once there is one
 
 
-def install() -> None:
-    """Runs simulated warpgroups on the second client, once there is one."""
+def run_on_own_client() -> None:
+    """Simulated warpgroups run on the second client, once there is one."""
     run = thread_map._run_jaxpr
 
     @functools.wraps(run)

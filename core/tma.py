@@ -1,7 +1,7 @@
 """TMA copies that Mosaic GPU does not offer: arrays of any shape, and windows of rows that end anywhere.
 
-`install` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes. `engine` calls it once;
-the ops use what `engine` makes of it. Kernels of others, which `engine` did not `mark`, get what Mosaic makes of their copies.
+`copy_any_shape` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes, for kernels of
+`engine.kernel`. Ops call `engine.load_rows`, `engine.store_rows` and `engine.block_start`, which use it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf
 
+from mgpu_ops.core.jax_patches import is_marked
+
 ROW_UNIT = 8  # rows of a window are given in eighths: Mosaic insists that tiles of 8 rows begin at multiples of 8
 ANYWHERE = 0x414E5957  # index into the first dimension, which has size 1: rows are then given eightfold, columns 64-fold
 WINDOW = 0x57494E44  # index into the second dimension, which has size 1: so a slice says that it is a window of rows
 COLUMN_UNIT = 64  # likewise for columns that begin anywhere
 _ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
 _WRAP_BYTES = 1 << 34  # times _ROWS, a stride of 2^64 bytes: nothing, in 64-bit addresses
-_MARK = "_mgpu_ops_kernel"  # attribute of the LaunchContext of a kernel of this library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,20 +121,15 @@ def _view(ref: ir.Value, shape: Any, strides: Any, offset: int = 0) -> ir.Value:
     return memref.reinterpret_cast(view, ref, [], [], [], static_offsets=[offset], static_sizes=shape, static_strides=strides)
 
 
-def mark(context: launch_context.LaunchContext) -> None:
-    """Says, while a kernel is lowered, that it is one of this library's: its copies may be of what Mosaic lacks."""
-    setattr(context, _MARK, True)
-
-
-def install() -> None:
-    """Extends Mosaic's TMA copies, once, for every marked kernel compiled afterwards in this process."""
+def copy_any_shape() -> None:
+    """Marked kernels can copy arrays of any shape, and windows of rows (`core/jax_patches.py`)."""
     copy = launch_context.LaunchContext.async_copy
 
     @functools.wraps(copy)
     def async_copy(
         self: Any, *, src_ref: Any, dst_ref: Any, gmem_slice: Any = (), gmem_transform: Any = (), **options: Any
     ) -> None:
-        if not getattr(self, _MARK, False):
+        if not is_marked(self):
             copy(self, src_ref=src_ref, dst_ref=dst_ref, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **options)
             return
         to_smem = utils.is_smem_ref(dst_ref)
