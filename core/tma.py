@@ -53,13 +53,12 @@ class _WindowOfRows(launch_context.MemRefTransform):
         return (panels, rows, columns) if self.panel else (rows, columns)
 
     def transform_index(self, idx: Any) -> tuple[Any, ...]:
-        index = ir.IndexType.get()
         *_, row, column = idx
-        row = arith.addi(arith.subi(utils.c(_ROWS, index), self.end), row)
+        row = arith.addi(arith.subi(_index(_ROWS), self.end), row)
         if not self.panel:
-            return (utils.c(_ROWS, index), self.end, row, column)
-        panel = arith.divui(column, utils.c(self.panel, index))
-        return (utils.c(_ROWS, index), self.end, panel, row, utils.c(0, index))
+            return (_index(_ROWS), self.end, row, column)
+        panel = arith.divui(column, _index(self.panel))
+        return (_index(_ROWS), self.end, panel, row, _index(0))
 
     def transform_shape(self, shape: Any) -> tuple[int, ...]:
         *_, rows, columns = shape
@@ -92,15 +91,14 @@ class _RowsAnywhere(launch_context.MemRefTransform):
         return _view(ref, shape, strides)
 
     def transform_index(self, idx: Any) -> tuple[Any, ...]:
-        index = ir.IndexType.get()
         *lead, row, column = idx
-        tile, panel = utils.c(self.tile, index), utils.c(self.panel, index)
+        tile, panel = _index(self.tile), _index(self.panel)
         return (
             *lead,
             arith.divui(row, tile),
             arith.divui(column, panel),
             arith.remui(row, tile),
-            utils.c(0, index),
+            _index(0),
         )
 
     def transform_shape(self, shape: Any) -> tuple[int, ...]:
@@ -170,11 +168,10 @@ def _is_constant(x: Any, value: int) -> bool:
 
 def _anywhere(gmem_slice: Any) -> tuple[Any, ...]:
     """The slice (ANYWHERE, ..., 8 rows, 64 columns) as it is meant: (0, ..., rows, columns)."""
-    index = ir.IndexType.get()
     _, *lead, rows, columns = gmem_slice
     units = ((rows, ROW_UNIT), (columns, COLUMN_UNIT))
-    there = [utils.DynamicSlice(arith.divui(part.base, utils.c(unit, index)), part.length) for part, unit in units]
-    return (utils.c(0, index), *lead, *there)
+    there = [utils.DynamicSlice(arith.divui(part.base, _index(unit)), part.length) for part, unit in units]
+    return (_index(0), *lead, *there)
 
 
 def _ragged_tiling(gmem: Any, smem: Any, gmem_slice: Any, gmem_transform: Any) -> tuple[int, int] | None:
@@ -193,11 +190,10 @@ def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_s
     """Copies between an array that swizzle tiles do not divide and a block in shared memory, [tiles, panels, 8, panel].
 
     A block of one panel lies in shared memory as plain rows: one copy without tiles, which TMA clips at the array's true end.
-    Several panels interleave every 8 rows and come in tiles. Of a block that would reach beyond the end of the rows, the
-    columns are those that end with the rows (`last_start`), through a tensor map whose tiles end there too. A block that holds
-    part of the last 8 rows, where these are not all there, is copied tile by tile, clipped.
+    Several panels interleave every 8 rows and come in tiles (`_in_tiles`), which do not reach the array's last rows where they
+    are no multiple of 8: a block that holds some of these comes one tile at a time, clipped (`_tile_by_tile`).
     """
-    tiles, panels, tile, panel = smem.type.shape
+    _, panels, _, panel = smem.type.shape
     if panels == 1:
         copy(utils.memref_fold(smem, 0, 3), gmem_slice, ())
         return
@@ -205,37 +201,48 @@ def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_s
     width = panels * panel
     if not to_smem or width > n:
         raise NotImplementedError(f"a copy of blocks {width} wide and an array of rows of {n}: see `last_start`")
-    index = ir.IndexType.get()
-    constant = lambda x: utils.c(x, index)  # noqa: E731
     *lead, rows, columns = gmem_slice
-    ule = arith.CmpIPredicate.ule
-    # Of each kind of copy, the columns in the array as its tensor map sees it, and whether this block takes it.
-    kinds: list[tuple[Any, Any, Any]] = [(launch_context.TileTransform(tiling, launch_context.Rounding.DOWN), columns, None)]
-    if n % tiling[1]:
-        inside = arith.cmpi(ule, arith.addi(columns.base, constant(width)), constant(n))
-        last = utils.DynamicSlice(constant(n - n % tiling[1] - width), width)
-        kinds = [(kinds[0][0], columns, inside), (_TilesToTheEnd(tiling), last, _not(inside))]
-    whole = None
-    if m % tiling[0]:
-        whole = arith.cmpi(ule, arith.addi(rows.base, constant(rows.length)), constant(m // tiling[0] * tiling[0]))
+    kinds = _in_tiles(n, columns, tiling)
+    whole = _ends_by(rows, m // tiling[0] * tiling[0]) if m % tiling[0] else None
     for transform, at, only in kinds:
         copy(smem, (*lead, rows, at), (transform,), _both(only, whole))
-    if whole is None:
-        return
-    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[call-arg]
-        first = arith.minui(columns.base, constant(n - width)) if n % tiling[1] else columns.base
-        # The compiler does not see the number: unrolled, the loop's addresses spill.
-        i32 = ir.IntegerType.get_signless(32)
-        count = utils.inline_ptx(f"mov.b32 $0, {tiles * panels};", result_types=i32, has_side_effects=True)
-        loop = scf.ForOp(constant(0), arith.index_cast(index, count), constant(1))  # type: ignore[call-arg]
-        with ir.InsertionPoint(loop.body):
-            i = arith.divui(loop.induction_variable, constant(panels))
-            j = arith.remui(loop.induction_variable, constant(panels))
-            row = arith.addi(rows.base, arith.muli(i, constant(tile)))
-            column = arith.addi(first, arith.muli(j, constant(panel)))
-            window = (*lead, utils.DynamicSlice(row, tile), utils.DynamicSlice(column, panel))
-            copy(utils.memref_slice(smem, (i, j)), window, ())
+    if whole is not None:
+        with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[call-arg]
+            first = arith.minui(columns.base, _index(n - width)) if n % tiling[1] else columns.base
+            _tile_by_tile(smem, lead, rows.base, first, copy)
             scf.YieldOp([])
+
+
+def _in_tiles(n: int, columns: Any, tiling: tuple[int, int]) -> list[tuple[Any, Any, Any]]:
+    """The copies of which one brings a block of several panels from rows of n.
+
+    Each as: the tensor map's view of the array, the block's columns in it, and a flag that says whether this copy is the one;
+    None for always. A block that would reach beyond the end of the rows is the one that ends with them (`last_start`). Its
+    tensor map has tiles that end there too.
+    """
+    down = launch_context.TileTransform(tiling, launch_context.Rounding.DOWN)
+    if n % tiling[1] == 0:
+        return [(down, columns, None)]
+    inside = _ends_by(columns, n)
+    last = utils.DynamicSlice(_index(n - n % tiling[1] - columns.length), columns.length)
+    return [(down, columns, inside), (_TilesToTheEnd(tiling), last, _not(inside))]
+
+
+def _tile_by_tile(smem: Any, lead: Any, row: Any, column: Any, copy: Callable[..., None]) -> None:
+    """Copies the block at (row, column) in a loop over its swizzle tiles, each of which TMA clips at the array's true end."""
+    tiles, panels, tile, panel = smem.type.shape
+    # The compiler does not see the number: unrolled, the loop's addresses spill.
+    i32 = ir.IntegerType.get_signless(32)
+    count = utils.inline_ptx(f"mov.b32 $0, {tiles * panels};", result_types=i32, has_side_effects=True)
+    loop = scf.ForOp(_index(0), arith.index_cast(ir.IndexType.get(), count), _index(1))  # type: ignore[call-arg]
+    with ir.InsertionPoint(loop.body):
+        i = arith.divui(loop.induction_variable, _index(panels))
+        j = arith.remui(loop.induction_variable, _index(panels))
+        at = (
+            utils.DynamicSlice(arith.addi(row, arith.muli(i, _index(tile))), tile),
+            utils.DynamicSlice(arith.addi(column, arith.muli(j, _index(panel))), panel),
+        )
+        copy(utils.memref_slice(smem, (i, j)), (*lead, *at), ())
         scf.YieldOp([])
 
 
@@ -246,6 +253,15 @@ def last_start(length: int, width: int, panel: int) -> int | None:
     array reads as zeros.
     """
     return length - width if width > panel and length > panel and length % panel else None
+
+
+def _index(x: int) -> Any:
+    return utils.c(x, ir.IndexType.get())
+
+
+def _ends_by(part: Any, end: int) -> Any:
+    """Whether a slice ends at `end` or before."""
+    return arith.cmpi(arith.CmpIPredicate.ule, arith.addi(part.base, _index(part.length)), _index(end))
 
 
 def _not(flag: Any) -> Any:
@@ -295,18 +311,17 @@ def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> No
     """
     end, _, rows, columns = gmem_slice
     tiles, panels, tile, panel = smem.type.shape
-    index = ir.IndexType.get()
-    row = arith.divui(rows.base, utils.c(ROW_UNIT, index))
+    row = arith.divui(rows.base, _index(ROW_UNIT))
+    block = (0, 0, utils.DynamicSlice(row, rows.length), columns)
     if panels == 1:
-        copy(utils.memref_fold(smem, 0, 3), (0, 0, utils.DynamicSlice(row, rows.length), columns), (_WindowOfRows(None, end),))
+        copy(utils.memref_fold(smem, 0, 3), block, (_WindowOfRows(None, end),))
         return
-    whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, utils.c(rows.length, index)), end)
-    copy(smem, (0, 0, utils.DynamicSlice(row, rows.length), columns), (_RowsAnywhere(tile, panel),), whole)
-    partly = arith.xori(whole, utils.c(1, whole.type))
-    with ir.InsertionPoint(scf.IfOp(partly).then_block):  # type: ignore[call-arg]
-        loop = scf.ForOp(utils.c(0, index), utils.c(tiles, index), utils.c(1, index))  # type: ignore[call-arg]
+    whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
+    copy(smem, block, (_RowsAnywhere(tile, panel),), whole)
+    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[call-arg]
+        loop = scf.ForOp(_index(0), _index(tiles), _index(1))  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
-            first = arith.addi(row, arith.muli(loop.induction_variable, utils.c(tile, index)))
+            first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
             window = (0, 0, utils.DynamicSlice(first, tile), columns)
             copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end),))
             scf.YieldOp([])
