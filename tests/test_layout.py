@@ -98,6 +98,28 @@ print(json.dumps([mgpu_ops.__file__, sorted(sys.modules), backends_are_initializ
     assert not initialized
 
 
+@pytest.mark.parametrize("target", ["--wheel", "--sdist"])
+@pytest.mark.parametrize("link", ["core", "tuning"])
+def test_a_checkout_whose_links_are_text_files_is_refused_in_a_sentence(tmp_path, link, target):
+    """git writes links so with core.symlinks=false; what is built from them would lack the folder."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("mgpu_ops", "core", "tuning"):
+        (tmp_path / name).mkdir()
+    for name in ("core", "tuning"):
+        (tmp_path / "mgpu_ops" / name).symlink_to(f"../{name}")
+    (tmp_path / "mgpu_ops" / link).unlink()
+    (tmp_path / "mgpu_ops" / link).write_text(f"../{link}")
+    code = "import sys; from build.__main__ import main; main(sys.argv[1:])"
+    result = run_python(code, "--no-isolation", target, "--outdir", tmp_path / "dist", tmp_path, cwd=tmp_path)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert f"mgpu_ops/{link} is not the link to ../{link}" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("dist/*"))
+
+
 DIRECTION = "core <- registry <- ops <- tuning, and ops know nothing of each other"
 CIRCLES = "no circles, among rooms and among the modules of a room"
 

@@ -1,7 +1,7 @@
 """matmul: out[m, n] = sum_k A[m, k] B[k, n], float32 accumulation, for NVIDIA Hopper.
 
-`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `kernel.py` is the kernel
-from load to store; here are the public function with its gradient and batching rules, the reference, and the op's SPEC.
+`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel,
+from load to store. Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mgpu_ops.registry.spec import OpSpec
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a call says beside its arrays."""
+    """The arguments of a call other than its arrays."""
 
     transpose_a: bool
     transpose_b: bool
@@ -134,7 +134,7 @@ _matmul.defvjp(_forward, _backward)
 
 @functools.cache
 def _batchable(call: _Call) -> Any:
-    """The call as a function of arrays that vmap turns into one launch. It is jitted, so that eager calls trace once."""
+    """The call as a function of arrays. vmap makes one launch of it. It is jitted, so that eager calls trace once."""
 
     @jax.custom_batching.custom_vmap
     def product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,9 +1,11 @@
 """The kernel of matmul: out[m, n] = sum_k A[m, k] B[k, n], float32 accumulation, for NVIDIA Hopper.
 
-A warp-specialised, persistent kernel: each block (or cluster of two blocks) takes output tiles in turn. One warpgroup
-copies tiles of A and B into a pipeline of shared-memory stages with TMA, one or two warpgroups multiply them with wgmma. There
-is a single pipeline over all (tile, k) steps of a block, so that the copies for the next output tile run while the previous
-one is being stored. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
+Persistent and warp-specialised: one block (or cluster of two blocks) an SM, which computes output tiles one after the other.
+A producer warpgroup loads tiles of A and B with TMA into a pipeline of shared-memory stages. One or two consumer warpgroups
+multiply them with wgmma and store the output tile. Producer and consumers run at the same time. The pipeline counts its steps
+over all output tiles of the block: while consumers store one tile, the producer loads the first stages of the next.
+
+Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from mgpu_ops.matmul.problem import (
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """An output tile: which product of the batch, which part of k, and row and column in tiles (traced int32)."""
+    """An output tile: the product of the batch, the part of k, and its row and column counted in tiles. All traced int32."""
 
     batch: Any
     part: Any
@@ -45,10 +47,11 @@ class _Tile:
 
 
 def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
-    """The `step`-th output tile of this block; the blocks of a cluster take neighbours along `c.cluster`."""
+    """The `step`-th output tile of this block. The two blocks of a cluster take tiles next to each other along `c.cluster`."""
     rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
     rows //= 2 if c.cluster == "m" else 1
     columns //= 2 if c.cluster == "n" else 1
+    # The number of a cluster of tiles: product after product, and within one in the order of `raster`.
     index = step * blocks + lax.axis_index("block")
     batch, index = (
         (lax.div(index, jnp.int32(rows * columns)), lax.rem(index, jnp.int32(rows * columns)))
@@ -67,10 +70,10 @@ def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
 
 
 def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[Any]:
-    """What the producer warpgroup brings for step (tile, k): a tile of A and one of B, as they are stored.
+    """Producer: what step (tile, k) loads, a tile of A and one of B in the layout that they are stored in.
 
-    TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. In a cluster, each block loads
-    half of the shared operand and multicasts it to both.
+    TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster need the same
+    tile of one operand: each loads half of it and multicasts that half to both.
     """
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
@@ -107,7 +110,7 @@ def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[An
 
 
 def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
-    """acc += A tile @ B tile, this warpgroup's share."""
+    """Consumer: acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile."""
     a_t, b_t = transposed(p)
     wg_m, wg_n = warpgroup_tile(c)
     row, column = tile_scheduler.warpgroup_origin(c)
@@ -120,18 +123,19 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
         engine.transpose_ref(a_smem) if a_t else a_smem,
         engine.transpose_ref(b_smem) if b_t else b_smem,
     )
+    # The stage may be refilled when this returns, so no wgmma may still read it.
     engine.wgmma_wait(0)
 
 
 def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
-    """Rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array.
+    """Consumer: rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array.
 
-    Where the last tile of a row begins within the one before (`engine.block_start`), both store the same values there.
+    The last tile of a row may begin within the one before (`engine.block_start`). Both then store the same values there.
     """
     row, column = tile_scheduler.warpgroup_origin(c)
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
-    # An operand that is stored with this side along its rows says where its last block begins.
+    # Where the operand's rows run along m or n, the tile begins where `_load`'s block of that operand does.
     first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
     first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
 
@@ -150,15 +154,17 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
 def _kernel(
     p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any
 ) -> None:
-    """One block: a pipeline over (its output tiles) x (steps of k), with a store at the end of each tile."""
+    """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     steps = k_steps(p, c)
-    groups = _tile_groups(p, c)
-    my_tiles = tile_scheduler.tiles_of_block(groups, lax.axis_index("block"), blocks)
+    own_tiles = tile_scheduler.tiles_of_block(_clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
 
+    # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
+    # `max_concurrent_steps` steps ahead, also over the end of an output tile.
     def step(indices: tuple[Any, Any], a_smem: Any, b_smem: Any, acc: Any) -> Any:
         t, k = indices
         _multiply(p, c, acc, a_smem, b_smem)
 
+        # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
             _store(p, c, _tile(p, c, blocks, t), acc, out_smem, out_ref)
@@ -166,42 +172,43 @@ def _kernel(
 
         return acc
 
-    def compute(pipeline: Any) -> None:
+    # Only consumers have accumulators: their registers live around the whole loop.
+    def consumer(pipeline: Any) -> None:
         accumulator.scope(lambda acc: (pipeline(acc), None)[1])
 
     plgpu.emit_pipeline_warp_specialized(
         step,
-        grid=(my_tiles, steps),
+        grid=(own_tiles, steps),
         in_specs=_load(p, c, blocks, a_ref, b_ref),
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
         wg_axis="wg",
-        compute_context=compute,
+        compute_context=consumer,
     )(a_ref, b_ref)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
 def _ends_with_rows(p: Problem, c: Config) -> bool:
-    """Whether the last tile of a row or column of tiles may begin anywhere: see `engine.block_start`."""
+    """Whether the last tile along m or n ends with the array, and so may begin anywhere (`engine.block_start`)."""
     a_t, b_t = transposed(p)
     panel = swizzle_bytes(p, c) // 2
     along_m, along_n = engine.last_start(p.m, c.tile_m, panel), engine.last_start(p.n, c.tile_n, panel)
     return (a_t and along_m is not None) or (not b_t and along_n is not None)
 
 
-def _tile_groups(p: Problem, c: Config) -> int:
-    """Output tiles, counted in clusters."""
+def _clusters_of_tiles(p: Problem, c: Config) -> int:
+    """How many clusters of output tiles there are, of one or two tiles each."""
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     return tiles // (1 if c.cluster == "none" else 2)
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Runs the kernel: A and B as stored, each with or without a leading batch dimension."""
+    """Runs the kernel on A and B as they are stored, each with or without a leading batch dimension."""
     out_dtype, batched = p.out_dtype, 3 in (a.ndim, b.ndim)
     p = partial_problem(p, c)
     cluster = 1 if c.cluster == "none" else 2
-    blocks = min(gpu.sms // cluster, _tile_groups(p, c))
+    blocks = min(gpu.sms // cluster, _clusters_of_tiles(p, c))
     shape = (p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n)
     anywhere = _ends_with_rows(p, c)
     out = engine.kernel(
@@ -223,7 +230,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
             ),
         },
     )(a, b).reshape(shape)
-    if c.split_k > 1:  # in a fixed order: the result is the same from run to run
+    if c.split_k > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
         parts = out.reshape(*((-1,) if batched else ()), c.split_k, p.m, p.n)
         out = parts.sum(-3).astype(out_dtype)
     return out

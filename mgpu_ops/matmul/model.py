@@ -1,4 +1,4 @@
-"""What is worth trying for a matmul, and a model of its time: used where nothing was measured, and to prune the search."""
+"""Configs worth trying for a matmul, and a model of their time. The tuner and the default use both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mgpu_ops.matmul.problem import (
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
-    """The choices for each field of Config, in order; `check` says which combinations run."""
+    """The values of each Config field, in order. `check` tells which combinations run."""
     del gpu
     return {
         "tile_m": (64, 128, 192, 256),
@@ -42,15 +42,15 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 
 # Measured on an H200 (docs/kernels/matmul.md).
-_SWIZZLE_64 = 0.72  # of the rate is left with 64-byte swizzles: wgmma's reads then meet bank conflicts
-_STRIP = 8  # tiles: of the best width of strips
-_ONE_WARPGROUP = 0.9  # nothing multiplies while the only warpgroup stores or waits
+_SWIZZLE_64 = 0.72  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_STRIP = 8  # tiles: the best width of strips
+_ONE_WARPGROUP = 0.9  # of the rate is left with one consumer: nothing multiplies while it stores or waits
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds: the slowest of arithmetic, loads and latency per step, in whole waves, above HBM.
+    """Modelled time in seconds, with at least the time of HBM.
 
-    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)) of one SM
+    step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)), of one SM
     time = launch + latency + max(waves * (k steps * step + store), HBM bytes / HBM rate) + sum of the split_k parts
     """
     p, c = partial_problem(problem, config), config
@@ -64,7 +64,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     compute = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     hbm = gpu.memory_bytes_per_s * rates.HBM
     reduction = 0.0
-    if c.split_k > 1:  # the parts mostly lie in L2, which reads at about twice the rate
+    if c.split_k > 1:  # most of the parts lie in L2, which is read at about twice HBM's rate
         reduction = rates.LAUNCH + p.batch * p.m * p.n * 4 / (2 * hbm)
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, bytes_moved(problem) / hbm) + reduction
 
@@ -73,10 +73,10 @@ _TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), 
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Analytic choices, none measured, the least modelled `cost` first, one for each tile, split and order of warpgroups.
+    """Configs chosen without measurements, the least modelled `cost` first: one for each tile, split of k and wg_dimension.
 
-    tile_k = 64 is one 128-byte swizzle row, the pipeline takes the shared memory there is, strips of 8 tiles keep operands in
-    L2, and k is split where tiles are few. Raises ValueError where `supports` has a reason.
+    tile_k is one 128-byte swizzle row (64), the pipeline is as deep as shared memory allows, and strips are 8 tiles wide.
+    Raises ValueError where `supports` has a reason.
     """
     reason = supports(problem, gpu)
     if reason is not None:
@@ -119,9 +119,9 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """How far a config tuned for `x` is from `y`: |log2| ratios of m, n, k and batch; None where it does not carry over.
+    """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
 
-    A tenfold batch of tokens changes the best tile; 16-bit dtypes and layouts tile alike but are told apart by a small step.
+    The sum of |log2| of the ratios of m, n, k and batch, and a small step for another 16-bit dtype or layout, which tile alike.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):

@@ -51,18 +51,18 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """How a block of the kernel works. Tuned; none of the fields changes the answer, but for the order of float32 sums over k.
+    """How a block of the kernel works. Every field is tuned. None changes the result, except the order of float32 sums over k.
 
     tile_m, tile_n: rows and columns of the output tile of a block.
     tile_k: depth of one pipeline step.
-    max_concurrent_steps: stages of the shared-memory pipeline.
+    max_concurrent_steps: stages of the pipeline in shared memory.
     compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
     wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
     cluster: "none", or "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast).
     raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
     raster_width: see raster_dimension.
     epilogue_tile_n: columns of an epilogue tile, the unit of 64 rows in which the output is stored; two are in flight.
-    split_k: parts of k computed apart, in float32, and summed by a second kernel: fills the GPU when tiles are few.
+    split_k: parts of k computed apart, in float32, and summed by a second kernel. It fills the GPU when tiles are few.
     memory_registers: registers of a producer thread; consumers share the rest.
     """
 
