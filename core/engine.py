@@ -1,17 +1,13 @@
-"""The one door to Mosaic GPU: everything an op's kernel uses, under one name, for jax 0.11.2 to 0.12.
+"""What kernels use beside JAX's own `plgpu` and `pl`, compiled or interpreted, for jax 0.11.2 to 0.12.
 
-What is here is JAX's own (`jax.experimental.pallas.mosaic_gpu`; its documentation applies), except for what this module
-adds because every op needs it:
-
-- `kernel` runs a body compiled or interpreted (`interpret=True`), and gives each call a function object of its own: a body
-  that is shared by two configs kept the grid of the first in jax 0.11.0 to 0.11.2 (jax#40847).
-- `Accumulators`, `accumulated` and `wgmma` stand for the tensor core's float32 accumulators in registers. Compiled, they
-  are JAX's; interpreted, the accumulator lies in simulated shared memory, because JAX's interpreter cannot reset one inside
-  a pipeline.
+- `kernel` makes a function that launches a kernel body on the GPU, or in JAX's interpreter with race detection.
+- `specialize` splits a block into a producer warpgroup and consumer warpgroups.
+- `Accumulators`, `wgmma` and `accumulated` are the tensor cores' float32 sums: JAX's accumulators in registers when compiled.
+  Interpreted, they lie in simulated shared memory, because JAX's interpreter cannot reset an accumulator inside a pipeline.
 - `operand_transforms` is the shared-memory layout (tiling and swizzle) that wgmma and TMA agree on.
-- TMA copies may touch arrays whose sides are no multiple of the swizzle tile, as long as the copied block is one tile wide,
-  and `load_rows` and `store_rows` copy windows of rows that begin and end anywhere (`core/tma.py`).
-- `races_found` and `reset_interpreter` ask and clear the interpreter's race detector.
+- `load_rows` and `store_rows` copy windows of rows that begin and end anywhere. Other TMA copies may touch arrays whose sides
+  swizzle tiles do not divide (`core/tma.py`).
+- `races_found` and `reset_interpreter` read and clear the interpreter's race detector.
 """
 
 from __future__ import annotations
@@ -54,9 +50,9 @@ is_pipeline = inflight.is_pipeline
 class Accumulators:
     """Scratch type: float32 accumulators of `shapes` in the registers of each of `warpgroups` consumer warpgroups.
 
-    A kernel receives a handle for them; `handle.scope(fn)`, called by a consumer warpgroup, runs `fn(*accs)` with zeroed
-    accumulators of that warpgroup's own. `acc[...]` reads one after all wgmma in flight, `accumulated(acc, n)` after all but
-    the last n; `acc[...] = x` sets it. A wgmma that a loop or branch starts must be waited for in it: `core/inflight.py`.
+    A kernel receives a handle. A consumer warpgroup calls `handle.scope(fn)`, which runs `fn(*accs)` with accumulators of its
+    own, set to zero. `acc[...]` waits for all wgmma and reads, `accumulated(acc, n)` waits for all but the last n, and
+    `acc[...] = x` writes. A loop or branch that starts a wgmma must also wait for it (`core/inflight.py`).
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -68,7 +64,7 @@ _interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
 
 @contextlib.contextmanager
 def _interpreted(value: bool) -> Iterator[None]:
-    """Whether the kernel traced within is for the interpreter."""
+    """A kernel traced in this context is for the interpreter, or not."""
     token = _interpreting.set(value)
     try:
         yield
@@ -103,7 +99,7 @@ class _Simulated:
 
 
 def accumulated(acc: Any, in_flight: int) -> Any:
-    """What an accumulator holds once all wgmma are done but the last `in_flight`, which belong to others."""
+    """The accumulator's values after all wgmma but the last `in_flight`, which must add to other accumulators."""
     inflight.reads(acc, in_flight)
     return acc[...] if _interpreting.get() else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
@@ -119,7 +115,7 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
         if isinstance(a, jax.Array):
             ptxas.warn_of_register_operands()
         plgpu.wgmma(acc, a, b)
-    else:  # these loads stand for the tensor core's, which need no fence before the next TMA write
+    else:  # the interpreter wants a fence between loads and the next TMA write; wgmma's own loads need none
         acc[...] += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()
 
@@ -153,10 +149,10 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
 
 
 def block_start(index: Any, width: int, length: int, dtype: Any, swizzle: int) -> Any:
-    """Where block `index` of a row of `length` begins whose blocks of `width` `copy_gmem_to_smem` brings.
+    """The first element of block `index` when `copy_gmem_to_smem` copies a row of `length` in blocks of `width`.
 
-    index * width; but the last block of a row that swizzle tiles do not divide ends with the row where it is several of them
-    wide, as TMA cannot clip it: it then shares columns with the block before. The interpreter clips, as it may.
+    It is index * width, with one exception. TMA cannot clip a block of several swizzle tiles where these do not divide the row:
+    the last block then ends with the row and overlaps the one before. The interpreter clips it instead.
     """
     last = tma.last_start(length, width, swizzle // jnp.dtype(dtype).itemsize)
     start = index * width
@@ -164,9 +160,10 @@ def block_start(index: Any, width: int, length: int, dtype: Any, swizzle: int) -
 
 
 def block_anywhere(ref: Any, *index: Any) -> Any:
-    """The block of an array [1, ..., rows, columns] at `index`, whose two slices may begin at any multiple of 8, for a copy.
+    """The block of an array [1, ..., rows, columns] at `index`, for a copy. Its two slices may begin at any multiple of 8.
 
-    Mosaic takes starts that it can see to be multiples of the swizzle tile only: they are written so often (`core/tma.py`).
+    Mosaic accepts only starts that it can prove to be multiples of the swizzle tile. So the starts are written multiplied by
+    the tile's sides, and the copy divides them again (`core/tma.py`).
     """
     *lead, rows, columns = index
     if _interpreting.get():
@@ -176,16 +173,18 @@ def block_anywhere(ref: Any, *index: Any) -> Any:
 
 
 def rows_view(x: jax.Array) -> jax.Array:
-    """[rows, columns] as `load_rows` and `store_rows` take it: [1, 1, rows, columns]. Its first two indices tell of windows."""
+    """[rows, columns] as [1, 1, rows, columns], for `load_rows` and `store_rows`. The first two indices mark windows."""
     return x.reshape(1, 1, *x.shape)
 
 
 def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any) -> None:
     """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
 
-    src is a `rows_view` in global memory of fewer than 2^28 rows; row and end <= its rows are traced integers of any value,
-    column is a multiple of 64 that the compiler can see to be one. dst is [rows, columns] in shared memory, tiled with the
-    128-byte swizzle (`operand_transforms`). A dst of several swizzle widths needs an array that they divide.
+    src: a `rows_view` in global memory of fewer than 2^28 rows.
+    row, end: traced integers of any value, end <= the rows of src.
+    column: a multiple of 64, as the compiler can see.
+    dst: [rows, columns] in shared memory, tiled with the 128-byte swizzle (`operand_transforms`). If it is
+      wider than one swizzle tile, tiles divide the rows of src.
     """
     rows, columns = dst.shape
     inflight.copies(dst, barrier)
@@ -197,7 +196,7 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
 
         @pl.when(some)
         def _(offset: Any = offset, count: int = count) -> None:
-            # A row may end within the block.
+            # The row may end inside of the block: pad with zeros.
             whole = jnp.pad(src[0, 0, pl.ds(row + offset, count), :], ((0, 0), (0, columns)))
             dst[pl.ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
 
@@ -206,9 +205,9 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
 
 
 def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
-    """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`: `load_rows` the other way.
+    """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`, the reverse of `load_rows`.
 
-    It belongs to the group of copies that the next `wait_smem_to_gmem` counts.
+    It is a group of copies of its own for `wait_smem_to_gmem`.
     """
     rows, columns = src.shape
     if not _interpreting.get():
@@ -223,17 +222,17 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
             plgpu.copy_smem_to_gmem(src.at[pl.ds(offset, count), :], window, commit_group=False)
 
     plgpu.commit_smem_to_gmem_group()
-    # The interpreter counts copies, not groups of them: an empty group would be missing.
+    # The interpreter counts copies instead of groups, and would miss an empty group.
     pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
 
 
 def _window(ref: Any, row: Any, end: Any, column: Any, shape: tuple[int, int]) -> Any:
-    """How `core/tma.py` wants a window of rows: Mosaic only takes rows in eights, so the row is written eightfold."""
+    """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8."""
     return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(column, shape[1])]
 
 
 def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
-    """A traced length <= limit as pieces of static sizes: (offset, size, whether the piece is there)."""
+    """A traced length <= limit as a sum of powers of two: (offset, power, whether the length has it), the largest first."""
     offset, size = jnp.int32(0), 1 << (limit.bit_length() - 1)
     while size:
         yield offset, size, length & size != 0
@@ -241,7 +240,7 @@ def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
 
 
 def global_memory_fence() -> None:
-    """Later TMA copies see what a signal, waited for before, says was stored to global memory.
+    """Orders TMA copies after it behind stores to global memory that a signal, waited for before, has released.
 
     Source: PTX ISA, "fence.proxy.async": TMA and ordinary accesses go through different proxies.
     """
@@ -256,9 +255,9 @@ def global_memory_fence() -> None:
 
 
 def signal_all(semaphore: Any, device_ids: Sequence[Any]) -> None:
-    """Adds 1 to a semaphore of several GPUs, given by their mesh indices, once the warpgroup's stores are visible to them.
+    """Adds 1 to the semaphore on each of several GPUs, given by mesh indices, after the warpgroup's stores are visible to them.
 
-    One fence releases to all, before it signals: `semaphore_signal` has one for each GPU, each of which takes about as long.
+    One fence releases the stores to all GPUs. `semaphore_signal` would fence once for each GPU, as long each time.
     """
 
     @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(device_ids))
@@ -274,7 +273,7 @@ def signal_all(semaphore: Any, device_ids: Sequence[Any]) -> None:
 
 
 def warpgroup_barrier() -> None:
-    """The threads of the warpgroup wait for each other."""
+    """The threads of a warpgroup wait for each other."""
     if _interpreting.get():
         return
 
@@ -286,10 +285,10 @@ def warpgroup_barrier() -> None:
 
 
 def store_volatile(values: Any, ref: Any) -> None:
-    """ref[i] = values[i] in shared memory, a float32 for each of a warpgroup's 64 rows, by stores that ptxas does not move.
+    """ref[i] = values[i] in shared memory, a float32 for each of a warpgroup's 64 rows, with stores that ptxas does not move.
 
-    What follows in program order, a wait for wgmma say, then comes after all that `values` depends on: ptxas moves such a wait
-    ahead of arithmetic that does not need it, and what was to run beside the tensor cores runs after them.
+    ptxas moves a wait for wgmma ahead of arithmetic that does not need it; the arithmetic then runs after the tensor cores
+    instead of beside them. A wait that follows this store stays behind all that `values` depends on.
     """
     if _interpreting.get():
         ref[...] = values
@@ -298,7 +297,7 @@ def store_volatile(values: Any, ref: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def store(_: Any, values: Any, ref: Any) -> None:
-        # Four threads have the same two rows, eight apart: a thread's are 16 rows of its warp, and those of its four of them.
+        # Layout of wgmma's rows: warp w has rows 16 w to 16 w + 15. Four threads share a row and the one 8 below it.
         i32 = ir.IntegerType.get_signless(32)
         lane = mosaic.thread_idx()
         row = arith.addi(
@@ -314,28 +313,28 @@ def store_volatile(values: Any, ref: Any) -> None:
 
 
 def interpreting() -> bool:
-    """Whether the kernel being traced is for the interpreter."""
+    """Whether the kernel that is being traced is for the interpreter."""
     return _interpreting.get()
 
 
 def add_tile(src: Any, dst: Any) -> None:
-    """Starts dst += src, float32, from shared to global memory; blocks may add to one place at a time, in any order.
+    """Starts dst += src, float32, from shared to global memory. Several blocks may add to the same place, in any order.
 
-    The interpreter, which has no such copies, overwrites: there each block needs a dst of its own.
+    The interpreter has no such copies and overwrites dst: there, each block needs a dst of its own.
     """
     plgpu.copy_smem_to_gmem(src, dst, reduction_op=None if _interpreting.get() else "add")
 
 
 def frozen(ref: Any, *operands: jax.Array) -> jax.Array:
-    """What a kernel of `operands` left in a `jax.new_ref`, which is read no more.
+    """The array in a `jax.new_ref` that a kernel of `operands` has written. The ref is not used after this.
 
-    Inside `jax.shard_map` it differs from device to device as the operands do, which JAX cannot say of the ref itself.
+    Inside `jax.shard_map` the array varies over the mesh axes of the operands. JAX does not know this of the ref.
     """
     return same_mesh_axes(jax.freeze(ref), *operands)[0]
 
 
 def transpose_ref(ref: Any) -> Any:
-    """A view of a rank-2 shared-memory ref with its dimensions swapped; wgmma reads 16-bit operands either way."""
+    """A view of a rank-2 shared-memory ref with its dimensions swapped. wgmma reads 16-bit operands in both orders."""
     return ref.transpose((1, 0))
 
 

@@ -1,4 +1,4 @@
-"""What a GPU is: the one table of names, SMs, memories and rates; recognises the running device.
+"""The table of GPUs (names, SMs, memories, rates), and which of them is running.
 
 Importing this module initialises no JAX backend.
 """

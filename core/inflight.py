@@ -1,13 +1,13 @@
-"""Watches, while a kernel is traced, that nothing it starts on the tensor cores is used before a wait says that it is done.
+"""Checks, while a kernel is traced, that it waits for the tensor cores before it uses what they read or write.
 
 wgmma is asynchronous: only after a wait that covers it may its accumulator be read and the stages of its operands be refilled.
-Neither JAX's interpreter nor a GPU tells where one is missing: results are then wrong now and then. So the functions of
-`engine` report here what they do, in the order of the program, and InFlight is raised where that is too early. What is checked:
+Where a wait is missing, neither JAX's interpreter nor a GPU reports it, and results are wrong now and then. So the functions of
+`engine` report here what they do, in program order, and InFlight is raised for:
 
-- an accumulator that is read (`accumulated`) while a product for it is in flight;
-- an arrival at an `empty` barrier of a `Pipeline` while a product that reads the pipeline's buffers is in flight;
-- a product that is in flight at the end of the loop or branch that started it: the body of a loop is traced once, so that every
-  turn must begin alike.
+- an accumulator that is read (`accumulated`) while a wgmma that adds to it is in flight;
+- an arrival at an `empty` barrier of a `Pipeline` while a wgmma that reads the pipeline's buffers is in flight;
+- a wgmma that is in flight at the end of the loop or branch that started it. A loop's body is traced once, so each iteration
+  must begin in the same state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InFlight(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A wgmma: its accumulator and operands, refs without what selects a part of them, and where it was traced."""
+    """A wgmma in flight: the whole refs of its accumulator and operands, and the trace (loop or branch) that started it."""
 
     accumulator: Any
     operands: tuple[Any, ...]
@@ -37,7 +37,7 @@ class _Product:
 
 @dataclasses.dataclass
 class _Kernel:
-    """A kernel that is traced. Lists, as refs are compared by identity."""
+    """A kernel that is being traced. Lists instead of dicts, because refs are compared by identity."""
 
     products: list[_Product] = dataclasses.field(default_factory=list)  # in flight, the oldest first
     copies: list[tuple[Any, Any]] = dataclasses.field(
@@ -50,7 +50,7 @@ class _Kernel:
         open_traces = list(_ancestors(jax_core.trace_ctx.trace))
         if any(all(product.trace is not trace for trace in open_traces) for product in self.products):
             raise InFlight(
-                "a wgmma is still in flight at the end of the loop or branch that started it, and the next turn may "
+                "a wgmma is still in flight at the end of the loop or branch that started it, and the next iteration may "
                 "overwrite what it reads: call wgmma_wait(0) or read the accumulator with accumulated(acc, 0) there"
             )
 
@@ -63,7 +63,7 @@ _kernel: ContextVar[_Kernel | None] = ContextVar("_kernel", default=None)
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """The kernel that is traced within."""
+    """Checks the kernel that is traced in this context."""
     token = _kernel.set(_Kernel())
     try:
         yield
@@ -73,7 +73,7 @@ def watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
-    """Accumulators live within, and are done with at its end, where JAX waits for what it started itself."""
+    """The scope of accumulators. At its end JAX waits for all wgmma."""
     yield
     if kernel := _kernel.get():
         kernel.look()

@@ -1,4 +1,4 @@
-"""What wgmma and TMA ask of any op's problems and configs, and the shared memory that a block takes."""
+"""Limits of wgmma, TMA and an SM that hold for the problems and configs of every op. core/gemm.py has those of GEMM tiles."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any, get_type_hints
 from mgpu_ops.core.gpu import Gpu
 
 DTYPES = ("bfloat16", "float16")
-MAX_SIZE = 2**31 - 256  # of a dimension: the end of the last tile, which may lie beyond, is counted in 32 bits
+MAX_SIZE = 2**31 - 256  # of a dimension: 32 bits count up to the end of its last tile
 
 
 def check_fields(problem: Any, least: dict[str, int] | None = None) -> None:
-    """Raises ValueError for a field of a Problem that no call has: of another type than `int`, `str` or `bool` as it is
-    annotated, or a number below that in `least`, else below 0. A symbolic dimension is an `int`, too.
+    """Raises ValueError for a field of a Problem that no call can have.
+
+    That is a value of another type than its annotation (`int`, `str` or `bool`), or a number below `least[field]`, by default
+    below 0. A symbolic dimension counts as an `int`.
     """
     cls: Any = type(problem)
     for name, kind in _kinds(cls):
@@ -44,7 +46,7 @@ def itemsize_of(dtype: str) -> int:
 
 
 def supports_dtypes(dtype: str, out_dtype: str, gpu: Gpu) -> str | None:
-    """Why wgmma on `gpu` cannot multiply `dtype` and give `out_dtype`, or None."""
+    """Why wgmma on `gpu` cannot multiply `dtype` into `out_dtype`, or None."""
     if gpu.architecture != "hopper":
         return f"{gpu.name} is not a Hopper GPU: the kernel uses wgmma (sm_90a); use backend='xla'"
     if dtype not in DTYPES:
@@ -55,7 +57,7 @@ def supports_dtypes(dtype: str, out_dtype: str, gpu: Gpu) -> str | None:
 
 
 def supports_sizes(problem: Any, names: tuple[str, ...]) -> str | None:
-    """Why there is nothing to compute, or more than a kernel can count, along the dimensions of a problem, or None."""
+    """Why a kernel cannot run along these dimensions of a problem (unknown, zero, or too large to count), or None."""
     for name in names:
         size = getattr(problem, name)
         if type(size) is not int:
@@ -68,7 +70,7 @@ def supports_sizes(problem: Any, names: tuple[str, ...]) -> str | None:
 
 
 def first_of(configs: Sequence[Any], problem: Any, gpu: Gpu) -> Any:
-    """The first config that an op has for a problem; ValueError where there is none."""
+    """The first config. Raises ValueError where there is none."""
     if not configs:
         raise ValueError(f"no config that the ops know of runs {problem} on {gpu.name}: use backend='xla'")
     return configs[0]

@@ -9,7 +9,7 @@ from jax import lax
 def same_mesh_axes(*arrays: jax.Array, but: tuple[str, ...] = ()) -> tuple[jax.Array, ...]:
     """The arrays, each typed as varying over every mesh axis that any of them varies over inside `jax.shard_map`.
 
-    Of the axes in `but`, none is added. JAX's own operations do so to their operands. The transpose then sums a replicated
+    Axes in `but` are not added. JAX's own operations do this to their operands, too. The transpose then sums a replicated
     operand's cotangent over the mesh.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]

@@ -1,4 +1,4 @@
-"""Rates that a datasheet does not give, for the ops' models of time. Measured on an H200 (docs/kernels/matmul.md)."""
+"""Rates for the ops' models of time that no datasheet gives. Measured on an H200 (docs/kernels/matmul.md)."""
 
 from __future__ import annotations
 

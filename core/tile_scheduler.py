@@ -18,7 +18,7 @@ from mgpu_ops.core.gemm import Tiled, warpgroup_tile
 
 
 def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
-    """How many of `tiles` fall to `block` (int32) when `blocks` blocks take turns: tile t goes to block t % blocks."""
+    """The number of tiles t < `tiles` of one block (int32), where tile t belongs to block t % blocks."""
     return cdiv(tiles - block, blocks)
 
 
@@ -27,7 +27,7 @@ KEPT_BYTES = 1 << 26
 
 
 def kept[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
-    """`make`, a function of hashable arguments, whose last results are kept, up to KEPT_BYTES in all. They are read-only."""
+    """A cache of `make`, a function of hashable arguments: the results used last, up to KEPT_BYTES in all, read-only."""
     tables: dict[Any, np.ndarray] = {}  # the last used one last
     lock = threading.Lock()
 
@@ -145,17 +145,17 @@ class AssignedTiles:
 
 
 def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
-    """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips that snake.
+    """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips, back and forth.
 
-    A strip is `width` tiles wide along axis `minor` and as long as the other axis. Tiles in flight at one time then cover
-    a compact patch of the output, so that the operand blocks they share are still in L2.
+    A strip is `width` tiles wide along axis `minor` and as long as the other axis. Tiles that are computed at the same time
+    then form a compact patch of the output, and find the operands that they share in L2.
     """
     width = min(width, shape[minor])
     if shape[0] == 1:
         return jnp.int32(0), index
     if shape[1] == 1:
         return index, jnp.int32(0)
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # only here: models import this module
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # here, because models import this module and stay light
 
     return plgpu.planar_snake(index, shape, minor, width)
 
@@ -166,16 +166,16 @@ def cdiv(x: Any, y: int) -> Any:
 
 
 def strips(number: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
-    """Row and column of tile `number` of `rows` (traced) x `columns`: strips of `width` rows, each walked column by column."""
+    """Row and column of tile `number` of `rows` (traced) x `columns`, walked in strips of `width` rows, column by column."""
     strip = lax.div(number, jnp.int32(width * columns))
     inside = number - strip * (width * columns)
-    height = jnp.minimum(jnp.int32(width), rows - strip * width)  # of the last strip, what is left
+    height = jnp.minimum(jnp.int32(width), rows - strip * width)  # the last strip may be lower
     return strip * width + lax.rem(inside, height), lax.div(inside, height)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupTile:
-    """One tile of a group: the group, its rows [start, end) of the ragged array, and the tile's number within the group."""
+    """One output tile of a group: the group, its rows [start, end) in the ragged array, and the tile's number in the group."""
 
     group: Any
     start: Any
@@ -192,12 +192,12 @@ def for_each_group_tile(
     body: Callable[[GroupTile, Any], Any],
     carry: Any,
 ) -> tuple[Any, Any]:
-    """carry = body(tile, carry) for every tile that falls to `block` when `blocks` blocks take turns, group after group.
+    """carry = body(tile, carry) for every tile of `block`. Tiles are numbered group after group; tile t is of block t % blocks.
 
     Args:
-      sizes_ref: the groups' sizes in rows, int32 in global memory. A negative one counts as 0, and groups end where the
-        array of `rows` rows ends, so that no tile lies outside it whatever the sizes are.
-      tiles: how many tiles a group of a size has, both traced.
+      sizes_ref: the groups' sizes in rows, int32 in global memory, of any values: a negative one counts as 0, and groups are
+        cut where the array of `rows` rows ends.
+      tiles: the number of tiles of a group of a given size, both traced.
 
     Returns the row where the last group ends, and the carry. Every block reads each size once.
     """

@@ -1,4 +1,4 @@
-"""TMA copies that Mosaic GPU does not offer: arrays of any shape, and windows of rows that end anywhere.
+"""TMA copies that Mosaic GPU lacks: of arrays of any shape, and of windows of rows that end anywhere.
 
 `copy_any_shape` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes, for kernels of
 `engine.kernel`. Ops call `engine.load_rows`, `engine.store_rows` and `engine.block_start`, which use it.
@@ -17,10 +17,12 @@ from jax.extend.mlir.dialects import arith, memref, scf
 
 from mgpu_ops.core.jax_patches import is_marked
 
-ROW_UNIT = 8  # rows of a window are given in eighths: Mosaic insists that tiles of 8 rows begin at multiples of 8
-ANYWHERE = 0x414E5957  # index into the first dimension, which has size 1: rows are then given eightfold, columns 64-fold
-WINDOW = 0x57494E44  # index into the second dimension, which has size 1: so a slice says that it is a window of rows
-COLUMN_UNIT = 64  # likewise for columns that begin anywhere
+# Mosaic insists that a tile of 8 rows begins at a multiple of 8, and of columns likewise. A copy that begins anywhere gives its
+# first row times ROW_UNIT and its first column times COLUMN_UNIT; an index of one of the two values below marks such a copy.
+ROW_UNIT = 8
+COLUMN_UNIT = 64
+ANYWHERE = 0x414E5957  # in the first dimension, of size 1: a block that begins anywhere
+WINDOW = 0x57494E44  # in the second dimension, of size 1: a window of rows
 _ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
 _WRAP_BYTES = 1 << 34  # times _ROWS, a stride of 2^64 bytes: nothing, in 64-bit addresses
 

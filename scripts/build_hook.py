@@ -19,5 +19,5 @@ class LinksAreFolders(BuildHookInterface):  # type: ignore[type-arg]
             if not Path(self.root, "mgpu_ops", name).is_dir():
                 self.app.abort(
                     f"mgpu_ops/{name} is not the link to ../{name} that git stores: on a file system with symbolic links, run "
-                    "`git config core.symlinks true` and `git checkout -- mgpu_ops`, then build again"
+                    "`git config core.symlinks true` and `git checkout -- mgpu_ops/core mgpu_ops/tuning`, then build again"
                 )

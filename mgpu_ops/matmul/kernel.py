@@ -37,6 +37,15 @@ from mgpu_ops.matmul.problem import (
 
 
 @dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a launch computes, and by how many blocks or, where config.cluster is not "none", clusters of two."""
+
+    problem: Problem
+    config: Config
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Tile:
     """An output tile: the product of the batch, the part of k, and its row and column counted in tiles. All traced int32."""
 
@@ -46,13 +55,14 @@ class _Tile:
     column: Any
 
 
-def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
-    """The `step`-th output tile of this block. The two blocks of a cluster take tiles next to each other along `c.cluster`."""
+def _tile(work: _Work, step: Any) -> _Tile:
+    """The `step`-th output tile of this block. The two blocks of a cluster take tiles next to each other along `cluster`."""
+    p, c = work.problem, work.config
     rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
     rows //= 2 if c.cluster == "m" else 1
     columns //= 2 if c.cluster == "n" else 1
     # The number of a cluster of tiles: product after product, and within one in the order of `raster`.
-    index = step * blocks + lax.axis_index("block")
+    index = step * work.blocks + lax.axis_index("block")
     batch, index = (
         (lax.div(index, jnp.int32(rows * columns)), lax.rem(index, jnp.int32(rows * columns)))
         if p.batch > 1
@@ -69,12 +79,13 @@ def _tile(p: Problem, c: Config, blocks: int, step: Any) -> _Tile:
     return _Tile(batch, part, row, column)
 
 
-def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[Any]:
+def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
     """Producer: what step (tile, k) loads, a tile of A and one of B in the layout that they are stored in.
 
     TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster need the same
     tile of one operand: each loads half of it and multicasts that half to both.
     """
+    p, c = work.problem, work.config
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
 
@@ -82,7 +93,7 @@ def _load(p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any) -> list[An
         batched = ref.ndim == 3
 
         def where(t: Any, k: Any) -> tuple[Any, ...]:
-            at = _tile(p, c, blocks, t)
+            at = _tile(work, t)
             if c.split_k > 1:
                 k = k + at.part * k_steps(p, c)
             return ((at.batch,) if batched else ()) + index(at, k)
@@ -151,12 +162,11 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
     store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], copy)
 
 
-def _kernel(
-    p: Problem, c: Config, blocks: int, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any
-) -> None:
+def _kernel(work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
+    p, c = work.problem, work.config
     steps = k_steps(p, c)
-    own_tiles = tile_scheduler.tiles_of_block(_clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
+    own_tiles = tile_scheduler.tiles_of_block(_clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
 
     # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
@@ -167,7 +177,7 @@ def _kernel(
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
-            _store(p, c, _tile(p, c, blocks, t), acc, out_smem, out_ref)
+            _store(p, c, _tile(work, t), acc, out_smem, out_ref)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         return acc
@@ -179,7 +189,7 @@ def _kernel(
     plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(own_tiles, steps),
-        in_specs=_load(p, c, blocks, a_ref, b_ref),
+        in_specs=_load(work, a_ref, b_ref),
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
@@ -212,7 +222,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
     shape = (p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n)
     anywhere = _ends_with_rows(p, c)
     out = engine.kernel(
-        functools.partial(_kernel, p, c, blocks),
+        functools.partial(_kernel, _Work(p, c, blocks)),
         engine.Launch(
             "mgpu_ops_matmul",
             grid={"block": blocks},
