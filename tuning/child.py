@@ -1,4 +1,4 @@
-"""A process of the tuner's own that may hang or die: it is asked over a pipe, killed when late, and gone when its parent is."""
+"""A child process of the tuner, which may hang or die. It is killed if it is late, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """What comes instead of an answer: the process died, or (`late`) gave none in time."""
+    """In place of an answer: the process died, or (`late`) did not answer in time."""
 
     reason: str
     late: bool = False
 
 
 class Child:
-    """A spawned process that runs `serve(pipe)`. `busy` while it owes an answer, as after Ctrl-C in the middle of one."""
+    """A spawned process that runs `serve(pipe)`. It is `busy` until it has answered, also if Ctrl-C ended the wait for that."""
 
     def __init__(self, serve: Callable[[Any], None]):
         context = multiprocessing.get_context("spawn")
@@ -40,7 +40,7 @@ class Child:
         return self._process.pid or 0
 
     def send(self, message: Any) -> bool:
-        """Whether the process was there to take it; where it was not, `receive` tells what ended it."""
+        """Sends a request. False if the process has ended: `receive` then gives the reason."""
         self.busy = True
         with contextlib.suppress(OSError):
             self._pipe.send(message)
@@ -83,7 +83,7 @@ def _no_ctrl_c() -> Iterator[None]:
 
 
 def settle() -> None:
-    """What a real child does first: Ctrl-C is its parent's to handle, and it ends, with what it started, when that ends.
+    """What a child process does first: it ignores Ctrl-C, which its parent handles, and ends with its parent.
 
     A kernel that hangs holds the GPU until its process is killed, so a child must not outlive a parent that is killed with -9.
     """

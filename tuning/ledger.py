@@ -1,10 +1,11 @@
-"""The candidates of one problem in an optuna study: who measures which, what came of it, and what a dead process left.
+"""The candidates of one problem in an optuna study: which process measures which, and with what result.
 
 The study may be in memory, in a journal file that a killed tuner resumes from, or shared by the workers of a fleet. A candidate
 is a trial: RUNNING while a process measures it, then COMPLETE with its time or PRUNED with its kind of failure (the state that
-samplers learn from). FAIL means that nobody knows: its process died or gave it back.
+samplers learn from). FAIL is a candidate without a result: its process died or gave it back.
 
-Two processes that claim one candidate at once both see both claims, and the one with the lower number holds: no lock is needed.
+Two processes that claim one candidate at the same time both see both claims. The claim with the lower number is valid: no lock
+is needed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Ledger:
         self._study_id = study._study_id
         self._claims: dict[Any, int] = {}  # config -> id of its trial
         self._configs: dict[int, Any] = {}  # what the trials' configs are, by number: they never change
-        self._told: set[int] = set()
+        self._seen: set[int] = set()
         self._retired = -math.inf
         self._away = False  # the storage, however long it was asked
         self._pulse = _Pulse(self._storage)
@@ -74,10 +75,10 @@ class Ledger:
 
     # --- what there is
 
-    def news(self) -> list[FinishedTrial]:
+    def new_results(self) -> list[FinishedTrial]:
         """What was finished since the last call, by whomever: at first everything that the study holds."""
-        fresh = [t for t in self._refresh() if t.number not in self._told and t.state in _FINISHED]
-        self._told.update(trial.number for trial in fresh)
+        fresh = [t for t in self._refresh() if t.number not in self._seen and t.state in _FINISHED]
+        self._seen.update(trial.number for trial in fresh)
         return [finished for trial in fresh if (finished := self._finished(trial)) is not None]
 
     def taken(self, config: Any) -> bool:
@@ -104,7 +105,7 @@ class Ledger:
         return sum(t.state == TrialState.RUNNING and t._trial_id not in mine for t in self._refresh())
 
     def unfinished(self) -> int:
-        """Candidates that other processes are measuring or have left, at one moment."""
+        """Candidates that other processes are measuring, or left when they died."""
         mine, open_ = self._claims.values(), (TrialState.RUNNING, TrialState.WAITING)
         return sum(t.state in open_ and t._trial_id not in mine for t in self._refresh())
 
@@ -116,7 +117,7 @@ class Ledger:
     # --- claims
 
     def claim(self, config: Any, origin: str) -> bool:
-        """Takes a candidate; False where another process was first: take another, it will be in the `news`."""
+        """Takes a candidate; False where another process was first: take another, it will be in `new_results`."""
         if self.taken(config):
             return False
         params, distributions = self._encode(config)
@@ -156,16 +157,16 @@ class Ledger:
     def record(self, config: Any, outcome: Outcome) -> None:
         """Ends a claim with what came of it. It is kept even where this process was taken for dead meanwhile."""
         state = TrialState.COMPLETE if outcome.kind == "ok" else TrialState.PRUNED
-        told = {k: v for k, v in dataclasses.asdict(outcome).items() if v not in (None, "", ()) and k != "us"}
+        fields = {k: v for k, v in dataclasses.asdict(outcome).items() if v not in (None, "", ()) and k != "us"}
         trial_id = self._claims[config]
         try:
-            for key, value in told.items():
+            for key, value in fields.items():
                 self._call(self._storage.set_trial_user_attr, trial_id, key, value)
             self._end(config, state, outcome.us)
         except optuna.exceptions.UpdateFinishedTrialError:
             self._drop(config)
             params, distributions = self._encode(config)
-            attrs = {"config": dataclasses.asdict(config), "origin": "late"} | self._me() | told
+            attrs = {"config": dataclasses.asdict(config), "origin": "late"} | self._me() | fields
             late = optuna.trial.create_trial(
                 state=state,
                 value=outcome.us if outcome.kind == "ok" else None,

@@ -80,8 +80,8 @@ def redact(text: str) -> str:
 
 
 def has_password(where: str) -> bool:
-    told = _decoded(where.partition("://")[2] or where)
-    return redact(where) != where and (_SECRET.search(told) is not None or re.search(":.*@", told, re.DOTALL) is not None)
+    plain = _decoded(where.partition("://")[2] or where)
+    return redact(where) != where and (_SECRET.search(plain) is not None or re.search(":.*@", plain, re.DOTALL) is not None)
 
 
 def _parsed(url: str) -> Any:
@@ -150,7 +150,7 @@ def open_storage(where: str | os.PathLike[str], heartbeat: int = HEARTBEAT, grac
     if not scheme and _MISSPELT.match(where.lstrip()):
         raise StorageError(f"{redact(where)} is no storage: {_NEEDED}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with told(where):
+    with as_storage_errors(where):
         if not scheme:
             return _journal(Path(os.path.expanduser(where)))
         if scheme == "grpc":
@@ -162,8 +162,8 @@ def open_storage(where: str | os.PathLike[str], heartbeat: int = HEARTBEAT, grac
 
 @contextlib.contextmanager
 def opened(where: str | os.PathLike[str], **options: int) -> Iterator[optuna.storages.BaseStorage]:
-    """`open_storage`, and closed in the end; errors of the storage inside are `told`."""
-    with told(os.fspath(where)):
+    """The storage of `open_storage`, closed in the end. Its errors inside are raised `as_storage_errors`."""
+    with as_storage_errors(os.fspath(where)):
         backend = open_storage(where, **options)
         try:
             yield backend
@@ -177,8 +177,8 @@ def opened(where: str | os.PathLike[str], **options: int) -> Iterator[optuna.sto
 
 
 @contextlib.contextmanager
-def told(where: str) -> Iterator[None]:
-    """Errors of a storage as a StorageError without password and without the chain of causes that may hold one."""
+def as_storage_errors(where: str) -> Iterator[None]:
+    """Raises errors of a storage as StorageError, without password, and without the chain of causes, which may hold one."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats, retries, the proxy

@@ -166,7 +166,7 @@ class _Run:
 
     def hear(self) -> None:
         """Takes in what was measured since the last time, here or elsewhere."""
-        for found in self._ledger.news():
+        for found in self._ledger.new_results():
             trial = Trial(len(self.done), found.origin, found.config, found.outcome)
             self.done.append(trial)
             self._search.tell(found.config, found.outcome)

@@ -204,7 +204,7 @@ class _Session:
             raise WorkerError(f"it takes {self.devices} GPUs, and the worker has {len(jax.local_devices())}")
         arrays = jax.jit(lambda key: self.spec.inputs(self.problem, key))(jax.random.key(seed))
         self.arrays = shared_out(arrays, self.devices, first_devices(self.devices))
-        reference = self._ahead(self.spec.reference)
+        reference = self._compiled(self.spec.reference)
         self.expected = reference(*self.arrays)
         self.baseline = "xla"
         self.baseline_call: Callable[[], Any] = functools.partial(reference, *self.arrays)
@@ -215,11 +215,11 @@ class _Session:
         self.calls: dict[Any, Callable[..., Any]] = {}
         self.loads = 2  # how often loading what another process compiled may fail before this one gives it up
         self.spoilt = False
-        self.intact = measure.fingerprint((self.arrays, self.expected))
-        now = measure.median_us(self._times([], rounds=9)[0])
+        self.fingerprint = measure.fingerprint((self.arrays, self.expected))
+        now = measure.median_us(self._samples([], rounds=9)[0])
         self.clock = measure.Clock(baseline_us or now, now)
 
-    def _ahead(self, function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
+    def _compiled(self, function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
         import jax
 
         call = jax.jit(lambda *arrays: function(self.problem, *arrays))
@@ -229,9 +229,9 @@ class _Session:
         """The baseline's call, which has run once."""
         import jax
 
-        arrays = self.arrays if baseline.arrays is None else self._ahead(baseline.arrays)(*self.arrays)
+        arrays = self.arrays if baseline.arrays is None else self._compiled(baseline.arrays)(*self.arrays)
         run = lambda problem, *arrays: self.timing.program(functools.partial(baseline.run, problem))(*arrays)  # noqa: E731
-        call = functools.partial(self._ahead(run, *arrays), *arrays)
+        call = functools.partial(self._compiled(run, *arrays), *arrays)
         jax.block_until_ready(call())
         return call
 
@@ -242,10 +242,10 @@ class _Session:
         except Exception as e:
             return Outcome("compile", detail=first_line(e))
         try:
-            outcome = self._right(config, self._timed)
-            return self._untouched() or outcome
+            outcome = self._checked(config, self._timed)
+            return self._overwritten() or outcome
         except Exception as e:
-            self.spoilt = not self._works()
+            self.spoilt = not self._gpu_works()
             return Outcome("memory" if "RESOURCE_EXHAUSTED" in str(e) else "crash", detail=first_line(e))
 
     def finals(self, candidates: Sequence[tuple[Any, Executable]], seconds: float) -> Final:
@@ -254,19 +254,19 @@ class _Session:
 
         for config, executable in candidates:
             self._load(config, executable)
-        right = {config: self._right(config) for config, _ in candidates}
+        right = {config: self._checked(config) for config, _ in candidates}
         for config, outcome in right.items():
             if outcome.kind != "ok":
                 self.say(f"a finalist is out: {config}: {outcome.detail}")
         configs = [config for config, outcome in right.items() if outcome.kind == "ok"]
-        once = sum(min(samples) for samples in self._times(configs, rounds=3))
-        *ours, theirs = self._times(configs, measure.rounds_for(seconds, once, low=11, high=101))
-        if spoilt := self._untouched():
+        once = sum(min(samples) for samples in self._samples(configs, rounds=3))
+        *ours, theirs = self._samples(configs, measure.rounds_for(seconds, once, low=11, high=101))
+        if spoilt := self._overwritten():
             raise RuntimeError(spoilt.detail)
         return Final(dict(zip(configs, ours, strict=True)), theirs)
 
     def _load(self, config: Any, executable: Executable) -> None:
-        """Loads what was compiled elsewhere; on a machine that refuses to, compiles here, and says so.
+        """Loads what was compiled elsewhere. Compiles here where that fails, with a `Note`.
 
         The first may be refused for want of Mosaic's run-time library, which a process opens when it compiles a kernel itself.
         """
@@ -293,21 +293,24 @@ class _Session:
         call = jax.jit(self.timing.program(functools.partial(self.spec.run, self.problem, config, self.gpu)))
         return call.lower(*self.arrays).compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
-    def _right(self, config: Any, time: Callable[[Any], Outcome] | None = None) -> Outcome:
-        """Whether two runs on the same inputs, and one after `time` has run it many times, give the right result."""
+    def _checked(self, config: Any, time: Callable[[Any], Outcome] | None = None) -> Outcome:
+        """The outcome of two runs on the same inputs, and of one more after `time` has run the candidate many times.
+
+        Of kind "ok" only if all results are right.
+        """
         once = self.calls[config](*self.arrays)
-        outcome = self._compared(once, once)
+        outcome = self._compared_with_reference(once, once)
         if outcome.kind == "ok":
-            outcome = self._compared(once, self.calls[config](*self.arrays))
+            outcome = self._compared_with_reference(once, self.calls[config](*self.arrays))
         if outcome.kind == "ok" and time is not None:
             timed = time(config)
-            outcome = self._compared(once, self.calls[config](*self.arrays))
+            outcome = self._compared_with_reference(once, self.calls[config](*self.arrays))
             if outcome.kind == "ok":
                 return dataclasses.replace(timed, error=outcome.error)
         return outcome
 
-    def _compared(self, once: Any, again: Any) -> Outcome:
-        """Whether a result is the reference's, within tolerance, and bit for bit what it was once.
+    def _compared_with_reference(self, once: Any, again: Any) -> Outcome:
+        """The outcome of comparing a result with the reference's, within tolerance, and bit for bit with an earlier result.
 
         The bits may differ where the problem says `deterministic=False`.
         """
@@ -323,9 +326,9 @@ class _Session:
     def _timed(self, config: Any) -> Outcome:
         from mgpu_ops.tuning import measure
 
-        ours, _ = self._times([config], rounds=3)
+        ours, _ = self._samples([config], rounds=3)
         rounds = measure.rounds_for(0.05, measure.median_us(ours), low=5, high=15)
-        ours, theirs = self._steady(config, rounds)
+        ours, theirs = self._steady_samples(config, rounds)
         scale = self.clock.scale
         return Outcome(
             "ok",
@@ -335,19 +338,19 @@ class _Session:
             detail="" if scale == 1.0 else f"times scaled by {scale:.3f}: the GPU's clock has drifted",
         )
 
-    def _steady(self, config: Any, rounds: int) -> list[list[float]]:
+    def _steady_samples(self, config: Any, rounds: int) -> list[list[float]]:
         """Samples of a candidate and the baseline, taken again while the baseline is not as fast as it was.
 
         Where it stays so, that is the GPU's speed from now on, and times are scaled to what they were.
         """
         from mgpu_ops.tuning import measure
 
-        ours, theirs = self._times([config], rounds)
+        ours, theirs = self._samples([config], rounds)
         for _ in range(_RETAKES):
             if self.clock.holds(measure.median_us(theirs)):
                 return [ours, theirs]
             time.sleep(_PAUSE)
-            ours, theirs = self._times([config], rounds)
+            ours, theirs = self._samples([config], rounds)
         if self.clock.holds(measure.median_us(theirs)):
             return [ours, theirs]
         self.clock.now = measure.median_us(theirs)
@@ -357,23 +360,23 @@ class _Session:
         )
         return [ours, theirs]
 
-    def _times(self, configs: Sequence[Any], rounds: int) -> list[list[float]]:
+    def _samples(self, configs: Sequence[Any], rounds: int) -> list[list[float]]:
         from mgpu_ops.tuning import measure
 
         calls = [functools.partial(self.calls[config], *self.arrays) for config in configs]
         return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds, self.devices, self.timing.calls)
 
-    def _untouched(self) -> Outcome | None:
-        """What becomes of a candidate that has written to arrays that are not its own: nothing here can be trusted then."""
+    def _overwritten(self) -> Outcome | None:
+        """The outcome of a candidate that has written to inputs or the expected result, which spoils the process; else None."""
         from mgpu_ops.tuning import measure
 
-        if measure.fingerprint((self.arrays, self.expected)) == self.intact:
+        if measure.fingerprint((self.arrays, self.expected)) == self.fingerprint:
             return None
         self.spoilt = True
         return Outcome("wrong", detail="it writes outside its result: inputs have changed")
 
-    def _works(self) -> bool:
-        """Whether the GPU still answers this process: an illegal address makes every later call fail."""
+    def _gpu_works(self) -> bool:
+        """Whether the GPU still works for this process: after an illegal address every call fails."""
         import jax
 
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
 """The config database: one JSON file `<gpu key>/<op>.json` per GPU and op, data only.
 
-What a file may hold, reading and writing it, where files lie, and what is wrong with one. Which of its entries a call uses is
-said in `resolution.py`.
+What a file may hold, reading and writing it, where files lie, and what is wrong with one. `resolution.py`
+chooses the entry that a call uses.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def decode(data: bytes, *, path: AnyPath, gpu_key: str | None = None, op: str | None = None) -> File:
-    """The file in `data`, for `gpu_key` and `op` where given; else DatabaseError naming `path`.
+    """A database file from its bytes. Its `gpu` is the GPU's key, whichever of its names the data have.
 
-    Its `gpu` is the key, whichever of the GPU's names the data have.
+    Raises DatabaseError, which names `path`, for bytes that are no such file, or not one of `gpu_key` and `op`, where given.
     """
     try:
         file = msgspec.json.decode(data, type=File)
@@ -203,6 +203,7 @@ def to_entry(problem: Any, config: Any, evidence: Evidence) -> Entry:
 
 
 def fit(cls: type, fields: Mapping[str, Any]) -> Any:
+    """A frozen dataclass from all its fields; ValueError for a missing, unknown or wrongly typed one."""
     # msgspec ignores unknown fields of a dataclass and fills missing ones from their defaults.
     names = {field.name for field in dataclasses.fields(cls)}
     what = f"{cls.__name__.lower()} {dict(fields)}"
@@ -233,7 +234,7 @@ def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two problems have in common that are the same: 1 and True are not. Any two can be ordered."""
+    """A key that equal problems share; those of 1 and of True differ. Any two keys can be ordered."""
     # A list first: a generator takes twice as long, and an update does this for every entry.
     return tuple([(k, type(v).__name__, v) for k, v in sorted(fields.items())])
 
@@ -294,7 +295,7 @@ def _storable(file: File, path: Path) -> File:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Excludes other processes and threads; the kernel lets go when the holder dies.
+    """Excludes other processes and threads. The system releases the lock when its process dies.
 
     The lock file stays: another process may be waiting for this very file.
     """
@@ -350,7 +351,7 @@ def _like(file: int, old: os.stat_result) -> None:
 
 
 def user_path(gpu_key: str, op: str) -> Path:
-    """The user's own file: in `MGPU_OPS_CONFIG_DIR`, or where the system keeps user data. ~ stays where there is no home."""
+    """The user's own file: in `MGPU_OPS_CONFIG_DIR`, or where the system keeps user data. ~ stays if there is no home."""
     root = os.environ.get("MGPU_OPS_CONFIG_DIR")
     if not root:
         import platformdirs
@@ -407,7 +408,7 @@ def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
 
 
 class CheckedEntry(NamedTuple):
-    """An entry in its op's own types, which are None where it is none of the op as it is now, and why not to use it."""
+    """An entry as the op's own types, and why not to use it. Types are None if the entry does not fit the op as it is now."""
 
     problem: Any
     config: Any
@@ -415,7 +416,7 @@ class CheckedEntry(NamedTuple):
 
 
 def check_entry(entry: Entry, gpu: Gpu, spec: OpSpec) -> CheckedEntry:
-    """An entry of a file of `gpu`. What is stored is held to the rules that a call is held to: a file may hold anything."""
+    """Checks an entry of a file of `gpu` by the rules of a call: a file may hold anything."""
     if stale := stale_kernel(entry, spec):
         return CheckedEntry(None, None, f"{stale}: tune again")
     try:
@@ -454,7 +455,7 @@ def _slow(entry: Entry) -> str | None:
 
 
 def stale(entry: Entry, spec: OpSpec) -> str | None:
-    """Why an entry is of another time: it was found with another kernel, or another jax, than there are now."""
+    """Why an entry is out of date: it was tuned with another kernel version, or another jax, than those of now."""
     reason = stale_kernel(entry, spec)
     if reason is None and entry.evidence.jax != jax.__version__:
         reason = f"tuned with jax {entry.evidence.jax}, not {jax.__version__}"
@@ -462,6 +463,7 @@ def stale(entry: Entry, spec: OpSpec) -> str | None:
 
 
 def stale_kernel(entry: Entry, spec: OpSpec) -> str | None:
+    """Why an entry does not fit the kernel of now: its config may mean something else."""
     version = entry.evidence.kernel_version
     return None if version == spec.version else f"for kernel version {version}, not {spec.version}"
 

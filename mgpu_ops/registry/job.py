@@ -1,6 +1,6 @@
-"""What the processes of one job (`jax.distributed.initialize`) tell each other, through the key-value store of its coordinator.
+"""Agreement between the processes of a job (`jax.distributed.initialize`), through the key-value store of its coordinator.
 
-Nobody waits for a process that may never ask: `first` returns what whoever came first had to say.
+`first` waits for no process: it returns the value of whichever process called it first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def size() -> int:
 
 
 def first(key: str, mine: str) -> str:
-    """`mine`, or what a process of the job said earlier for this key: the same for all, while the job lasts."""
+    """The value of the first process to call this with `key`: `mine`, if this is it. The same in all, while the job lasts."""
     if size() == 1:
         return mine
     client: Any = distributed.global_state.client

@@ -1,4 +1,4 @@
-"""Which config a call uses. Where it comes from; the first that answers wins (`resolve`):
+"""Which config a call uses. `resolve` takes it from the first of these sources that has one:
 
 1. Explicit: `argument`, `override` (`use_configs`), `environment` (`MGPU_OPS_CONFIG_PATH`). What
    cannot be read or cannot run raises.
@@ -135,7 +135,7 @@ class _Query(NamedTuple):
 
 
 class StoredEntry(NamedTuple):
-    """An entry in the op's own types; problem and config are None for one that is broken or of another kernel version."""
+    """A checked entry of a file. problem and config are None if it is broken or of another kernel version."""
 
     path: Path
     entry: Entry
@@ -168,15 +168,16 @@ def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolut
 
 def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
     query = _Query(spec, problem, gpu, [])
-    said = _argument(query, config) or _override(query)  # by the program, which is the same in every process
-    found = said or _environment(query) or _stored(query)
+    by_program = _argument(query, config) or _override(query)
+    found = by_program or _environment(query) or _stored(query)
     _require(query, found)
-    found = said or _agreed(query, found)
+    if by_program is None:  # else it is the same in every process
+        found = _agreed(query, found)
     return dataclasses.replace(found, tried=tuple(query.tried))
 
 
 def _agreed(query: _Query, found: Resolution) -> Resolution:
-    """What the first process of the job to ask found; files may differ between machines."""
+    """The choice of the first process of the job to resolve this problem: files may differ between machines."""
     spec, problem, gpu, _ = query
     if job.size() == 1:
         return found
@@ -225,7 +226,7 @@ def _environment(query: _Query) -> Resolution | None:
 
 
 def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | None:
-    """The answer of a file named explicitly; raises if it is for another kernel version only."""
+    """The entry of a file that was named explicitly; DatabaseError if the file has one of another kernel version only."""
     fields = dataclasses.asdict(query.problem)
     entries = _entries(query.spec, query.gpu, path, data)
     matches = [stored for stored in entries if stored.key == key_of_fields(fields)]
@@ -278,7 +279,7 @@ def _stored(query: _Query) -> Resolution:
 
 
 def _stored_entries(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[StoredEntry, ...]:
-    """The entries of `owner`'s file, that nobody named: it may be missing, and if it or an entry is broken one warns."""
+    """The entries of `owner`'s file. The file may be missing; if it, or an entry, is broken, there is one warning."""
     try:
         entries = _entries(query.spec, owner, path, read_bytes(path))
     except DatabaseError as error:
@@ -336,10 +337,11 @@ def _stored_files(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
 
 
 def _behind(query: _Query, stored: StoredEntry) -> str | None:
-    """Why a config that was fast for a near problem is not to be trusted for this one; the default's own always is.
+    """Why a config that was fast for a near problem is not expected to be fast for this one, or None.
 
-    Half the rows can turn one full wave of tiles into half a wave; the nearest measurement does not know that, the op's model
-    does. And it promises no more than what it gained over the default there, changed as the model says from there to here.
+    It must not be modelled behind the default here: half the rows, say, can turn one full wave of tiles into half a wave, which
+    a measurement elsewhere does not show. And the gain over the default that was measured there, times the change of the
+    modelled gain from there to here, must be a gain.
     """
     spec, problem, gpu, _ = query
     default = spec.default(problem, gpu)

@@ -30,9 +30,9 @@ class OpSpec:
     """Everything that a call, the tuner and the contract tests need to know of one op.
 
     `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. A Config has no default values.
-    All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of another
-    type, negative) raises ValueError when it is made. Of any that can be made, `supports`, `check` and `distance` answer, and
-    `default` and `cost` raise ValueError where `supports` has a reason and they have no answer.
+    All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of
+    another type, negative) raises ValueError when it is made. For any other Problem `supports`, `check` and `distance` return;
+    `default` and `cost` may raise ValueError if `supports` gives a reason.
     """
 
     name: str

@@ -45,10 +45,10 @@ def test_a_result_is_read_as_it_was_recorded(study: optuna.Study, outcome: Outco
     ledger, other = Ledger(study, toy.Config), Ledger(study, toy.Config)
     assert ledger.claim(toy.OPTIMUM, "near")
     ledger.record(toy.OPTIMUM, outcome)
-    (done,) = other.news()
+    (done,) = other.new_results()
     assert (done.config, done.origin, done.outcome) == (toy.OPTIMUM, "near", outcome)
     assert done.host == os.uname().nodename
-    assert other.news() == []
+    assert other.new_results() == []
 
 
 def test_a_trial_of_optuna_shows_the_time_the_choices_and_the_kind_of_failure(study: optuna.Study) -> None:
@@ -112,7 +112,7 @@ def test_the_candidate_of_a_dead_process_is_adopted_once(study: optuna.Study) ->
     assert (first.adopt(), second.adopt()) == (None, None)
     assert not second.claim(CONFIGS[3], "search")
     first.record(CONFIGS[3], OUTCOMES[0])
-    assert [done.outcome for done in second.news()] == [OUTCOMES[0]]
+    assert [done.outcome for done in second.new_results()] == [OUTCOMES[0]]
 
 
 def test_what_one_does_not_want_is_left_to_others(study: optuna.Study) -> None:
@@ -146,7 +146,7 @@ def test_a_candidate_that_takes_down_every_process_is_left_alone_after_the_third
         study._storage.set_trial_user_attr(trial_id, "holder", {"process": process})
     last = Ledger(study, toy.Config)
     assert last.adopt() is None
-    last.news()
+    last.new_results()
     assert last.taken(CONFIGS[0])
     assert not last.claim(CONFIGS[0], "search")
 
@@ -157,7 +157,7 @@ def test_a_result_that_comes_after_its_process_was_given_up_is_kept(study: optun
     (trial_id,) = ledger._claims.values()
     study._storage.set_trial_state_values(trial_id, optuna.trial.TrialState.FAIL)
     ledger.record(CONFIGS[0], OUTCOMES[0])
-    assert [done.outcome for done in other.news()] == [OUTCOMES[0]]
+    assert [done.outcome for done in other.new_results()] == [OUTCOMES[0]]
     ledger.close()
 
 
@@ -168,7 +168,7 @@ def test_trials_that_are_not_ours_are_passed_over(study: optuna.Study) -> None:
     study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs={"config": fields, "kind": "new kind"}))
     study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs={"config": fields, "kind": "crash"}))
     study.add_trial(optuna.trial.create_trial(value=1.0))
-    assert Ledger(study, toy.Config).news() == []
+    assert Ledger(study, toy.Config).new_results() == []
 
 
 def test_what_cannot_run_is_neither_believed_nor_adopted(study: optuna.Study) -> None:
@@ -177,7 +177,7 @@ def test_what_cannot_run_is_neither_believed_nor_adopted(study: optuna.Study) ->
     assert ledger.claim(CONFIGS[0], "search")
     ledger.record(CONFIGS[0], Outcome("ok", 0.001))
     strict = Ledger(study, toy.Config, legal=lambda config: config.a > 2)
-    assert (strict.news(), strict.adopt()) == ([], None)
+    assert (strict.new_results(), strict.adopt()) == ([], None)
 
 
 def test_a_database_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +222,11 @@ def test_what_a_process_killed_with_9_measured_is_there_and_what_it_was_at_is_ad
     done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], env=environment)
     assert done.returncode == -signal.SIGKILL
     ledger = Ledger(storage.open_study(storage.open_storage(path), IDENTITY), toy.Config)
-    assert [(d.config.a, d.outcome.us, d.outcome.samples) for d in ledger.news()] == [
+    assert [(d.config.a, d.outcome.us, d.outcome.samples) for d in ledger.new_results()] == [
         (1, 10.0, (1.0, 2.0)),
         (2, 20.0, (1.0, 2.0)),
     ]
     assert ledger.adopt() == (CONFIGS[2], "search")  # at once: optuna's own lock would wait for 30 s
     assert ledger.count() == 3
     ledger.record(CONFIGS[2], Outcome("ok", 30.0))
-    assert len(Ledger(storage.open_study(storage.open_storage(path), IDENTITY), toy.Config).news()) == 3
+    assert len(Ledger(storage.open_study(storage.open_storage(path), IDENTITY), toy.Config).new_results()) == 3

@@ -152,14 +152,14 @@ def test_an_error_later_on_tells_no_password_either() -> None:
     url = f"postgresql://tuner:{SECRET}%21@db.example/studies"
     with (
         pytest.raises(StorageError, match=r"postgresql://tuner:\*\*\*@db.example/studies: ") as caught,
-        storage.told(url),
+        storage.as_storage_errors(url),
     ):
         raise sqlalchemy.exc.OperationalError("select", {}, ValueError(f"bad dsn {url} with {SECRET}! and {SECRET}%21"))
     assert SECRET not in "".join(traceback.format_exception(caught.value)).replace(__file__, "")
 
 
 def test_a_bug_is_not_taken_for_an_error_of_the_storage() -> None:
-    with pytest.raises(ZeroDivisionError), storage.told("x"):
+    with pytest.raises(ZeroDivisionError), storage.as_storage_errors("x"):
         1 / 0  # noqa: B018
 
 
@@ -203,7 +203,7 @@ def test_a_journal_keeps_studies_from_process_to_process(tmp_path: Path) -> None
     path = tmp_path / "deep" / "studies.journal"
     measured(path, 3)
     again = Ledger(open_study(open_storage(path), IDENTITY), toy.Config)
-    assert [done.config.a for done in again.news()] == [1, 2, 4]
+    assert [done.config.a for done in again.new_results()] == [1, 2, 4]
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +221,14 @@ def test_a_journal_cut_off_anywhere_loses_its_last_lines_only_and_takes_new_ones
     path = tmp_path_factory.mktemp("journal") / "studies.journal"
     path.write_bytes(journal[:-cut])
     ledger = Ledger(open_study(open_storage(path), IDENTITY), toy.Config)
-    assert [d.config.a for d in ledger.news()] in ([1, 2, 4], [1, 2], [1])
+    assert [d.config.a for d in ledger.new_results()] in ([1, 2, 4], [1, 2], [1])
     config = dataclasses.replace(toy.DEFAULT, a=64)
     assert ledger.claim(config, "search")
     ledger.record(config, Outcome("ok", 1.0))
     ledger.close()
     for line in path.read_bytes().splitlines():
         json.loads(line)
-    assert config in [d.config for d in Ledger(open_study(open_storage(path), IDENTITY), toy.Config).news()]
+    assert config in [d.config for d in Ledger(open_study(open_storage(path), IDENTITY), toy.Config).new_results()]
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04K\x01.\n{}\n", b"[1]\n[2]\n", b'{"op_code":0}\n{}\n', b"1\n2\n"])
@@ -274,7 +274,7 @@ def test_a_trial_that_is_none_of_ours_is_passed_over(
     path = tmp_path / "studies.journal"
     path.write_bytes(journal.replace(sound, broken, 1))
     with storage.opened(path) as backend:
-        assert len(Ledger(open_study(backend, IDENTITY), toy.Config).news()) == left
+        assert len(Ledger(open_study(backend, IDENTITY), toy.Config).new_results()) == left
 
 
 def test_a_pipe_in_place_of_a_journal_is_refused_at_once(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_reading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, lambda *args, **kwargs: pytest.fail("something was unpickled"))
     again = open_study(open_storage(path), IDENTITY, sampler=optuna.samplers.TPESampler(seed=0))
-    assert len(Ledger(again, toy.Config).news()) == 2
+    assert len(Ledger(again, toy.Config).new_results()) == 2
 
 
 def test_no_sampler_on_offer_unpickles() -> None:

@@ -2,9 +2,9 @@
 
 The queue is a study named `FLEET`, whose user attributes are the jobs. A job is done once for each kind of GPU and
 toolchain, in a study of its own (`storage.Identity`), which the workers of that kind share: each claims candidates and
-measures its own. Who ends last measures the finalists. Who that is, is settled by a trial of `FLEET` that it claims
-just as it claims candidates; the trial stays there as the record that the job is done. A worker that dies, at whatever,
-is replaced by the next one that looks.
+measures its own. The worker that ends last ranks the finalists. It claims that right (`FinalClaim`) as it claims candidates,
+by a trial of `FLEET`; the trial stays as the record that the job is done. What a worker had claimed when it died is taken over
+by the next one that looks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def enqueue(backend: optuna.storages.BaseStorage, jobs: Sequence[Job]) -> list[J
             raise ValueError(f"{job.op} {job.name} cannot be queued: {fault}")
     fleet = _fleet(backend)
     known = {job.key: job for job in queued(backend)}
-    done = {(d.config.job, d.config.study.rpartition(" | run ")[2]) for d in Ledger(fleet, FinalClaim).news()}
+    done = {(d.config.job, d.config.study.rpartition(" | run ")[2]) for d in Ledger(fleet, FinalClaim).new_results()}
     queue = []
     for job in jobs:
         if (old := known.get(job.key)) is not None:
@@ -194,11 +194,11 @@ class Worker:
         self._claims = Ledger(_fleet(self._backend), FinalClaim)
         try:
             while True:
-                self._done.update(done.config for done in self._claims.news())
+                self._done.update(done.config for done in self._claims.new_results())
                 plans = [plan for job in queued(self._backend) if wanted(job) and (plan := self._plan(job)) is not None]
                 plans = [plan for plan in plans if plan.claim not in self._done]
                 if (plan := self._next(plans)) is not None:
-                    if (ended := self._tried(plan)) is not None:
+                    if (ended := self._tune_if_possible(plan)) is not None:
                         yield ended
                     idle = time.monotonic()
                 elif not plans and time.monotonic() - idle >= wait:
@@ -209,7 +209,7 @@ class Worker:
             self._claims.close()
 
     def _plan(self, job: Job) -> _Plan | None:
-        """None where this worker's device cannot do a job, which is said once."""
+        """How this worker's device would do a job. None if it cannot, which is reported once."""
         key = msgspec.json.encode(job)
         if key not in self._plans:
             self._plans[key] = None
@@ -217,7 +217,7 @@ class Worker:
                 try:
                     self._plans[key] = self._planned(job)
                 except (ValueError, ArithmeticError) as error:  # the latter of sizes that are none
-                    self._leave(job, error)
+                    self._leave_out(job, error)
         return self._plans[key]
 
     def _planned(self, job: Job) -> _Plan:
@@ -232,7 +232,7 @@ class Worker:
         return _Plan(job, spec, problem, Identity.of(spec, problem, device.gpu, device.kind, device.versions))
 
     def _next(self, plans: Sequence[_Plan]) -> _Plan | None:
-        """What to do next: what a dead worker was about to end, then what nobody is at, then where one can help."""
+        """The next job: one that a worker was about to end when it died, else one without workers, else one to help with."""
         by_claim = {plan.claim: plan for plan in plans}
         if (adopted := self._claims.adopt(by_claim.__contains__)) is not None:
             return by_claim[adopted[0]]
@@ -247,8 +247,8 @@ class Worker:
                 helped = helped or plan
         return helped
 
-    def _tried(self, plan: _Plan) -> TunedJob | None:
-        """`_tune`; a job that cannot be done here after all is said once, and left to other workers."""
+    def _tune_if_possible(self, plan: _Plan) -> TunedJob | None:
+        """As `_tune`. A job that turns out to be impossible here is reported once; other workers may do it."""
         try:
             return self._tune(plan)
         except StorageError:
@@ -256,15 +256,15 @@ class Worker:
         except (WorkerError, ValueError) as error:
             if isinstance(error, Lost):
                 raise
-            self._leave(plan.job, error)
+            self._leave_out(plan.job, error)
             return None
 
-    def _leave(self, job: Job, error: Exception) -> None:
+    def _leave_out(self, job: Job, error: Exception) -> None:
         self._plans[msgspec.json.encode(job)] = None
         self._say(f"{job.op} {job.name} is left to other workers: {error}")
 
     def _tune(self, plan: _Plan) -> TunedJob | None:
-        """Takes part in a job; what came of it where the claim to end it fell to this worker."""
+        """Takes part in a job. The tuned job if this worker was the one to end it, else None."""
         job, study = plan.job, self._study(plan)
         ledger = Ledger(study, plan.spec.Config)
         again = plan.claim in self._searched and not ledger.waiting()

@@ -165,7 +165,7 @@ def test_a_proxy_serves_the_database_to_this_machine(database: str) -> None:
                 assert ours.claim(toy.OPTIMUM, "search")
                 assert not theirs.claim(toy.OPTIMUM, "search")
                 ours.record(toy.OPTIMUM, Outcome("ok", 100.0, samples=(99.0, 100.0, 101.0)))
-                assert [done.outcome.samples for done in theirs.news()] == [(99.0, 100.0, 101.0)]
+                assert [done.outcome.samples for done in theirs.new_results()] == [(99.0, 100.0, 101.0)]
         finally:
             proxy.send_signal(signal.SIGINT)
         _, err = proxy.communicate(timeout=600)
