@@ -1,4 +1,4 @@
-"""Compiles a function for a named GPU on a machine without one, and says what its kernels cost.
+"""Compiles a function for a named GPU on a machine without one: registers, spills, shared memory, PTX and SASS of its kernels.
 
     report = compile_for("h200", f, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
     report.registers, report.spills, report.smem_bytes, "HGMMA" in report.sass
@@ -109,8 +109,8 @@ def compile_for(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: i
     replicated.
 
     Each call compiles afresh, past all of JAX's caches, so it can be repeated. Calls from several
-    threads take turns; a Mosaic kernel that another thread compiles by other means meanwhile would
-    be counted too.
+    threads wait for each other. A Mosaic kernel that another thread compiles by other means at the
+    same time would be counted too.
 
     Raises AotUnavailable where `available()` has a reason, ValueError for a name that is no known
     GPU, RuntimeError for a second compute capability in one process, and the compiler's own error
@@ -132,9 +132,9 @@ def compile_for(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: i
 
 @dataclass(frozen=True)
 class Executable:
-    """A function compiled for one GPU, and what ptxas said of its Mosaic kernels. It can be pickled, for `load` elsewhere.
+    """A function compiled for one GPU, and what ptxas reports of its Mosaic kernels. It can be pickled, for `load` elsewhere.
 
-    Loading runs code: take none from a stranger.
+    Loading runs code: load only what you trust.
     """
 
     data: bytes
@@ -149,9 +149,11 @@ class Executable:
 def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1, topology: bytes | None = None) -> Executable:
     """Compiles `fn(*shapes)` as `compile_for` does, in a quarter of the time: nothing is dumped or disassembled.
 
-    `topology` are the very GPUs of which the first will run it, described by `attached` in a process that has them; None stands
-    for the model of GPU. What ptxas says it says on standard output, which is diverted while `build` runs. Raises what
-    `compile_for` raises.
+    Args:
+      topology: the GPUs whose first ones will run it, as `attached` describes them in a process that has them. None: any GPU of
+        this model.
+
+    ptxas reports on standard output, which is diverted meanwhile. Raises what `compile_for` raises.
     """
     gpu = find(gpu) if isinstance(gpu, str) else gpu
     if _plugin() is None:
@@ -199,7 +201,7 @@ def load(executable: Executable) -> Callable[..., Any]:
 
 @functools.cache
 def _open_runtime() -> None:
-    # Loaded kernels call Mosaic's run-time library, which Mosaic opens when it first compiles: so an empty kernel does.
+    # Loaded kernels call Mosaic's run-time library. Mosaic opens it when it first compiles, so compile an empty kernel.
     jax.jit(_nothing).lower().compile()
 
 

@@ -1,4 +1,4 @@
-"""The optional dependencies: which modules each extra brings, and the way to one that is missing. Imports none of them."""
+"""The optional dependencies: which modules each extra installs, and how to install a missing one. Imports none of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BRINGS = {  # of pyproject.toml; the modules that a user may meet
 
 
 class MissingExtra(ImportError):
-    """A module of an extra that is not installed; the message is one line that ends in the way to it."""
+    """A module of an extra is not installed. The message is one line that ends in how to install it."""
 
 
 def require(what: str, modules: Iterable[str]) -> None:

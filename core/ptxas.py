@@ -1,4 +1,4 @@
-"""The ptxas that Mosaic GPU compiles with: which one, and what is known to go wrong with it.
+"""The ptxas that Mosaic GPU compiles with: which one that is, and warnings of a known bug of older ones.
 
 When it first compiles in a process, Mosaic takes the first ptxas in PATH, else that of the nvidia-cuda-nvcc wheel, and keeps to
 it; CUDA_ROOT and XLA's --xla_gpu_cuda_data_dir, which XLA's own kernels heed, do not move it. `prefer_newest` puts the newest
@@ -26,7 +26,7 @@ _log = logging.getLogger("mgpu_ops")
 
 @dataclasses.dataclass(frozen=True)
 class Ptxas:
-    """A ptxas: its path, its CUDA version as (13, 5, 37), () where it did not say, and where it was found."""
+    """A ptxas: its path, its CUDA version as (13, 5, 37), () where unknown, and where it was found."""
 
     path: Path
     version: tuple[int, ...]
@@ -37,7 +37,7 @@ class Ptxas:
 
 
 def register_operand_bug(isa: int) -> str | None:
-    """What may go wrong where wgmma reads its first operand from registers, and the way out; None for a ptxas that is fixed.
+    """A warning of what may go wrong where wgmma reads its first operand from registers; None for a ptxas without the bug.
 
     isa: the newest PTX ISA that ptxas knows, 93 for 9.3. Such a ptxas may give the operand's registers to something else before
     the asynchronous wgmma has read them. Source: triton-lang/triton#11781, which saw wrong sums with 12.9 and right ones with
@@ -53,7 +53,7 @@ def register_operand_bug(isa: int) -> str | None:
 
 
 def chosen() -> Ptxas | None:
-    """The ptxas that kernels of this library compile with, from what the environment says now; None where there is none.
+    """The ptxas that kernels of this library compile with, as the environment is now; None where there is none.
 
     $MGPU_OPS_PTXAS, a path, or "path" for the first in PATH; else that of $CUDA_ROOT, where that is set and has one; else the
     newest of those in PATH and in the nvidia-cuda-nvcc wheel, of equal ones the first in PATH. Raises ValueError where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -180,6 +181,20 @@ def test_an_import_against_the_direction_breaks_its_contract(copy_of_the_sources
     result = lint_imports(copy_of_the_sources)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{contract} BROKEN" in result.stdout
+
+
+def imports_of(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {f"{node.module}.{name.name}" for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+
+
+def test_only_core_kernels_and_competitors_import_what_jax_calls_experimental():
+    """Where JAX moves such names, core/jax_names.py follows for the ops. Modules that write kernels import Pallas."""
+    for path in [*(ROOT / "mgpu_ops").rglob("*.py"), *(ROOT / "tuning").rglob("*.py")]:
+        experimental = {name for name in imports_of(path) if name.startswith("jax.experimental")}
+        kernel = any(name.startswith("jax.experimental.pallas") for name in experimental)
+        assert not experimental or kernel or ROOT / "core" in path.resolve().parents, path
 
 
 def test_the_tuner_may_import_its_libraries(copy_of_the_sources):
