@@ -23,11 +23,11 @@ def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
 
 
 AT_ONCE = 1 << 16  # tiles that `assign_heads` assigns one by one
-KEPT_BYTES = 1 << 26
+CACHE_BYTES = 1 << 26
 
 
-def kept[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
-    """A cache of `make`, a function of hashable arguments: the results used last, up to KEPT_BYTES in all, read-only."""
+def cached[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
+    """A cache of `make`, a function of hashable arguments: the results used last, up to CACHE_BYTES in all, read-only."""
     tables: dict[Any, np.ndarray] = {}  # the last used one last
     lock = threading.Lock()
 
@@ -41,7 +41,7 @@ def kept[**P](make: Callable[P, np.ndarray]) -> Callable[P, np.ndarray]:
             table.flags.writeable = False
         with lock:
             tables[key] = table
-            while sum(kept.nbytes for kept in tables.values()) > KEPT_BYTES:
+            while sum(other.nbytes for other in tables.values()) > CACHE_BYTES:
                 del tables[next(iter(tables))]
         return table
 

@@ -20,7 +20,7 @@ from mgpu_ops.core.pipeline import Pipeline
 TILE_COST = 4  # what a tile of keys takes beside its tiles of rows, in tiles of 64 rows
 
 
-@tile_scheduler.kept
+@tile_scheduler.cached
 def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which block works on which tiles of keys."""
     steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)

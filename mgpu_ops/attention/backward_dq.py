@@ -27,7 +27,7 @@ TILE_Q, TILE_KV = WARPGROUPS * ROWS, 64
 TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of keys
 
 
-@tile_scheduler.kept
+@tile_scheduler.cached
 def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     return tile_scheduler.assign_heads(kv_blocks(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 

@@ -35,7 +35,7 @@ TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of
 LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 
 
-@tile_scheduler.kept
+@tile_scheduler.cached
 def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
     """Which block works on which output tiles."""
     steps = kv_blocks(p, ROWS * c.compute_warpgroups, c.tile_kv)

@@ -122,15 +122,15 @@ def test_of_a_million_tiles_few_are_dealt_one_by_one(monkeypatch):
     assert sum(counted) <= 2 * tile_scheduler.AT_ONCE
 
 
-def test_tables_are_kept_up_to_so_many_bytes_the_last_used_longest(monkeypatch):
+def test_tables_are_cached_up_to_so_many_bytes_the_last_used_longest(monkeypatch):
     made = []
 
-    @tile_scheduler.kept
+    @tile_scheduler.cached
     def table(number: int) -> np.ndarray:
         made.append(number)
         return np.zeros(100, np.int32)
 
-    monkeypatch.setattr(tile_scheduler, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(tile_scheduler, "CACHE_BYTES", 1000)
     for number in (1, 2, 1, 3, 1, 2):
         assert table(number).nbytes == 400
     assert made == [1, 2, 3, 2]
