@@ -176,7 +176,7 @@ DEFAULTS = ["square-4096", "llama3-8b-qkv-128", "llama3-8b-down-256", "llama3-70
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu_key", ["h200", "h20"])
+@pytest.mark.parametrize("gpu_key", thorough.cases(["h200", "h20"], ["h20"]))
 @pytest.mark.parametrize("shape", DEFAULTS)
 def test_default_config_compiles_without_spills(shape, gpu_key):
     spec, device = spec_of("matmul"), gpu.find(gpu_key)
@@ -186,7 +186,7 @@ def test_default_config_compiles_without_spills(shape, gpu_key):
 
 @needs_compiler
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("out_dtype", thorough.cases(["bfloat16", "float32"], ["bfloat16"]))
 def test_default_config_of_ragged_sizes_compiles_without_spills(layout, out_dtype):
     spec, h200 = spec_of("matmul"), gpu.find("h200")
     problem = MatmulProblem(520, 1000, 1048, "bfloat16", out_dtype, layout)
@@ -195,7 +195,7 @@ def test_default_config_of_ragged_sizes_compiles_without_spills(layout, out_dtyp
 
 
 @needs_compiler
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", thorough.seeds(4, 24))
 def test_what_check_lets_pass_compiles_without_spills(seed):
     rng = random.Random(seed)
     spec, h200 = spec_of("matmul"), gpu.find("h200")

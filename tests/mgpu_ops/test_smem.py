@@ -13,6 +13,7 @@ import pytest
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.attention.problem import backward_smem_bytes, dq_smem_bytes, smem_bytes
 from mgpu_ops.core import aot, gpu, limits
+from tests import thorough
 from tests.configs import BASE
 from tests.mgpu_ops.attention import cases
 
@@ -61,8 +62,11 @@ CASES = {
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
+IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch"]
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
 def test_matmul_counts_the_bytes_that_mosaic_launches(name):
     problem, config = CASES[name]
     assert MATMUL.check(problem, config, H200) is None
@@ -92,7 +96,7 @@ def launched(spec: Any, problem: Any, config: Any) -> dict[str, int]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", FORWARD_CASES)
+@pytest.mark.parametrize("name", thorough.cases(FORWARD_CASES, ["plain"]))
 def test_attention_counts_the_bytes_that_mosaic_launches(name):
     problem, config = FORWARD_CASES[name]
     assert launched(FORWARD, problem, config) == {"flash_attention": smem_bytes(problem, config)}
@@ -110,7 +114,7 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", BACKWARD_CASES)
+@pytest.mark.parametrize("name", thorough.cases(BACKWARD_CASES, ["fused"]))
 def test_gradients_of_attention_count_the_bytes_that_mosaic_launches(name):
     problem, config = BACKWARD_CASES[name]
     wanted = {"flash_attention_backward": backward_smem_bytes(problem, config)}

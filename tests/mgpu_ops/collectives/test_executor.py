@@ -57,7 +57,7 @@ def wanted(kind: str, x: np.ndarray) -> np.ndarray:
 
 
 @every_algorithm
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=only_in_all), 3])
 @pytest.mark.usefixtures("no_races")
 def test_every_algorithm_is_right_and_free_of_races(kind, transport, algorithm, n):
     """Three chunks a slice, the last one shorter, for two blocks and two stages: all of them wrap or end early."""

@@ -144,7 +144,7 @@ def test_kernel_is_right_and_has_no_race(name, assert_matmul):
     assert not engine.races_found()
 
 
-@pytest.mark.parametrize("seed", thorough.seeds(3, 16))
+@pytest.mark.parametrize("seed", thorough.seeds(2, 16))
 def test_random_legal_config_is_right_and_has_no_race(seed, assert_matmul):
     rng = random.Random(seed)
     layout = rng.choice(["nn", "nt", "tn", "tt"])
