@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
-from mgpu_ops.attention.dot_product_attention import Arguments, why_jax
+from mgpu_ops.attention.dot_product_attention import JaxArguments, why_jax
 from mgpu_ops.attention.problem import HEAD_DIMS, padded
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -244,7 +244,7 @@ def drop_in(arguments: dict[str, Any], device: gpus.Gpu) -> tuple[str, str, str,
     reason: list[str | None] = []
 
     def ask(arrays: dict[str, Any]) -> None:
-        reason.append(why_jax(Arguments(*by_position(arrays), **by_name(arrays), **options)))
+        reason.append(why_jax(JaxArguments(*by_position(arrays), **by_name(arrays), **options)))
 
     jax.eval_shape(ask, arrays)
     if reason[0] is not None:

@@ -1,9 +1,16 @@
-"""The backward kernel of attention that keeps query rows: dq alone, its sums always in one order."""
+"""The dq kernel: the gradient of the queries alone, its sums always in one order.
+
+A persistent thread block keeps a q block of 128 rows, with their gradient dO of the output, while the kv blocks that they see
+go by. One producer warpgroup loads, and two consumers, which own 64 rows each, do not wait for each other. A consumer computes
+S = q k^T, P = 2^(S - lse), dP = dO v^T, dS = P (dP - delta), and adds dS k to dq, with dS as an operand from registers.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,206 +20,273 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.launch import Extras, as_blocks, as_rows, kernel, pad_tokens, rows_like, specialize, swizzled
+from mgpu_ops.attention.launch import (
+    BackwardArrays,
+    BlockSpec,
+    Scratch,
+    as_blocks,
+    as_rows,
+    optional_refs,
+    pad_tokens,
+    rows_like,
+    run,
+    specialize,
+    swizzled,
+)
+from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, kv_blocks
-from mgpu_ops.attention.operands import Operands, place
+from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
+from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 
-WARPGROUPS = 2  # that compute
-TILE_Q, TILE_KV = WARPGROUPS * ROWS, 64
-TILE_COST = 4  # what a tile of rows takes beside its tiles of keys, in tiles of keys
+CONSUMERS = 2
+TILE_Q, TILE_KV = CONSUMERS * ROWS, 64
+TILE = (ROWS, TILE_KV)  # of scores, of a consumer
+TILE_COST = 4  # what a q block takes beside its kv blocks, in kv blocks
 
 
 @tile_scheduler.cached
 def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
-    return tile_scheduler.assign_heads(kv_blocks(p, TILE_Q, TILE_KV) + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+    """Which thread block works on which q blocks."""
+    steps = kv_blocks(p, TILE_Q, TILE_KV)
+    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
-def _kernel(
-    p: BackwardProblem,
-    c: BackwardConfig,
-    gpu: Gpu,
-    bias_shape: tuple[int, int],
-    *refs: Any,
-    accumulators: Any,
-    barriers: dict[str, Any],
-    smem: dict[str, Any],
-) -> None:
-    """One block: its tiles of rows, each a loop over tiles of keys."""
-    table_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *extras, dq_ref = refs
-    x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
-    k_pipeline, v_pipeline = Pipeline(dq_steps(p), *barriers["k"]), Pipeline(dq_value_steps(p), *barriers["v"])
-    q_pipeline = Pipeline(1, *barriers["q"])
-    panels, shape = range(p.head_dim // PANEL), (ROWS, TILE_KV)
-    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """The arguments of the kernel: arrays outside of it, refs in global memory within."""
 
-    def for_each_key_tile(b: Any, row: Any, step: Any, carry: Any) -> Any:
-        order = BlockOrder.of(x.kv_range(b, row, TILE_Q, TILE_KV))
-        if not p.masks(TILE_KV):  # one loop: a second one spills where head_dim is 256
-            count = order.blocks.end - order.blocks.first
-            return lax.fori_loop(0, count, lambda j, s: step((order.blocks.end - 1 - j) * TILE_KV, s, False), carry)
-        return order.for_each(lambda _, tile, s, masked: step(tile * TILE_KV, s, masked), carry)
+    schedule: Any  # of `_schedule`
+    q: Any
+    k: Any
+    v: Any
+    out_grad: Any
+    lse: Any  # [batch, q_heads, rows]
+    delta: Any  # likewise
+    optional: OptionalRefs
 
-    def for_each_tile(body: Any) -> Any:
+
+@dataclasses.dataclass(frozen=True)
+class _ThreadBlock:
+    """One thread block: what its warpgroups have in common, and what the producer does."""
+
+    p: BackwardProblem
+    x: Operands
+    refs: _Refs
+    dq: Any  # as `engine.store_rows` takes it
+    smem: dict[str, Any]
+    q_pipeline: Pipeline  # of one stage: q block and dO
+    k_pipeline: Pipeline
+    v_pipeline: Pipeline
+
+    @staticmethod
+    def of(p: BackwardProblem, refs: _Refs, dq: Any, scratch: Scratch) -> _ThreadBlock:
+        return _ThreadBlock(
+            p=p,
+            x=Operands(p, refs.q, refs.k, refs.v, refs.optional),
+            refs=refs,
+            dq=dq,
+            smem=scratch.smem,
+            k_pipeline=Pipeline(dq_steps(p), *scratch.barriers["k"]),
+            v_pipeline=Pipeline(dq_value_steps(p), *scratch.barriers["v"]),
+            q_pipeline=Pipeline(1, *scratch.barriers["q"]),
+        )
+
+    @property
+    def panels(self) -> range:
+        return range(self.p.head_dim // PANEL)
+
+    def for_each_q_block(self, body: Callable[[Any, Position, Any], Any]) -> tuple[Any, Any]:
+        """step = body(i, first row of the i-th q block, step). Returns how many q blocks and steps there were."""
         # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
-        tiles = tile_scheduler.AssignedTiles(table_ref, lax.optimization_barrier(lax.axis_index("block")))
+        tiles = tile_scheduler.AssignedTiles(self.refs.schedule, opaque(lax.axis_index("block")))
 
-        def tile(i: Any, number: Any, done: Any) -> Any:
-            return body(i, *place(number, p.q_tokens, p.q_heads, TILE_Q), done)
+        def tile(i: Any, number: Any, step: Any) -> Any:
+            return body(i, Position.of(number, self.p.q_tokens, self.p.q_heads, TILE_Q), step)
 
         steps = tiles.for_each(tile, jnp.int32(0))
         return tiles.count, steps
 
-    def producer() -> None:
-        def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
-            def rows(stage: Any, full: Any) -> None:
-                del stage
-                x.load_rows(x.q, b, n, row, smem["q_smem"], full)
-                x.load_rows(do_ref, b, n, row, smem["do_smem"], full)
+    def for_each_kv_block(self, at: Position, body: Callable[[Any, Any, bool], Any], step: Any) -> Any:
+        """step = body(first key of the kv block, step, masked) for the kv blocks that a q block visits."""
+        order = BlockOrder.of(self.x.kv_range(at.batch, at.token, TILE_Q, TILE_KV))
+        if not self.p.masks(TILE_KV):  # one loop: a second one spills where head_dim is 256
+            count = order.blocks.end - order.blocks.first
+            return lax.fori_loop(0, count, lambda j, s: body((order.blocks.end - 1 - j) * TILE_KV, s, False), step)
+        return order.for_each(lambda _, block, s, masked: body(block * TILE_KV, s, masked), step)
 
-            q_pipeline.fill(i, rows)
-            kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
+    def producer(self) -> None:
+        """Loads each q block, then all its kv blocks, each as soon as a stage is empty. Consumers compute meanwhile."""
+        tiles, steps = self.for_each_q_block(self._load_q_block)
+        # The producer ends when the consumers have declared every stage empty.
+        self.k_pipeline.drain(steps)
+        self.v_pipeline.drain(steps)
+        self.q_pipeline.drain(tiles)
 
-            def step(key: Any, step: Any, masked: bool) -> Any:
-                del masked
+    def _load_q_block(self, i: Any, at: Position, step: Any) -> Any:
+        x, smem = self.x, self.smem
 
-                def keys(stage: Any, full: Any) -> None:
-                    x.load_block(x.k, "keys", b, kv_head, key, smem["k_smem"].at[stage], full)
-                    x.load_extras("rows", b, n, row, key, smem, stage, full)
+        def copy(stage: Any, full: Any) -> None:
+            del stage
+            x.load_rows(x.q, at, smem["q"], full)
+            x.load_rows(self.refs.out_grad, at, smem["do"], full)
 
-                k_pipeline.fill(step, keys)
-                v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, b, kv_head, key, smem["v_smem"].at[stage], full))
-                return step + 1
+        # Waits until dq of the last q block has left: it leaves from the place of its queries.
+        self.q_pipeline.fill(i, copy)
+        kv_head = lax.div(at.head, jnp.int32(self.p.q_heads // self.p.kv_heads))
+        return self.for_each_kv_block(at, functools.partial(self._load_kv_block, at, kv_head), step)
 
-            return for_each_key_tile(b, row, step, done)
+    def _load_kv_block(self, at: Position, kv_head: Any, key: Any, step: Any, masked: bool) -> Any:
+        del masked
+        x, smem, first = self.x, self.smem, Position(at.batch, kv_head, key)
 
-        count, steps = for_each_tile(tile)
-        k_pipeline.drain(steps)
-        v_pipeline.drain(steps)
-        q_pipeline.drain(count)
+        def keys(stage: Any, full: Any) -> None:
+            x.load_block(x.k, "kv", first, smem["k"].at[stage], full)
+            x.load_optional("kv", at, key, Stage(smem, stage, full))
 
-    def consumer(s_acc: Any, dp_acc: Any, dq_acc: Any) -> None:
-        wg = lax.axis_index("wg")
-        smem["numbers_smem"][wg] = plgpu.broadcasted_iota(jnp.int32, (TILE_KV,), 0, layout=by_column)
-
-        def along_row(values: Any) -> Any:
-            return lax.broadcast_in_dim(values, shape, (0,))
-
-        def tile(i: Any, b: Any, n: Any, row: Any, done: Any) -> Any:
-            del i
-            plgpu.barrier_wait(q_pipeline.full.at[0])
-            own = row + wg * ROWS
-            lse, delta = (
-                plgpu.load(ref.at[b, n, pl.ds(own, ROWS)], layout=by_row, optimized=False) for ref in (lse_ref, delta_ref)
-            )
-
-            def step(key: Any, step: Any, masked: bool) -> Any:
-                # Opaque: addresses that the compiler kept in registers across steps would spill.
-                k_stage, v_stage = (
-                    lax.optimization_barrier(lax.rem(step, jnp.int32(pipeline.stages))) for pipeline in (k_pipeline, v_pipeline)
-                )
-                wg = lax.optimization_barrier(lax.axis_index("wg"))
-                mine = pl.ds(wg * ROWS, ROWS)
-                plgpu.barrier_wait(k_pipeline.full.at[k_stage])
-                s_acc[...] = jnp.zeros(shape, jnp.float32)
-                dp_acc[...] = jnp.zeros(shape, jnp.float32)
-                for panel in panels:
-                    keys = smem["k_smem"].at[k_stage, :, pl.ds(panel * PANEL, PANEL)]
-                    engine.wgmma(s_acc, smem["q_smem"].at[panel, mine, :], engine.transpose_ref(keys))
-                plgpu.barrier_wait(v_pipeline.full.at[v_stage])
-                for panel in panels:
-                    engine.wgmma(
-                        dp_acc, smem["do_smem"].at[panel, mine, :], engine.transpose_ref(smem["v_smem"].at[v_stage, panel])
-                    )
-                s = engine.accumulated(s_acc, len(panels))
-                s, slope = x.scores(s, smem["bias_smem"].at[k_stage, mine, :] if p.bias != "none" else None)
-                weights = jnp.exp2(s - along_row(lse))
-                if p.segments:
-                    ids = x.inputs.segments[0].at[b, pl.ds(own, ROWS)]
-                    q_ids = plgpu.load(ids, layout=by_row, optimized=False)
-                    kv_ids = plgpu.load(smem["segments_smem"].at[k_stage], layout=by_column, optimized=False)
-                    weights = jnp.where(along_row(q_ids) == lax.broadcast_in_dim(kv_ids, shape, (1,)), weights, 0.0)
-                if masked:
-                    numbers = plgpu.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key
-                    rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + own
-                    weights = jnp.where(x.mask_terms(b).sees(rows, lax.broadcast_in_dim(numbers, shape, (1,))), weights, 0.0)
-                ds = weights * (engine.accumulated(dp_acc, 0) - along_row(delta))
-                engine.barrier_arrive(v_pipeline.empty.at[v_stage])
-                engine.wgmma(dq_acc, (ds if slope is None else ds * slope).astype(p.dtype), smem["k_smem"].at[k_stage])
-                engine.wgmma_wait(0)
-                engine.barrier_arrive(k_pipeline.empty.at[k_stage])
-                return step + 1
-
-            done = for_each_key_tile(b, row, step, done)
-            dq = (dq_acc[...] * x.inputs.options[0]).astype(p.dtype)
-            dq_acc[...] = jnp.zeros(dq_acc.shape, jnp.float32)
-            mine = pl.ds(lax.optimization_barrier(wg) * ROWS, ROWS)
-            start = b * p.q_tokens
-            for panel in panels:  # the queries are done with: their place takes their gradient on its way out
-                staging = smem["q_smem"].at[panel, mine, :]
-                staging[...] = dq[:, panel * PANEL : (panel + 1) * PANEL]
-                plgpu.commit_smem()
-                engine.store_rows(staging, dq_ref, start + own, start + p.q_tokens, n * p.head_dim + panel * PANEL)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            engine.barrier_arrive(q_pipeline.empty.at[0])
-            return done
-
-        for_each_tile(tile)
-
-    specialize(producer, lambda: accumulators.scope(consumer), WARPGROUPS, c, gpu)
+        self.k_pipeline.fill(step, keys)
+        self.v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, first, smem["v"].at[stage], full))
+        return step + 1
 
 
-def launch(
-    p: BackwardProblem,
-    c: BackwardConfig,
-    gpu: Gpu,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out_grad: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    inputs: Inputs,
-    interpret: bool,
-) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: 64 rows of each q block."""
+
+    block: _ThreadBlock
+    wg: Any
+    mask: ScoreMask
+    s_acc: Any
+    dp_acc: Any
+    dq_acc: Any
+
+    @staticmethod
+    def run(block: _ThreadBlock, *accumulators: Any) -> None:
+        wg, mask = lax.axis_index("wg"), ScoreMask(block.smem["numbers"])
+        mask.write_numbers(wg)
+        block.for_each_q_block(_Consumer(block, wg, mask, *accumulators)._q_block)
+
+    def _q_block(self, i: Any, at: Position, done: Any) -> Any:
+        """Adds up dq over all kv blocks; the producer meanwhile loads what comes next."""
+        del i
+        block = self.block
+        plgpu.barrier_wait(block.q_pipeline.full.at[0])
+        own = at._replace(token=at.token + self.wg * ROWS)
+        lse, delta = (
+            load_per_row(ref.at[at.batch, at.head, pl.ds(own.token, ROWS)]) for ref in (block.refs.lse, block.refs.delta)
+        )
+        done = block.for_each_kv_block(at, functools.partial(self._kv_block, own, lse, delta), done)
+        dq = (self.dq_acc[...] * block.x.inputs.options[0]).astype(block.p.dtype)
+        self.dq_acc[...] = jnp.zeros(self.dq_acc.shape, jnp.float32)
+        self._store(own, dq)
+        # Waits until dq has left the place of the queries, and declares it empty.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        engine.barrier_arrive(block.q_pipeline.empty.at[0])
+        return done
+
+    def _kv_block(self, at: Position, lse: Any, delta: Any, key: Any, step: Any, masked: bool) -> Any:
+        """Adds dS k of a kv block."""
+        block, k, v = self.block, self.block.k_pipeline, self.block.v_pipeline
+        k_stage, v_stage = (opaque(lax.rem(step, jnp.int32(pipeline.stages))) for pipeline in (k, v))
+        wg = opaque(lax.axis_index("wg"))
+        rows = pl.ds(wg * ROWS, ROWS)
+        # 1. Start the scores when the keys are there, then dP when the values are there: it is computed beside 2.
+        self._start_products(rows, k_stage, v_stage)
+        # 2. Wait for the scores; they become weights.
+        s = engine.accumulated(self.s_acc, len(block.panels))
+        weights, slope = self._weights(s, at, lse, (k_stage, rows))
+        if masked:
+            keys = self.mask.column_numbers(wg) + key
+            weights = self.mask.hide_by_position(weights, 0.0, block.x.mask_terms(at.batch), at.token, keys)
+        # 3. Wait for dP: the values' stage is empty.
+        ds = weights * (engine.accumulated(self.dp_acc, 0) - along_rows(delta, TILE))
+        engine.barrier_arrive(v.empty.at[v_stage])
+        # 4. Add dS k, and wait for it: the keys' stage is empty.
+        ds = (ds if slope is None else ds * slope).astype(block.p.dtype)
+        engine.wgmma(self.dq_acc, ds, block.smem["k"].at[k_stage])
+        engine.wgmma_wait(0)
+        engine.barrier_arrive(k.empty.at[k_stage])
+        return step + 1
+
+    def _start_products(self, rows: pl.Slice, k_stage: Any, v_stage: Any) -> None:
+        """Starts S = q k^T and dP = dO v^T, in this order, in as many products each as there are panels."""
+        block, smem = self.block, self.block.smem
+        plgpu.barrier_wait(block.k_pipeline.full.at[k_stage])
+        self.s_acc[...] = jnp.zeros(TILE, jnp.float32)
+        self.dp_acc[...] = jnp.zeros(TILE, jnp.float32)
+        for panel in block.panels:
+            keys = smem["k"].at[k_stage, :, pl.ds(panel * PANEL, PANEL)]
+            engine.wgmma(self.s_acc, smem["q"].at[panel, rows, :], engine.transpose_ref(keys))
+        plgpu.barrier_wait(block.v_pipeline.full.at[v_stage])
+        for panel in block.panels:
+            values = smem["v"].at[v_stage, panel]
+            engine.wgmma(self.dp_acc, smem["do"].at[panel, rows, :], engine.transpose_ref(values))
+
+    def _weights(self, s: Any, at: Position, lse: Any, stage_and_rows: tuple[Any, pl.Slice]) -> tuple[Any, Any]:
+        """The weights 2^(scores - lse), 0 in other segments; and the slope of the soft cap, or None."""
+        x, smem, (stage, rows) = self.block.x, self.block.smem, stage_and_rows
+        s, slope = x.scores(s, smem["bias"].at[stage, rows, :] if x.inputs.bias is not None else None)
+        weights = jnp.exp2(s - along_rows(lse, TILE))
+        if x.inputs.segments is not None:
+            q_ids = load_per_row(x.inputs.segments[0].at[at.batch, pl.ds(at.token, ROWS)])
+            weights = self.mask.hide_by_segment(weights, 0.0, q_ids, load_per_column(smem["segments"].at[stage]))
+        return weights, slope
+
+    def _store(self, at: Position, dq: Any) -> None:
+        """Starts the copies of dq to global memory, from the place of the queries, which are done with."""
+        block, p = self.block, self.block.p
+        rows = pl.ds(opaque(self.wg) * ROWS, ROWS)
+        start = at.batch * p.q_tokens
+        for panel in block.panels:
+            staging = block.smem["q"].at[panel, rows, :]
+            staging[...] = dq[:, panel * PANEL : (panel + 1) * PANEL]
+            plgpu.commit_smem()  # TMA sees what was written
+            row, end = start + at.token, start + p.q_tokens
+            engine.store_rows(staging, block.dq, row, end, at.head * p.head_dim + panel * PANEL)
+
+
+def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:
     """dq of padded head_dim."""
-    panels, tiles, steps = p.head_dim // PANEL, math.ceil(p.q_tokens / TILE_Q), dq_steps(p)
-    blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
-    v_steps = dq_value_steps(p)
-    extras = Extras.of(inputs, "rows", TILE_Q, TILE_KV, steps)
-    dq = kernel(
-        functools.partial(_kernel, p, c, gpu, extras.bias_shape),
-        name="mgpu_ops_flash_attention_dq",
-        blocks=blocks,
-        compute_warpgroups=WARPGROUPS,
-        out_type=rows_like(q),
-        accumulators=((ROWS, TILE_KV), (ROWS, TILE_KV), (ROWS, p.head_dim)),
+    panels, k_stages, v_stages = p.head_dim // PANEL, dq_steps(p), dq_value_steps(p)
+    blocks = min(gpu.sms, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q))
+    optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
+
+    def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
+        (dq,) = outputs
+        block = _ThreadBlock.of(p, refs, dq, scratch)
+        consumer = functools.partial(scratch.accumulators.scope, functools.partial(_Consumer.run, block))
+        specialize(block.producer, consumer, CONSUMERS, c, gpu)
+
+    spec = BlockSpec(
+        consumers=CONSUMERS,
+        accumulators=(TILE, TILE, (ROWS, p.head_dim)),
         smem={
-            "q_smem": swizzled((panels, TILE_Q, PANEL), p.dtype),
-            "do_smem": swizzled((panels, TILE_Q, PANEL), p.dtype),
-            "k_smem": swizzled((steps, TILE_KV, p.head_dim), p.dtype),
-            "v_smem": swizzled((v_steps, panels, TILE_KV, PANEL), p.dtype),
-            "numbers_smem": plgpu.SMEM((WARPGROUPS, TILE_KV), jnp.int32),
-            **extras.smem,
+            "q": swizzled((panels, TILE_Q, PANEL), p.dtype),
+            "do": swizzled((panels, TILE_Q, PANEL), p.dtype),
+            "k": swizzled((k_stages, TILE_KV, p.head_dim), p.dtype),
+            "v": swizzled((v_stages, panels, TILE_KV, PANEL), p.dtype),
+            "numbers": plgpu.SMEM((CONSUMERS, TILE_KV), jnp.int32),
+            **smem,
         },
         barriers={
-            "q": Pipeline.barriers(1, copies=2 * panels, consumers=WARPGROUPS),
-            "k": Pipeline.barriers(steps, copies=1 + len(extras.smem), consumers=WARPGROUPS),
-            "v": Pipeline.barriers(v_steps, copies=panels, consumers=WARPGROUPS),
+            "q": Pipeline.barriers(1, copies=2 * panels, consumers=CONSUMERS),
+            "k": Pipeline.barriers(k_stages, copies=1 + len(smem), consumers=CONSUMERS),
+            "v": Pipeline.barriers(v_stages, copies=panels, consumers=CONSUMERS),
         },
-        interpret=interpret,
-    )(
-        _schedule(p, c, blocks),
-        as_rows(q),
-        as_blocks(k, TILE_KV, p),
-        as_rows(v),
-        as_rows(out_grad),
-        pad_tokens(lse, TILE_Q, math.inf),
-        pad_tokens(delta, TILE_Q),
-        *extras.arrays,
     )
-    return dq.reshape(q.shape)
+    refs = _Refs(
+        schedule=_schedule(p, c, blocks),
+        q=as_rows(arrays.q),
+        k=as_blocks(arrays.k, TILE_KV, p),
+        v=as_rows(arrays.v),
+        out_grad=as_rows(arrays.out_grad),
+        lse=pad_tokens(arrays.lse, TILE_Q, math.inf),
+        delta=pad_tokens(arrays.delta, TILE_Q),
+        optional=optional,
+    )
+    (dq,) = run(body, "mgpu_ops_flash_attention_dq", blocks, spec, refs, (rows_like(arrays.q),), interpret)
+    return dq.reshape(arrays.q.shape)

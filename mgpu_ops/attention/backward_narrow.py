@@ -1,8 +1,13 @@
-"""The backward kernel of attention for head dims 64 and 128: two warpgroups, each with 64 keys and the gradients of these."""
+"""The consumers of the dk/dv kernel for head dims 64 and 128: two warpgroups, each with 64 keys and the gradients of these.
+
+For each q block a consumer computes S = k q^T and dP = v dO^T of its keys, the weights P and dS = P (dP - delta); P and dS are
+the operands, in registers, of dv += P dO and dk += dS q. In mode "fused", dq = dS^T k needs dS of all keys: the consumers
+write theirs to shared memory, wait for each other, and compute one half of dq each.
+"""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.backward_block import SQUARE, Block, Tile
+from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock
+from mgpu_ops.attention.launch import Scratch
+from mgpu_ops.attention.layouts import opaque
+from mgpu_ops.attention.operands import Position
 from mgpu_ops.attention.problem import PANEL, ROWS
 from mgpu_ops.core import engine
 
@@ -20,88 +28,129 @@ def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:
     return (SQUARE, SQUARE, (ROWS, head_dim), (ROWS, head_dim), *([SQUARE] * fused))
 
 
-def compute(block: Block, together: Any, accumulators: Any) -> None:
-    """What the consumer warpgroups do. `together`: a barrier for them to meet at."""
-    accumulators.scope(functools.partial(_compute, block, together))
+def consume(block: ThreadBlock, scratch: Scratch) -> None:
+    """What the consumers do."""
+    (together,) = scratch.barriers["between"]
+    scratch.accumulators.scope(lambda *accs: _Consumer(block, together, *accs).run())
 
 
-def _compute(block: Block, together: Any, s_acc: Any, dp_acc: Any, dk_acc: Any, dv_acc: Any, *dq_acc: Any) -> None:
-    """What a consumer warpgroup does: weights and their gradients of its keys, in registers as the operands of dv and dk; dq,
-    for which the warpgroups meet, shared between them by columns or, where head_dim is one panel, by rows.
-    """
-    c, smem, panels, parts = block.c, block.smem, block.panels, range(block.c.tile_q // ROWS)
-    block.number_rows()
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: 64 keys of each kv block."""
 
-    def warpgroup() -> Any:
-        """This warpgroup, opaque to the compiler: addresses that it kept in registers across steps would spill."""
-        return lax.optimization_barrier(lax.axis_index("wg"))
+    block: ThreadBlock
+    together: Any  # a barrier for both consumers
+    s_acc: Any
+    dp_acc: Any
+    dk_acc: Any
+    dv_acc: Any
+    dq_acc: Any = None  # in mode "fused"
 
-    def meet() -> None:
-        """The warpgroups wait for each other, and see what the other wrote to shared memory before."""
-        engine.barrier_arrive(together)
-        plgpu.barrier_wait(together)
+    @property
+    def parts(self) -> range:
+        """A q block is computed in parts of 64 rows."""
+        return range(self.block.c.tile_q // ROWS)
 
-    def rows_of(name: str, stage: Any, part: int) -> Any:
-        return smem[name].at[stage, pl.ds(part * ROWS, ROWS)]
+    def run(self) -> None:
+        self.block.mask.write_numbers()
+        self.block.for_each_kv_block(self._kv_block)
 
-    def transposed(acc: Any, name: str, rows: Any) -> None:
-        """acc = own keys or values times rows^T: starts as many products as there are panels."""
-        mine = pl.ds(warpgroup() * ROWS, ROWS)
-        acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        for panel in panels:
-            columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
-            engine.wgmma(acc, smem[name].at[panel, mine, :], engine.transpose_ref(columns))
-
-    def tile(t: Tile, done: Any) -> Any:
-        def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
-            n, row = t.kv_head * block.group + member, row_tile * c.tile_q
-            stage, buffer, wg = lax.rem(step, jnp.int32(block.rows_pipeline.stages)), lax.rem(step, jnp.int32(2)), warpgroup()
-            mine = pl.ds(wg * ROWS, ROWS)
-            plgpu.barrier_wait(block.rows_pipeline.full.at[stage])
-            for part in parts:
-                transposed(s_acc, "k_smem", rows_of("q_smem", stage, part))
-                transposed(dp_acc, "v_smem", rows_of("do_smem", stage, part))
-                s = engine.accumulated(s_acc, len(panels))
-                weights, slope = block.weights(t, s, stage, part, row + part * ROWS, wg, wg * ROWS, masked)
-                engine.wgmma(dv_acc, weights.astype(block.p.dtype), rows_of("do_smem", stage, part))
-                ds = weights * (engine.accumulated(dp_acc, 1) - block.delta(stage, part))
-                ds = (ds if slope is None else ds * slope).astype(block.p.dtype)
-                if "ds_smem" in smem:
-                    smem["ds_smem"][buffer, part, mine, :] = ds
-                    plgpu.commit_smem()
-                engine.wgmma(dk_acc, ds, rows_of("q_smem", stage, part))
-            if block.dbias is not None:
-                for part in parts:
-                    place = block.dbias.at[
-                        t.b * block.p.q_heads + n, pl.ds(t.key + wg * ROWS, ROWS), pl.ds(row + part * ROWS, ROWS)
-                    ]
-                    plgpu.copy_smem_to_gmem(smem["ds_smem"].at[buffer, part, mine, :], place)
-            part, panel = (0, wg) if len(parts) == 1 else (wg, 0)  # of dq, this warpgroup's
-            dq: Any = None
-            if dq_acc:
-                meet()
-                dq_acc[0][...] = jnp.zeros(SQUARE, jnp.float32)
-                engine.wgmma(dq_acc[0], engine.transpose_ref(smem["ds_smem"].at[buffer, part]), smem["k_smem"].at[panel])
-                dq = engine.accumulated(dq_acc[0], 0)
-            else:
-                engine.wgmma_wait(0)
-            engine.barrier_arrive(block.rows_pipeline.empty.at[stage])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if dq_acc:
-                smem["dq_smem"][wg] = dq
-                plgpu.commit_smem()
-                block.add_dq(t, smem["dq_smem"].at[wg], row + part * ROWS, n, panel * PANEL, PANEL)
-            return step + 1
-
-        done = block.for_each_row_tile(t, step, done)
-        dk, dv = dk_acc[...] * block.x.inputs.options[0], dv_acc[...]
-        meet()  # the keys are done with: their place, and the values', takes the gradients on their way out
-        own = warpgroup() * ROWS
-        for name, ref, values in (("k_smem", block.dk, dk), ("v_smem", block.dv, dv)):
-            block.store(t, ref, smem[name].at[:, pl.ds(own, ROWS), :], values, own)
-        for acc in (dk_acc, dv_acc):
+    def _kv_block(self, kv: KvBlock, done: Any) -> Any:
+        """Adds up dk and dv over all q blocks; the producer meanwhile loads what comes next."""
+        block = self.block
+        done = block.for_each_q_block(kv, self._q_block, done)
+        dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
+        self._meet()  # both are done with keys and values: the gradients leave from there
+        own = _warpgroup() * ROWS
+        at = kv.at._replace(token=kv.at.token + own)
+        for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
+            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
+        for acc in (self.dk_acc, self.dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         block.release_keys()
         return done
 
-    block.for_each_tile(tile)
+    def _q_block(self, kv: KvBlock, member: Any, q_block: Any, step: Any, masked: bool) -> Any:
+        block, q = self.block, self.block.q_pipeline
+        at = Position(kv.at.batch, kv.at.head * block.group + member, q_block * block.c.tile_q)
+        stage, buffer, wg = lax.rem(step, jnp.int32(q.stages)), lax.rem(step, jnp.int32(2)), _warpgroup()
+        own = pl.ds(wg * ROWS, ROWS)
+        # 1. Wait for the q block. Add to dk and dv.
+        plgpu.barrier_wait(q.full.at[stage])
+        for part in self.parts:
+            ds = self._add_part(ScoreTile(kv, wg, stage, part, at.token, masked), wg)
+            if "ds" in block.smem:
+                block.smem["ds"][buffer, part, own, :] = ds
+                plgpu.commit_smem()  # TMA and wgmma see what was written
+            engine.wgmma(self.dk_acc, ds, self._rows("q", stage, part))
+        if block.refs.dbias is not None:
+            self._store_dbias(kv, at, buffer, wg)
+        # 2. dq, or else a wait for the products with this stage. The stage is then empty.
+        part, panel = (0, wg) if len(self.parts) == 1 else (wg, 0)  # of dq, this warpgroup's
+        dq = self._dq(buffer, part, panel)
+        engine.barrier_arrive(q.empty.at[stage])
+        # 3. The copies of dq and dbias out of shared memory that were started earlier have read it; dq leaves.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if dq is not None:
+            block.smem["dq"][wg] = dq
+            plgpu.commit_smem()
+            at = at._replace(token=at.token + part * ROWS)
+            block.add_dq(kv, block.smem["dq"].at[wg], at, panel * PANEL)
+        return step + 1
+
+    def _add_part(self, tile: ScoreTile, wg: Any) -> Any:
+        """Starts dv += P dO for 64 rows. Returns dS, in registers."""
+        block, dtype = self.block, self.block.p.dtype
+        # Scores and dP are started together: while dP is computed, scores become weights.
+        self._start_product(self.s_acc, "k", self._rows("q", tile.stage, tile.part))
+        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage, tile.part))
+        s = engine.accumulated(self.s_acc, len(block.panels))
+        weights, slope = block.weights(tile, s, wg)
+        engine.wgmma(self.dv_acc, weights.astype(dtype), self._rows("do", tile.stage, tile.part))
+        # dv's product may go on.
+        ds = weights * (engine.accumulated(self.dp_acc, 1) - block.delta(tile))
+        return (ds if slope is None else ds * slope).astype(dtype)
+
+    def _start_product(self, acc: Any, name: str, rows: Any) -> None:
+        """Starts acc = own keys or values times rows^T, in as many products as there are panels."""
+        own = pl.ds(_warpgroup() * ROWS, ROWS)
+        acc[...] = jnp.zeros(SQUARE, jnp.float32)
+        for panel in self.block.panels:
+            columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
+            engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
+
+    def _dq(self, buffer: Any, part: Any, panel: Any) -> Any:
+        """This warpgroup's half of dq = dS^T k, of 64 rows by 64 columns; None where another kernel computes it.
+
+        All products are then done. Halves are columns or, where head_dim is one panel, rows.
+        """
+        if self.dq_acc is None:
+            engine.wgmma_wait(0)
+            return None
+        # Both have written dS. There are two buffers for it, so that the next step's does not wait until both have read this.
+        self._meet()
+        self.dq_acc[...] = jnp.zeros(SQUARE, jnp.float32)
+        ds = self.block.smem["ds"].at[buffer, part]
+        engine.wgmma(self.dq_acc, engine.transpose_ref(ds), self.block.smem["k"].at[panel])
+        return engine.accumulated(self.dq_acc, 0)
+
+    def _store_dbias(self, kv: KvBlock, at: Position, buffer: Any, wg: Any) -> None:
+        """Starts the copies of dS, the gradient of the bias, to global memory."""
+        block = self.block
+        for part in self.parts:
+            keys, rows = pl.ds(kv.at.token + wg * ROWS, ROWS), pl.ds(at.token + part * ROWS, ROWS)
+            place = block.refs.dbias.at[at.batch * block.p.q_heads + at.head, keys, rows]
+            plgpu.copy_smem_to_gmem(block.smem["ds"].at[buffer, part, pl.ds(wg * ROWS, ROWS), :], place)
+
+    def _rows(self, name: str, stage: Any, part: int) -> Any:
+        return self.block.smem[name].at[stage, pl.ds(part * ROWS, ROWS)]
+
+    def _meet(self) -> None:
+        """The consumers wait for each other, and see what the other wrote to shared memory before."""
+        engine.barrier_arrive(self.together)
+        plgpu.barrier_wait(self.together)
+
+
+def _warpgroup() -> Any:
+    """This warpgroup: see `layouts.opaque`."""
+    return opaque(lax.axis_index("wg"))

@@ -1,13 +1,13 @@
-"""The backward kernel of attention for head dim 256: two warpgroups with the same 64 keys, one for dv, one for dk.
+"""The consumers of the dk/dv kernel for head dim 256: two warpgroups with the same 64 keys, one for dv, one for dk.
 
-dk and dv of 64 keys fill half of an SM's registers, so that each warpgroup can hold one of them. The first computes the
-weights, hands them to the second through shared memory and adds to dv; the second multiplies them with their gradients and
-adds to dk. There is no room for dq: `backward_dq.py` computes that.
+dk and dv of 64 keys fill half of an SM's registers, so that each warpgroup can keep one of them. For each q block the first
+computes S = k q^T and the weights P, hands these to the second through shared memory, and adds to dv; the second computes
+dP = v dO^T and dS = P (dP - delta) and adds to dk. There is no room for dq: `backward_dq.py` computes that.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.backward_block import SQUARE, Block, Tile, opaque_zero
+from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock, opaque_zero
+from mgpu_ops.attention.launch import Scratch
+from mgpu_ops.attention.layouts import load_tile
+from mgpu_ops.attention.operands import Position
 from mgpu_ops.attention.problem import PANEL, ROWS
 from mgpu_ops.core import engine
+
+DV, DK = 0, 1  # which warpgroup computes what
 
 
 def accumulators(head_dim: int) -> tuple[tuple[int, int], ...]:
@@ -25,79 +30,100 @@ def accumulators(head_dim: int) -> tuple[tuple[int, int], ...]:
     return (SQUARE, (ROWS, head_dim))
 
 
-def compute(block: Block, weighed: Any, read: Any, accumulators: Any) -> None:
-    """What the consumer warpgroups do. `weighed` and `read`: barriers for the weights that one hands to the other."""
-    for wg in (0, 1):
+def consume(block: ThreadBlock, scratch: Scratch) -> None:
+    """What the consumers do."""
+    written, read = scratch.barriers["between"]
+    for wg in (DV, DK):
 
         @pl.when(lax.axis_index("wg") == wg)
         def _(wg: int = wg) -> None:
             # Scopes of their own: in one for both, accumulators would live across both branches, and spill.
-            accumulators.scope(functools.partial(_compute, wg, block, weighed, read))
+            scratch.accumulators.scope(lambda *accs: _Consumer(wg, block, written, read, *accs).run())
 
 
-def _compute(wg: int, block: Block, weighed: Any, read: Any, s_acc: Any, sum_acc: Any) -> None:
-    """One of the two: 0 for dv, 1 for dk."""
-    c, smem, panels, dtype = block.c, block.smem, block.panels, block.p.dtype
-    block.number_rows()
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup, for dv or for dk."""
 
-    def transposed(name: str, rows: Any) -> Any:
-        """Keys or values times rows^T."""
-        s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        first = opaque_zero()
-        for panel in panels:
-            columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
-            engine.wgmma(s_acc, smem[name].at[first + panel], engine.transpose_ref(columns))
-        return engine.accumulated(s_acc, 0)
+    wg: int
+    block: ThreadBlock
+    written: Any  # barrier: dv's warpgroup has written weights
+    read: Any  # barrier: dk's warpgroup has read them
+    s_acc: Any
+    sum_acc: Any  # dv or dk
 
-    def add_to_dv(t: Tile, step: Any, stage: Any, row: Any, masked: bool) -> None:
-        s = transposed("k_smem", smem["q_smem"].at[stage])
-        weights, slope = block.weights(t, s, stage, 0, row, wg, 0, masked)
-        pl.when(step > 0)(lambda: plgpu.barrier_wait(read))
-        smem["weights_smem"][opaque_zero()] = (weights if slope is None else weights * slope).astype(dtype)
-        plgpu.commit_smem()
-        engine.barrier_arrive(weighed)
-        engine.wgmma(sum_acc, weights.astype(dtype), smem["do_smem"].at[stage])
+    def run(self) -> None:
+        self.block.mask.write_numbers()
+        self.block.for_each_kv_block(self._kv_block)
+        if self.wg == DV:  # the last arrival at `read`, too, is waited for
+            pl.when(self.block.tiles.count > 0)(lambda: plgpu.barrier_wait(self.read))
 
-    def add_to_dk(t: Tile, step: Any, stage: Any, row: Any, n: Any) -> None:
-        del step
-        dp = transposed("v_smem", smem["do_smem"].at[stage]) - block.delta(stage, 0)
-        plgpu.barrier_wait(weighed)
-        handed = smem["weights_smem"].at[opaque_zero()]
-        weights = plgpu.load(handed, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-        engine.barrier_arrive(read)
-        ds = (weights * dp).astype(dtype)
-        engine.wgmma(sum_acc, ds, smem["q_smem"].at[stage])
-        if block.dbias is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            smem["ds_smem"][opaque_zero(), 0] = ds
-            plgpu.commit_smem()
-            place = block.dbias.at[t.b * block.p.q_heads + n, pl.ds(t.key, ROWS), pl.ds(row, ROWS)]
-            plgpu.copy_smem_to_gmem(smem["ds_smem"].at[0, 0], place)
-
-    def tile(t: Tile, done: Any) -> Any:
-        def step(member: Any, row_tile: Any, step: Any, masked: bool) -> Any:
-            n, row = t.kv_head * block.group + member, row_tile * c.tile_q
-            stage = lax.rem(step, jnp.int32(block.rows_pipeline.stages))
-            plgpu.barrier_wait(block.rows_pipeline.full.at[stage])
-            if wg == 0:
-                add_to_dv(t, step, stage, row, masked)
-            else:
-                add_to_dk(t, step, stage, row, n)
-            engine.wgmma_wait(0)
-            engine.barrier_arrive(block.rows_pipeline.empty.at[stage])
-            return step + 1
-
-        done = block.for_each_row_tile(t, step, done)
-        total = sum_acc[...]
+    def _kv_block(self, kv: KvBlock, done: Any) -> Any:
+        """Adds up dv or dk over all q blocks; the producer meanwhile loads what comes next."""
+        block = self.block
+        done = block.for_each_q_block(kv, self._q_block, done)
+        total = self.sum_acc[...]
         # Only dv's warpgroup reads the keys, only dk's the values: each is free to send its result out from there.
-        ref, staging = (block.dk, smem["v_smem"]) if wg else (block.dv, smem["k_smem"])
-        if wg:
+        ref, staging = (block.dk, block.smem["v"]) if self.wg == DK else (block.dv, block.smem["k"])
+        if self.wg == DK:
             total = total * block.x.inputs.options[0]
-        block.store(t, ref, staging, total, 0)
-        sum_acc[...] = jnp.zeros(sum_acc.shape, jnp.float32)
+        block.store(ref, kv.at, staging, total)
+        self.sum_acc[...] = jnp.zeros(self.sum_acc.shape, jnp.float32)
         block.release_keys()
         return done
 
-    block.for_each_tile(tile)
-    if wg == 0:
-        pl.when(block.tiles.count > 0)(lambda: plgpu.barrier_wait(read))
+    def _q_block(self, kv: KvBlock, member: Any, q_block: Any, step: Any, masked: bool) -> Any:
+        block, q = self.block, self.block.q_pipeline
+        at = Position(kv.at.batch, kv.at.head * block.group + member, q_block * block.c.tile_q)
+        stage = lax.rem(step, jnp.int32(q.stages))
+        plgpu.barrier_wait(q.full.at[stage])
+        tile = ScoreTile(kv, 0, stage, 0, at.token, masked)
+        if self.wg == DV:
+            self._add_to_dv(tile, step)
+        else:
+            self._add_to_dk(tile, at)
+        # The stage is empty when both have waited for their products with it.
+        engine.wgmma_wait(0)
+        engine.barrier_arrive(q.empty.at[stage])
+        return step + 1
+
+    def _add_to_dv(self, tile: ScoreTile, step: Any) -> None:
+        """Starts dv += P dO, once the weights P are handed over."""
+        block, smem, dtype = self.block, self.block.smem, self.block.p.dtype
+        s = self._product("k", smem["q"].at[tile.stage])
+        weights, slope = block.weights(tile, s, self.wg)
+        pl.when(step > 0)(lambda: plgpu.barrier_wait(self.read))  # the last step's weights have been read
+        smem["weights"][opaque_zero()] = (weights if slope is None else weights * slope).astype(dtype)
+        plgpu.commit_smem()
+        engine.barrier_arrive(self.written)
+        engine.wgmma(self.sum_acc, weights.astype(dtype), smem["do"].at[tile.stage])
+
+    def _add_to_dk(self, tile: ScoreTile, at: Position) -> None:
+        """Starts dk += dS q. dP is computed while the other warpgroup computes the weights."""
+        block, smem, dtype = self.block, self.block.smem, self.block.p.dtype
+        dp = self._product("v", smem["do"].at[tile.stage]) - block.delta(tile)
+        plgpu.barrier_wait(self.written)
+        weights = load_tile(smem["weights"].at[opaque_zero()]).astype(jnp.float32)
+        engine.barrier_arrive(self.read)
+        ds = (weights * dp).astype(dtype)
+        engine.wgmma(self.sum_acc, ds, smem["q"].at[tile.stage])
+        if block.refs.dbias is not None:
+            self._store_dbias(tile, at, ds)
+
+    def _store_dbias(self, tile: ScoreTile, at: Position, ds: Any) -> None:
+        """Starts the copy of dS, the gradient of the bias, to global memory, once the last one has left shared memory."""
+        block, staging = self.block, self.block.smem["ds"]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[opaque_zero(), 0] = ds
+        plgpu.commit_smem()
+        keys, rows = pl.ds(tile.kv.at.token, ROWS), pl.ds(tile.q_row, ROWS)
+        plgpu.copy_smem_to_gmem(staging.at[0, 0], block.refs.dbias.at[at.batch * block.p.q_heads + at.head, keys, rows])
+
+    def _product(self, name: str, rows: Any) -> Any:
+        """Keys or values times rows^T, when it is done."""
+        self.s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
+        first = opaque_zero()
+        for panel in self.block.panels:
+            columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
+            engine.wgmma(self.s_acc, self.block.smem[name].at[first + panel], engine.transpose_ref(columns))
+        return engine.accumulated(self.s_acc, 0)

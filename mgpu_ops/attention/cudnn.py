@@ -59,21 +59,19 @@ def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *extra
 
 
 def gradients(problem: BackwardProblem, pull: Any, out_grad: jax.Array) -> tuple[jax.Array, ...]:
-    """dq, dk, dv and, with `bias_grad`, dbias from what `residuals` kept: the backward pass alone."""
+    """dq, dk, dv and, with `bias_grad`, dbias from the results of `residuals`: the backward pass alone."""
     return pull(out_grad)
 
 
-def residuals(
-    problem: BackwardProblem, q: jax.Array, k: jax.Array, v: jax.Array, out_grad: jax.Array, lse: Any, delta: Any, *rest: Any
-) -> tuple[Any, jax.Array]:
+def residuals(problem: BackwardProblem, *arrays: Any) -> tuple[Any, jax.Array]:
     """The forward pass: the arguments of `gradients` from the inputs of the backward op."""
-    _, *extra = rest
+    q, k, v, out_grad, _, _, _, *extra = arrays  # lse, delta and options are the kernels' alone
     others, bias = (extra[:-1], extra[-1:]) if problem.bias_grad else (extra, [])
 
-    def of(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+    def output(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
         return attention(problem, q, k, v, *others, *bias)
 
-    _, pull = jax.vjp(of, q, k, v, *bias)
+    _, pull = jax.vjp(output, q, k, v, *bias)
     return pull, out_grad
 
 

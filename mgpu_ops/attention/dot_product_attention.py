@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from mgpu_ops.attention import flash_attention
+from mgpu_ops.attention.arguments import Arguments
+from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.registry import dispatch
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -103,7 +104,7 @@ def dot_product_attention(
     `backend` is as in `flash_attention`. Raises ValueError where it is unknown, or a kernel that is named cannot run this.
     """
     wanted = dispatch.requested_backend(backend)
-    arguments = Arguments(
+    call = JaxArguments(
         query,
         key,
         value,
@@ -117,19 +118,19 @@ def dot_product_attention(
         implementation=implementation,
         return_residual=return_residual,
     )
-    reason = why_jax(arguments)
+    reason = why_jax(call)
     if reason is None:
-        return _through_ours(arguments, wanted)
+        return _through_ours(call, wanted)
     if backend not in (None, "xla"):
         raise ValueError(f"backend={backend!r} cannot run this dot_product_attention, as {reason}: pass backend=None")
-    result = _jax_dot_product_attention(**vars(arguments))
+    result = _jax_dot_product_attention(**vars(call))
     if implementation is None:
         _log_once(reason)
     return result
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class JaxArguments:
     """The arguments of `jax.nn.dot_product_attention`, by their names there, as they were passed: nothing is checked yet."""
 
     query: Any
@@ -153,43 +154,41 @@ class Arguments:
         return {"query": self.query, "key": self.key, "value": self.value, **given}
 
 
-def _through_ours(arguments: Arguments, backend: dispatch.Backend | None) -> jax.Array | tuple[jax.Array, jax.Array]:
+def _through_ours(call: JaxArguments, backend: dispatch.Backend | None) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The call through `flash_attention`, which computes the same: `why_jax` has no reason."""
-    a = arguments
-    window = a.local_window_size
-    q, k, v = (jnp.asarray(x).reshape(_four(np.shape(x))) for x in (a.query, a.key, a.value))
-    out, lse = flash_attention.attend(
-        flash_attention.Arguments(
+    window = call.local_window_size
+    q, k, v = (jnp.asarray(x).reshape(_four(np.shape(x))) for x in (call.query, call.key, call.value))
+    out, lse = attend(
+        Arguments(
             q,
             k,
             v,
-            bias=a.bias,
-            mask=a.mask,
-            causal=bool(a.is_causal),
+            bias=call.bias,
+            mask=call.mask,
+            causal=bool(call.is_causal),
             window=(window, window) if isinstance(window, int) else window,
             align="top_left",
-            q_lengths=a.query_seq_lengths,
-            kv_lengths=a.key_value_seq_lengths,
-            scale=None if a.scale is None else float(np.asarray(a.scale)),
+            q_lengths=call.query_seq_lengths,
+            kv_lengths=call.key_value_seq_lengths,
+            scale=None if call.scale is None else float(np.asarray(call.scale)),
             backend=backend,
         )
     )
-    shape = np.shape(a.query)
-    if not a.return_residual:
+    shape = np.shape(call.query)
+    if not call.return_residual:
         return out.reshape(shape)
     residual = jnp.maximum(lse, _HIDDEN).swapaxes(1, 2).astype(k.dtype)
     return out.reshape(shape), lax.stop_gradient(residual.reshape(shape[:-1]))
 
 
-def why_jax(arguments: Arguments) -> str | None:
+def why_jax(call: JaxArguments) -> str | None:
     """Why a call runs through JAX's own function; None: `flash_attention` computes the same."""
-    a = arguments
-    if a.implementation is not None:
-        return f"implementation={a.implementation!r} asks for JAX's own"
-    for name, x in a.arrays.items():
+    if call.implementation is not None:
+        return f"implementation={call.implementation!r} asks for JAX's own"
+    for name, x in call.arrays.items():
         if not isinstance(x, jax.Array | np.ndarray):
             return f"{name} is no array but a {type(x).__name__}"
-    types = {name: jax.typeof(x) for name, x in a.arrays.items()}
+    types = {name: jax.typeof(x) for name, x in call.arrays.items()}
     if not all(isinstance(size, int) for x in types.values() for size in x.shape):
         return "a dimension is symbolic"  # in an exported function
     if any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types.values()):
@@ -200,11 +199,11 @@ def why_jax(arguments: Arguments) -> str | None:
         return f"dtype {types['query'].dtype} is not one of {', '.join(DTYPES)}"
     if "bias" in types and types["bias"].dtype.name not in DTYPES:
         return f"bias has dtype {types['bias'].dtype}, not one of {', '.join(DTYPES)}"
-    if not all(isinstance(x, bool | np.bool_) for x in (a.is_causal, a.return_residual)):
+    if not all(isinstance(x, bool | np.bool_) for x in (call.is_causal, call.return_residual)):
         return "is_causal or return_residual is no bool"
     if jax.config.jax_debug_infs:
         return "jax_debug_infs is on, and masks hold infinities"
-    return _why_jax_scales(a.scale) or _why_jax_windows(a.local_window_size)
+    return _why_jax_scales(call.scale) or _why_jax_windows(call.local_window_size)
 
 
 def _fit(types: dict[str, Any]) -> bool:

@@ -192,7 +192,7 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     wide = max(q.shape[-1], v.shape[-1])
     q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])]) for x in (q, k, v))
     arrays, tree = jax.tree.flatten((q, k, v, inputs))
-    out, lse = _attention(call, *tree.unflatten(mesh.same_mesh_axes(*arrays)))
+    out, lse = _attention(call, *jax.tree.unflatten(tree, mesh.same_mesh_axes(*arrays)))
     return out[..., : arguments.v.shape[-1]], jnp.where(lse == jnp.inf, -jnp.inf, lse / LOG2E)
 
 

@@ -1,10 +1,15 @@
 """The forward kernel of attention, for NVIDIA Hopper: softmax(scale q k^T + bias, where visible) v, one pass over the keys.
 
-A warp-specialised, persistent kernel. One warpgroup copies tiles of q, k and v into shared memory with TMA, running ahead over
-output tiles; two or three others own 64 query rows each. A consumer warpgroup starts the scores of the next tile of keys
-before it turns those of this one into weights, so that the tensor cores work while it takes exponentials. The softmax is
-online: the largest score m and the sum l of each row so far; the output is rescaled when m grows. Scores are kept times
-log2(e), as exponentials are powers of two. Tiles of keys that no row sees are skipped; those that all rows see are not masked.
+Persistent thread blocks, specialised by warpgroup, work through output tiles of 64 query rows a consumer:
+
+- The producer warpgroup loads the q block of each output tile, and its kv blocks from the last to the first, with TMA. It runs
+  ahead, over the ends of output tiles, as far as the stages of three pipelines (q, k, v) allow.
+- One to three consumer warpgroups own 64 rows each and do not wait for each other. While the tensor cores compute the scores
+  of the next kv block, a consumer multiplies the weights of the last one by its values and takes exponentials.
+
+A stage's full barrier says that its copies have arrived; its empty barrier, that all consumers are done with it. The softmax
+is online (`softmax.py`). Scores are kept times log2(e), as exponentials are powers of two. kv blocks that no row sees are
+skipped; those that all rows see are not masked (`mask.py`).
 Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.async.bulk.tensor).
 """
 
@@ -23,236 +28,330 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.launch import Extras, as_blocks, as_rows, kernel, pad_head, rows_like, specialize, swizzled
-from mgpu_ops.attention.mask import BlockOrder, kv_blocks, some_see_nothing
-from mgpu_ops.attention.operands import Operands, place
+from mgpu_ops.attention.launch import (
+    BlockSpec,
+    Scratch,
+    as_blocks,
+    as_rows,
+    optional_refs,
+    pad_head,
+    rows_like,
+    run,
+    specialize,
+    swizzled,
+)
+from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
+from mgpu_ops.attention.mask import BlockOrder, MaskTerms, kv_blocks, some_see_nothing
+from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded
+from mgpu_ops.attention.score_mask import ScoreMask
+from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 
-TILE_COST = 4  # what an output tile takes beside its tiles of keys, in tiles of keys: measured, docs/kernels/flash_attention.md
-LOWEST = -1e30  # what the largest score starts from: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
+TILE_COST = 4  # what an output tile takes beside its kv blocks, in kv blocks: measured, docs/kernels/flash_attention.md
 
 
 @tile_scheduler.cached
 def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
-    """Which block works on which output tiles."""
+    """Which thread block works on which output tiles."""
     steps = kv_blocks(p, ROWS * c.compute_warpgroups, c.tile_kv)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
-    """Whether some tile of rows may need a mask with more than one tile of keys."""
+    """Whether some output tile may need a mask with more than one kv block."""
     offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
     aligned = p.right == 0 and tile_kv % tile_q == 0 and offset % tile_q == 0
     return p.lengths or p.left is not None or (p.right is not None and not aligned)
 
 
-def _load(
-    x: Operands,
-    c: Config,
-    tiles: tile_scheduler.AssignedTiles,
-    k_pipeline: Pipeline,
-    v_pipeline: Pipeline,
-    q_pipeline: Pipeline,
-    smem: Any,
-) -> None:
-    """Producer: for each output tile its queries, and the keys and values from the last to the first."""
-    p, tile_q = x.problem, ROWS * c.compute_warpgroups
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """The arguments of the kernel: arrays outside of it, refs in global memory within."""
 
-    def tile(i: Any, number: Any, done: Any) -> Any:
-        b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
-        q_pipeline.fill(i, lambda stage, full: x.load_rows(x.q, b, n, row, smem["q_smem"].at[stage], full))
-        order = BlockOrder.of(x.kv_range(b, row, tile_q, c.tile_kv))
-        kv_head = lax.div(n, jnp.int32(p.q_heads // p.kv_heads))
-
-        def step(member: Any, key_tile: Any, step: Any, masked: bool) -> Any:
-            del member, masked
-            key = key_tile * c.tile_kv
-
-            def keys(stage: Any, full: Any) -> None:
-                x.load_keys(x.k, b, kv_head, key, smem["k_smem"].at[stage], full)
-                x.load_extras("rows", b, n, row, key, smem, stage, full)
-
-            k_pipeline.fill(step, keys)
-
-            def values(stage: Any, full: Any) -> None:
-                x.load_block(x.v, "keys", b, kv_head, key, smem["v_smem"].at[stage], full)
-
-            v_pipeline.fill(step, values)
-            return step + 1
-
-        return order.for_each(step, done)
-
-    steps = tiles.for_each(tile, jnp.int32(0))
-    k_pipeline.drain(steps)
-    v_pipeline.drain(steps)
-    q_pipeline.drain(tiles.count)
+    schedule: Any  # of `_schedule`
+    q: Any
+    k: Any
+    v: Any
+    optional: OptionalRefs
 
 
-def _kernel(
-    p: Problem,
-    c: Config,
-    gpu: Gpu,
-    bias_shape: tuple[int, int],
-    *refs: Any,
-    accumulators: Any,
-    barriers: dict[str, Any],
-    smem: dict[str, Any],
-) -> None:
-    """One block: its output tiles, each a loop over tiles of keys."""
-    table_ref, q_ref, k_ref, v_ref, *extras, out_ref, lse_ref = refs
-    tiles = tile_scheduler.AssignedTiles(table_ref, lax.axis_index("block"))
-    x = Operands.of(p, q_ref, k_ref, v_ref, extras, bias_shape)
-    q_pipeline = Pipeline(c.q_slots, *barriers["q"])
-    k_pipeline, v_pipeline = (Pipeline(c.max_concurrent_steps, *barriers[name]) for name in ("k", "v"))
-    tile_q, panels = ROWS * c.compute_warpgroups, range(p.head_dim // PANEL)
-    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+@dataclasses.dataclass(frozen=True)
+class _ThreadBlock:
+    """One thread block: what its warpgroups have in common, and what the producer does."""
 
-    def along_row(values: Any, columns: int) -> Any:
-        return lax.broadcast_in_dim(values, (ROWS, columns), (0,))
+    p: Problem
+    c: Config
+    x: Operands
+    tiles: tile_scheduler.AssignedTiles
+    out: Any  # as `engine.store_rows` takes it
+    lse: Any  # [batch, q_heads, rows]
+    smem: dict[str, Any]
+    q_pipeline: Pipeline
+    k_pipeline: Pipeline
+    v_pipeline: Pipeline
 
-    def consumer(s_acc: Any, o_acc: Any) -> None:
-        wg, count = lax.axis_index("wg"), tiles.count
-        mine = pl.ds(wg * ROWS, ROWS)
-        # From shared memory, the numbers of a tile's keys take registers only while a tile is masked.
-        smem["numbers_smem"][wg] = plgpu.broadcasted_iota(jnp.int32, (c.tile_kv,), 0, layout=by_column)
-        score_scale = x.inputs.options[0] * LOG2E
+    @staticmethod
+    def of(p: Problem, c: Config, refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> _ThreadBlock:
+        out, lse = outputs
+        return _ThreadBlock(
+            p=p,
+            c=c,
+            x=Operands(p, refs.q, refs.k, refs.v, refs.optional),
+            tiles=tile_scheduler.AssignedTiles(refs.schedule, lax.axis_index("block")),
+            out=out,
+            lse=lse,
+            smem=scratch.smem,
+            q_pipeline=Pipeline(c.q_slots, *scratch.barriers["q"]),
+            k_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["k"]),
+            v_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["v"]),
+        )
 
-        def tile(i: Any, carry: Any) -> Any:
-            number, done = carry
-            # Configs of one q stage have no registers for it: they read it later.
-            following = tiles.number(i + 1) if c.q_slots > 1 else None
-            b, n, row = place(number, p.q_tokens, p.q_heads, tile_q)
-            order = BlockOrder.of(x.kv_range(b, row, tile_q, c.tile_kv))
-            row = row + wg * ROWS
-            tokens = x.mask_terms(b)
-            q_stage = lax.optimization_barrier(lax.rem(i, jnp.int32(c.q_slots)))
-            plgpu.barrier_wait(q_pipeline.full.at[q_stage])
-            q = [smem["q_smem"].at[q_stage, panel, mine, :] for panel in panels]
-            if p.segments:
-                q_segments = plgpu.load(x.inputs.segments[0].at[b, pl.ds(row, ROWS)], layout=by_row, optimized=False)
+    @property
+    def tile_q(self) -> int:
+        return ROWS * self.c.compute_warpgroups
 
-            def start_scores(step: Any) -> Any:
-                stage = lax.rem(step, jnp.int32(k_pipeline.stages))
-                plgpu.barrier_wait(k_pipeline.full.at[stage])
-                s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
-                for panel in panels:
-                    engine.wgmma(s_acc, q[panel], engine.transpose_ref(smem["k_smem"].at[stage, panel]))
-                return stage
+    @property
+    def panels(self) -> range:
+        return range(self.p.head_dim // PANEL)
 
-            def scores(stage: Any, key_tile: Any, masked: bool, in_flight: int) -> tuple[Any, Any]:
-                """Scores times log2(e), once divided by the second result: -inf where not visible. Releases the keys."""
-                s, factor = engine.accumulated(s_acc, in_flight), score_scale
-                shape = s.shape
-                if p.soft_cap:
-                    s, factor = x.capped(s), x.inputs.options[1] * LOG2E
-                if p.bias != "none":
-                    s, factor = s * factor + x.bias_term(smem["bias_smem"].at[stage, mine, :]), None
-                if p.segments:
-                    kv_segments = plgpu.load(smem["segments_smem"].at[stage], layout=by_column, optimized=False)
-                    same = along_row(q_segments, c.tile_kv) == lax.broadcast_in_dim(kv_segments, shape, (1,))
-                    s = jnp.where(same, s, -jnp.inf)
-                engine.barrier_arrive(k_pipeline.empty.at[stage])
-                if masked:
-                    keys = plgpu.load(smem["numbers_smem"].at[wg], layout=by_column, optimized=False) + key_tile * c.tile_kv
-                    rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + row
-                    s = jnp.where(tokens.sees(rows, lax.broadcast_in_dim(keys, shape, (1,))), s, -jnp.inf)
-                return s, factor
+    def position(self, number: Any) -> Position:
+        """The first row of an output tile."""
+        return Position.of(number, self.p.q_tokens, self.p.q_heads, self.tile_q)
 
-            def softmax(s: Any, factor: Any, largest: Any, total: Any) -> tuple[Any, Any, Any, Any]:
-                """The weights of one tile of keys, and m, l and what to multiply the output by."""
-                m = jnp.max(s, axis=1)
-                m = jnp.maximum(largest, m if factor is None else m * factor)
-                weights = jnp.exp2((s if factor is None else s * factor) - along_row(m, c.tile_kv))
-                rescale = jnp.exp2(largest - m)
-                return weights.astype(out_ref.dtype), m, total * rescale + jnp.sum(weights, axis=1), rescale
+    def order(self, at: Position) -> BlockOrder:
+        """The kv blocks of an output tile, in the order in which producer and consumers go through them."""
+        return BlockOrder.of(self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv))
 
-            def add_values(weights: Any, step: Any) -> Any:
-                stage = lax.rem(step, jnp.int32(v_pipeline.stages))
-                plgpu.barrier_wait(v_pipeline.full.at[stage])
-                engine.wgmma(o_acc, weights, smem["v_smem"].at[stage])
-                return stage
+    def producer(self) -> None:
+        """Loads the blocks of all output tiles, each as soon as a stage is empty. Consumers compute meanwhile."""
+        steps = self.tiles.for_each(self._load_output_tile, jnp.int32(0))
+        # The producer ends when the consumers have declared every stage empty.
+        self.k_pipeline.drain(steps)
+        self.v_pipeline.drain(steps)
+        self.q_pipeline.drain(self.tiles.count)
 
-            def rescaled(rescale: Any) -> None:
-                o_acc[...] = engine.accumulated(o_acc, 0) * along_row(rescale, p.head_dim)
+    def _load_output_tile(self, i: Any, number: Any, step: Any) -> Any:
+        x, at = self.x, self.position(number)
+        # Waits until the consumers have stored the output tile that was in this stage of q: outputs leave from there.
+        self.q_pipeline.fill(i, lambda stage, full: x.load_rows(x.q, at, self.smem["q"].at[stage], full))
+        order = self.order(at)
+        kv_head = lax.div(at.head, jnp.int32(self.p.q_heads // self.p.kv_heads))
+        return order.for_each(functools.partial(self._load_kv_block, at, kv_head), step)
 
-            def alone(i: Any, carry: Any) -> Any:
-                """A tile of keys by itself."""
-                m, l, step = carry
-                s, factor = scores(start_scores(step), order.masked_block(i), True, in_flight=0)
-                weights, m, l, rescale = softmax(s, factor, m, l)
-                rescaled(rescale)
-                v_stage = add_values(weights, step)
-                engine.wgmma_wait(0)
-                engine.barrier_arrive(v_pipeline.empty.at[v_stage])
-                return m, l, step + 1
+    def _load_kv_block(self, at: Position, kv_head: Any, member: Any, block: Any, step: Any, masked: bool) -> Any:
+        del member, masked
+        x, first = self.x, Position(at.batch, kv_head, block * self.c.tile_kv)
 
-            def overlapped(i: Any, carry: Any) -> Any:
-                """Starts the scores of this tile of keys and the products with the last one's values, in this order."""
-                weights, m, l, step = carry
-                k_stage = start_scores(step)
-                v_stage = add_values(weights, step - 1)
-                s, factor = scores(k_stage, order.unmasked_block(i), False, in_flight=1)
-                weights, m, l, rescale = softmax(s, factor, m, l)
-                if c.pv_wait == "late":
-                    engine.store_volatile(l, smem["lse_smem"].at[wg])  # free until the tile ends; nobody reads it
-                out = engine.accumulated(o_acc, 0)
-                engine.barrier_arrive(v_pipeline.empty.at[v_stage])
-                o_acc[...] = out * along_row(rescale, p.head_dim)
-                return weights, m, l, step + 1
+        def keys(stage: Any, full: Any) -> None:
+            x.load_keys(x.k, first, self.smem["k"].at[stage], full)
+            x.load_optional("kv", at, first.token, Stage(self.smem, stage, full))
 
-            many = _masks_many(p, tile_q, c.tile_kv)
-            m, l = (plgpu.layout_cast(jnp.full((ROWS,), v, jnp.float32), by_row) for v in (LOWEST, 0.0))
-            if many:
-                m, l, done = lax.fori_loop(0, order.masked - 1, alone, (m, l, done))
-            s, factor = scores(start_scores(done), order.masked_block(order.masked - 1), p.masks(c.tile_kv), in_flight=0)
-            weights, m, l, rescale = softmax(s, factor, m, l)
-            if many:
-                rescaled(rescale)
-            if c.q_slots > 1:
-                pl.when(i > 0)(lambda: release(i - 1))  # now, when the last tile's output has had time to leave
-            carry = weights, m, l, done + 1
-            weights, m, l, done = lax.fori_loop(0, order.unmasked, overlapped, carry)
-            if c.q_slots == 1:
-                following = tiles.number(i + 1)
-            v_stage = add_values(weights, done - 1)
-            out = engine.accumulated(o_acc, 0)
-            engine.barrier_arrive(v_pipeline.empty.at[v_stage])
-            o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
-            if p.lengths:  # rows that are padding see nothing
-                l = jnp.where(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row) + row < tokens.q_end, l, 0.0)
-            scaled = out * along_row(jnp.where(l == 0, 0.0, 1.0 / l), p.head_dim)
-            if some_see_nothing(p):  # zeros, also where the sum of values with weights of 0 is NaN
-                scaled = jnp.where(along_row(l, p.head_dim) == 0, 0.0, scaled)
-            out = scaled.astype(out_ref.dtype)
-            for panel in panels:  # the queries are done with: their place takes the output on its way out
-                q[panel][...] = out[:, panel * PANEL : (panel + 1) * PANEL]
-            lse = jnp.where(l == 0, jnp.inf, m + jnp.log2(l))
-            smem["lse_smem"][wg] = lse
-            plgpu.commit_smem()
-            start = b * p.q_tokens
-            for panel in panels:
-                engine.store_rows(q[panel], out_ref, start + row, start + p.q_tokens, n * p.head_dim + panel * PANEL)
-            plgpu.copy_smem_to_gmem(smem["lse_smem"].at[wg], lse_ref.at[b, n, pl.ds(row, ROWS)])
-            if c.q_slots == 1:
-                release(i)
-            return following, done
+        # Keys and values have pipelines of their own: keys are empty again a step earlier than the values of their block.
+        self.k_pipeline.fill(step, keys)
+        self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full))
+        return step + 1
 
-        def release(i: Any) -> None:
-            """Gives back the place of tile i's queries, once its output has left it."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            engine.barrier_arrive(q_pipeline.empty.at[lax.rem(i, jnp.int32(c.q_slots))])
 
-        lax.fori_loop(0, count, tile, (tiles.number(0), jnp.int32(0)))
-        if c.q_slots > 1:
-            pl.when(count > 0)(lambda: release(count - 1))
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One consumer warpgroup: 64 rows of each output tile."""
 
-    def producer() -> None:
-        _load(x, c, tiles, k_pipeline, v_pipeline, q_pipeline, smem)
+    block: _ThreadBlock
+    wg: Any
+    own: pl.Slice  # its rows within an output tile
+    tiles: Any  # how many output tiles there are
+    mask: ScoreMask
+    score_scale: Any  # the scale of the scores times log2(e)
+    s_acc: Any
+    o_acc: Any
 
-    specialize(producer, lambda: accumulators.scope(consumer), c.compute_warpgroups, c, gpu)
+    @staticmethod
+    def run(block: _ThreadBlock, s_acc: Any, o_acc: Any) -> None:
+        """Works through all output tiles."""
+        wg, tiles = lax.axis_index("wg"), block.tiles.count
+        own, mask = pl.ds(wg * ROWS, ROWS), ScoreMask(block.smem["numbers"])
+        mask.write_numbers(wg)
+        self = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
+        lax.fori_loop(0, tiles, self._output_tile, (block.tiles.number(0), jnp.int32(0)))
+        if block.c.q_slots > 1:
+            pl.when(tiles > 0)(lambda: self._release_queries(tiles - 1))
+
+    def _output_tile(self, i: Any, carry: Any) -> Any:
+        """Stages of an output tile; the producer meanwhile loads what comes next."""
+        number, step = carry
+        tiles, two_q_stages = self.block.tiles, self.block.c.q_slots > 1
+        # The number of the next tile is read early, as global memory is far. Configs of one q stage have no register for it.
+        following = tiles.number(i + 1) if two_q_stages else None
+        # 1. Wait for the queries.
+        rows = self._wait_for_queries(i, number)
+        # 2. kv blocks with a mask, one after the other. Of the last, the weights are left in registers.
+        weights, softmax, step = rows.masked_blocks(step)
+        if two_q_stages:
+            # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
+            pl.when(i > 0)(lambda: self._release_queries(i - 1))
+        # 3. kv blocks without a mask: scores of one overlap with weights times values of the block before.
+        weights, softmax, step = lax.fori_loop(0, rows.order.unmasked, rows.overlapped, (weights, softmax, step + 1))
+        if not two_q_stages:
+            following = tiles.number(i + 1)
+        # 4. The last weights times values, and the way out.
+        rows.store(rows.last_values(weights, step - 1), softmax)
+        if not two_q_stages:
+            self._release_queries(i)
+        return following, step
+
+    def _wait_for_queries(self, i: Any, number: Any) -> _Rows:
+        block = self.block
+        at = block.position(number)
+        order = block.order(at)
+        at = at._replace(token=at.token + self.wg * ROWS)
+        terms = block.x.mask_terms(at.batch)
+        stage = opaque(lax.rem(i, jnp.int32(block.c.q_slots)))
+        plgpu.barrier_wait(block.q_pipeline.full.at[stage])
+        q = [block.smem["q"].at[stage, panel, self.own, :] for panel in block.panels]
+        segments = block.x.inputs.segments
+        q_segments = load_per_row(segments[0].at[at.batch, pl.ds(at.token, ROWS)]) if segments is not None else None
+        return _Rows(self, at, order, terms, q, q_segments)
+
+    def _release_queries(self, i: Any) -> None:
+        """Waits until the output of tile i has left its q stage, and declares the stage empty."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        engine.barrier_arrive(self.block.q_pipeline.empty.at[lax.rem(i, jnp.int32(self.block.c.q_slots))])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The 64 rows of an output tile that one consumer warpgroup works on."""
+
+    consumer: _Consumer
+    at: Position  # the first of them
+    order: BlockOrder
+    terms: MaskTerms
+    q: list[Any]  # their queries in shared memory, by panels
+    q_segments: Any  # their segment ids in registers, or None
+
+    @property
+    def block(self) -> _ThreadBlock:
+        return self.consumer.block
+
+    # --- Steps of the loops over kv blocks
+
+    def masked_blocks(self, step: Any) -> Any:
+        """All kv blocks with a mask: (weights of the last one, softmax, its step). Its values are still to be added."""
+        p, c = self.block.p, self.block.c
+        many = _masks_many(p, self.block.tile_q, c.tile_kv)
+        softmax = OnlineSoftmax.start()
+        if many:
+            softmax, step = lax.fori_loop(0, self.order.masked - 1, self._alone, (softmax, step))
+        stage = self._start_scores(step)
+        scores = self._scores(stage, self.order.masked_block(self.order.masked - 1), p.masks(c.tile_kv), in_flight=0)
+        weights, softmax, rescale = softmax.update(scores, p.dtype)
+        if many:
+            self._rescale_output(rescale)
+        return weights, softmax, step
+
+    def _alone(self, i: Any, carry: Any) -> Any:
+        """A kv block by itself: nothing overlaps within the warpgroup. The other consumers keep the tensor cores busy."""
+        softmax, step = carry
+        stage = self._start_scores(step)
+        scores = self._scores(stage, self.order.masked_block(i), True, in_flight=0)
+        weights, softmax, rescale = softmax.update(scores, self.block.p.dtype)
+        self._rescale_output(rescale)
+        v_stage = self._start_values(weights, step)
+        engine.wgmma_wait(0)
+        engine.barrier_arrive(self.block.v_pipeline.empty.at[v_stage])
+        return softmax, step + 1
+
+    def overlapped(self, i: Any, carry: Any) -> Any:
+        """A kv block without a mask: the tensor cores get its scores and the last block's weights times values together."""
+        weights, softmax, step = carry
+        block, w = self.block, self.consumer
+        # Two products are started, in this order: the scores of this block, and the last block's weights times its values.
+        k_stage = self._start_scores(step)
+        v_stage = self._start_values(weights, step - 1)
+        # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
+        scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=1)
+        weights, softmax, rescale = softmax.update(scores, block.p.dtype)
+        if block.c.pv_wait == "late":
+            # Keeps ptxas from moving the next wait ahead of the softmax. Nobody reads what it stores.
+            engine.store_volatile(softmax.row_sum, block.smem["lse"].at[w.wg])
+        # Waits for weights times values; then the stage is empty and the output may be rescaled.
+        out = engine.accumulated(w.o_acc, 0)
+        engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
+        w.o_acc[...] = out * along_rows(rescale, out.shape)
+        return weights, softmax, step + 1
+
+    def last_values(self, weights: Any, step: Any) -> Any:
+        """The sum of all weights times values, after the product for the last kv block. Sets the accumulator to 0 again."""
+        o_acc = self.consumer.o_acc
+        stage = self._start_values(weights, step)
+        out = engine.accumulated(o_acc, 0)
+        engine.barrier_arrive(self.block.v_pipeline.empty.at[stage])
+        o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
+        return out
+
+    # --- Their parts
+
+    def _start_scores(self, step: Any) -> Any:
+        """Waits for the keys of a step and starts q k^T. Returns their stage."""
+        k, s_acc = self.block.k_pipeline, self.consumer.s_acc
+        stage = lax.rem(step, jnp.int32(k.stages))
+        plgpu.barrier_wait(k.full.at[stage])
+        s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
+        for panel in self.block.panels:
+            engine.wgmma(s_acc, self.q[panel], engine.transpose_ref(self.block.smem["k"].at[stage, panel]))
+        return stage
+
+    def _scores(self, stage: Any, kv_block: Any, masked: bool, in_flight: int) -> Scores:
+        """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
+        block, x, w = self.block, self.block.x, self.consumer
+        s, factor = engine.accumulated(w.s_acc, in_flight), w.score_scale
+        if block.p.soft_cap:
+            s, factor = x.capped(s), x.inputs.options[1] * LOG2E
+        if block.p.bias != "none":
+            s, factor = s * factor + x.bias_term(block.smem["bias"].at[stage, w.own, :]), None
+        if block.p.segments:
+            s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
+        engine.barrier_arrive(block.k_pipeline.empty.at[stage])
+        if masked:
+            keys = w.mask.column_numbers(w.wg) + kv_block * block.c.tile_kv
+            s = w.mask.hide_by_position(s, -jnp.inf, self.terms, self.at.token, keys)
+        return Scores(s, factor)
+
+    def _start_values(self, weights: Any, step: Any) -> Any:
+        """Waits for the values of a step and starts adding weights times values to the output. Returns their stage."""
+        v = self.block.v_pipeline
+        stage = lax.rem(step, jnp.int32(v.stages))
+        plgpu.barrier_wait(v.full.at[stage])
+        engine.wgmma(self.consumer.o_acc, weights, self.block.smem["v"].at[stage])
+        return stage
+
+    def _rescale_output(self, rescale: Any) -> None:
+        """No product may be in flight."""
+        o_acc = self.consumer.o_acc
+        o_acc[...] = engine.accumulated(o_acc, 0) * along_rows(rescale, o_acc.shape)
+
+    # --- The way out
+
+    def store(self, out: Any, softmax: OnlineSoftmax) -> None:
+        """Starts the copies of output and lse to global memory. They run on beside the next output tile."""
+        block, p, at, wg = self.block, self.block.p, self.at, self.consumer.wg
+        if p.lengths:
+            softmax = softmax.without_padding(at.token, self.terms.q_end)
+        normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p)).astype(p.dtype)
+        # This warpgroup's queries are done with: the output leaves from their place.
+        for panel in block.panels:
+            self.q[panel][...] = normalised[:, panel * PANEL : (panel + 1) * PANEL]
+        block.smem["lse"][wg] = softmax.log_sum_exp()
+        plgpu.commit_smem()  # TMA sees what was written
+        start = at.batch * p.q_tokens
+        for panel in block.panels:
+            row, end = start + at.token, start + p.q_tokens
+            engine.store_rows(self.q[panel], block.out, row, end, at.head * p.head_dim + panel * PANEL)
+        plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -263,30 +362,34 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     """
     head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
     q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
-    tile_q, steps = ROWS * c.compute_warpgroups, c.max_concurrent_steps
+    tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, panels = math.ceil(p.q_tokens / tile_q), p.head_dim // PANEL
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
-    extras = Extras.of(Inputs.of(p, arrays[3:]), "rows", tile_q, c.tile_kv, steps)
-    out, lse = kernel(
-        functools.partial(_kernel, p, c, gpu, extras.bias_shape),
-        name="mgpu_ops_flash_attention",
-        blocks=blocks,
-        compute_warpgroups=c.compute_warpgroups,
-        out_type=(rows_like(q), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)),
+    optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages)
+
+    def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
+        block = _ThreadBlock.of(p, c, refs, outputs, scratch)
+        consumer = functools.partial(scratch.accumulators.scope, functools.partial(_Consumer.run, block))
+        specialize(block.producer, consumer, consumers, c, gpu)
+
+    spec = BlockSpec(
+        consumers=consumers,
         accumulators=((ROWS, c.tile_kv), (ROWS, p.head_dim)),
         smem={
-            "q_smem": swizzled((c.q_slots, panels, tile_q, PANEL), p.dtype),
-            "k_smem": swizzled((steps, panels, c.tile_kv, PANEL), p.dtype),
-            "v_smem": swizzled((steps, c.tile_kv, p.head_dim), p.dtype),
-            "numbers_smem": plgpu.SMEM((c.compute_warpgroups, c.tile_kv), jnp.int32),
-            "lse_smem": plgpu.SMEM((c.compute_warpgroups, ROWS), jnp.float32),
-            **extras.smem,
+            "q": swizzled((c.q_slots, panels, tile_q, PANEL), p.dtype),
+            "k": swizzled((stages, panels, c.tile_kv, PANEL), p.dtype),
+            "v": swizzled((stages, c.tile_kv, p.head_dim), p.dtype),
+            "numbers": plgpu.SMEM((consumers, c.tile_kv), jnp.int32),
+            "lse": plgpu.SMEM((consumers, ROWS), jnp.float32),
+            **smem,
         },
         barriers={
-            "q": Pipeline.barriers(c.q_slots, copies=panels, consumers=c.compute_warpgroups),
-            "k": Pipeline.barriers(steps, copies=panels + len(extras.smem), consumers=c.compute_warpgroups),
-            "v": Pipeline.barriers(steps, copies=1, consumers=c.compute_warpgroups),
+            "q": Pipeline.barriers(c.q_slots, copies=panels, consumers=consumers),
+            "k": Pipeline.barriers(stages, copies=panels + len(smem), consumers=consumers),
+            "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
         },
-        interpret=interpret,
-    )(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), *extras.arrays)
+    )
+    refs = _Refs(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
+    out_type = rows_like(q), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
+    out, lse = run(body, "mgpu_ops_flash_attention", blocks, spec, refs, out_type, interpret)
     return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]

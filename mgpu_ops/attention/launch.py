@@ -1,88 +1,102 @@
-"""How the kernels of attention are launched: their arrays as a block wants them, and the blocks themselves."""
+"""How the kernels of attention are launched: their arrays as a thread block wants them, and the thread blocks themselves."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem
 from mgpu_ops.core import engine, limits
 from mgpu_ops.core.gpu import Gpu
 
+# --- Thread blocks ---------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
-class Extras:
-    """`Inputs` as a kernel receives them, for `Operands.of`, and the shared memory that they take there."""
+class BlockSpec:
+    """What each thread block of a kernel has: one producer warpgroup, `consumers` consumer warpgroups, and what they share."""
 
-    arrays: tuple[jax.Array, ...]  # segments padded to whole tiles, bias as rows; with segments, `segment_tiles` at the end
-    bias_shape: tuple[int, int]  # batch entries and heads of the bias
-    smem: dict[str, Any]  # what a tile that goes by brings beside keys or queries: "segments_smem", "bias_smem", where needed
-
-    @staticmethod
-    def of(inputs: Inputs, keeps: str, tile_q: int, tile_kv: int, steps: int) -> Extras:
-        """For a kernel whose blocks keep a tile of "rows" or of "keys" while those of the other go by, `steps` at a time."""
-        by_rows = keeps == "rows"
-        own, other = (tile_q, tile_kv) if by_rows else (tile_kv, tile_q)
-        sharing, bias_shape, smem = [], (1, 1), {}
-        if inputs.segments is not None:
-            q_ids, kv_ids = inputs.segments
-            sharing = [segment_tiles(q_ids, kv_ids, own, other) if by_rows else segment_tiles(kv_ids, q_ids, own, other)]
-            inputs = dataclasses.replace(inputs, segments=(pad_tokens(q_ids, tile_q), pad_tokens(kv_ids, tile_kv)))
-            smem["segments_smem"] = plgpu.SMEM((steps, other), jnp.int32)
-        if (bias := inputs.bias) is not None:
-            bias_shape = bias.shape[:2]
-            inputs = dataclasses.replace(inputs, bias=bias_rows(bias if by_rows else bias.swapaxes(2, 3)))
-            smem["bias_smem"] = swizzled((steps, own, other), bias.dtype)
-        return Extras((*inputs.arrays(), *sharing), bias_shape, smem)
+    consumers: int
+    accumulators: Sequence[tuple[int, int]]  # shapes, float32 in the registers of each consumer
+    smem: Mapping[str, Any]
+    barriers: Mapping[str, Any]
 
 
-def kernel(
-    body: Callable[..., None],
-    *,
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """A thread block's `BlockSpec` as the kernel's body receives it: handles and refs."""
+
+    accumulators: Any  # .scope(consumer) runs consumer(*accumulators)
+    smem: dict[str, Any]
+    barriers: dict[str, Any]
+
+
+def run(
+    body: Callable[[Any, tuple[Any, ...], Scratch], None],
     name: str,
     blocks: int,
-    compute_warpgroups: int,
-    out_type: Any,
-    accumulators: Sequence[tuple[int, int]],
-    smem: dict[str, Any],
-    barriers: dict[str, Any],
+    spec: BlockSpec,
+    inputs: Any,
+    out_type: Sequence[jax.ShapeDtypeStruct],
     interpret: bool,
-) -> Callable[..., Any]:
-    """`engine.kernel` for persistent blocks with one producer warpgroup: body(*refs, accumulators=, smem=, barriers=)."""
-    return engine.kernel(
-        body,
-        engine.Launch(name, {"block": blocks}, warpgroups=compute_warpgroups + 1, approx_math=True, interpret=interpret),
-        out_type=out_type,
-        scratch_types={
-            "accumulators": engine.Accumulators(tuple(accumulators), compute_warpgroups),
-            "smem": smem,
-            "barriers": barriers,
-        },
-    )
+) -> tuple[jax.Array, ...]:
+    """The outputs of body(refs of `inputs`, refs of the outputs, scratch), run by `blocks` persistent thread blocks.
+
+    inputs: a pytree of arrays, as a dataclass of them; the body receives the same pytree of refs.
+    """
+    arrays, tree = jax.tree.flatten(inputs)
+
+    def with_trees(*refs: Any, **scratch: Any) -> None:
+        body(jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :], Scratch(**scratch))
+
+    launch = engine.Launch(name, {"block": blocks}, warpgroups=spec.consumers + 1, approx_math=True, interpret=interpret)
+    scratch = {
+        "accumulators": engine.Accumulators(tuple(spec.accumulators), spec.consumers),
+        "smem": dict(spec.smem),
+        "barriers": dict(spec.barriers),
+    }
+    return engine.kernel(with_trees, launch, out_type=tuple(out_type), scratch_types=scratch)(*arrays)
 
 
 def specialize(
-    producer: Callable[[], None], consumer: Callable[[], None], compute_warpgroups: int, c: Config | BackwardConfig, gpu: Gpu
+    producer: Callable[[], None], consumer: Callable[[], None], consumers: int, config: Config | BackwardConfig, gpu: Gpu
 ) -> None:
-    """`engine.specialize`, the registers shared out as the config says."""
+    """`engine.specialize`, with the registers shared out as the config says."""
     engine.specialize(
         producer,
         consumer,
-        consumers=compute_warpgroups,
-        producer_registers=c.memory_registers,
-        consumer_registers=limits.consumer_registers(compute_warpgroups, c.memory_registers, gpu),
+        consumers=consumers,
+        producer_registers=config.memory_registers,
+        consumer_registers=limits.consumer_registers(consumers, config.memory_registers, gpu),
     )
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for tiles with rows of any number of 128-byte panels, as wgmma and TMA take them."""
     return plgpu.SMEM(shape, dtype, transforms=engine.operand_transforms(128 // jnp.dtype(dtype).itemsize, dtype, 128))
+
+
+# --- Arrays ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardArrays:
+    """What the backward kernels are given; head_dim is padded."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out_grad: jax.Array
+    lse: jax.Array  # [batch, q_heads, q_tokens], as the forward kernel gives it
+    delta: jax.Array  # [batch, q_heads, q_tokens], the rows' sums of output times its gradient
+    inputs: Inputs
 
 
 def rows_like(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -110,22 +124,47 @@ def pad_head(x: jax.Array, head_dim: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
+def pad_tokens(x: jax.Array, tile: int, value: float = 0) -> jax.Array:
+    """x[..., tokens] with `value` up to whole tiles."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % tile)], constant_values=value)
+
+
+# --- Segments and bias -----------------------------------------------------------------------------------------------
+
+
+def optional_refs(
+    inputs: Inputs, loop: Literal["q", "kv"], tile_q: int, tile_kv: int, stages: int
+) -> tuple[OptionalRefs, dict[str, Any]]:
+    """`inputs` for a kernel whose thread blocks keep one tile while q blocks, or kv blocks, go by in a pipeline of `stages`.
+
+    And the shared memory that such a block brings beside its tokens: "segments" and "bias", where there are any.
+    """
+    by_rows = loop == "kv"  # the thread block keeps query rows
+    own, other = (tile_q, tile_kv) if by_rows else (tile_kv, tile_q)
+    shared, bias_shape, smem = None, (1, 1), {}
+    if inputs.segments is not None:
+        q_ids, kv_ids = inputs.segments
+        shared = segment_blocks(q_ids, kv_ids, own, other) if by_rows else segment_blocks(kv_ids, q_ids, own, other)
+        inputs = dataclasses.replace(inputs, segments=(pad_tokens(q_ids, tile_q), pad_tokens(kv_ids, tile_kv)))
+        smem["segments"] = plgpu.SMEM((stages, other), jnp.int32)
+    if (bias := inputs.bias) is not None:
+        bias_shape = bias.shape[:2]
+        inputs = dataclasses.replace(inputs, bias=bias_rows(bias if by_rows else bias.swapaxes(2, 3)))
+        smem["bias"] = swizzled((stages, own, other), bias.dtype)
+    return OptionalRefs(inputs, shared, bias_shape), smem
+
+
 def bias_rows(bias: jax.Array) -> jax.Array:
     """[batch, heads, rows, columns] as rows for `engine.load_rows`; columns are padded to whole panels."""
     bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, -bias.shape[3] % PANEL)))
     return engine.rows_view(bias.reshape(-1, bias.shape[3]))
 
 
-def pad_tokens(x: jax.Array, tile: int, value: float = 0) -> jax.Array:
-    """x[..., tokens] with `value` up to whole tiles."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % tile)], constant_values=value)
-
-
-def segment_tiles(mine: jax.Array, others: jax.Array, tile: int, other_tile: int) -> jax.Array:
-    """For each tile of tokens, the first tile of the other side that may share a segment with it, and the end of them.
+def segment_blocks(mine: jax.Array, others: jax.Array, tile: int, other_tile: int) -> jax.Array:
+    """For each tile of tokens, the first block of the other side that may share a segment with it, and the end of them.
 
     mine: [batch, tokens], others: [batch, other tokens], int32. Returns [batch, tiles, 2]. Exact where ids grow with tokens;
-    otherwise a tile between the two may share none.
+    otherwise a block between the two may share none.
     """
 
     def ends(ids: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:

@@ -1,46 +1,82 @@
-"""The arrays that a kernel of attention receives, and how a block finds its part of them; `launch.py` lays them out."""
+"""The arrays that a kernel of attention receives, and how a thread block finds its part of them; `launch.py` lays them out."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.layouts import load_tile
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.problem import PANEL, Problem
 from mgpu_ops.core import engine
 
 
+class Position(NamedTuple):
+    """Where a tile begins: batch entry, head (of queries, or of keys and values) and token."""
+
+    batch: Any
+    head: Any
+    token: Any
+
+    @staticmethod
+    def of(number: Any, tokens: int, heads: int, tile: int) -> Position:
+        """Of a tile of `tile_scheduler.assign_heads`, whose heads are those of all batch entries."""
+        tiles = jnp.int32(math.ceil(tokens / tile))
+        head, own = lax.div(number, tiles), lax.rem(number, tiles)
+        return Position(lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), own * tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A pipeline stage that the producer fills: the buffers in shared memory, the stage's number, and its full barrier."""
+
+    smem: dict[str, Any]
+    number: Any
+    full: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return self.smem[name].at[self.number]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OptionalRefs:
+    """`Inputs` as a kernel takes them: arrays outside of the kernel, refs in global memory within."""
+
+    inputs: Inputs  # segments padded to whole tiles, bias as rows
+    segment_blocks: Any  # [batch, tiles, 2] of `launch.segment_blocks`, or None
+    bias_shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # batch entries and heads of the bias
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """q, k, v and `Inputs` in global memory, as a block of a kernel sees them."""
+    """q, k, v and `Inputs` in global memory, as a thread block of a kernel sees them."""
 
     problem: Problem
     q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `engine.load_rows` takes them
     k: Any  # [batch * kv_tokens, kv_heads * head_dim], likewise
     v: Any
-    inputs: Inputs  # segments padded to whole tiles, bias as rows
-    bias_shape: tuple[int, int]  # batch entries and heads of the bias
-    tiles: Any = None  # [batch, tiles, 2]: the first tile on the other side that shares a segment, and the end of them
+    optional: OptionalRefs
 
-    @staticmethod
-    def of(problem: Problem, q: Any, k: Any, v: Any, extras: Sequence[Any], bias_shape: tuple[int, int]) -> Operands:
-        """extras: `launch.Extras.arrays`."""
-        inputs, tiles = (extras[:-1], extras[-1]) if problem.segments else (extras, None)
-        return Operands(problem, q, k, v, Inputs.of(problem, tuple(inputs)), bias_shape, tiles)
+    @property
+    def inputs(self) -> Inputs:
+        return self.optional.inputs
+
+    # --- Which blocks to visit
 
     def mask_terms(self, b: Any) -> MaskTerms:
+        """Of batch entry b. Lengths beyond the arrays count as the nearest."""
         p = self.problem
         q_end: Any = p.q_tokens
         kv_end: Any = p.kv_tokens
-        if self.inputs.lengths is not None:  # whatever the lengths are, nothing lies outside the arrays
+        if self.inputs.lengths is not None:
             q_end, kv_end = (
                 jnp.clip(ref[b], 0, tokens) for ref, tokens in zip(self.inputs.lengths, (p.q_tokens, p.kv_tokens), strict=True)
             )
@@ -55,60 +91,68 @@ class Operands:
         return self._within_segments(b, key, keys, self.mask_terms(b).q_range(key, keys, tile_q))
 
     def _within_segments(self, b: Any, token: Any, tokens: int, blocks: BlockRange) -> BlockRange:
-        if self.tiles is None:
+        shared = self.optional.segment_blocks
+        if shared is None:
             return blocks
         own = lax.div(token, jnp.int32(tokens))
-        first = jnp.minimum(jnp.maximum(blocks.first, self.tiles[b, own, 0]), blocks.end - 1)
-        end = jnp.maximum(jnp.minimum(blocks.end, self.tiles[b, own, 1]), first + 1)
+        first = jnp.minimum(jnp.maximum(blocks.first, shared[b, own, 0]), blocks.end - 1)
+        end = jnp.maximum(jnp.minimum(blocks.end, shared[b, own, 1]), first + 1)
         whole = jnp.clip(blocks.whole, first, end)
         return BlockRange(first, whole, jnp.clip(blocks.whole_end, whole, end), end)
 
-    def load_rows(self, src: Any, b: Any, n: Any, row: Any, dst: Any, full: Any) -> None:
-        """Starts the copies of query rows of one head, with zeros from the last on: dst is [panels, rows, PANEL].
+    # --- Copies to shared memory, which arrive at a full barrier when they are done
 
-        Zeros too where lengths end, here and below: whatever the padding holds, be it NaN, has no say.
+    def load_rows(self, src: Any, at: Position, dst: Any, full: Any) -> None:
+        """Starts the copies of query rows of one head: dst is [panels, rows, PANEL].
+
+        Rows beyond the end arrive as zeros, here and below, and so do those beyond a length: whatever the padding holds, be it
+        NaN, counts as 0.
         """
-        self._load_panels(src, b * self.problem.q_tokens, self.mask_terms(b).q_end, n, row, dst, full)
+        start = at.batch * self.problem.q_tokens
+        self._load_panels(src, start, self.mask_terms(at.batch).q_end, at, dst, full)
 
-    def load_keys(self, src: Any, b: Any, n: Any, key: Any, dst: Any, full: Any) -> None:
-        """Starts the copies of keys or values of one of their heads, zeros from the last on: dst is [panels, keys, PANEL]."""
-        self._load_panels(src, b * self.problem.kv_tokens, self.mask_terms(b).kv_end, n, key, dst, full)
+    def load_keys(self, src: Any, at: Position, dst: Any, full: Any) -> None:
+        """Starts the copies of keys or values of one of their heads: dst is [panels, keys, PANEL]."""
+        start = at.batch * self.problem.kv_tokens
+        self._load_panels(src, start, self.mask_terms(at.batch).kv_end, at, dst, full)
 
-    def _load_panels(self, src: Any, start: Any, end: Any, n: Any, token: Any, dst: Any, full: Any) -> None:
+    def _load_panels(self, src: Any, start: Any, end: Any, at: Position, dst: Any, full: Any) -> None:
         for panel in range(dst.shape[0]):
-            column = n * self.problem.head_dim + panel * PANEL
-            engine.load_rows(src, start + token, start + end, column, dst.at[panel], full)
+            column = at.head * self.problem.head_dim + panel * PANEL
+            engine.load_rows(src, start + at.token, start + end, column, dst.at[panel], full)
 
-    def load_block(self, src: Any, kind: str, b: Any, n: Any, token: Any, dst: Any, full: Any) -> None:
-        """Starts the copy of "rows" or "keys" of one head, with zeros from the last on: dst is [tokens, head_dim].
+    def load_block(self, src: Any, kind: Literal["q", "kv"], at: Position, dst: Any, full: Any) -> None:
+        """Starts the copy of a q block (or the gradient of one) or a kv block: dst is [tokens, head_dim].
 
         A product with a whole row of head_dim takes fewer instructions than with one of panels. src: see `launch.as_blocks`.
         """
         rows, d = dst.shape
         if src.shape[:2] != (1, 1):
-            engine.copy_gmem_to_smem(src.at[b, pl.ds(token, rows), n], dst, full)
+            engine.copy_gmem_to_smem(src.at[at.batch, pl.ds(at.token, rows), at.head], dst, full)
             return
-        p, t = self.problem, self.mask_terms(b)
-        tokens, end = (p.q_tokens, t.q_end) if kind == "rows" else (p.kv_tokens, t.kv_end)
-        engine.load_rows(src, b * tokens + token, b * tokens + end, n * d, dst, full)
+        p, terms = self.problem, self.mask_terms(at.batch)
+        tokens, end = (p.q_tokens, terms.q_end) if kind == "q" else (p.kv_tokens, terms.kv_end)
+        engine.load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, at.head * d, dst, full)
 
-    def load_extras(self, keeps: str, b: Any, n: Any, own: Any, other: Any, smem: Any, stage: Any, full: Any) -> None:
-        """Starts the copies of what goes beside the tokens from `other` on, into `stage` of `launch.Extras.smem`.
+    def load_optional(self, kind: Literal["q", "kv"], own: Position, token: Any, stage: Stage) -> None:
+        """Starts the copies of what a q block or kv block that begins at `token` has beside its tokens: segments and bias.
 
-        keeps: "rows" or "keys", of which the block keeps those from `own` on.
+        own: the other side of the tile of scores, which the thread block keeps; its head is one of queries.
         """
         if self.inputs.segments is not None:
-            dst = smem["segments_smem"].at[stage]
-            ids = self.inputs.segments[1 if keeps == "rows" else 0].at[b, pl.ds(other, dst.shape[0])]
-            engine.copy_gmem_to_smem(ids, dst, full)
+            dst = stage["segments"]
+            ids = self.inputs.segments[0 if kind == "q" else 1].at[own.batch, pl.ds(token, dst.shape[0])]
+            engine.copy_gmem_to_smem(ids, dst, stage.full)
         if self.inputs.bias is not None:
-            self._load_bias(b, n, own, other, smem["bias_smem"].at[stage], full)
+            self._load_bias(own, token, stage["bias"], stage.full)
 
-    def _load_bias(self, b: Any, n: Any, row: Any, column: Any, dst: Any, full: Any) -> None:
-        batch, heads = self.bias_shape
+    def _load_bias(self, own: Position, column: Any, dst: Any, full: Any) -> None:
+        batch, heads = self.optional.bias_shape
         rows = self.inputs.bias.shape[2] // (batch * heads)
-        start = ((b if batch > 1 else 0) * heads + (n if heads > 1 else 0)) * rows
-        engine.load_rows(self.inputs.bias, start + row, start + rows, column, dst, full)
+        start = ((own.batch if batch > 1 else 0) * heads + (own.head if heads > 1 else 0)) * rows
+        engine.load_rows(self.inputs.bias, start + own.token, start + rows, column, dst, full)
+
+    # --- From products of queries and keys to scores
 
     def capped(self, s: Any) -> Any:
         """The hyperbolic tangent of a soft cap: tanh(s scale / cap), from an exponential accurate to float32."""
@@ -129,11 +173,4 @@ class Operands:
 
     def bias_term(self, tile: Any) -> Any:
         """What a tile of the bias in shared memory adds to scores times log2(e)."""
-        return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32) * LOG2E
-
-
-def place(number: Any, tokens: int, heads: int, tile: int) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first token of a tile of `tile_scheduler.assign_heads`; it counts the heads of all entries."""
-    tiles = jnp.int32(math.ceil(tokens / tile))
-    head, own = lax.div(number, tiles), lax.rem(number, tiles)
-    return lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), own * tile
+        return load_tile(tile).astype(jnp.float32) * LOG2E

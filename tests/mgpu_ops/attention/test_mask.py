@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mgpu_ops import FlashAttentionProblem
 from mgpu_ops.attention import launch, reference
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.launch import segment_tiles
+from mgpu_ops.attention.launch import segment_blocks
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, keys_seen, mask_of, rows_seeing
-from mgpu_ops.attention.operands import Operands
+from mgpu_ops.attention.operands import Operands, OptionalRefs
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
 
@@ -199,7 +199,7 @@ def test_tiles_between_segments_hold_every_shared_pair(data, sizes, tiles, kind)
     mine, others = (data.draw(segments_of(tokens, kind)) for tokens in sizes)
     if sizes[0] == sizes[1]:
         others = mine
-    found = np.asarray(segment_tiles(mine[None], others[None], own, tile))[0]
+    found = np.asarray(segment_blocks(mine[None], others[None], own, tile))[0]
     assert found.shape == (-(-sizes[0] // own), 2)
     shared = mine[:, None] == others[None, :]
     for block, (first, end) in enumerate(found):
@@ -218,9 +218,9 @@ def test_a_block_visits_all_that_is_visible_within_its_segments(data, entry, siz
     seen = entry.seen(mine, others)
 
     def of(tiles: Any) -> Operands:
-        return replace(NO_OPERANDS, problem=p, inputs=Inputs(None, entry.lengths), tiles=tiles)
+        return replace(NO_OPERANDS, problem=p, optional=OptionalRefs(Inputs(None, entry.lengths), tiles, (1, 1)))
 
-    by_rows, by_keys = (of(segment_tiles(x[None], y[None], own, tile)) for x, y in ((mine, others), (others, mine)))
+    by_rows, by_keys = (of(segment_blocks(x[None], y[None], own, tile)) for x, y in ((mine, others), (others, mine)))
     for row, ranges in tile_ranges(lambda row: by_rows.kv_range(0, row, own, tile), p.q_tokens, own):
         assert_ordered(ranges, p.kv_tokens, tile)
         assert_covers(seen[row : row + own], ranges[0], ranges[3], tile)
@@ -258,7 +258,7 @@ def test_lengths_out_of_range_count_as_the_nearest(sizes, q_length, kv_length):
     p = P(1, q_tokens, kv_tokens, 1, 1, 64, causal=True, lengths=True)
     nearest = min(max(q_length, 0), q_tokens), min(max(kv_length, 0), kv_tokens)
     lengths = jnp.array([q_length]), jnp.array([kv_length])
-    terms = replace(NO_OPERANDS, problem=p, inputs=Inputs(None, lengths)).mask_terms(0)
+    terms = replace(NO_OPERANDS, problem=p, optional=OptionalRefs(Inputs(None, lengths), None, (1, 1))).mask_terms(0)
     assert (terms.q_end, terms.kv_end, terms.offset) == (*nearest, nearest[1] - nearest[0])
     np.testing.assert_array_equal(mask_of(p, lengths)[0], Entry(p, *nearest, 1, 1).seen())
 

@@ -1,0 +1,124 @@
+"""The dk/dv kernel: the gradients of keys and values, of the bias, and in mode "fused" dq too.
+
+A persistent thread block keeps a kv block in shared memory while the q blocks that see it go by. Scores are transposed, so
+that keys are wgmma's rows: S = k q^T, P = 2^(S - lse), dP = v dO^T, dS = P (dP - delta). dv += P dO and dk += dS q stay in
+registers, with P and dS as operands from registers. dq = dS^T k goes through shared memory and is added to dq in global memory
+by TMA.
+
+One producer warpgroup loads (`backward_block.py`) while two consumers compute (`backward_narrow.py` for head dims 64 and 128,
+`backward_wide.py` for 256). A full barrier says that a stage's copies have arrived, an empty one that both consumers are done
+with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.attention import backward_narrow, backward_wide
+from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, schedule
+from mgpu_ops.attention.launch import (
+    BackwardArrays,
+    BlockSpec,
+    Scratch,
+    as_blocks,
+    as_rows,
+    optional_refs,
+    pad_tokens,
+    rows_like,
+    run,
+    specialize,
+    swizzled,
+)
+from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.core import engine
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.pipeline import Pipeline
+
+
+def launch(
+    p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool
+) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
+    """dq in mode "fused", else None; dk; dv; the gradient of the bias, or None."""
+    optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
+    lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
+    tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
+    blocks = min(gpu.sms, p.batch * p.kv_heads * tiles)
+    dq: Any = None
+    dbias: Any = None
+    if c.mode == "fused":
+        # The interpreter cannot add in global memory: each kv block has an array of its own there.
+        dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, p.batch, rows, p.q_heads, p.head_dim), jnp.float32))
+    if p.bias_grad:
+        dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
+
+    def body(refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
+        block = ThreadBlock.of(p, c, refs, outputs, scratch)
+        consumers = backward_wide if p.head_dim > 128 else backward_narrow
+        specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu)
+
+    refs = Refs(
+        schedule=schedule(p, c, blocks),
+        q=as_blocks(arrays.q, c.tile_q, p),
+        k=as_rows(arrays.k),
+        v=as_rows(arrays.v),
+        out_grad=as_blocks(arrays.out_grad, c.tile_q, p),
+        lse=lse,
+        delta=delta,
+        optional=optional,
+        dq=dq,
+        dbias=dbias,
+    )
+    out_type = rows_like(arrays.k), rows_like(arrays.v)
+    dk, dv = run(body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret)
+    if dq is not None:
+        dq = engine.frozen(dq, arrays.q, arrays.k).sum(0)[:, : p.q_tokens]
+        dq = (dq * arrays.inputs.options[0]).astype(p.dtype)
+    if dbias is not None:
+        dbias = _summed(p, engine.frozen(dbias, arrays.q, arrays.k), arrays.inputs.bias)
+    return dq, dk.reshape(arrays.k.shape), dv.reshape(arrays.v.shape), dbias
+
+
+def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any]) -> BlockSpec:
+    stages, panels, fused, wide = c.max_concurrent_steps, p.head_dim // PANEL, c.mode == "fused", p.head_dim > 128
+    smem = {
+        "q": swizzled((stages, c.tile_q, p.head_dim), p.dtype),
+        "do": swizzled((stages, c.tile_q, p.head_dim), p.dtype),
+        "k": swizzled((panels, c.tile_kv, PANEL), p.dtype),
+        "v": swizzled((panels, c.tile_kv, PANEL), p.dtype),
+        "lse": plgpu.SMEM((stages, c.tile_q), jnp.float32),
+        "delta": plgpu.SMEM((stages, c.tile_q), jnp.float32),
+        "numbers": plgpu.SMEM((CONSUMERS, ROWS), jnp.int32),
+        **optional_smem,
+    }
+    if fused:
+        smem["dq"] = swizzled((CONSUMERS, ROWS, PANEL), jnp.float32)
+    if wide:
+        smem["weights"] = swizzled((1, ROWS, ROWS), p.dtype)
+    if fused or p.bias_grad:
+        shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
+        smem["ds"] = swizzled(shape, p.dtype)
+    return BlockSpec(
+        consumers=CONSUMERS,
+        accumulators=backward_wide.accumulators(p.head_dim) if wide else backward_narrow.accumulators(p.head_dim, fused),
+        smem=smem,
+        barriers={
+            "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
+            "kv": Pipeline.barriers(1, copies=2 * panels, consumers=CONSUMERS),
+            "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
+        },
+    )
+
+
+def _summed(p: BackwardProblem, dbias: jax.Array, bias: jax.Array) -> jax.Array:
+    """The gradient of the bias from that of each head and batch entry, [batch * q_heads, keys, rows] with padding."""
+    dbias = dbias[:, : p.kv_tokens, : p.q_tokens].swapaxes(1, 2).astype(jnp.float32)
+    dbias = dbias.reshape(p.batch, p.q_heads, p.q_tokens, p.kv_tokens)
+    for axis, size in enumerate(bias.shape[:2]):
+        dbias = dbias.sum(axis, keepdims=True) if size == 1 else dbias
+    return dbias.astype(bias.dtype)

@@ -1,0 +1,48 @@
+"""How the kernels hide scores: the mask of `mask.py`, applied to a tile in registers. All three kernels call it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.attention.layouts import PER_COLUMN, TILE, along_columns, along_rows, load_per_column
+from mgpu_ops.attention.mask import MaskTerms
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreMask:
+    """Masks tiles of 64 query rows by some keys, or with `keys_first`, as the dk/dv kernel has them, 64 keys by some rows.
+
+    numbers: int32 [consumer warpgroups, columns] in shared memory. Each warpgroup keeps 0, 1, 2... there, which takes registers
+    only while a tile is masked.
+    """
+
+    numbers: Any
+    keys_first: bool = False
+
+    def write_numbers(self, wg: Any = None) -> None:
+        """Called once by each consumer warpgroup, before its first tile. wg: its number, if the caller has it already."""
+        numbers = plgpu.broadcasted_iota(jnp.int32, (self.numbers.shape[1],), 0, layout=PER_COLUMN)
+        self.numbers[lax.axis_index("wg") if wg is None else wg] = numbers
+
+    def column_numbers(self, wg: Any) -> Any:
+        """0, 1, 2... for the columns of a tile. Added to its first token, they are the columns' tokens."""
+        return load_per_column(self.numbers.at[wg])
+
+    def hide_by_position(self, tile: Any, hidden: float, terms: MaskTerms, first: Any, columns: Any) -> Any:
+        """`hidden` where a row does not see a key by window, causal mask or length.
+
+        first: the token of the tile's first row; columns: the tokens of its columns.
+        """
+        tokens = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=TILE) + first, along_columns(columns, tile.shape)
+        seen = terms.sees(*(reversed(tokens) if self.keys_first else tokens))
+        return jnp.where(seen, tile, hidden)
+
+    def hide_by_segment(self, tile: Any, hidden: float, row_ids: Any, column_ids: Any) -> Any:
+        """`hidden` where row and key differ in segment. row_ids, column_ids: the ids of the tile's rows and columns."""
+        same = along_rows(row_ids, tile.shape) == along_columns(column_ids, tile.shape)
+        return jnp.where(same, tile, hidden)

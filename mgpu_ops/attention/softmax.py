@@ -1,0 +1,71 @@
+"""The online softmax of the forward kernel: scores of a row arrive one kv block after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.attention.layouts import PER_ROW, along_rows
+from mgpu_ops.attention.problem import ROWS
+
+LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores times log2(e) of a warpgroup's rows and a kv block: values * factor, [64, tile_kv].
+
+    The factor is positive, so that the row max can be taken first; multiplying then fuses with subtracting it. None: 1.
+    """
+
+    values: Any
+    factor: Any
+
+    def scaled(self, x: Any) -> Any:
+        return x if self.factor is None else x * self.factor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnlineSoftmax:
+    """Row max and row sum of the scores so far, [64] each in registers. Exponentials are powers of 2.
+
+    The output so far is the sum of weights times values, not yet divided by the row sum. When the row max grows, weights that
+    were taken with the old one are too large: row sum and output are multiplied by a rescale factor of at most 1.
+    """
+
+    row_max: Any
+    row_sum: Any
+
+    @staticmethod
+    def start() -> OnlineSoftmax:
+        return OnlineSoftmax(*(plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), PER_ROW) for x in (LOWEST, 0.0)))
+
+    def update(self, scores: Scores, dtype: Any) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
+        """With one more kv block: its weights 2^(score - row max) in `dtype`, the new state, and the rescale factor."""
+        row_max = jnp.maximum(self.row_max, scores.scaled(jnp.max(scores.values, axis=1)))
+        weights = jnp.exp2(scores.scaled(scores.values) - along_rows(row_max, scores.values.shape))
+        rescale = jnp.exp2(self.row_max - row_max)
+        rounded = weights.astype(dtype)
+        return rounded, OnlineSoftmax(row_max, self.row_sum * rescale + jnp.sum(weights, axis=1)), rescale
+
+    def without_padding(self, row: Any, q_end: Any) -> OnlineSoftmax:
+        """For rows from `row` on: those from `q_end` on are padding, and see nothing."""
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + row
+        return OnlineSoftmax(self.row_max, jnp.where(rows < q_end, self.row_sum, 0.0))
+
+    def normalise(self, out: Any, *, some_see_nothing: bool) -> Any:
+        """The output divided by the row sum. Rows that see nothing get zeros, even where `out` holds NaN: values times 0."""
+        inverse = jnp.where(self.row_sum == 0, 0.0, 1.0 / self.row_sum)
+        normalised = out * along_rows(inverse, out.shape)
+        if some_see_nothing:
+            normalised = jnp.where(along_rows(self.row_sum, out.shape) == 0, 0.0, normalised)
+        return normalised
+
+    def log_sum_exp(self) -> Any:
+        """log2 of each row's sum of exponentials; +inf for a row that sees nothing, so that 2^(score - it) is 0."""
+        return jnp.where(self.row_sum == 0, jnp.inf, self.row_max + jnp.log2(self.row_sum))
