@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, q_blocks
+from mgpu_ops.attention.mask import BlockOrder, Int, q_blocks
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
@@ -65,14 +65,14 @@ class ScoreTile:
     """A tile of scores, transposed: 64 keys of a kv block by 64 rows of a q block."""
 
     kv: KvBlock
-    key_part: Any  # which 64 keys of the kv block
-    stage: Any  # of the q block
+    key_part: Int  # which 64 keys of the kv block
+    stage: jax.Array  # of the q block
     part: int  # which 64 rows of the q block
-    q_row: Any  # the q block's first row
+    q_row: Int  # the q block's first row
     masked: bool
 
     @property
-    def row(self) -> Any:
+    def row(self) -> Int:
         """Its first row."""
         return self.q_row + self.part * ROWS
 
@@ -128,7 +128,7 @@ class ThreadBlock:
         # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
         return tile_scheduler.AssignedTiles(self.refs.schedule, opaque(lax.axis_index("block")))
 
-    def kv_block(self, number: Any) -> KvBlock:
+    def kv_block(self, number: jax.Array) -> KvBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         return KvBlock(at, BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)))
 
@@ -142,10 +142,10 @@ class ThreadBlock:
         self.q_pipeline.drain(steps)
         self.kv_pipeline.drain(tiles.count)
 
-    def _load_kv_block(self, i: Any, number: Any, step: Any) -> Any:
+    def _load_kv_block(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
         kv, x, smem = self.kv_block(number), self.x, self.smem
 
-        def copy(stage: Any, full: Any) -> None:
+        def copy(stage: jax.Array, full: Any) -> None:
             del stage
             x.load_keys(x.k, kv.at, smem["k"], full)
             x.load_keys(x.v, kv.at, smem["v"], full)
@@ -154,13 +154,13 @@ class ThreadBlock:
         self.kv_pipeline.fill(i, copy)
         return kv.q_blocks.for_each(functools.partial(self._load_q_block, kv), step, members=self.group)
 
-    def _load_q_block(self, kv: KvBlock, member: Any, block: Any, step: Any, masked: bool) -> Any:
+    def _load_q_block(self, kv: KvBlock, member: jax.Array, block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
         del masked
         row = block * self.c.tile_q
         at = Position(kv.at.batch, kv.at.head * self.group + member, row)
         x, refs, smem = self.x, self.refs, self.smem
 
-        def copy(stage: Any, full: Any) -> None:
+        def copy(stage: jax.Array, full: Any) -> None:
             x.load_block(x.q, "q", at, smem["q"].at[stage], full)
             x.load_block(refs.out_grad, "q", at, smem["do"].at[stage], full)
             for name, ref in (("lse", refs.lse), ("delta", refs.delta)):
@@ -176,7 +176,7 @@ class ThreadBlock:
     def for_each_kv_block(self, body: Callable[[KvBlock, Any], Any]) -> None:
         """body(kv block, steps done so far) -> steps done, once the block's keys and values are there; it releases them."""
 
-        def step(i: Any, number: Any, done: Any) -> Any:
+        def step(i: jax.Array, number: jax.Array, done: jax.Array) -> jax.Array:
             del i
             plgpu.barrier_wait(self.kv_pipeline.full.at[opaque_zero()])
             return body(self.kv_block(number), done)
@@ -184,7 +184,7 @@ class ThreadBlock:
         self.tiles.for_each(step, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def for_each_q_block(self, kv: KvBlock, step: Callable[..., Any], done: Any) -> Any:
+    def for_each_q_block(self, kv: KvBlock, step: Callable[..., Any], done: jax.Array) -> jax.Array:
         """step(kv block, member of the group, q block, steps done, masked) -> steps done, for all that visit a kv block."""
         masks = self.p.masks(self.c.tile_kv)
         return kv.q_blocks.for_each(functools.partial(step, kv), done, masks=masks, members=self.group)
@@ -194,7 +194,7 @@ class ThreadBlock:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         engine.barrier_arrive(self.kv_pipeline.empty.at[opaque_zero()])
 
-    def weights(self, tile: ScoreTile, s: Any, wg: Any) -> tuple[Any, Any]:
+    def weights(self, tile: ScoreTile, s: jax.Array, wg: Int) -> tuple[jax.Array, jax.Array | None]:
         """The weights 2^(scores - lse) from products of keys and queries, 0 where not visible.
 
         Second, what to multiply the scores' gradient by for a soft cap, or None.
@@ -214,20 +214,20 @@ class ThreadBlock:
             weights = self.mask.hide_by_position(weights, 0.0, x.mask_terms(at.batch), first_key, rows)
         return weights, slope
 
-    def delta(self, tile: ScoreTile) -> Any:
+    def delta(self, tile: ScoreTile) -> jax.Array:
         """delta of the tile's rows."""
         return along_columns(load_per_column(self.smem["delta"].at[tile.stage, tile.rows]), SQUARE)
 
     # --- The way out
 
-    def add_dq(self, kv: KvBlock, src: Any, at: Position, column: Any) -> None:
+    def add_dq(self, kv: KvBlock, src: Any, at: Position, column: Int) -> None:
         """Starts adding `src` [64, columns] in shared memory to the gradient of the 64 query rows from `at` on."""
         # The interpreter cannot add: each kv block has an array of its own there.
         part = lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if engine.interpreting() else 0
         dst = self.refs.dq.at[part, at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
         engine.add_tile(src, dst)
 
-    def store(self, ref: Any, at: Position, staging: Any, values: Any) -> None:
+    def store(self, ref: Any, at: Position, staging: Any, values: jax.Array) -> None:
         """Starts the copies of dk or dv of the 64 keys from `at` on, through `staging` [panels, 64, PANEL]."""
         p, start, zero = self.p, at.batch * self.p.kv_tokens, opaque_zero()
         for panel in self.panels:
@@ -238,6 +238,6 @@ class ThreadBlock:
             engine.store_rows(place, ref, start + at.token, start + p.kv_tokens, column)
 
 
-def opaque_zero() -> Any:
+def opaque_zero() -> jax.Array:
     """0, but the compiler does not know that: see `layouts.opaque`."""
     return opaque(jnp.int32(0))

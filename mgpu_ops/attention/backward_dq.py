@@ -100,18 +100,20 @@ class _ThreadBlock:
     def panels(self) -> range:
         return range(self.p.head_dim // PANEL)
 
-    def for_each_q_block(self, body: Callable[[Any, Position, Any], Any]) -> tuple[Any, Any]:
+    def for_each_q_block(self, body: Callable[[jax.Array, Position, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """step = body(i, first row of the i-th q block, step). Returns how many q blocks and steps there were."""
         # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
         tiles = tile_scheduler.AssignedTiles(self.refs.schedule, opaque(lax.axis_index("block")))
 
-        def tile(i: Any, number: Any, step: Any) -> Any:
+        def tile(i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
             return body(i, Position.of(number, self.p.q_tokens, self.p.q_heads, TILE_Q), step)
 
         steps = tiles.for_each(tile, jnp.int32(0))
         return tiles.count, steps
 
-    def for_each_kv_block(self, at: Position, body: Callable[[Any, Any, bool], Any], step: Any) -> Any:
+    def for_each_kv_block(
+        self, at: Position, body: Callable[[jax.Array, jax.Array, bool], jax.Array], step: jax.Array
+    ) -> jax.Array:
         """step = body(first key of the kv block, step, masked) for the kv blocks that a q block visits."""
         order = BlockOrder.of(self.x.kv_range(at.batch, at.token, TILE_Q, TILE_KV))
         if not self.p.masks(TILE_KV):  # one loop: a second one spills where head_dim is 256
@@ -127,10 +129,10 @@ class _ThreadBlock:
         self.v_pipeline.drain(steps)
         self.q_pipeline.drain(tiles)
 
-    def _load_q_block(self, i: Any, at: Position, step: Any) -> Any:
+    def _load_q_block(self, i: jax.Array, at: Position, step: jax.Array) -> jax.Array:
         x, smem = self.x, self.smem
 
-        def copy(stage: Any, full: Any) -> None:
+        def copy(stage: jax.Array, full: Any) -> None:
             del stage
             x.load_rows(x.q, at, smem["q"], full)
             x.load_rows(self.refs.out_grad, at, smem["do"], full)
@@ -140,11 +142,11 @@ class _ThreadBlock:
         kv_head = lax.div(at.head, jnp.int32(self.p.q_heads // self.p.kv_heads))
         return self.for_each_kv_block(at, functools.partial(self._load_kv_block, at, kv_head), step)
 
-    def _load_kv_block(self, at: Position, kv_head: Any, key: Any, step: Any, masked: bool) -> Any:
+    def _load_kv_block(self, at: Position, kv_head: jax.Array, key: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
         del masked
         x, smem, first = self.x, self.smem, Position(at.batch, kv_head, key)
 
-        def keys(stage: Any, full: Any) -> None:
+        def keys(stage: jax.Array, full: Any) -> None:
             x.load_block(x.k, "kv", first, smem["k"].at[stage], full)
             x.load_optional("kv", at, key, Stage(smem, stage, full))
 
@@ -158,7 +160,7 @@ class _Consumer:
     """One consumer warpgroup: 64 rows of each q block."""
 
     block: _ThreadBlock
-    wg: Any
+    wg: jax.Array
     mask: ScoreMask
     s_acc: Any
     dp_acc: Any
@@ -170,7 +172,7 @@ class _Consumer:
         mask.write_numbers(wg)
         block.for_each_q_block(_Consumer(block, wg, mask, *accumulators)._q_block)
 
-    def _q_block(self, i: Any, at: Position, done: Any) -> Any:
+    def _q_block(self, i: jax.Array, at: Position, done: jax.Array) -> jax.Array:
         """Adds up dq over all kv blocks; the producer meanwhile loads what comes next."""
         del i
         block = self.block
@@ -188,7 +190,9 @@ class _Consumer:
         engine.barrier_arrive(block.q_pipeline.empty.at[0])
         return done
 
-    def _kv_block(self, at: Position, lse: Any, delta: Any, key: Any, step: Any, masked: bool) -> Any:
+    def _kv_block(
+        self, at: Position, lse: jax.Array, delta: jax.Array, key: jax.Array, step: jax.Array, masked: bool
+    ) -> jax.Array:
         """Adds dS k of a kv block."""
         block, k, v = self.block, self.block.k_pipeline, self.block.v_pipeline
         k_stage, v_stage = (opaque(lax.rem(step, jnp.int32(pipeline.stages))) for pipeline in (k, v))
@@ -198,7 +202,7 @@ class _Consumer:
         self._start_products(rows, k_stage, v_stage)
         # 2. Wait for the scores; they become weights.
         s = engine.accumulated(self.s_acc, len(block.panels))
-        weights, slope = self._weights(s, at, lse, (k_stage, rows))
+        weights, slope = self._weights(s, at, lse, k_stage, rows)
         if masked:
             keys = self.mask.column_numbers(wg) + key
             weights = self.mask.hide_by_position(weights, 0.0, block.x.mask_terms(at.batch), at.token, keys)
@@ -212,7 +216,7 @@ class _Consumer:
         engine.barrier_arrive(k.empty.at[k_stage])
         return step + 1
 
-    def _start_products(self, rows: pl.Slice, k_stage: Any, v_stage: Any) -> None:
+    def _start_products(self, rows: pl.Slice, k_stage: jax.Array, v_stage: jax.Array) -> None:
         """Starts S = q k^T and dP = dO v^T, in this order, in as many products each as there are panels."""
         block, smem = self.block, self.block.smem
         plgpu.barrier_wait(block.k_pipeline.full.at[k_stage])
@@ -226,9 +230,11 @@ class _Consumer:
             values = smem["v"].at[v_stage, panel]
             engine.wgmma(self.dp_acc, smem["do"].at[panel, rows, :], engine.transpose_ref(values))
 
-    def _weights(self, s: Any, at: Position, lse: Any, stage_and_rows: tuple[Any, pl.Slice]) -> tuple[Any, Any]:
+    def _weights(
+        self, s: jax.Array, at: Position, lse: jax.Array, stage: jax.Array, rows: pl.Slice
+    ) -> tuple[jax.Array, jax.Array | None]:
         """The weights 2^(scores - lse), 0 in other segments; and the slope of the soft cap, or None."""
-        x, smem, (stage, rows) = self.block.x, self.block.smem, stage_and_rows
+        x, smem = self.block.x, self.block.smem
         s, slope = x.scores(s, smem["bias"].at[stage, rows, :] if x.inputs.bias is not None else None)
         weights = jnp.exp2(s - along_rows(lse, TILE))
         if x.inputs.segments is not None:
@@ -236,7 +242,7 @@ class _Consumer:
             weights = self.mask.hide_by_segment(weights, 0.0, q_ids, load_per_column(smem["segments"].at[stage]))
         return weights, slope
 
-    def _store(self, at: Position, dq: Any) -> None:
+    def _store(self, at: Position, dq: jax.Array) -> None:
         """Starts the copies of dq to global memory, from the place of the queries, which are done with."""
         block, p = self.block, self.block.p
         rows = pl.ds(opaque(self.wg) * ROWS, ROWS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
+from mgpu_ops.attention.mask import Int
 from mgpu_ops.attention.operands import Position
 from mgpu_ops.attention.problem import PANEL, ROWS
 from mgpu_ops.core import engine
@@ -55,7 +57,7 @@ class _Consumer:
         self.block.mask.write_numbers()
         self.block.for_each_kv_block(self._kv_block)
 
-    def _kv_block(self, kv: KvBlock, done: Any) -> Any:
+    def _kv_block(self, kv: KvBlock, done: jax.Array) -> jax.Array:
         """Adds up dk and dv over all q blocks; the producer meanwhile loads what comes next."""
         block = self.block
         done = block.for_each_q_block(kv, self._q_block, done)
@@ -70,7 +72,7 @@ class _Consumer:
         block.release_keys()
         return done
 
-    def _q_block(self, kv: KvBlock, member: Any, q_block: Any, step: Any, masked: bool) -> Any:
+    def _q_block(self, kv: KvBlock, member: jax.Array, q_block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
         block, q = self.block, self.block.q_pipeline
         at = Position(kv.at.batch, kv.at.head * block.group + member, q_block * block.c.tile_q)
         stage, buffer, wg = lax.rem(step, jnp.int32(q.stages)), lax.rem(step, jnp.int32(2)), _warpgroup()
@@ -86,19 +88,19 @@ class _Consumer:
         if block.refs.dbias is not None:
             self._store_dbias(kv, at, buffer, wg)
         # 2. dq, or else a wait for the products with this stage. The stage is then empty.
-        part, panel = (0, wg) if len(self.parts) == 1 else (wg, 0)  # of dq, this warpgroup's
-        dq = self._dq(buffer, part, panel)
+        half: tuple[Int, Int] = (0, wg) if len(self.parts) == 1 else (wg, 0)  # of dq: part of the rows, panel
+        dq = self._dq(buffer, *half)
         engine.barrier_arrive(q.empty.at[stage])
         # 3. The copies of dq and dbias out of shared memory that were started earlier have read it; dq leaves.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if dq is not None:
             block.smem["dq"][wg] = dq
             plgpu.commit_smem()
-            at = at._replace(token=at.token + part * ROWS)
-            block.add_dq(kv, block.smem["dq"].at[wg], at, panel * PANEL)
+            at = at._replace(token=at.token + half[0] * ROWS)
+            block.add_dq(kv, block.smem["dq"].at[wg], at, half[1] * PANEL)
         return step + 1
 
-    def _add_part(self, tile: ScoreTile, wg: Any) -> Any:
+    def _add_part(self, tile: ScoreTile, wg: jax.Array) -> jax.Array:
         """Starts dv += P dO for 64 rows. Returns dS, in registers."""
         block, dtype = self.block, self.block.p.dtype
         # Scores and dP are started together: while dP is computed, scores become weights.
@@ -119,7 +121,7 @@ class _Consumer:
             columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
             engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
 
-    def _dq(self, buffer: Any, part: Any, panel: Any) -> Any:
+    def _dq(self, buffer: jax.Array, part: Int, panel: Int) -> jax.Array | None:
         """This warpgroup's half of dq = dS^T k, of 64 rows by 64 columns; None where another kernel computes it.
 
         All products are then done. Halves are columns or, where head_dim is one panel, rows.
@@ -134,7 +136,7 @@ class _Consumer:
         engine.wgmma(self.dq_acc, engine.transpose_ref(ds), self.block.smem["k"].at[panel])
         return engine.accumulated(self.dq_acc, 0)
 
-    def _store_dbias(self, kv: KvBlock, at: Position, buffer: Any, wg: Any) -> None:
+    def _store_dbias(self, kv: KvBlock, at: Position, buffer: jax.Array, wg: jax.Array) -> None:
         """Starts the copies of dS, the gradient of the bias, to global memory."""
         block = self.block
         for part in self.parts:
@@ -142,7 +144,7 @@ class _Consumer:
             place = block.refs.dbias.at[at.batch * block.p.q_heads + at.head, keys, rows]
             plgpu.copy_smem_to_gmem(block.smem["ds"].at[buffer, part, pl.ds(wg * ROWS, ROWS), :], place)
 
-    def _rows(self, name: str, stage: Any, part: int) -> Any:
+    def _rows(self, name: str, stage: jax.Array, part: int) -> Any:
         return self.block.smem[name].at[stage, pl.ds(part * ROWS, ROWS)]
 
     def _meet(self) -> None:
@@ -151,6 +153,6 @@ class _Consumer:
         plgpu.barrier_wait(self.together)
 
 
-def _warpgroup() -> Any:
+def _warpgroup() -> jax.Array:
     """This warpgroup: see `layouts.opaque`."""
     return opaque(lax.axis_index("wg"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -58,7 +59,7 @@ class _Consumer:
         if self.wg == DV:  # the last arrival at `read`, too, is waited for
             pl.when(self.block.tiles.count > 0)(lambda: plgpu.barrier_wait(self.read))
 
-    def _kv_block(self, kv: KvBlock, done: Any) -> Any:
+    def _kv_block(self, kv: KvBlock, done: jax.Array) -> jax.Array:
         """Adds up dv or dk over all q blocks; the producer meanwhile loads what comes next."""
         block = self.block
         done = block.for_each_q_block(kv, self._q_block, done)
@@ -72,7 +73,7 @@ class _Consumer:
         block.release_keys()
         return done
 
-    def _q_block(self, kv: KvBlock, member: Any, q_block: Any, step: Any, masked: bool) -> Any:
+    def _q_block(self, kv: KvBlock, member: jax.Array, q_block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
         block, q = self.block, self.block.q_pipeline
         at = Position(kv.at.batch, kv.at.head * block.group + member, q_block * block.c.tile_q)
         stage = lax.rem(step, jnp.int32(q.stages))
@@ -87,7 +88,7 @@ class _Consumer:
         engine.barrier_arrive(q.empty.at[stage])
         return step + 1
 
-    def _add_to_dv(self, tile: ScoreTile, step: Any) -> None:
+    def _add_to_dv(self, tile: ScoreTile, step: jax.Array) -> None:
         """Starts dv += P dO, once the weights P are handed over."""
         block, smem, dtype = self.block, self.block.smem, self.block.p.dtype
         s = self._product("k", smem["q"].at[tile.stage])
@@ -110,7 +111,7 @@ class _Consumer:
         if block.refs.dbias is not None:
             self._store_dbias(tile, at, ds)
 
-    def _store_dbias(self, tile: ScoreTile, at: Position, ds: Any) -> None:
+    def _store_dbias(self, tile: ScoreTile, at: Position, ds: jax.Array) -> None:
         """Starts the copy of dS, the gradient of the bias, to global memory, once the last one has left shared memory."""
         block, staging = self.block, self.block.smem["ds"]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -119,7 +120,7 @@ class _Consumer:
         keys, rows = pl.ds(tile.kv.at.token, ROWS), pl.ds(tile.q_row, ROWS)
         plgpu.copy_smem_to_gmem(staging.at[0, 0], block.refs.dbias.at[at.batch * block.p.q_heads + at.head, keys, rows])
 
-    def _product(self, name: str, rows: Any) -> Any:
+    def _product(self, name: str, rows: Any) -> jax.Array:
         """Keys or values times rows^T, when it is done."""
         self.s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
         first = opaque_zero()

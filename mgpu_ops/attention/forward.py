@@ -62,8 +62,7 @@ def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
 
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
     """Whether some output tile may need a mask with more than one kv block."""
-    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
-    aligned = p.right == 0 and tile_kv % tile_q == 0 and offset % tile_q == 0
+    aligned = p.right == 0 and tile_kv % tile_q == 0 and p.offset % tile_q == 0
     return p.lengths or p.left is not None or (p.right is not None and not aligned)
 
 
@@ -118,7 +117,7 @@ class _ThreadBlock:
     def panels(self) -> range:
         return range(self.p.head_dim // PANEL)
 
-    def position(self, number: Any) -> Position:
+    def position(self, number: jax.Array) -> Position:
         """The first row of an output tile."""
         return Position.of(number, self.p.q_tokens, self.p.q_heads, self.tile_q)
 
@@ -134,7 +133,7 @@ class _ThreadBlock:
         self.v_pipeline.drain(steps)
         self.q_pipeline.drain(self.tiles.count)
 
-    def _load_output_tile(self, i: Any, number: Any, step: Any) -> Any:
+    def _load_output_tile(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
         x, at = self.x, self.position(number)
         # Waits until the consumers have stored the output tile that was in this stage of q: outputs leave from there.
         self.q_pipeline.fill(i, lambda stage, full: x.load_rows(x.q, at, self.smem["q"].at[stage], full))
@@ -142,11 +141,13 @@ class _ThreadBlock:
         kv_head = lax.div(at.head, jnp.int32(self.p.q_heads // self.p.kv_heads))
         return order.for_each(functools.partial(self._load_kv_block, at, kv_head), step)
 
-    def _load_kv_block(self, at: Position, kv_head: Any, member: Any, block: Any, step: Any, masked: bool) -> Any:
+    def _load_kv_block(
+        self, at: Position, kv_head: jax.Array, member: jax.Array, block: jax.Array, step: jax.Array, masked: bool
+    ) -> jax.Array:
         del member, masked
         x, first = self.x, Position(at.batch, kv_head, block * self.c.tile_kv)
 
-        def keys(stage: Any, full: Any) -> None:
+        def keys(stage: jax.Array, full: Any) -> None:
             x.load_keys(x.k, first, self.smem["k"].at[stage], full)
             x.load_optional("kv", at, first.token, Stage(self.smem, stage, full))
 
@@ -161,11 +162,11 @@ class _Consumer:
     """One consumer warpgroup: 64 rows of each output tile."""
 
     block: _ThreadBlock
-    wg: Any
+    wg: jax.Array
     own: pl.Slice  # its rows within an output tile
-    tiles: Any  # how many output tiles there are
+    tiles: jax.Array  # how many output tiles there are
     mask: ScoreMask
-    score_scale: Any  # the scale of the scores times log2(e)
+    score_scale: jax.Array  # the scale of the scores times log2(e)
     s_acc: Any
     o_acc: Any
 
@@ -180,7 +181,7 @@ class _Consumer:
         if block.c.q_slots > 1:
             pl.when(tiles > 0)(lambda: self._release_queries(tiles - 1))
 
-    def _output_tile(self, i: Any, carry: Any) -> Any:
+    def _output_tile(self, i: jax.Array, carry: Any) -> Any:
         """Stages of an output tile; the producer meanwhile loads what comes next."""
         number, step = carry
         tiles, two_q_stages = self.block.tiles, self.block.c.q_slots > 1
@@ -203,7 +204,7 @@ class _Consumer:
             self._release_queries(i)
         return following, step
 
-    def _wait_for_queries(self, i: Any, number: Any) -> _Rows:
+    def _wait_for_queries(self, i: jax.Array, number: jax.Array) -> _Rows:
         block = self.block
         at = block.position(number)
         order = block.order(at)
@@ -216,7 +217,7 @@ class _Consumer:
         q_segments = load_per_row(segments[0].at[at.batch, pl.ds(at.token, ROWS)]) if segments is not None else None
         return _Rows(self, at, order, terms, q, q_segments)
 
-    def _release_queries(self, i: Any) -> None:
+    def _release_queries(self, i: jax.Array) -> None:
         """Waits until the output of tile i has left its q stage, and declares the stage empty."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         engine.barrier_arrive(self.block.q_pipeline.empty.at[lax.rem(i, jnp.int32(self.block.c.q_slots))])
@@ -231,7 +232,7 @@ class _Rows:
     order: BlockOrder
     terms: MaskTerms
     q: list[Any]  # their queries in shared memory, by panels
-    q_segments: Any  # their segment ids in registers, or None
+    q_segments: jax.Array | None  # their segment ids in registers, or None
 
     @property
     def block(self) -> _ThreadBlock:
@@ -239,7 +240,7 @@ class _Rows:
 
     # --- Steps of the loops over kv blocks
 
-    def masked_blocks(self, step: Any) -> Any:
+    def masked_blocks(self, step: jax.Array) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
         """All kv blocks with a mask: (weights of the last one, softmax, its step). Its values are still to be added."""
         p, c = self.block.p, self.block.c
         many = _masks_many(p, self.block.tile_q, c.tile_kv)
@@ -253,7 +254,7 @@ class _Rows:
             self._rescale_output(rescale)
         return weights, softmax, step
 
-    def _alone(self, i: Any, carry: Any) -> Any:
+    def _alone(self, i: jax.Array, carry: Any) -> Any:
         """A kv block by itself: nothing overlaps within the warpgroup. The other consumers keep the tensor cores busy."""
         softmax, step = carry
         stage = self._start_scores(step)
@@ -265,7 +266,7 @@ class _Rows:
         engine.barrier_arrive(self.block.v_pipeline.empty.at[v_stage])
         return softmax, step + 1
 
-    def overlapped(self, i: Any, carry: Any) -> Any:
+    def overlapped(self, i: jax.Array, carry: Any) -> Any:
         """A kv block without a mask: the tensor cores get its scores and the last block's weights times values together."""
         weights, softmax, step = carry
         block, w = self.block, self.consumer
@@ -284,7 +285,7 @@ class _Rows:
         w.o_acc[...] = out * along_rows(rescale, out.shape)
         return weights, softmax, step + 1
 
-    def last_values(self, weights: Any, step: Any) -> Any:
+    def last_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
         """The sum of all weights times values, after the product for the last kv block. Sets the accumulator to 0 again."""
         o_acc = self.consumer.o_acc
         stage = self._start_values(weights, step)
@@ -295,7 +296,7 @@ class _Rows:
 
     # --- Their parts
 
-    def _start_scores(self, step: Any) -> Any:
+    def _start_scores(self, step: jax.Array) -> jax.Array:
         """Waits for the keys of a step and starts q k^T. Returns their stage."""
         k, s_acc = self.block.k_pipeline, self.consumer.s_acc
         stage = lax.rem(step, jnp.int32(k.stages))
@@ -305,15 +306,16 @@ class _Rows:
             engine.wgmma(s_acc, self.q[panel], engine.transpose_ref(self.block.smem["k"].at[stage, panel]))
         return stage
 
-    def _scores(self, stage: Any, kv_block: Any, masked: bool, in_flight: int) -> Scores:
+    def _scores(self, stage: jax.Array, kv_block: jax.Array, masked: bool, in_flight: int) -> Scores:
         """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
         block, x, w = self.block, self.block.x, self.consumer
-        s, factor = engine.accumulated(w.s_acc, in_flight), w.score_scale
+        s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
         if block.p.soft_cap:
-            s, factor = x.capped(s), x.inputs.options[1] * LOG2E
+            s, scale = x.capped(s), x.inputs.options[1] * LOG2E
+        factor: jax.Array | None = scale
         if block.p.bias != "none":
-            s, factor = s * factor + x.bias_term(block.smem["bias"].at[stage, w.own, :]), None
-        if block.p.segments:
+            s, factor = s * scale + x.bias_term(block.smem["bias"].at[stage, w.own, :]), None
+        if self.q_segments is not None:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])
         if masked:
@@ -321,7 +323,7 @@ class _Rows:
             s = w.mask.hide_by_position(s, -jnp.inf, self.terms, self.at.token, keys)
         return Scores(s, factor)
 
-    def _start_values(self, weights: Any, step: Any) -> Any:
+    def _start_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
         """Waits for the values of a step and starts adding weights times values to the output. Returns their stage."""
         v = self.block.v_pipeline
         stage = lax.rem(step, jnp.int32(v.stages))
@@ -329,14 +331,14 @@ class _Rows:
         engine.wgmma(self.consumer.o_acc, weights, self.block.smem["v"].at[stage])
         return stage
 
-    def _rescale_output(self, rescale: Any) -> None:
+    def _rescale_output(self, rescale: jax.Array) -> None:
         """No product may be in flight."""
         o_acc = self.consumer.o_acc
         o_acc[...] = engine.accumulated(o_acc, 0) * along_rows(rescale, o_acc.shape)
 
     # --- The way out
 
-    def store(self, out: Any, softmax: OnlineSoftmax) -> None:
+    def store(self, out: jax.Array, softmax: OnlineSoftmax) -> None:
         """Starts the copies of output and lse to global memory. They run on beside the next output tile."""
         block, p, at, wg = self.block, self.block.p, self.at, self.consumer.wg
         if p.lengths:

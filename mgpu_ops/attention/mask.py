@@ -39,6 +39,10 @@ class MaskTerms:
     kv_end: Int  # keys from here on are padding
     offset: Int  # row t is aligned with key t + offset
 
+    @staticmethod
+    def of(problem: Problem, q_end: Int, kv_end: Int) -> MaskTerms:
+        return MaskTerms(problem, q_end, kv_end, kv_end - q_end if problem.align == "bottom_right" else 0)
+
     def bounds(self) -> tuple[Int | None, Int | None]:
         """(low, high): row t sees key s where low <= s - t <= high. None: no bound."""
         left, right = self.problem.left, self.problem.right
@@ -158,8 +162,7 @@ def mask_of(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     kv_end: Any = p.kv_tokens
     if lengths is not None:
         q_end, kv_end = (jnp.clip(x, 0, n)[:, None, None] for x, n in zip(lengths, (q_end, kv_end), strict=True))
-    offset = kv_end - q_end if p.align == "bottom_right" else 0
-    mask = MaskTerms(p, q_end, kv_end, offset).sees(rows, keys) & (rows < q_end)
+    mask = MaskTerms.of(p, q_end, kv_end).sees(rows, keys) & (rows < q_end)
     if segments is not None:
         mask &= segments[0][:, :, None] == segments[1][:, None, :]
     return jnp.broadcast_to(mask, (mask.shape[0], p.q_tokens, p.kv_tokens))
@@ -185,9 +188,8 @@ def _seen_tokens(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array
 def some_see_nothing(problem: Problem) -> bool:
     """Whether there may be rows that see no key."""
     p = problem
-    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
-    before = p.right is not None and offset + p.right < 0  # the first row's keys
-    beyond = p.left is not None and p.q_tokens - 1 + offset - p.left >= p.kv_tokens  # the last row's
+    before = p.right is not None and p.offset + p.right < 0  # the first row's keys
+    beyond = p.left is not None and p.q_tokens - 1 + p.offset - p.left >= p.kv_tokens  # the last row's
     return p.lengths or p.segments or p.bias != "none" or before or beyond
 
 
@@ -211,20 +213,18 @@ def _count(first: np.ndarray, end: np.ndarray, tile: int) -> np.ndarray:
 def keys_seen(problem: Problem, tile_q: int) -> tuple[np.ndarray, np.ndarray]:
     """For each q block the first key that one of its rows sees, and the end of these keys; lengths and segments apart."""
     p = problem
-    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
     rows = np.arange(0, p.q_tokens, tile_q)
     last = np.minimum(rows + tile_q, p.q_tokens) - 1
-    first = 0 * rows if p.left is None else rows + offset - p.left
-    end = 0 * rows + p.kv_tokens if p.right is None else last + offset + p.right + 1
+    first = 0 * rows if p.left is None else rows + p.offset - p.left
+    end = 0 * rows + p.kv_tokens if p.right is None else last + p.offset + p.right + 1
     return np.clip(first, 0, p.kv_tokens), np.clip(end, 0, p.kv_tokens)
 
 
 def rows_seeing(problem: Problem, tile_kv: int) -> tuple[np.ndarray, np.ndarray]:
     """For each kv block the first query row that sees one of its keys, and the end of these rows, likewise."""
     p = problem
-    offset = p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0
     keys = np.arange(0, p.kv_tokens, tile_kv)
     last = np.minimum(keys + tile_kv, p.kv_tokens) - 1
-    first = 0 * keys if p.right is None else keys - offset - p.right
-    end = 0 * keys + p.q_tokens if p.left is None else last - offset + p.left + 1
+    first = 0 * keys if p.right is None else keys - p.offset - p.right
+    end = 0 * keys + p.q_tokens if p.left is None else last - p.offset + p.left + 1
     return np.clip(first, 0, p.q_tokens), np.clip(end, 0, p.q_tokens)

@@ -1,4 +1,4 @@
-"""What is worth trying for attention, and a model of its time: used where nothing was measured, and to prune the search."""
+"""Which configs of attention are worth trying, and a model of their time. It ranks configs where none was measured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal q, k and v, and what the problem has beside them: half-random lengths, packed segments, a bias."""
+    """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more, four packed segments, a bias."""
     p = problem
     keys = jax.random.split(key, 8)
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
@@ -100,8 +100,8 @@ _MARGIN = 1.05  # a config modelled this much faster than the measured one is th
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
 
-    For each number of warpgroups, tile of keys and stages of queries, the deepest pipeline of up to three steps: the loads of
-    two hide behind the work on one.
+    For each number of consumers, tile_kv and q_slots, the deepest pipeline of up to three stages: two load while consumers work
+    on one.
     """
     reason = supports(problem, gpu)
     if reason is not None:
@@ -117,9 +117,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
-    """What was measured to be fastest for the head dim.
+    """The config that was measured to be the fastest for the head dim.
 
-    Unless it cannot run, has a warpgroup more than there are rows for, or is modelled well behind another.
+    Or the best candidate, where that one cannot run, has a warpgroup more than there are rows for, or is modelled well behind.
     """
     best, *_ = ranked = candidates(problem, gpu)
     measured = _MEASURED[padded(problem.head_dim)]
@@ -132,17 +132,17 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 _EXPONENTIALS = 16  # a clock, of an SM (arXiv 2407.08608, section 3.1)
 _LANES = 128  # float32 operations a clock, of an SM
 _SCORE_OPERATIONS = 5  # scale, mask or cap, maximum, sum, rounding
-_EXPOSED = {1: 0.6, 2: 0.17, 3: 0.1}  # of the shorter of products and softmax, by how many warpgroups take turns
+_EXPOSED = {1: 0.6, 2: 0.17, 3: 0.1}  # of the shorter of products and softmax, by the number of consumers
 _TILE = 1.2e-6  # s of an output tile: its first scores and last values overlap with nothing
 _MASKED = 1.5e-6  # s more where it has masked steps
 _REFILL = 4.5e-6  # s more where the next queries cannot load before the output is stored
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds: steps of all tiles of keys that are seen, shared out over the SMs, above HBM.
+    """Modelled time in seconds: the steps of all visited kv blocks, shared out over the SMs; at least the time of HBM.
 
-    step = the longest of products and softmax, of which warpgroups that take turns hide one behind the other; of the loads of
-    keys and values; and of a load's latency over the steps in flight.
+    A step takes the longest of three: products and softmax, which overlap where there are several consumers; the loads of keys
+    and values; and the latency of a load over the stages in flight.
     """
     p, c = problem, config
     _require(supports(p, gpu))
@@ -163,10 +163,10 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """How far a config tuned for `x` is from `y`: |log2| ratios of the sizes and windows, and a step for each other difference.
+    """How far `x` is from `y`, to reuse a config: |log2| ratios of sizes and windows, and a little for each other difference.
 
-    None where it does not carry over: another head dim as the kernels pad it, a bias in one only, and of gradients one kind of
-    sum in one and another in the other.
+    None where a config cannot be reused: the padded head dims differ, one alone has a bias, or gradients differ in
+    `deterministic` or `bias_grad`.
     """
     sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
     if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:
@@ -207,7 +207,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
 
 
 def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
-    """All but other sections that `check_backward` lets run, the least modelled `backward_cost` first.
+    """All configs that `check_backward` accepts, with one choice of `section_waves`, the least `backward_cost` first.
 
     Raises ValueError where there is none.
     """
@@ -231,10 +231,10 @@ _STEP = 0.1e-6  # s of a step that a larger tile saves: barriers, and ds on its 
 
 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
-    """Modelled time in seconds; not fitted to measurements, it ranks configs.
+    """Modelled time in seconds. It ranks configs, and is not fitted to measurements.
 
-    Fused: a block keeps a tile of keys while rows of all heads that share it go by: five products of a tile of scores, and dq
-    added to global memory in float32. Split: four products in such blocks, and three more in blocks that keep rows.
+    Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes five
+    products, and dq is added to global memory in float32. Split: four products in the dk/dv kernel, three in the dq kernel.
     """
     p, c = problem, config
     _require(supports_backward(p, gpu))
@@ -256,7 +256,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
 
 
 def _gradient_step(p: BackwardProblem, c: BackwardConfig, products: int, moved: int, gpu: Gpu) -> float:
-    """Seconds of one tile of scores: its `products`, then what is done to each score; loads behind them, if in flight."""
+    """Seconds of one tile of scores: its `products`, then the work on each score. With several stages, loads overlap."""
     scores = c.tile_q * c.tile_kv
     elementwise = (scores / _EXPONENTIALS + scores * _GRADIENT_OPERATIONS / _LANES) / gpu.clock_hz
     compute = 2 * products * scores * padded(p.head_dim) / _rate(gpu) + elementwise + _STEP
@@ -270,7 +270,7 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, products: int, moved: 
 
 
 def _require(reason: str | None) -> None:
-    """Raises ValueError where `supports` has a reason: tokens that no kernel takes would be counted for hours."""
+    """Raises ValueError where `supports` has a reason: to count the blocks of sizes that no kernel takes could take hours."""
     if reason is not None:
         raise ValueError(reason)
 
@@ -300,6 +300,6 @@ def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
     return max(longest, total / gpu.sms)
 
 
-# The tuner asks for the cost of thousands of configs. Do not write to what these give.
+# Cached, as the tuner models thousands of configs. The arrays are shared: do not write to them.
 _kv_blocks = functools.lru_cache(4096)(kv_blocks)
 _q_blocks = functools.lru_cache(4096)(q_blocks)

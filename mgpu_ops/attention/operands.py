@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.layouts import load_tile
-from mgpu_ops.attention.mask import BlockRange, MaskTerms
+from mgpu_ops.attention.mask import BlockRange, Int, MaskTerms
 from mgpu_ops.attention.problem import PANEL, Problem
 from mgpu_ops.core import engine
 
@@ -21,12 +21,12 @@ from mgpu_ops.core import engine
 class Position(NamedTuple):
     """Where a tile begins: batch entry, head (of queries, or of keys and values) and token."""
 
-    batch: Any
-    head: Any
-    token: Any
+    batch: Int
+    head: Int
+    token: Int
 
     @staticmethod
-    def of(number: Any, tokens: int, heads: int, tile: int) -> Position:
+    def of(number: jax.Array, tokens: int, heads: int, tile: int) -> Position:
         """Of a tile of `tile_scheduler.assign_heads`, whose heads are those of all batch entries."""
         tiles = jnp.int32(math.ceil(tokens / tile))
         head, own = lax.div(number, tiles), lax.rem(number, tiles)
@@ -38,7 +38,7 @@ class Stage:
     """A pipeline stage that the producer fills: the buffers in shared memory, the stage's number, and its full barrier."""
 
     smem: dict[str, Any]
-    number: Any
+    number: jax.Array
     full: Any
 
     def __getitem__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ class Operands:
 
     # --- Which blocks to visit
 
-    def mask_terms(self, b: Any) -> MaskTerms:
+    def mask_terms(self, b: Int) -> MaskTerms:
         """Of batch entry b. Lengths beyond the arrays count as the nearest."""
         p = self.problem
         q_end: Any = p.q_tokens
@@ -80,17 +80,17 @@ class Operands:
             q_end, kv_end = (
                 jnp.clip(ref[b], 0, tokens) for ref, tokens in zip(self.inputs.lengths, (p.q_tokens, p.kv_tokens), strict=True)
             )
-        return MaskTerms(p, q_end, kv_end, kv_end - q_end if p.align == "bottom_right" else 0)
+        return MaskTerms.of(p, q_end, kv_end)
 
-    def kv_range(self, b: Any, row: Any, rows: int, tile_kv: int) -> BlockRange:
+    def kv_range(self, b: Int, row: Int, rows: int, tile_kv: int) -> BlockRange:
         """`MaskTerms.kv_range`, less the blocks at both ends in which no key shares a segment with one of the rows."""
         return self._within_segments(b, row, rows, self.mask_terms(b).kv_range(row, rows, tile_kv))
 
-    def q_range(self, b: Any, key: Any, keys: int, tile_q: int) -> BlockRange:
+    def q_range(self, b: Int, key: Int, keys: int, tile_q: int) -> BlockRange:
         """`MaskTerms.q_range`, less the blocks at both ends in which no row shares a segment with one of the keys."""
         return self._within_segments(b, key, keys, self.mask_terms(b).q_range(key, keys, tile_q))
 
-    def _within_segments(self, b: Any, token: Any, tokens: int, blocks: BlockRange) -> BlockRange:
+    def _within_segments(self, b: Int, token: Int, tokens: int, blocks: BlockRange) -> BlockRange:
         shared = self.optional.segment_blocks
         if shared is None:
             return blocks
@@ -116,7 +116,7 @@ class Operands:
         start = at.batch * self.problem.kv_tokens
         self._load_panels(src, start, self.mask_terms(at.batch).kv_end, at, dst, full)
 
-    def _load_panels(self, src: Any, start: Any, end: Any, at: Position, dst: Any, full: Any) -> None:
+    def _load_panels(self, src: Any, start: Int, end: Int, at: Position, dst: Any, full: Any) -> None:
         for panel in range(dst.shape[0]):
             column = at.head * self.problem.head_dim + panel * PANEL
             engine.load_rows(src, start + at.token, start + end, column, dst.at[panel], full)
@@ -134,7 +134,7 @@ class Operands:
         tokens, end = (p.q_tokens, terms.q_end) if kind == "q" else (p.kv_tokens, terms.kv_end)
         engine.load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, at.head * d, dst, full)
 
-    def load_optional(self, kind: Literal["q", "kv"], own: Position, token: Any, stage: Stage) -> None:
+    def load_optional(self, kind: Literal["q", "kv"], own: Position, token: Int, stage: Stage) -> None:
         """Starts the copies of what a q block or kv block that begins at `token` has beside its tokens: segments and bias.
 
         own: the other side of the tile of scores, which the thread block keeps; its head is one of queries.
@@ -146,7 +146,7 @@ class Operands:
         if self.inputs.bias is not None:
             self._load_bias(own, token, stage["bias"], stage.full)
 
-    def _load_bias(self, own: Position, column: Any, dst: Any, full: Any) -> None:
+    def _load_bias(self, own: Position, column: Int, dst: Any, full: Any) -> None:
         batch, heads = self.optional.bias_shape
         rows = self.inputs.bias.shape[2] // (batch * heads)
         start = ((own.batch if batch > 1 else 0) * heads + (own.head if heads > 1 else 0)) * rows
@@ -154,11 +154,11 @@ class Operands:
 
     # --- From products of queries and keys to scores
 
-    def capped(self, s: Any) -> Any:
+    def capped(self, s: jax.Array) -> jax.Array:
         """The hyperbolic tangent of a soft cap: tanh(s scale / cap), from an exponential accurate to float32."""
         return 1.0 - 2.0 / (jnp.exp2(s * (self.inputs.options[2] * (2 * LOG2E))) + 1.0)
 
-    def scores(self, s: Any, bias: Any) -> tuple[Any, Any]:
+    def scores(self, s: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array | None]:
         """Products of queries and keys to scores times log2(e); and the slope of the soft cap there, or None without one.
 
         bias: its tile in shared memory, or None.
@@ -171,6 +171,6 @@ class Operands:
             s = s * (self.inputs.options[0] * LOG2E)
         return s if bias is None else s + self.bias_term(bias), slope
 
-    def bias_term(self, tile: Any) -> Any:
+    def bias_term(self, tile: Any) -> jax.Array:
         """What a tile of the bias in shared memory adds to scores times log2(e)."""
         return load_tile(tile).astype(jnp.float32) * LOG2E

@@ -62,8 +62,13 @@ class Problem:
         bounds = ([0] if self.causal else []) + ([] if self.window_right < 0 else [self.window_right])
         return min(bounds, default=None)
 
+    @property
+    def offset(self) -> int:
+        """Row t is aligned with key t + offset, where lengths do not say otherwise."""
+        return self.kv_tokens - self.q_tokens if self.align == "bottom_right" else 0
+
     def masks(self, tile_kv: int) -> bool:
-        """Whether some row may not see all of some tile of keys, segments apart."""
+        """Whether some row may not see all of some kv block, segments apart."""
         return self.left is not None or self.right is not None or self.lengths or self.kv_tokens % tile_kv != 0
 
 
@@ -81,15 +86,16 @@ class BackwardProblem(Problem):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """How a block of the forward kernel works. Tuned; none of the fields changes the answer.
+    """How a thread block of the forward kernel works. Tuned; no field changes the answer.
 
-    compute_warpgroups: 1 to 3, with 64 query rows each, beside the one that copies.
-    tile_kv: keys of a step.
-    max_concurrent_steps: tiles of keys, and of values, in shared memory at a time.
-    q_slots: tiles of queries in shared memory: with 2, the next one loads while this one is worked on.
-    section_waves: heads whose tiles fill the GPU that many times are worked through together, their longest tiles first.
-    memory_registers: of a thread of the producer warpgroup; the consumer warpgroups share out the rest.
-    pv_wait: when to wait for P V: "late", behind the softmax of the next tile of keys, or "early", where ptxas puts it.
+    compute_warpgroups: consumer warpgroups, 1 to 3, with 64 query rows each. One producer warpgroup comes on top.
+    tile_kv: keys of a kv block, which is one step of the loop.
+    max_concurrent_steps: stages of the pipelines of keys and of values, a kv block each.
+    q_slots: stages of the pipeline of queries. With 2, the next q block loads while consumers work on this one.
+    section_waves: heads are worked through in sections that fill the GPU that many times, their longest tiles first.
+    memory_registers: registers of a producer thread. The consumers share the rest.
+    pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block, or "early", where ptxas
+      puts it.
     """
 
     compute_warpgroups: int
@@ -103,13 +109,13 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BackwardConfig:
-    """How the backward kernels work. Tuned; none of the fields changes the answer.
+    """How the backward kernels work. Tuned; no field changes the answer.
 
-    mode: "fused", one kernel computes all gradients, a block keeping `tile_kv` keys while `tile_q` query rows a step go by, and
-      adds to dq in global memory; or "split", one kernel for dk and dv, and one for dq whose blocks keep 128 query rows while
-      64 keys a step go by: seven matrix products instead of five, but no atomic sums.
-    tile_q, tile_kv: see mode.
-    max_concurrent_steps: tiles of query rows, and of their gradients, in shared memory at a time.
+    mode: "fused", one kernel for all gradients, which adds to dq in global memory; or "split", one kernel for dk and dv and one
+      for dq: seven matrix products instead of five, but no atomic sums.
+    tile_q, tile_kv: query rows of a q block and keys of a kv block in the dk/dv kernel. A thread block keeps a kv block while q
+      blocks go by. (In the dq kernel it keeps 128 rows while kv blocks of 64 keys go by.)
+    max_concurrent_steps: stages of the pipeline of q blocks and their gradients.
     section_waves, memory_registers: as in `Config`.
     """
 
@@ -198,7 +204,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
-    """Why the forward kernel cannot run `problem` with `config` on `gpu`, or None. Kernel, tuner and tests all ask here."""
+    """Why the forward kernel cannot run `problem` with `config` on `gpu`, or None."""
     reason = supports(problem, gpu)
     if reason is not None:
         return reason
@@ -264,12 +270,12 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
 
 
 def dq_steps(problem: BackwardProblem) -> int:
-    """Tiles of keys in shared memory at a time, in the kernel for dq alone."""
+    """Stages of the dq kernel's pipeline of keys."""
     return 1 if padded(problem.head_dim) > 128 and problem.bias != "none" else 2
 
 
 def dq_value_steps(problem: BackwardProblem) -> int:
-    """Tiles of values there: head dim 256 leaves room for one."""
+    """Stages of its pipeline of values: head dim 256 leaves room for one."""
     return 1 if padded(problem.head_dim) > 128 else 2
 
 
@@ -279,7 +285,7 @@ def padded(head_dim: int) -> int:
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory that a block of the forward kernel takes. Mosaic lays out buffers by name."""
+    """Bytes of shared memory of a thread block of the forward kernel. Buffers are listed by name, as Mosaic lays them out."""
     p, c = problem, config
     rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
     keys = ((steps, c.tile_kv, d), 2)
@@ -291,7 +297,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 
 
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Bytes of shared memory that a block of the kernel for dk and dv takes, likewise."""
+    """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
     p, c, d, steps = problem, config, padded(problem.head_dim), config.max_concurrent_steps
     wide, fused = d > 128, config.mode == "fused"
     rows, stats = ((steps, c.tile_q, d), 2), ((steps, c.tile_q), 4)
@@ -306,7 +312,7 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
 
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
-    """Bytes of shared memory that a block of the kernel for dq alone takes."""
+    """Bytes of shared memory of a thread block of the dq kernel, likewise."""
     p, d = problem, padded(problem.head_dim)
     k_steps, v_steps = dq_steps(p), dq_value_steps(p)
     rows = ((2 * ROWS, d), 2)

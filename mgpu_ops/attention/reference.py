@@ -153,7 +153,7 @@ def flops(problem: Problem) -> int:
 def pairs(problem: Problem) -> int:
     """How many (row, key) pairs of one head are visible where no lengths or segments say less."""
     p = problem
-    rows = np.arange(p.q_tokens) + (p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0)
+    rows = np.arange(p.q_tokens) + p.offset
     low = 0 if p.left is None else np.maximum(0, rows - p.left)
     high = p.kv_tokens if p.right is None else np.minimum(p.kv_tokens, rows + p.right + 1)
     return int(np.maximum(0, high - low + 0 * rows).sum())

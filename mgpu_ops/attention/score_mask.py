@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.layouts import PER_COLUMN, TILE, along_columns, along_rows, load_per_column
-from mgpu_ops.attention.mask import MaskTerms
+from mgpu_ops.attention.mask import Int, MaskTerms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +25,16 @@ class ScoreMask:
     numbers: Any
     keys_first: bool = False
 
-    def write_numbers(self, wg: Any = None) -> None:
+    def write_numbers(self, wg: Int | None = None) -> None:
         """Called once by each consumer warpgroup, before its first tile. wg: its number, if the caller has it already."""
         numbers = plgpu.broadcasted_iota(jnp.int32, (self.numbers.shape[1],), 0, layout=PER_COLUMN)
         self.numbers[lax.axis_index("wg") if wg is None else wg] = numbers
 
-    def column_numbers(self, wg: Any) -> Any:
+    def column_numbers(self, wg: Int) -> jax.Array:
         """0, 1, 2... for the columns of a tile. Added to its first token, they are the columns' tokens."""
         return load_per_column(self.numbers.at[wg])
 
-    def hide_by_position(self, tile: Any, hidden: float, terms: MaskTerms, first: Any, columns: Any) -> Any:
+    def hide_by_position(self, tile: jax.Array, hidden: float, terms: MaskTerms, first: Int, columns: jax.Array) -> jax.Array:
         """`hidden` where a row does not see a key by window, causal mask or length.
 
         first: the token of the tile's first row; columns: the tokens of its columns.
@@ -42,7 +43,7 @@ class ScoreMask:
         seen = terms.sees(*(reversed(tokens) if self.keys_first else tokens))
         return jnp.where(seen, tile, hidden)
 
-    def hide_by_segment(self, tile: Any, hidden: float, row_ids: Any, column_ids: Any) -> Any:
+    def hide_by_segment(self, tile: jax.Array, hidden: float, row_ids: jax.Array, column_ids: jax.Array) -> jax.Array:
         """`hidden` where row and key differ in segment. row_ids, column_ids: the ids of the tile's rows and columns."""
         same = along_rows(row_ids, tile.shape) == along_columns(column_ids, tile.shape)
         return jnp.where(same, tile, hidden)

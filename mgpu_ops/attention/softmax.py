@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.layouts import PER_ROW, along_rows
+from mgpu_ops.attention.mask import Int
 from mgpu_ops.attention.problem import ROWS
 
 LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
@@ -22,10 +23,10 @@ class Scores:
     The factor is positive, so that the row max can be taken first; multiplying then fuses with subtracting it. None: 1.
     """
 
-    values: Any
-    factor: Any
+    values: jax.Array
+    factor: jax.Array | None
 
-    def scaled(self, x: Any) -> Any:
+    def scaled(self, x: jax.Array) -> jax.Array:
         return x if self.factor is None else x * self.factor
 
 
@@ -38,8 +39,8 @@ class OnlineSoftmax:
     were taken with the old one are too large: row sum and output are multiplied by a rescale factor of at most 1.
     """
 
-    row_max: Any
-    row_sum: Any
+    row_max: jax.Array
+    row_sum: jax.Array
 
     @staticmethod
     def start() -> OnlineSoftmax:
@@ -53,12 +54,12 @@ class OnlineSoftmax:
         rounded = weights.astype(dtype)
         return rounded, OnlineSoftmax(row_max, self.row_sum * rescale + jnp.sum(weights, axis=1)), rescale
 
-    def without_padding(self, row: Any, q_end: Any) -> OnlineSoftmax:
+    def without_padding(self, row: Int, q_end: Int) -> OnlineSoftmax:
         """For rows from `row` on: those from `q_end` on are padding, and see nothing."""
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + row
         return OnlineSoftmax(self.row_max, jnp.where(rows < q_end, self.row_sum, 0.0))
 
-    def normalise(self, out: Any, *, some_see_nothing: bool) -> Any:
+    def normalise(self, out: jax.Array, *, some_see_nothing: bool) -> jax.Array:
         """The output divided by the row sum. Rows that see nothing get zeros, even where `out` holds NaN: values times 0."""
         inverse = jnp.where(self.row_sum == 0, 0.0, 1.0 / self.row_sum)
         normalised = out * along_rows(inverse, out.shape)
@@ -66,6 +67,6 @@ class OnlineSoftmax:
             normalised = jnp.where(along_rows(self.row_sum, out.shape) == 0, 0.0, normalised)
         return normalised
 
-    def log_sum_exp(self) -> Any:
+    def log_sum_exp(self) -> jax.Array:
         """log2 of each row's sum of exponentials; +inf for a row that sees nothing, so that 2^(score - it) is 0."""
         return jnp.where(self.row_sum == 0, jnp.inf, self.row_max + jnp.log2(self.row_sum))

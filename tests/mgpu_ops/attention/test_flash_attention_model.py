@@ -133,7 +133,7 @@ def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile:
     p = dataclasses.replace(
         problem, lengths=False, q_tokens=problem.q_tokens % 1000 + 1, kv_tokens=problem.kv_tokens % 1000 + 1
     )
-    each = MaskTerms(p, p.q_tokens, p.kv_tokens, p.kv_tokens - p.q_tokens if p.align == "bottom_right" else 0)
+    each = MaskTerms.of(p, p.q_tokens, p.kv_tokens)
 
     def steps(tiles: Any, count: int) -> list[int]:
         first, _, _, end = tiles(jnp.arange(0, count, tile), tile, step)

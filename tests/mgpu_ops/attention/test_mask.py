@@ -42,8 +42,7 @@ class Entry:
 
     @property
     def terms(self) -> MaskTerms:
-        offset = self.kv_end - self.q_end if self.problem.align == "bottom_right" else 0
-        return MaskTerms(self.problem, self.q_end, self.kv_end, offset)
+        return MaskTerms.of(self.problem, self.q_end, self.kv_end)
 
     def seen(self, mine: Any = None, others: Any = None) -> np.ndarray:
         p = self.problem
