@@ -40,7 +40,7 @@ type OpName = Literal[
 ]
 
 
-def explain(op: OpName, problem: Any, gpu: Any = None) -> str:
+def explain(op: OpName, problem: Any, gpu: str | None = None) -> str:
     """Which stored config `op` runs `problem` with, and why, as text.
 
     Args:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mgpu_ops.attention.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
 from mgpu_ops.attention.flash_attention import FORWARD as _FLASH_ATTENTION
 from mgpu_ops.collectives import SPECS as _COLLECTIVES
 from mgpu_ops.grouped.grouped_matmul import SPEC as _GROUPED_MATMUL
 from mgpu_ops.grouped.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.matmul import SPEC as _MATMUL
+from mgpu_ops.registry.spec import OpSpec
 
 _OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD, *_COLLECTIVES.values())
-SPECS = {spec.name: spec for spec in _OPS}
+SPECS: dict[str, OpSpec] = {spec.name: spec for spec in _OPS}
 
 
-def spec_of(op: str) -> Any:
+def spec_of(op: str) -> OpSpec:
     """The OpSpec of an op by name; ValueError names what there is."""
     if not isinstance(op, str) or op not in SPECS:
         raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}")

@@ -22,12 +22,21 @@ _COMPILERS = 16  # processes a GPU, where there are cores for them
 
 
 @dataclass(frozen=True)
-class FinishedJob:
-    """What became of a job: the result of `work`, or what it raised."""
+class FinishedJob[J]:
+    """What became of a job: the result of `work`, or the exception that it raised."""
 
-    job: Any
+    job: J
     result: Any = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _LostDevice[J]:
+    """A device that is lost, and the job that it was at."""
+
+    device: Any
+    job: J
+    error: Lost
 
 
 @contextlib.contextmanager
@@ -61,7 +70,7 @@ def devices(workers: int | None = 1, gpus: int = 1, **options: Any) -> Iterator[
                 device.close()
 
 
-def each(jobs: Iterable[Any], devices: Sequence[Any], work: Callable[[Any, Any], Any]) -> Iterator[FinishedJob]:
+def each[J](jobs: Iterable[J], devices: Sequence[Any], work: Callable[[J, Any], Any]) -> Iterator[FinishedJob[J]]:
     """Runs `work(job, device)` for every job, one at a time on each device, and gives what is done as it is done.
 
     With several devices `work` runs in threads. A device that is `Lost` takes no more jobs: what it was at goes to another.
@@ -73,9 +82,9 @@ def each(jobs: Iterable[Any], devices: Sequence[Any], work: Callable[[Any, Any],
     lost: Lost | None = None
     while waiting and alive:
         for done in _one(waiting, alive[0], work) if len(alive) == 1 else _several(waiting, alive, work):
-            if isinstance(done.error, Lost):
+            if isinstance(done, _LostDevice):
                 lost = done.error
-                alive.remove(done.result)
+                alive.remove(done.device)
                 waiting.appendleft(done.job)
                 _log.warning("a GPU is lost, and with it a worker: %s", lost)
             else:
@@ -84,22 +93,27 @@ def each(jobs: Iterable[Any], devices: Sequence[Any], work: Callable[[Any, Any],
         yield FinishedJob(job, error=lost)
 
 
-def _one(waiting: collections.deque[Any], device: Any, work: Callable[[Any, Any], Any]) -> Iterator[FinishedJob]:
-    """On this thread, until nothing waits or the device is lost: its last FinishedJob then holds it as its result."""
+def _one[J](
+    waiting: collections.deque[J], device: Any, work: Callable[[J, Any], Any]
+) -> Iterator[FinishedJob[J] | _LostDevice[J]]:
+    """On this thread, until nothing waits or the device is lost."""
     while waiting:
         job = waiting.popleft()
         try:
             done = FinishedJob(job, work(job, device))
         except Lost as e:
-            yield FinishedJob(job, device, e)
+            yield _LostDevice(device, job, e)
             return
         except Exception as e:
             done = FinishedJob(job, error=e)
         yield done
 
 
-def _several(waiting: collections.deque[Any], devices: Sequence[Any], work: Callable[[Any, Any], Any]) -> Iterator[FinishedJob]:
-    found: queue.SimpleQueue[FinishedJob | None] = queue.SimpleQueue()
+def _several[J](
+    waiting: collections.deque[J], devices: Sequence[Any], work: Callable[[J, Any], Any]
+) -> Iterator[FinishedJob[J] | _LostDevice[J]]:
+    """On a thread for each device, until nothing waits and all have ended."""
+    found: queue.SimpleQueue[FinishedJob[J] | _LostDevice[J] | None] = queue.SimpleQueue()
 
     def run(device: Any) -> None:
         try:

@@ -26,6 +26,21 @@ class Outcome:
     detail: str = ""
     samples: tuple[float, ...] = ()  # microseconds, in the order measured; `us` is their median
 
+    @property
+    def speed(self) -> float | None:
+        """As a multiple of the baseline's speed; None if they were not both measured."""
+        return self.baseline_us / self.us if self.us and self.baseline_us else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A candidate of a search, and what became of it."""
+
+    number: int
+    origin: str  # default, near, model, search, local
+    config: Any
+    outcome: Outcome
+
 
 @dataclasses.dataclass(frozen=True)
 class Final:

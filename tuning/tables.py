@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table  # of the extra "tune", without which a database can still be joined
 
+    from mgpu_ops.registry.database import Entry
+    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.tuning.outcome import Trial
+
 from mgpu_ops.tuning.terminal import printable
 
 SHOWN = 12  # trials
 
 
-def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
+def trials_table(trials: Sequence[Trial], baseline: str | None) -> Table:
     """The fastest trials first, with what set them apart; the failed ones are counted elsewhere.
 
     `baseline` names what was timed beside them, if anything. Fields that all shown trials share are told once, in the caption.
     """
     from rich.table import Table
 
-    ok = sorted((t for t in trials if t.outcome.kind == "ok"), key=lambda t: t.outcome.us)[:SHOWN]
+    ok = sorted((t for t in trials if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)[:SHOWN]
     configs = [dataclasses.asdict(t.config) for t in ok]
     fields = list(configs[0]) if configs else []
     varying = [f for f in fields if len({c[f] for c in configs}) > 1]
@@ -34,8 +38,10 @@ def trials_table(trials: Sequence[Any], baseline: str | None) -> Table:
         table.add_column(heading, justify="left" if heading in ("from", "config") else "right", no_wrap=heading != "config")
     for trial, config in zip(ok, configs, strict=True):
         o = trial.outcome
-        against = [f"{o.baseline_us / o.us:.3f}", f"{o.error:.1e}"] if measured else []
-        table.add_row(str(trial.number), trial.origin, digits(o.us), *against, assignments(config, varying))
+        against = (
+            [f"{x:{form}}" if x is not None else "-" for x, form in ((o.speed, ".3f"), (o.error, ".1e"))] if measured else []
+        )
+        table.add_row(str(trial.number), trial.origin, digits(o.us or 0.0), *against, assignments(config, varying))
     return table
 
 
@@ -46,14 +52,14 @@ BETWEEN_GPUS = (
 )
 
 
-def entry_cells(entry: Any, spec: Any, told: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
+def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
     """An entry under `HEADINGS`: "x" columns are times over ours, above 1 where ours is faster. `spec` is its op's.
 
-    Fields that are `told` elsewhere, ("problem" or "config", name), are left out.
+    Fields that are `omitted`, ("problem" or "config", name), are left out.
     """
     e = entry.evidence
-    problem = {k: v for k, v in entry.problem.items() if ("problem", k) not in told}
-    config = {k: v for k, v in in_order(entry.config, spec.Config).items() if ("config", k) not in told}
+    problem = {k: v for k, v in entry.problem.items() if ("problem", k) not in omitted}
+    config = {k: v for k, v in in_order(entry.config, spec.Config).items() if ("config", k) not in omitted}
     of = "kernel or host" if between_gpus(spec) else "kernel"
     kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
     against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
@@ -62,15 +68,15 @@ def entry_cells(entry: Any, spec: Any, told: Collection[tuple[str, str]] = ()) -
     return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, kind, e.date, fields
 
 
-def between_gpus(spec: Any) -> bool:
+def between_gpus(spec: OpSpec) -> bool:
     """Whether the op is a collective."""
     return any(spec.devices(problem) > 1 for problem in spec.shapes.values())
 
 
-def by_problem(entries: Sequence[Any], spec: Any) -> list[Any]:
+def by_problem(entries: Sequence[Entry], spec: OpSpec) -> list[Entry]:
     """Sorted by the fields of a problem in their order, m, n, k ... or batch, tokens ...; collectives by GPUs, then size."""
 
-    def key(entry: Any) -> tuple[Any, ...]:
+    def key(entry: Entry) -> tuple[Any, ...]:
         problem = in_order(entry.problem, spec.Problem)
         values = [problem.get("devices", 0), *problem.values()]
         return [(isinstance(value, str), value) for value in values], entry.evidence.kind
@@ -78,7 +84,7 @@ def by_problem(entries: Sequence[Any], spec: Any) -> list[Any]:
     return sorted(entries, key=key)
 
 
-def entries_table(title: str, entries: Sequence[Any], spec: Any) -> Table:
+def entries_table(title: str, entries: Sequence[Entry], spec: OpSpec) -> Table:
     """Entries of a database file, for a terminal. What is the same in all of several is told once, in the caption."""
     from rich import box
     from rich.table import Table
@@ -112,7 +118,7 @@ def entries_table(title: str, entries: Sequence[Any], spec: Any) -> Table:
     return table
 
 
-def entries_lines(entries: Sequence[Any], spec: Any) -> Iterator[str]:
+def entries_lines(entries: Sequence[Entry], spec: OpSpec) -> Iterator[str]:
     """The same for a file or a pipe: a line of headings and one for each entry, however long, in columns."""
     rows = [HEADINGS, *(tuple(map(printable, entry_cells(entry, spec))) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -121,7 +127,7 @@ def entries_lines(entries: Sequence[Any], spec: Any) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def problem_text(fields: Mapping[str, Any], spec: Any = None) -> str:
+def problem_text(fields: Mapping[str, Any], spec: OpSpec | None = None) -> str:
     """A problem's fields, but for the masks and such that it does without.
 
     With its op, in the op's order and without what is the op's default; the dtype is told all the same.

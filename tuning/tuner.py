@@ -26,19 +26,11 @@ from mgpu_ops.tuning import measure, ranking
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.options import TuneOptions
-from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.outcome import Final, Trial
 from mgpu_ops.tuning.search import Search, stored_config
 
 FINALISTS = 8
 _RESERVE = 0.1  # of the budget, kept for the ranking
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    number: int
-    origin: str  # default, near, model, search, local
-    config: Any
-    outcome: Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +191,7 @@ class _Run:
         """Whether a candidate has the target's share of the baseline's speed."""
         if target is None:
             return False
-        ok = (trial.outcome for trial in self.done if trial.outcome.kind == "ok")
-        return any(o.us and o.baseline_us and o.baseline_us / o.us >= target for o in ok)
+        return any(trial.outcome.kind == "ok" and (trial.outcome.speed or 0.0) >= target for trial in self.done)
 
 
 # --- the best

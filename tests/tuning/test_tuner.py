@@ -17,7 +17,7 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import ranking, search, tuner
 from mgpu_ops.tuning.options import TuneOptions
-from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.outcome import Final, Outcome, Trial
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning.toy import CHOICES, DEFAULT, GPU, OPTIMUM, PROBLEM, SPEC, Clock, Config, FakeDevice, Problem, slope, store
 
@@ -109,7 +109,7 @@ def test_the_device_is_opened_for_the_problem_and_seed() -> None:
 
 
 def test_progress_is_called_with_each_trial_in_order() -> None:
-    told: list[tuner.Trial] = []
+    told: list[Trial] = []
     result = tune(FakeDevice(), trials=20, progress=told.append)
     assert tuple(told) == result.trials
 

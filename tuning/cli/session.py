@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from mgpu_ops.registry.spec import OpSpec
     from mgpu_ops.tuning.device import Device
+    from mgpu_ops.tuning.outcome import Trial
     from mgpu_ops.tuning.problems import TuningJob
-    from mgpu_ops.tuning.tuner import Result, Trial
+    from mgpu_ops.tuning.tuner import Result
 
 ALL = 2**31  # trials of the sampler "brute", which ends with the last legal config
 

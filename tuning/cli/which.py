@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{spec.name} {problem} runs through XLA: {reason}")
         answer(arguments, asked | {"backend": "xla", "reason": reason})
         return OK
-    for line in mgpu_ops.explain(spec.name, problem, gpu.key).split("\n"):
+    for line in resolution.explain(spec, problem, gpu).split("\n"):
         say(line)
     answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(resolution.resolve(spec, problem, gpu)))
     return OK
