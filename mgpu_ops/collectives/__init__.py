@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -159,7 +159,15 @@ def all_gather(
     return parts.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])
 
 
-def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: Any, backend: Any, workspace: Any) -> Call:
+def _call(
+    kind: Kind,
+    axis_name: str | Sequence[str],
+    reduction: str,
+    transport: str | None,
+    config: Config | None,
+    backend: Backend | None,
+    workspace: Workspace | None,
+) -> Call:
     axes = axes_of(kind, axis_name)
     if reduction not in REDUCTIONS:
         raise ValueError(f"op={reduction!r} is not one of {', '.join(REDUCTIONS)}")
@@ -176,7 +184,7 @@ def _call(kind: Kind, axis_name: Any, reduction: str, transport: Any, config: An
     return call
 
 
-def _check_workspace(call: Call, workspace: Any) -> None:
+def _check_workspace(call: Call, workspace: Workspace) -> None:
     """Raises TypeError or ValueError for a workspace that the call cannot use."""
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace is a {type(workspace).__name__}: pass what mgpu_ops.collective_workspace returns, opened")
@@ -275,7 +283,7 @@ def _checked(call: Call) -> bool:
 
 
 @functools.cache
-def _batchable(call: Call) -> Any:
+def _batchable(call: Call) -> Callable[[jax.Array], jax.Array]:
     """The call as a function of x; a batch of them is one call."""
     run = jax.custom_batching.custom_vmap(functools.partial(_run, call))
     run.def_vmap(functools.partial(_batch, call, run))
@@ -283,7 +291,7 @@ def _batchable(call: Call) -> Any:
 
 
 @functools.cache
-def _in_workspace(call: Call, plan: Plan) -> Any:
+def _in_workspace(call: Call, plan: Plan) -> Callable[[jax.Array, Workspace], jax.Array]:
     """The same in a workspace. A batch may be too large for it, so it is planned anew."""
 
     @jax.custom_batching.custom_vmap
@@ -294,7 +302,9 @@ def _in_workspace(call: Call, plan: Plan) -> Any:
     return run
 
 
-def _batch(call: Call, run: Any, size: int, batched: Sequence[Any], x: jax.Array, *workspace: Workspace) -> Any:
+def _batch(
+    call: Call, run: Callable[..., jax.Array], size: int, batched: Sequence[Any], x: jax.Array, *workspace: Workspace
+) -> tuple[jax.Array, bool]:
     if call.kind == "reduce_scatter":
         return run(jnp.moveaxis(x, 0, 1), *workspace), True
     if call.kind == "all_gather":
@@ -384,7 +394,7 @@ def _xla_on_all(kind: Kind, problem: Problem, x: jax.Array) -> jax.Array:
     return _sharded(call, functools.partial(_through_xla, call), x)
 
 
-def _sharded(call: Call, function: Any, x: jax.Array) -> jax.Array:
+def _sharded(call: Call, function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     devices = AbstractMesh((call.devices,), ("device",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("device")
     run = jax.shard_map(lambda own: function(own[0])[None], mesh=devices, in_specs=spec, out_specs=spec, check_vma=False)

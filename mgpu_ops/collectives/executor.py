@@ -42,7 +42,7 @@ from mgpu_ops.collectives.schedules import MULTICAST, Buffer, Move, Place, Signa
 from mgpu_ops.core import engine
 
 
-def half_and_flag(calls: Any) -> tuple[Any, Any, Any]:
+def half_and_flag(calls: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For a call with an `LLMemory`, from the count of calls before it: its half, its flag, and the count after it. All int32.
 
     Whatever the count is, the next call has the other half, and no flag is 0, the value of memory that was never written.
@@ -162,7 +162,7 @@ class _Block:
 
     # --- Other devices
 
-    def index(self) -> Any:
+    def index(self) -> jax.Array:
         """The own device's index along the axes."""
         return lax.axis_index(self.kernel.names)
 
@@ -208,20 +208,20 @@ class _Block:
 
     # --- Which chunks, and where they lie
 
-    def own_chunks(self, move: Move) -> tuple[Any, Any]:
+    def own_chunks(self, move: Move) -> tuple[jax.Array, jax.Array]:
         """This block's first chunk of a part, and how many it has; it takes each `blocks`-th."""
         cut, block = self.kernel.cut, lax.axis_index("block")
         every = cut.per_slice * (cut.n if move.whole else 1)
         return block, lax.div(every - block + cut.blocks - 1, jnp.int32(cut.blocks))
 
-    def chunk_start(self, move: Move, number: Any) -> tuple[Any, Any]:
+    def chunk_start(self, move: Move, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The slice, within a whole part, and the row at which a chunk begins."""
         cut = self.kernel.cut
         if not move.whole or cut.n == 1:
             return jnp.int32(0), number * cut.chunk
         return lax.div(number, jnp.int32(cut.per_slice)), lax.rem(number, jnp.int32(cut.per_slice)) * cut.chunk
 
-    def where(self, place: Place, move: Move, number: Any, rows: int) -> Any:
+    def where(self, place: Place, move: Move, number: jax.Array, rows: int) -> Any:
         """Where a chunk of so many rows lies at a place: indices into [parts, rows, columns]."""
         part, row = self.chunk_start(move, number)
         if place.part is not None:
@@ -229,7 +229,7 @@ class _Block:
             part = part + there * (self.kernel.slices if move.whole else 1)
         return part, pl.ds(row, rows)
 
-    def with_length(self, number: Any, body: Callable[[int], None]) -> None:
+    def with_length(self, number: jax.Array, body: Callable[[int], None]) -> None:
         """body(rows of the chunk). Copies have static lengths, so a slice's last chunk, if shorter, has a branch of its own."""
         cut = self.kernel.cut
         last = cut.slice % cut.chunk
@@ -258,7 +258,7 @@ class _Block:
         reduces = len(move.reads) > 1
         stores = len(move.writes)  # that TMA starts for a chunk
 
-        def load(i: Any) -> None:
+        def load(i: jax.Array) -> None:
             stage = lax.rem(i, jnp.int32(stages))
             self.load_chunk(move, first + i * blocks, inbox.at[stage], full.at[stage])
 
@@ -266,7 +266,7 @@ class _Block:
         pl.loop(0, jnp.minimum(stages, count))(lambda i: load(jnp.int32(i)))
 
         @pl.loop(0, count)
-        def _(i: Any) -> None:
+        def _(i: jax.Array) -> None:
             i = jnp.int32(i)
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(full.at[stage])  # all copies of this chunk have arrived
@@ -288,7 +288,7 @@ class _Block:
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next move may overwrite all stages
 
-    def load_chunk(self, move: Move, number: Any, stage: Any, full: Any) -> None:
+    def load_chunk(self, move: Move, number: jax.Array, stage: Any, full: Any) -> None:
         """Starts the copies of a chunk into a stage of the inbox, one from each place that the move reads."""
 
         def copy(rows: int) -> None:
@@ -299,7 +299,7 @@ class _Block:
 
         self.with_length(number, copy)
 
-    def store_chunk(self, move: Move, number: Any, source: Any) -> None:
+    def store_chunk(self, move: Move, number: jax.Array, source: Any) -> None:
         """Starts the copies of a chunk from shared memory, one to each place that the move writes."""
 
         def copy(rows: int) -> None:
@@ -317,7 +317,7 @@ class _Block:
         layout = self.layout(rows)
 
         @pl.loop(0, chunk // rows)
-        def _(group: Any) -> None:
+        def _(group: jax.Array) -> None:
             here = pl.ds(group * rows, rows)
             result[here] = reduced(
                 kernel.reduction, (plgpu.load(chunks.at[k, here], layout=layout, optimized=False) for k in range(count))
@@ -337,12 +337,12 @@ class _Block:
         rows = max(r for r in range(1, ROWS_AT_ONCE + 1) if math.gcd(chunk, kernel.rows) % r == 0)
 
         @pl.loop(0, count)
-        def each(i: Any) -> None:
+        def each(i: jax.Array) -> None:
             number = first + i * kernel.blocks
             _, row = self.chunk_start(move, number)
 
             @pl.loop(0, jnp.minimum(chunk, kernel.rows - row) // rows)
-            def at_once(group: Any) -> None:
+            def at_once(group: jax.Array) -> None:
                 def some(place: Place) -> Any:
                     part, where = self.where(place, move, number, rows)
                     return part, pl.ds(where.start + group * rows, rows)
@@ -358,7 +358,7 @@ class _Block:
         value = plgpu.multimem_load_reduce(ref, collective_axes=self.kernel.names, reduction_op=reduction)
         return plgpu.layout_cast(value, self.layout(rows))
 
-    def store_all(self, place: Place, where: Any, value: Any) -> None:
+    def store_all(self, place: Place, where: Any, value: jax.Array) -> None:
         """Stores to one device, or, on MULTICAST, to all of them."""
         ref = self.buffers[place.buffer]
         if place.device == MULTICAST:
@@ -381,18 +381,18 @@ class _Block:
         first, count = self.own_chunks(move)
 
         @pl.loop(0, count)
-        def each(i: Any) -> None:
+        def each(i: jax.Array) -> None:
             number = first + i * kernel.blocks
 
             def copy(rows: int) -> None:
                 at_once = max(r for r in range(1, ROWS_AT_ONCE // len(move.reads) + 1) if rows % r == 0)
 
-                def some(place: Place, group: Any) -> Any:
+                def some(place: Place, group: jax.Array) -> Any:
                     part, where = self.where(place, move, number, at_once)
                     return part, pl.ds(where.start + group * at_once, at_once)
 
                 @pl.loop(0, rows // at_once)
-                def _(group: Any) -> None:
+                def _(group: jax.Array) -> None:
                     reads = self.ll_reads(move, lambda place: some(place, group))
                     # The words of all reads are polled in one loop; then each thread reduces its own in registers.
                     value = reduced(kernel.reduction, self.load_ll(reads, at_once))
@@ -420,11 +420,11 @@ class _Block:
         places, shape = [self.ll_memory(*read) for read in reads], (rows, self.kernel.columns)
         return ll.load(places, shape, self.kernel.dtype, layout, self.flag, deadline)
 
-    def sender(self, part: Any) -> Any:
+    def sender(self, part: jax.Array) -> jax.Array:
         """The index of the device that writes a part of the own scratch: each bank has one part for each device."""
         return lax.rem(part, jnp.int32(self.n))
 
-    def store_ll(self, place: Place, where: Any, value: Any, rows: int) -> None:
+    def store_ll(self, place: Place, where: Any, value: jax.Array, rows: int) -> None:
         """Stores with flags to scratch, plainly elsewhere."""
         if place.buffer == "scratch":
             ll.store(value, self.ll_memory(place, where), self.layout(rows, 8), self.flag)
@@ -439,7 +439,7 @@ class _InWorkspace(_Block):
         super().__init__(kernel, buffers, scratch)
         self.rows = rows
 
-    def index(self) -> Any:
+    def index(self) -> jax.Array:
         return self.buffers["where"][0, 0]  # `lax.axis_index` is for kernels of whose peers XLA knows
 
     def run(self) -> None:
@@ -463,7 +463,7 @@ class _InWorkspace(_Block):
 class _Interpreted(_Block):
     """A block of the cluster that stands for all devices."""
 
-    def index(self) -> Any:
+    def index(self) -> jax.Array:
         return lax.axis_index("device")
 
     def memory(self, place: Place, where: Any) -> Any:
@@ -473,7 +473,7 @@ class _Interpreted(_Block):
     def load_ll(self, reads: list[tuple[Place, Any]], rows: int) -> Iterable[Any]:
         return [self.memory(*read)[...] for read in reads]
 
-    def store_ll(self, place: Place, where: Any, value: Any, rows: int) -> None:
+    def store_ll(self, place: Place, where: Any, value: jax.Array, rows: int) -> None:
         self.memory(place, where)[...] = value
 
     def signal(self, step: Signal) -> None:
@@ -489,6 +489,6 @@ class _Interpreted(_Block):
             return ref[(self.own, *where)]
         return reduced(self.kernel.reduction, (ref[(device, *where)] for device in range(self.n)))
 
-    def store_all(self, place: Place, where: Any, value: Any) -> None:
+    def store_all(self, place: Place, where: Any, value: jax.Array) -> None:
         for device in range(self.n) if place.device == MULTICAST else (self.own,):
             self.buffers[place.buffer][(device, *where)] = value

@@ -45,9 +45,8 @@ def _require(kind: Kind, problem: Problem, gpu: Gpu) -> None:
 
 def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices of each field of Config."""
-    transport: Any = problem.transport
     return {
-        "algorithm": (*schedules.algorithms(kind, transport), XLA),
+        "algorithm": (*schedules.algorithms(kind, problem.transport), XLA),
         "blocks": tuple(b for b in BLOCKS if b <= gpu.sms),
         "chunk": CHUNKS,
         "stages": STAGES,
@@ -103,9 +102,8 @@ def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
 
 @functools.lru_cache(1024)
 def _candidates(kind: Kind, problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    transport: Any = problem.transport
     best: list[Config] = []
-    for algorithm in schedules.algorithms(kind, transport):
+    for algorithm in schedules.algorithms(kind, problem.transport):
         legal = [Config(algorithm, *rest) for rest in itertools.product(*list(space(kind, problem, gpu).values())[1:])]
         legal = [config for config in legal if check(kind, problem, config, gpu) is None]
         by_cost = sorted(legal, key=lambda config: cost(kind, problem, config, gpu))

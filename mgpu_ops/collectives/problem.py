@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ def supports(kind: Kind, problem: Problem, gpu: Gpu) -> str | None:
 
 
 @functools.lru_cache(256)
-def _schedule(kind: Kind, algorithm: str, devices: int, transport: Any) -> Schedule:
+def _schedule(kind: Kind, algorithm: str, devices: int, transport: str) -> Schedule:
     return schedules.schedule(kind, algorithm, devices, transport, entry_barrier=True)
 
 
@@ -150,8 +150,7 @@ def check(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if reason is not None:
         return reason
     p, c = problem, config
-    transport: Any = p.transport
-    known = (*schedules.algorithms(kind, transport), XLA)
+    known = (*schedules.algorithms(kind, p.transport), XLA)
     if c.algorithm not in known:
         return f"algorithm={c.algorithm!r} is not one of {', '.join(known)}"
     if not 1 <= c.blocks <= gpu.sms:
@@ -190,7 +189,7 @@ def bytes_moved(kind: Kind, problem: Problem) -> int:
     return 2 * whole if kind == "all_reduce" else whole + whole // problem.devices
 
 
-def inputs(kind: Kind, problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+def inputs(kind: Kind, problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Random x of all devices, [devices, elements]: normal, or integers from -1000 to 1000."""
     p = problem
     shape = (p.devices, p.size // p.devices if kind == "all_gather" else p.size)

@@ -32,11 +32,11 @@ class _Rendezvous:
     size: int
     combine: Callable[[list[Any]], Any]
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
-    arrived: dict[int, Any] = dataclasses.field(default_factory=dict)
+    arrived: dict[int, np.ndarray | None] = dataclasses.field(default_factory=dict)
     round: int = 0
     result: Any = None
 
-    def wait(self, device: int, value: Any, timeout: float | None) -> Any:
+    def wait(self, device: int, value: np.ndarray | None, timeout: float | None) -> Any:
         """The result, once all devices have arrived. TimeoutError, with the missing devices, after `timeout` seconds."""
         with self.changed:
             this_round = self.round
@@ -56,7 +56,11 @@ class _Rendezvous:
 
 
 def _on_host(
-    axes: Axes, x: jax.Array, out: Any, combine: Callable[[list[Any]], Any], wait: Callable[[_Rendezvous, int, np.ndarray], Any]
+    axes: Axes,
+    x: jax.Array,
+    out: jax.ShapeDtypeStruct,
+    combine: Callable[[list[Any]], Any],
+    wait: Callable[[_Rendezvous, int, np.ndarray], Any],
 ) -> jax.Array:
     """`wait(rendezvous, own index, x)` on the host, for each device. Devices that differ along the `axes` alone meet."""
     names = tuple(name for name, _ in axes)
@@ -64,7 +68,7 @@ def _on_host(
     points: dict[int, _Rendezvous] = {}
     lock = threading.Lock()
 
-    def call(x: Any, own: Any, group: Any) -> Any:
+    def call(x: jax.Array, own: jax.Array, group: jax.Array) -> Any:
         with lock:
             point = points.setdefault(int(group), _Rendezvous(math.prod(size for _, size in axes), combine))
         return wait(point, int(own), np.asarray(x))
@@ -95,7 +99,7 @@ def wait_for_all(op: str, axes: Axes, x: jax.Array) -> jax.Array:
     """x, once all devices of the axes have arrived here. The program raises an error where one does not in time."""
     limit, number = timeout(), next(_calls)
 
-    def wait(point: _Rendezvous, own: int, _: Any) -> Any:
+    def wait(point: _Rendezvous, own: int, _: np.ndarray) -> Any:
         try:
             return point.wait(own, None, limit)
         except TimeoutError as error:
@@ -109,7 +113,7 @@ def raise_if_late(op: str, axes: Axes, out: jax.Array, late: jax.Array, limit: f
     """out of a kernel that waited `limit` seconds at most. The program raises an error where `Deadline.late` names devices."""
     number = next(_calls)
 
-    def report(late: Any, own: Any) -> Any:
+    def report(late: jax.Array, own: jax.Array) -> np.int32:
         missing = np.flatnonzero(np.asarray(late)[:-1]).tolist()
         if missing:
             raise _missing(op, axes, number, limit, int(own), missing)
@@ -130,12 +134,14 @@ def _missing(op: str, axes: Axes, number: int, limit: float, own: int, missing: 
 # --- To interpret
 
 
-def interpret_on_all(axes: Axes, out: Any, kernel: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def interpret_on_all(
+    axes: Axes, out: jax.ShapeDtypeStruct, kernel: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
     """The own row of `kernel(x of all devices [n, ...])`, which runs once for all: JAX's interpreter knows one device only."""
 
     from mgpu_ops.core import threads  # not above: it imports Pallas
 
-    def interpret(values: list[Any]) -> Any:
+    def interpret(values: list[np.ndarray]) -> np.ndarray:
         # On a client of its own: each thread of the usual one may be waiting here, for the last device to arrive.
         with _one_kernel, jax.default_device(threads.device()):
             return np.asarray(jax.jit(kernel)(np.stack(values)))

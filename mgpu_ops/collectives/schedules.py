@@ -116,7 +116,7 @@ class Schedule:
     kind: Kind
     algorithm: str
     n: int
-    transport: Transport
+    transport: str
     entry_barrier: bool
     steps: tuple[Step, ...]
 
@@ -261,7 +261,7 @@ def traffic(schedule: Schedule, payload: int) -> Traffic:
     )
 
 
-def schedule(kind: Kind, algorithm: str, n: int, transport: Transport = "peer", *, entry_barrier: bool = False) -> Schedule:
+def schedule(kind: Kind, algorithm: str, n: int, transport: str = "peer", *, entry_barrier: bool = False) -> Schedule:
     """The schedule of a collective on n devices, 2 or more. `algorithms` lists what there is. Raises ValueError."""
     if n < 2:
         raise ValueError(f"n={n}: a collective needs 2 devices or more; on one, out is x")
@@ -277,7 +277,7 @@ def schedule(kind: Kind, algorithm: str, n: int, transport: Transport = "peer", 
     return Schedule(kind, algorithm, n, transport, entry_barrier, (() if entry_barrier else start) + work)
 
 
-def algorithms(kind: Kind, transport: Transport = "peer") -> tuple[str, ...]:
+def algorithms(kind: Kind, transport: str = "peer") -> tuple[str, ...]:
     """The names of the algorithms for a kind of collective on a transport."""
     return tuple(_ALGORITHMS.get((kind, transport), {}))
 
@@ -474,7 +474,7 @@ def _multimem_all_gather(n: int) -> tuple[Steps, Steps]:
     return _between_multicast(n, Move((Place("x"),), (Place("out", MULTICAST, 0),)))
 
 
-_ALGORITHMS: dict[tuple[Kind, Transport], dict[str, Callable[[int], tuple[Steps, Steps]]]] = {
+_ALGORITHMS: dict[tuple[str, str], dict[str, Callable[[int], tuple[Steps, Steps]]]] = {
     ("all_reduce", "peer"): {
         "one_shot": _one_shot,
         "push_one_shot": _push_one_shot,

@@ -9,8 +9,10 @@ the first stages of the next tile while consumers store the last one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -60,16 +62,18 @@ class Stages(Protocol):
     @property
     def refs(self) -> Refs: ...
 
-    def tiles(self, size: Any) -> Any:
+    def tiles(self, size: jax.Array) -> jax.Array:
         """How many output tiles a group of `size` rows has (int32, traced)."""
 
     def steps(self, tile: GroupTile) -> Any:
         """How many pipeline steps an output tile takes."""
 
-    def position(self, tile: GroupTile) -> tuple[Any, Any]:
+    def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         """The first row and column of an output tile."""
 
-    def load(self, tile: GroupTile, position: tuple[Any, Any], step: Any, stage: Any, full: Any) -> None:
+    def load(
+        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
+    ) -> None:
         """Producer: starts the copies of the tile's `step`-th step into a stage; they arrive on the barrier `full`."""
 
     def staging(self) -> Any:
@@ -78,13 +82,13 @@ class Stages(Protocol):
     def share(self) -> tuple[Any, Any]:
         """Consumer: which part of an output tile is this warpgroup's."""
 
-    def multiply(self, acc: Any, stage: Any, share: tuple[Any, Any]) -> None:
+    def multiply(self, acc: Any, stage: jax.Array, share: tuple[Any, Any]) -> None:
         """Consumer: acc += the product of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
 
     def store(self, tile: GroupTile, acc: Any, staging: Any) -> None:
         """Consumer: starts the stores of this warpgroup's share of an output tile, through its epilogue buffers."""
 
-    def finish(self, end: Any, staging: Any) -> None:
+    def finish(self, end: jax.Array, staging: Any) -> None:
         """Consumer: what is left to do after all tiles; groups end at row `end`."""
 
 
@@ -93,7 +97,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     c, refs = kernel.config, kernel.refs
     pipeline = Pipeline(c.max_concurrent_steps, *refs.barriers)
 
-    def for_each_tile(body: Any) -> tuple[Any, Any]:
+    def for_each_tile(body: Callable[[GroupTile, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
         block = lax.axis_index("block")
         return tile_scheduler.for_each_group_tile(
@@ -101,10 +105,10 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         )
 
     def producer() -> None:
-        def load_tile(tile: GroupTile, done: Any) -> Any:
+        def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
             position = kernel.position(tile)
 
-            def load_step(i: Any, step: Any) -> Any:
+            def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
                 # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
                 pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
                 return step + 1
@@ -117,10 +121,10 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     def consumer(acc: Any) -> None:
         staging = kernel.staging()
 
-        def compute_tile(tile: GroupTile, done: Any) -> Any:
+        def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
             share = kernel.share()
 
-            def multiply_step(_: Any, step: Any) -> Any:
+            def multiply_step(_: jax.Array, step: jax.Array) -> jax.Array:
                 # Waits until the copies into the stage have arrived, and declares it empty when wgmma has read it.
                 pipeline.read(step, lambda stage: kernel.multiply(acc, stage, share))
                 return step + 1

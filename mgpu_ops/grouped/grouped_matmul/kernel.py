@@ -44,20 +44,22 @@ class _Stages:
     def rows(self) -> int:
         return self.problem.m
 
-    def tiles(self, size: Any) -> Any:
+    def tiles(self, size: jax.Array) -> jax.Array:
         p, c = self.problem, self.config
         return tile_scheduler.cdiv(size, c.tile_m) * math.ceil(p.n / c.tile_n)
 
     def steps(self, tile: GroupTile) -> int:
         return math.ceil(self.problem.k / self.config.tile_k)
 
-    def position(self, tile: GroupTile) -> tuple[Any, Any]:
+    def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         p, c = self.problem, self.config
         rows = tile_scheduler.cdiv(tile.end - tile.start, c.tile_m)
         row, column = tile_scheduler.strips(tile.number, rows, math.ceil(p.n / c.tile_n), c.raster_width)
         return tile.start + row * c.tile_m, column * c.tile_n
 
-    def load(self, tile: GroupTile, position: tuple[Any, Any], step: Any, stage: Any, full: Any) -> None:
+    def load(
+        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
+    ) -> None:
         """tile_k columns of the tile's rows of lhs, in panels of one swizzle row, and as many of the group's rhs as stored."""
         c, refs = self.config, self.refs
         row, column = position
@@ -75,7 +77,7 @@ class _Stages:
         """The first row and column of this consumer within a block's tile."""
         return tile_scheduler.warpgroup_origin(self.config)
 
-    def multiply(self, acc: Any, stage: Any, share: tuple[Any, Any]) -> None:
+    def multiply(self, acc: Any, stage: jax.Array, share: tuple[Any, Any]) -> None:
         c, refs = self.config, self.refs
         wg_m, wg_n = warpgroup_tile(c)
         row, column = share
@@ -100,7 +102,7 @@ class _Stages:
             lambda staged, i, j: engine.store_rows(staged, refs.out, row + i, tile.end, column + j),
         )
 
-    def with_epilogue(self, values: Any, group: Any, column: Any) -> Any:
+    def with_epilogue(self, values: jax.Array, group: jax.Array, column: jax.Array) -> jax.Array:
         """activation(values + bias) in float32."""
         if self.refs.bias is not None:
             columns = self.refs.bias.at[group, pl.ds(column, values.shape[1])]
@@ -115,7 +117,7 @@ class _Stages:
             return values * (0.5 + 0.5 * jnp.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values * values * values)))
         return values
 
-    def finish(self, end: Any, staging: Any) -> None:
+    def finish(self, end: jax.Array, staging: Any) -> None:
         """Stores zeros to the rows from `end` on, which belong to no group: in epilogue tiles, of which each consumer of each
         block has its share. They all come from one buffer, so that no store waits for another.
         """
@@ -128,7 +130,7 @@ class _Stages:
         staging[0] = jnp.zeros(staging.shape[1:], out.dtype)
         plgpu.commit_smem()
 
-        def store(i: Any, _: Any) -> Any:
+        def store(i: jax.Array, _: tuple[()]) -> tuple[()]:
             tile = worker + i * workers
             row, column = lax.div(tile, jnp.int32(across)) * ROWS, lax.rem(tile, jnp.int32(across)) * c.epilogue_tile_n
             engine.store_rows(staging.at[0], out, end + row, p.m, column)

@@ -42,20 +42,22 @@ class _Stages:
     def rows(self) -> int:
         return self.problem.m
 
-    def tiles(self, size: Any) -> Any:
+    def tiles(self, size: jax.Array) -> jax.Array:
         return jnp.int32(math.prod(_tiles(self.problem, self.config)))
 
     def steps(self, tile: GroupTile) -> Any:
         return tile_scheduler.cdiv(tile.end - tile.start, self.config.tile_k)
 
-    def position(self, tile: GroupTile) -> tuple[Any, Any]:
+    def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         """First k and first n of an output tile."""
         c = self.config
         rows, columns = _tiles(self.problem, c)
         row, column = tile_scheduler.strips(tile.number, jnp.int32(rows), columns, c.raster_width)
         return row * c.tile_m, column * c.tile_n
 
-    def load(self, tile: GroupTile, position: tuple[Any, Any], step: Any, stage: Any, full: Any) -> None:
+    def load(
+        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
+    ) -> None:
         """tile_k of the group's rows of both operands: of lhs the tile's k, of rhs the tile's n."""
         refs = self.refs
         for ref, smem, first in zip((refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem), position, strict=True):
@@ -76,7 +78,7 @@ class _Stages:
         wg = lax.axis_index("wg")
         return (wg, 0) if c.wg_dimension == "m" else (0, wg)
 
-    def multiply(self, acc: Any, stage: Any, share: tuple[Any, Any]) -> None:
+    def multiply(self, acc: Any, stage: jax.Array, share: tuple[Any, Any]) -> None:
         lhs_part, rhs_part = share
         lhs, rhs = self.refs.lhs_smem.at[stage, lhs_part], self.refs.rhs_smem.at[stage, rhs_part]
         engine.wgmma(acc, engine.transpose_ref(lhs), rhs)
@@ -95,7 +97,7 @@ class _Stages:
 
         store_tile(acc[...].astype(refs.out.dtype), staging.at[lax.axis_index("wg")], copy)
 
-    def finish(self, end: Any, staging: Any) -> None:
+    def finish(self, end: jax.Array, staging: Any) -> None:
         """Nothing: rows of no group are in no sum."""
 
 
