@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import mgpu_ops
+from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
@@ -22,7 +23,7 @@ from mgpu_ops.tuning.terminal import brief
 BACKWARD = {"flash_attention": "flash_attention_backward"}  # the ops whose gradient is an op of its own
 
 
-def _matmul(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
     call = partial(
         mgpu_ops.matmul,
         out_dtype=problem.out_dtype,
@@ -33,28 +34,22 @@ def _matmul(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax
     return call if problem.batch == 1 else jax.vmap(call)
 
 
-def _grouped_matmul(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "spread": problem.spread}
+    options |= {"transpose_rhs": problem.layout == "nt", "backend": backend}
+
     def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        return mgpu_ops.grouped_matmul(
-            lhs,
-            rhs,
-            sizes,
-            bias=bias,
-            activation=problem.activation,
-            out_dtype=problem.out_dtype,
-            transpose_rhs=problem.layout == "nt",
-            spread=problem.spread,
-            backend=backend,
-        )
+        return mgpu_ops.grouped_matmul(lhs, rhs, sizes, bias=bias, **options)
 
     return call
 
 
-def _ragged_contraction(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
-    return partial(mgpu_ops.ragged_contraction, out_dtype=problem.out_dtype, spread=problem.spread, backend=backend)
+def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    options: dict[str, Any] = {"out_dtype": problem.out_dtype, "spread": problem.spread, "backend": backend}
+    return partial(mgpu_ops.ragged_contraction, **options)
 
 
-def _flash_attention(problem: Any, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
     p = problem
     if p.align == "top_left" and (p.segments or p.soft_cap):
         raise ValueError("dot_product_attention, which aligns first tokens, has neither segment ids nor a soft cap")
@@ -76,7 +71,9 @@ def _flash_attention(problem: Any, backend: dispatch.Backend | None) -> Callable
     return call
 
 
-def _flash_attention_backward(problem: Any, backend: dispatch.Backend | None) -> Callable[..., tuple[jax.Array, ...]]:
+def _flash_attention_backward(
+    problem: FlashAttentionProblem, backend: dispatch.Backend | None
+) -> Callable[..., tuple[jax.Array, ...]]:
     """The op itself, which users call through `jax.grad` of the forward op."""
     spec = mgpu_ops.spec_of("flash_attention_backward")
     return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)

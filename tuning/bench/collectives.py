@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 import mgpu_ops
+from mgpu_ops import CollectiveProblem
 from mgpu_ops.collectives.problem import payload_bytes
 from mgpu_ops.collectives.workspace import Workspace, config_for
 from mgpu_ops.core.gpu import Gpu
@@ -40,7 +41,7 @@ _AROUND = re.compile(r"barrier|memset|memcpy|fill|broadcast", re.IGNORECASE)  # 
 
 def run(
     spec: OpSpec,
-    problems: Mapping[str, Any],
+    problems: Mapping[str, CollectiveProblem],
     options: BenchOptions,
     *,
     progress: Callable[[str], None],
@@ -68,7 +69,7 @@ def run(
     return measured
 
 
-def _measured(spec: OpSpec, problem: Any, text: str, options: BenchOptions, stamp: Stamp) -> list[Measurement]:
+def _measured(spec: OpSpec, problem: CollectiveProblem, text: str, options: BenchOptions, stamp: Stamp) -> list[Measurement]:
     devices = spec.devices(problem)
     if devices > len(jax.local_devices()):
         raise ValueError(f"it takes {devices} GPUs, and {len(jax.local_devices())} are here")
@@ -91,7 +92,7 @@ def _measured(spec: OpSpec, problem: Any, text: str, options: BenchOptions, stam
     return found
 
 
-def _functions(spec: OpSpec, problem: Any, options: BenchOptions) -> dict[str, Function]:
+def _functions(spec: OpSpec, problem: CollectiveProblem, options: BenchOptions) -> dict[str, Function]:
     """What is measured, by name: functions of the arrays, of which that in a workspace takes an open one first."""
     devices = spec.devices(problem)
     functions: dict[str, Function] = {OURS: public(spec, problem, options.gpu, options.backend)}
@@ -159,7 +160,9 @@ def _undisturbed(walls: Sequence[float]) -> float:
     return sorted(walls)[len(walls) // 4]
 
 
-def measurement(spec: OpSpec, problem: Any, texts: Texts, times: Mapping[str, float], error: float) -> Measurement:
+def measurement(
+    spec: OpSpec, problem: CollectiveProblem, texts: Texts, times: Mapping[str, float], error: float
+) -> Measurement:
     """The measurement that has these times, by column; the rates are computed from `median_us`."""
     us, size = times["median_us"], payload_bytes(problem)
     if not us > 0:
@@ -190,7 +193,7 @@ def _workspace(devices: int) -> Workspace:
     return mgpu_ops.collective_workspace(first_devices(devices), "device")
 
 
-def public(spec: OpSpec, problem: Any, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
+def public(spec: OpSpec, problem: CollectiveProblem, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
     """The public function on x of all devices, [devices, elements].
 
     It names the problem's transport, which makes a kernel run, unless the config says that XLA is faster.
@@ -199,12 +202,12 @@ def public(spec: OpSpec, problem: Any, gpu: Gpu, backend: str | None = None) -> 
     return _on_mesh(_on_each_device(spec, problem, transport=transport, backend=backend), first_devices(problem.devices))
 
 
-def in_workspace(spec: OpSpec, problem: Any, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
+def in_workspace(spec: OpSpec, problem: CollectiveProblem, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
     """The same in a workspace: a function of an open workspace and x."""
     return _on_mesh(lambda memory, x: _on_each_device(spec, problem, workspace=memory)(x), mesh)
 
 
-def _on_each_device(spec: OpSpec, problem: Any, **how: Any) -> Callable[[jax.Array], jax.Array]:
+def _on_each_device(spec: OpSpec, problem: CollectiveProblem, **how: Any) -> Callable[[jax.Array], jax.Array]:
     if spec.name != "all_gather":
         how["op"] = problem.reduction
     function: Any = getattr(mgpu_ops, spec.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from mgpu_ops import SPECS, RaggedContractionProblem
+from mgpu_ops import SPECS, FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.attention import cudnn
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.core.gpu import Gpu
@@ -31,6 +31,8 @@ from mgpu_ops.tuning.bench.settings import (
     best_setting,
     fastest,
 )
+
+Grouped = GroupedMatmulProblem | RaggedContractionProblem
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Competitor:
 # --- XLA --------------------------------------------------------------------------------------------------------------
 
 
-def _under_jit(function: Callable[..., Any], context: TuningContext) -> Prepared:
+def _under_jit(function: Function, context: TuningContext) -> Prepared:
     flags = os.environ.get("XLA_FLAGS", "").split()
     return partial(function, context.problem), " ".join(["jit", *flags])
 
@@ -77,7 +79,7 @@ _PALLAS_PASSES = (
 )
 
 
-def pallas_tilings(problem: Any) -> Iterator[dict[str, Any]]:
+def pallas_tilings(problem: MatmulProblem) -> Iterator[dict[str, Any]]:
     """The settings of JAX's own Hopper matmul that divisibility, registers and shared memory allow, the most promising first.
 
     Two warpgroups each compute a tile of tile_m x tile_n; the tile of both, or of a cluster of two blocks, must divide the
@@ -132,7 +134,7 @@ def _jax_sample(name: str) -> str:
 _NEEDS_ABSL = "it needs absl, `pip install absl-py`"
 
 
-def _pallas_unavailable(problem: Any, gpu: Gpu) -> str | None:
+def _pallas_unavailable(problem: MatmulProblem, gpu: Gpu) -> str | None:
     if reason := _not_hopper(gpu):
         return reason
     if problem.layout != "nn" or problem.batch != 1:
@@ -144,7 +146,7 @@ def _pallas_unavailable(problem: Any, gpu: Gpu) -> str | None:
     return _not_importable(_jax_sample("hopper_matmul_mgpu"), _NEEDS_ABSL)
 
 
-def _other_dtype(problem: Any) -> str | None:
+def _other_dtype(problem: MatmulProblem | Grouped) -> str | None:
     if problem.dtype not in ("bfloat16", "float16") or problem.out_dtype != problem.dtype:
         return f"gives a 16-bit input's dtype, not {problem.dtype} to {problem.out_dtype}"
     return None
@@ -166,8 +168,8 @@ def _pallas_prepare(context: TuningContext) -> Prepared:
 # --- Grouped products: each a function of (lhs, rhs, sizes) -----------------------------------------------------------
 
 
-def _no_epilogue(problem: Any) -> str | None:
-    if getattr(problem, "bias", False) or getattr(problem, "activation", "none") != "none":
+def _no_epilogue(problem: Grouped) -> str | None:
+    if isinstance(problem, GroupedMatmulProblem) and (problem.bias or problem.activation != "none"):
         return "adds no bias and applies no activation"
     return None
 
@@ -217,7 +219,7 @@ def _fits(block_m: int, block_n: int, block_k: int, steps: int) -> bool:
     return 2 * (steps * (block_m + block_n) * block_k + block_m * block_n) + 1024 <= _SMEM
 
 
-def jax_grouped_settings(problem: Any) -> Iterator[dict[str, int]]:
+def jax_grouped_settings(problem: GroupedMatmulProblem) -> Iterator[dict[str, int]]:
     """The settings of the tuning loop of JAX's ragged_dot_mgpu.
 
     As there, the tiles and the raster divide n. Tiles whose accumulator does not fit one warpgroup's registers are left out:
@@ -228,7 +230,7 @@ def jax_grouped_settings(problem: Any) -> Iterator[dict[str, int]]:
             yield _jax_setting(block_m, block_n, 64, steps, raster)
 
 
-def jax_contraction_settings(problem: Any) -> Iterator[dict[str, int]]:
+def jax_contraction_settings(problem: RaggedContractionProblem) -> Iterator[dict[str, int]]:
     """The settings of the tuning loop of JAX's transposed_ragged_dot_mgpu, where block_m divides k and block_n divides n.
 
     The pipeline of one stage is left out: it never copies while it multiplies.
@@ -266,7 +268,7 @@ def _jax_contraction(context: TuningContext) -> Prepared:
     return fastest(context, SettingSpace(settings, lambda setting: partial(_jax_transposed_ragged_dot, setting), _JAX_PASSES))
 
 
-def _jax_unavailable(module: str, problem: Any, gpu: Gpu) -> str | None:
+def _jax_unavailable(module: str, problem: Grouped, gpu: Gpu) -> str | None:
     if reason := _not_hopper(gpu) or _no_epilogue(problem) or _other_dtype(problem):
         return reason
     if problem.k % 64 or problem.n % 64:
@@ -294,11 +296,11 @@ _GROUPED = {"nn": _dimensions((1, 1), 0, [0]), "nt": _dimensions((1, 2), 0, [0])
 _CONTRACTION = _dimensions((0, 0), 0, [])
 
 
-def _of_problem(problem: Any) -> jax.lax.RaggedDotDimensionNumbers:
-    return _GROUPED[problem.layout] if hasattr(problem, "layout") else _CONTRACTION
+def _of_problem(problem: Grouped) -> jax.lax.RaggedDotDimensionNumbers:
+    return _GROUPED[problem.layout] if isinstance(problem, GroupedMatmulProblem) else _CONTRACTION
 
 
-def _tokamax_ragged(problem: Any, implementation: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def _tokamax_ragged(problem: Grouped, implementation: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     out: jax.Array = _tokamax_itself().ragged_dot_general(
         lhs, rhs, sizes, _of_problem(problem), preferred_element_type=problem.out_dtype, implementation=implementation
     )
@@ -333,14 +335,14 @@ def _tokamax(context: TuningContext) -> Prepared:
         own = config == bound.heuristics_config
         return not own, -config.block_m * config.block_n, -config.num_stages, not config.persistent, fields(config)
 
-    def build(config: Any) -> Callable[..., Any]:
+    def build(config: Any) -> Function:
         return partial(call, (bound.op.replace(config=config, vjp=_no_gradient),))
 
     ordered = sorted(wider, key=promise)
     return fastest(context, SettingSpace(ordered, build, _TOKAMAX_PASSES, fields, text=lambda config: as_text(fields(config))))
 
 
-def _tokamax_unavailable(problem: Any, gpu: Gpu) -> str | None:
+def _tokamax_unavailable(problem: Grouped, gpu: Gpu) -> str | None:
     if reason := _not_hopper(gpu) or _no_epilogue(problem):
         return reason
     if problem.dtype not in ("bfloat16", "float16"):
@@ -351,13 +353,13 @@ def _tokamax_unavailable(problem: Any, gpu: Gpu) -> str | None:
 # --- jax.lax.ragged_dot -----------------------------------------------------------------------------------------------
 
 
-def _lax(problem: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def _lax(problem: Grouped, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot_general(
         lhs, rhs, sizes, _of_problem(problem), preferred_element_type=jax.numpy.dtype(problem.out_dtype)
     )
 
 
-def _lax_unavailable(problem: Any, gpu: Gpu) -> str | None:
+def _lax_unavailable(problem: Grouped, gpu: Gpu) -> str | None:
     """XLA has no grouped matmul for GPUs: it multiplies all rows for each group, with those of other groups set to zero."""
     p = problem
     expanded = p.groups * p.m * (p.k + p.n) * jax.numpy.dtype(p.dtype).itemsize
@@ -370,15 +372,15 @@ def _lax_unavailable(problem: Any, gpu: Gpu) -> str | None:
 # --- Attention: each a function of (q, k, v), then lengths, segments and the bias if there are any ------------------------
 
 
-def _scale(problem: Any) -> float:
+def _scale(problem: FlashAttentionProblem) -> float:
     return 1 / math.sqrt(problem.head_dim)
 
 
-def _cudnn_unavailable(problem: Any, gpu: Gpu) -> str | None:
+def _cudnn_unavailable(problem: FlashAttentionProblem, gpu: Gpu) -> str | None:
     return cudnn.refuses(problem)
 
 
-def _attention_limits(problem: Any) -> str | None:
+def _attention_limits(problem: FlashAttentionProblem) -> str | None:
     """Why neither of the two competitors in Pallas runs a problem, or only with a mask of all scores in memory."""
     p = problem
     if p.dtype not in ("bfloat16", "float16"):
@@ -390,7 +392,7 @@ def _attention_limits(problem: Any) -> str | None:
     return None
 
 
-def jax_attention_settings(problem: Any) -> Iterator[dict[str, int]]:
+def jax_attention_settings(problem: FlashAttentionProblem) -> Iterator[dict[str, int]]:
     """The settings of JAX's attention_mgpu that its divisibility rules, shared memory and registers allow.
 
     They are those of the tuning loop in its own main(), and also 128 rows a warpgroup and deeper pipelines.
@@ -405,7 +407,7 @@ def jax_attention_settings(problem: Any) -> Iterator[dict[str, int]]:
             yield {"block_q": block_q, "block_kv": block_kv, "max_concurrent_steps": steps}
 
 
-def _jax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
+def _jax_attention_unavailable(problem: FlashAttentionProblem, gpu: Gpu) -> str | None:
     p = problem
     if reason := _not_hopper(gpu) or _attention_limits(p):
         return reason
@@ -422,7 +424,7 @@ def _jax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
     return _not_importable(_jax_sample("attention_mgpu"), _NEEDS_ABSL)
 
 
-def _scaled(problem: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+def _scaled(problem: FlashAttentionProblem, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """q times the scale, k and v, in float16: JAX's kernel does not scale, and its buffers are float16. Not timed."""
     return tuple(x.astype("float16") for x in (q.astype("float32") * _scale(problem), k, v))
 
@@ -444,7 +446,7 @@ def _jax_attention(context: TuningContext) -> Prepared:
     return fastest(context, space)
 
 
-def _tokamax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
+def _tokamax_attention_unavailable(problem: FlashAttentionProblem, gpu: Gpu) -> str | None:
     if reason := _not_hopper(gpu) or _attention_limits(problem):
         return reason
     if problem.soft_cap and problem.bias != "none":
@@ -452,7 +454,7 @@ def _tokamax_attention_unavailable(problem: Any, gpu: Gpu) -> str | None:
     return _not_importable("tokamax", "`pip install tokamax`")
 
 
-def _tokamax_attention_call(problem: Any, implementation: Any, *arrays: jax.Array) -> jax.Array:
+def _tokamax_attention_call(problem: FlashAttentionProblem, implementation: Any, *arrays: jax.Array) -> jax.Array:
     p = problem
     q, k, v, *bias = arrays
     window = None if p.left is None and p.right in (None, 0) else _tokamax_window(p)
@@ -518,7 +520,7 @@ def _best_tokamax_config(context: TuningContext, bound: Any, build: Callable[[An
     return best_setting(context, SettingSpace(ordered, build, pairs=pairs, text=lambda config: as_text(pairs(config))))
 
 
-def _tokamax_window(problem: Any) -> tuple[int, int]:
+def _tokamax_window(problem: FlashAttentionProblem) -> tuple[int, int]:
     """How many keys before and after a row's own it sees: all tokens where there is no bound."""
     left, right = problem.left, problem.right
     return (problem.q_tokens if left is None else left), (problem.kv_tokens if right is None else right)

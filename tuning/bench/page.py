@@ -1,8 +1,8 @@
-"""One HTML page of what is tuned, what failed and the pictures: a file of its own that loads nothing and runs nothing.
+"""One HTML page: what is tuned, what failed, and pictures. The file loads nothing and runs no script.
 
-Names of problems, GPUs and files, and reasons of failures, come from others: all text passes through `_text`, the only way into
-the page, and pictures are data of images, in which a browser runs no script. A policy in the page forbids the rest. Folders of
-the machine that made it are left out.
+Names of problems, GPUs and files, and reasons of failures, may come from elsewhere. `_text` escapes all text of the page. Pictures
+are embedded as images, in which a browser runs no script, and a content security policy forbids the rest. Folders of the machine
+that made the page are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Kind = str  # of a column: "short", "name", "long", "count", "number", "ratio", 
 
 
 def page(found: Sources, specs: Mapping[str, OpSpec], pictures: Iterable[tuple[str, Sequence[Path]]], date: str) -> str:
-    """The page. `pictures` are (what it shows, its files), of which the SVG is shown."""
+    """The page as text. `pictures` are (what each shows, its files); the SVG is embedded."""
     title, taken = "mgpu_ops: what is tuned", set[str]()
     groups = [
         ("Tuned", [_entries(path, file, specs.get(file.op)) for path, file in _in_op_order(found.files, specs)]),
@@ -87,7 +87,7 @@ def page(found: Sources, specs: Mapping[str, OpSpec], pictures: Iterable[tuple[s
 
 
 def where(place: str) -> str:
-    """A file without the folders of this machine: "shipped h200/matmul.json", "own h200/matmul.json", or its name."""
+    """A place without the folders of this machine: "shipped h200/matmul.json", "own h200/matmul.json", or a file's name."""
     if "://" in place:
         return place
     path = Path(place)
@@ -121,7 +121,7 @@ def _contents(entries: Iterable[tuple[str, str, bool]]) -> str:
 
 
 def _table(caption: str, columns: Sequence[tuple[str, Kind]], rows: Sequence[Sequence[Any]]) -> str:
-    """None is a dash. Numbers of a column have as many decimals as each other. Columns in which nothing stands are left out.
+    """A table as HTML. None is a dash; the numbers of a column have the same number of decimals; empty columns are left out.
 
     A ratio is above 1 where ours is faster.
     """
@@ -205,7 +205,7 @@ def _summary(found: Sources, specs: Mapping[str, OpSpec]) -> str:
 
 
 def _entries(path: Path, file: File, spec: OpSpec | None) -> tuple[str, str]:
-    """The entries of a database. What is the same in all stands in the caption."""
+    """The entries of a database; a value that all have in common moves to the caption."""
     entries = [_entry(entry, file, spec) for entry in file.entries]
     entries.sort(key=lambda cells: report.place(file.op, str(cells["problem"])))
     baselines = list(
@@ -249,7 +249,7 @@ def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
 
 
 def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str]]:
-    """A table of each op and GPU: ours, and beside it each competitor's time and its ratio to ours."""
+    """A table for each op and GPU: ours, and each competitor's time and its ratio to ours."""
     sets: dict[tuple[str, str], list[results.Measurement]] = {}
     for row in results.merge(rows):
         sets.setdefault((row.op, row.gpu), []).append(row)
@@ -293,7 +293,7 @@ def _cells(comparison: results.Comparison, competitors: Sequence[str]) -> list[A
 
 
 def _failures(runs: Sequence[plot.Run]) -> list[tuple[str, str]]:
-    """A table of each op: how many trials of each problem failed, and why."""
+    """A table for each op: how many trials of each problem failed, and why."""
     shown = []
     for op in dict.fromkeys(run.op for run in runs):
         of_op = sorted((run for run in runs if run.op == op), key=lambda run: report.place(op, run.problem, run.gpu))

@@ -1,4 +1,4 @@
-"""Pictures of searches and of what they found: convergence, time against each parameter, failures, TFLOP/s."""
+"""Pictures of searches and their results: convergence, time against each parameter, failures, TFLOP/s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry.database import Entry
@@ -22,6 +22,13 @@ from mgpu_ops.tuning.bench.implementations import COMPETITORS
 from mgpu_ops.tuning.bench.results import OURS, ROOFLINE, Measurement, Stamp, Texts
 from mgpu_ops.tuning.labels import label
 from mgpu_ops.tuning.terminal import printable
+
+if TYPE_CHECKING:
+    import optuna
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from mgpu_ops.tuning.replay.sweep import Sweep
 
 # --- What is drawn --------------------------------------------------------------------------------
 
@@ -40,7 +47,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """All trials of one problem. `ordered`: they were tried one after the other, so that they converge."""
+    """All trials of one problem. `ordered`: they were tried one after the other, so that convergence can be drawn."""
 
     op: str
     problem: str
@@ -79,7 +86,7 @@ class Run:
         return Counter((trial.kind, trial.detail) for trial in self.trials if trial.us is None)
 
 
-def run_of_study(study: Any, specs: Mapping[str, OpSpec]) -> Run | None:
+def run_of_study(study: optuna.Study, specs: Mapping[str, OpSpec]) -> Run | None:
     """The finished trials of an optuna study that the tuner made; None for a study of something else."""
     identity = study.user_attrs.get("identity")
     if not isinstance(identity, dict) or str(identity.get("op")) not in specs:
@@ -94,7 +101,7 @@ def run_of_study(study: Any, specs: Mapping[str, OpSpec]) -> Run | None:
     )
 
 
-def _of_optuna(trial: Any) -> Trial:
+def _of_optuna(trial: optuna.trial.FrozenTrial) -> Trial:
     told = trial.user_attrs
     config = told.get("config")
     value = (trial.values or [None])[0] if told.get("kind", "ok") == "ok" else None
@@ -108,8 +115,8 @@ def _of_optuna(trial: Any) -> Trial:
     )
 
 
-def run_of_sweep(sweep: Any, specs: Mapping[str, OpSpec]) -> Run:
-    """A sweep's configs, in no order."""
+def run_of_sweep(sweep: Sweep, specs: Mapping[str, OpSpec]) -> Run:
+    """The configs of a sweep, whose order means nothing."""
     trials = [
         Trial(
             origin="sweep",
@@ -126,7 +133,7 @@ def run_of_sweep(sweep: Any, specs: Mapping[str, OpSpec]) -> Run:
 
 
 def problem_label(spec: OpSpec, fields: Mapping[str, Any]) -> str:
-    """As `bench` names it; the fields as they are where they are of another version of the op."""
+    """The problem as `bench` names it; its fields as they are, if this version of the op has others."""
     from mgpu_ops.registry import database
 
     if not isinstance(fields, Mapping):  # a journal may hold anything
@@ -214,7 +221,7 @@ _ROWS = 24  # problems in a picture of failures; the others are counted
 
 
 def _shown(run: Run) -> Run:
-    """With texts that a picture can hold."""
+    """With its texts escaped, so that a picture can show them."""
 
     def text(value: Any) -> Any:
         return printable(value) if isinstance(value, str) else value
@@ -361,7 +368,7 @@ def draw(
 
 
 def slug(text: str, taken: set[str]) -> str:
-    """A file's name for a text, in letters, digits, dots and dashes; not one of `taken`, to which it is added."""
+    """A text as a file's name, of letters, digits, dots and dashes, that is not in `taken`; it is added there."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:100] or "run"
     number = 1
     while (found := name if number == 1 else f"{name}-{number}") in taken:
@@ -374,7 +381,7 @@ _SMALL: dict[str, Any] = {"loc": "left", "fontsize": 9, "color": "#444444"}
 
 
 @contextlib.contextmanager
-def _figure(down: int, across: int, size: tuple[float, float], title: str) -> Iterator[tuple[Any, Any]]:
+def _figure(down: int, across: int, size: tuple[float, float], title: str) -> Iterator[tuple[Figure, Any]]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -394,12 +401,12 @@ def _figure(down: int, across: int, size: tuple[float, float], title: str) -> It
             pyplot.close(figure)
 
 
-def _save(figure: Any, stem: Path) -> list[Path]:
+def _save(figure: Figure, stem: Path) -> list[Path]:
     return report.save_figure(figure, stem.with_name(stem.name + ".png"))
 
 
-def _time_axis(ax: Any, times: Sequence[float], also: float | None) -> None:
-    """Microseconds with plain numbers; a logarithmic axis where they are far apart."""
+def _time_axis(ax: Axes, times: Sequence[float], also: float | None) -> None:
+    """An axis of microseconds in plain numbers, logarithmic where the times are far apart."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = min([*times, also or math.inf]), max([*times, also or 0.0])

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +34,10 @@ from mgpu_ops.tuning.bench.results import (
 from mgpu_ops.tuning.labels import problem_of
 from mgpu_ops.tuning.tables import digits
 from mgpu_ops.tuning.terminal import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # --- An order -------------------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[P
     from matplotlib import pyplot
 
     with pyplot.rc_context(STYLE):
-        figure = _between_gpus(pyplot, rows) if between == {True} else _bars(pyplot, rows)
+        figure = _between_gpus(rows) if between == {True} else _bars(rows)
         try:
             figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=12)
             return save_figure(figure, path)
@@ -211,7 +215,7 @@ def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[P
             pyplot.close(figure)
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> list[Path]:
     """As PNG and SVG, each whole or not at all; returns both paths."""
     paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
     for out in paths:
@@ -227,7 +231,9 @@ def _shown(row: Measurement) -> Measurement:
     return dataclasses.replace(row, **texts)
 
 
-def _bars(pyplot: Any, rows: Sequence[Measurement]) -> Any:
+def _bars(rows: Sequence[Measurement]) -> Figure:
+    from matplotlib import pyplot
+
     every = ordered(comparisons(rows))
     competitors = compared(comparisons(rows))
     panels, impls = _panels(every), [OURS, *(competitor for competitor in competitors if competitor != BEST)]
@@ -244,7 +250,7 @@ def _bars(pyplot: Any, rows: Sequence[Measurement]) -> Any:
     return figure
 
 
-def _legend(figure: Any, axes: Iterable[Any], across: int = 6) -> None:
+def _legend(figure: Figure, axes: Iterable[Axes], across: int = 6) -> None:
     """One for all panels, below them; a panel may lack an implementation."""
     handles = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower left", ncols=min(len(handles), across), frameon=False)
@@ -278,7 +284,7 @@ def _compared_with(every: Sequence[Comparison]) -> str | None:
     return next((competitor for competitor in ("xla", BEST) if competitor in competitors), next(iter(competitors), None))
 
 
-def _draw(ax: Any, panel: Sequence[Comparison], impls: Sequence[str], baseline: str | None, widest: int) -> None:
+def _draw(ax: Axes, panel: Sequence[Comparison], impls: Sequence[str], baseline: str | None, widest: int) -> None:
     width = 0.8 / len(impls)
     for number, impl in enumerate(impls):
         bars = [each.ours if impl == OURS else each.competitors.get(impl) for each in panel]
@@ -291,7 +297,8 @@ def _draw(ax: Any, panel: Sequence[Comparison], impls: Sequence[str], baseline: 
                 _note(ax, x + width / 2, 0.0, "wrong", color="#c0392b", rotation=90)
     for x, each in enumerate(panel):
         if each.roofline:
-            label = None if ax.get_legend_handles_labels()[1][-1:] == ["roofline"] else "roofline"
+            labelled = ax.get_legend_handles_labels()[1][-1:] == ["roofline"]
+            label = "_nolegend_" if labelled else "roofline"
             ax.hlines(each.roofline.tflops, x - 0.45, x + 0.45, color="black", lw=1.2, label=label)
         ratio = each.ratio(baseline) if baseline else None
         if ratio is not None and each.ours:
@@ -316,13 +323,13 @@ def _draw(ax: Any, panel: Sequence[Comparison], impls: Sequence[str], baseline: 
     ax.set_title(f"{named}{f': {of}' if of else ''}{what}", loc="left", fontsize=10)
 
 
-def _plain(ax: Any, axis: str = "both") -> None:
+def _plain(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
     ax.grid(axis=axis, color="#dddddd")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _note(ax: Any, x: float, y: float, text: str, **style: Any) -> None:
+def _note(ax: Axes, x: float, y: float, text: str, **style: Any) -> None:
     ax.annotate(text, (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=8, **style)
 
 
@@ -338,8 +345,10 @@ def _tick(comparison: Comparison, shared: Sequence[str]) -> str:
     return "\n".join(filter(None, [first, " ".join(word for word in words if word not in shared)]))
 
 
-def _between_gpus(pyplot: Any, rows: Sequence[Measurement]) -> Any:
+def _between_gpus(rows: Sequence[Measurement]) -> Figure:
     """Time and bus bandwidth against the payload; for each op and number of GPUs, a row of two panels."""
+    from matplotlib import pyplot
+
     sets: dict[tuple[str, str, int], list[Measurement]] = {}
     for row in sorted(rows, key=lambda row: (row.op, row.gpu, row.devices or 0, row.bytes or 0)):
         sets.setdefault((row.op, row.gpu, row.devices or 0), []).append(row)

@@ -1,4 +1,4 @@
-"""What `mgpu-tune plot` and `report` look at: studies of a journal or a fleet's storage, sweeps, databases, benchmarks."""
+"""What `mgpu-tune plot` and `report` read: studies of a journal or a fleet's storage, sweeps, databases, benchmarks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _KINDS = ("*/*.json", "*.json", "*.json.gz", "*.csv", "*.journal")  # of files t
 
 
 class SourceError(ValueError):
-    """A place where there is nothing to look at; the message names it."""
+    """A place with nothing to read; the message names it."""
 
 
 @dataclasses.dataclass
 class Sources:
-    """What there is to look at, and the places it came from, without passwords."""
+    """What was read, and the places it is from, without passwords."""
 
     places: list[str] = dataclasses.field(default_factory=list)
     runs: list[plot.Run] = dataclasses.field(default_factory=list)
@@ -33,7 +33,7 @@ class Sources:
     skipped: list[str] = dataclasses.field(default_factory=list)  # files of a directory that are something else, and why
 
     def of(self, op: str | None, device: gpu.Gpu | None) -> Sources:
-        """Only what is about one op and one GPU, where they are given."""
+        """The part that is about one op and one GPU; None stands for all of them."""
 
         def wanted(its_op: str, its_gpu: str) -> bool:
             about = op in (None, its_op.removesuffix(results.GRAD))
@@ -48,7 +48,7 @@ class Sources:
         )
 
     def rates(self, specs: Mapping[str, OpSpec]) -> dict[tuple[str, str], list[results.Measurement]]:
-        """(what, op) -> rows to draw beside each other: of benchmarks, and of the entries of the databases."""
+        """("bench" or "tuned", op) -> measurements of one picture: those of benchmarks, and those of the databases' entries."""
         drawn: dict[tuple[str, str], list[results.Measurement]] = {}
         for row in results.merge(self.rows):
             drawn.setdefault(("bench", row.op), []).append(row)
@@ -89,7 +89,7 @@ def find(places: Iterable[str], specs: Mapping[str, OpSpec]) -> Sources:
 
 
 def own(specs: Mapping[str, OpSpec], keys: Sequence[str]) -> list[str]:
-    """The places of one's own: the databases, also the shipped ones, and the journals of `mgpu-tune run`."""
+    """The places that are read by default: your databases and the shipped ones, and the journals of `mgpu-tune run`."""
     stored = [location.path for op in specs for location in database.existing_files(keys, op)]
     journals = [storage.journal_path(key, op) for key in keys for op in specs]
     return [str(path) for path in (*stored, *journals) if path.exists()]

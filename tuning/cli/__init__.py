@@ -1,7 +1,7 @@
 """The command `mgpu-tune`.
 
-Exit codes: 0 done, 1 it ran but something is wrong (no candidate worked, a database is invalid, a result is wrong), 2 it was
-asked wrongly or cannot run here, 130 stopped by Ctrl-C (what was found is stored).
+Exit codes: 0 done; 1 it ran, but something is wrong (no candidate worked, a database is invalid, a result is wrong); 2 a wrong
+request, or one that is not possible here; 130 stopped by Ctrl-C (what was found is stored).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STOPPED = "mgpu-tune: stopped"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. Without `argv` it is the program itself, whose Ctrl-C is handled here."""
+    """Runs one command; returns its exit code. Without `argv`, as the program itself, it also handles Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks, as stderr does
@@ -88,9 +88,9 @@ def _refuse(why: Exception) -> int:
 
 
 class _Interrupts:
-    """What Ctrl-C does: at once it ends the program, and inside of `with`, where a command is at work, it is KeyboardInterrupt.
+    """What Ctrl-C does: inside of `with`, where a command runs, it raises KeyboardInterrupt; elsewhere it ends the program.
 
-    Before and after, nothing would be lost, and the many seconds of imports are no place for an exception.
+    Before and after a command nothing would be lost, and an exception in the middle of an import may be swallowed.
     """
 
     def __init__(self, own: bool):
@@ -134,8 +134,8 @@ def _prepare_jax() -> None:
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-tune",
-        description="Tunes mgpu_ops for a GPU, and shows, checks and benchmarks what is tuned.",
-        epilog="exit codes: 0 done; 1 something is wrong; 2 asked wrongly, or not possible here; 130 Ctrl-C",
+        description="Tunes mgpu_ops for a GPU; shows, checks and benchmarks tuned configs.",
+        epilog="exit codes: 0 done; 1 something is wrong; 2 a wrong request, or one that is not possible here; 130 Ctrl-C",
     )
     parser.add_argument(
         "--version", action=_Version, nargs=0, help="print the versions of mgpu_ops, Python, JAX, ptxas and the GPU's driver"

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def shape(text: str) -> jax.ShapeDtypeStruct:
-    """The array that "bf16[8,4096]" stands for."""
+    """The array that a text such as "bf16[8,4096]" describes."""
     import jax
 
     match = re.fullmatch(r"\s*([a-z]\w*)\[([\d\s,]*)\]\s*", text)
@@ -101,7 +101,7 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
 
 
 def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) -> Captured:
-    """What the function runs, or the one that it returns with its arguments."""
+    """What the function runs; or what another one runs, which it returns with its arguments."""
     from mgpu_ops import capture
 
     function, returned = _imported(name), []
@@ -121,7 +121,7 @@ def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) ->
 
 
 def _abstract(arguments: Any) -> Any:
-    """Arrays as their shapes, which outlive the trace that made them."""
+    """Shapes in place of arrays, because shapes outlive the trace that made them."""
     import jax
 
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, arguments)
@@ -152,7 +152,7 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _told(name: str, error: BaseException) -> UsageError:
-    """What went wrong in the user's code, on one line, and where."""
+    """An error in the user's code as one line, with its place."""
     import jax
 
     text = (str(error).strip().splitlines() or [""])[0]

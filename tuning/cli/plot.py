@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _in_place(arguments: argparse.Namespace) -> int:
-    """What `bench` draws, of CSV files that it wrote before."""
+    """Draws the pictures of `bench` again, from the CSV files that it wrote."""
     from mgpu_ops.tuning.bench import report, results
 
     places = [Path(place) for place in arguments.sources or ()]

@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, _stop)
         try:
             optuna.storages.run_grpc_proxy_server(backend, host=arguments.host, port=arguments.port)
-        except RuntimeError as error:  # grpc's word for a port that is taken
+        except RuntimeError as error:  # what grpc raises for a port that is taken
             raise UsageError(f"cannot listen on {arguments.host}:{arguments.port} ({error}): name another --port") from None
     return OK
 
 
 def _stop(*_: Any) -> None:
-    """At once: an exception may be lost in grpc's callbacks, and its threads outlive it. The database has all that was said."""
+    """Ends at once: grpc's callbacks may swallow an exception, and its threads outlive one. The database has all results."""
     os.write(2, b"mgpu-tune: stopped\n")
     os._exit(INTERRUPTED)

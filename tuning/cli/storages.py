@@ -1,4 +1,4 @@
-"""What the commands share that take `--storage`."""
+"""Arguments of the commands that take `--storage`, and of those that listen on a port."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from mgpu_ops.tuning.cli.shared import UsageError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def storage_argument(parser: Any, *, otherwise: str) -> None:
+def storage_argument(parser: argparse.ArgumentParser, *, otherwise: str) -> None:
     parser.add_argument(
         "--storage",
         metavar="WHERE",
@@ -23,7 +22,7 @@ def storage_argument(parser: Any, *, otherwise: str) -> None:
 
 
 def storage_of(arguments: argparse.Namespace) -> str | None:
-    """Where the studies are: --storage, else $MGPU_OPS_STORAGE, else None."""
+    """Where the studies are: --storage, else $MGPU_OPS_STORAGE; None without either."""
     from mgpu_ops.tuning import storage
 
     if arguments.storage is not None:
@@ -32,7 +31,7 @@ def storage_of(arguments: argparse.Namespace) -> str | None:
 
 
 def refuse_password(option: str, where: str, instead: str = "leave it out here") -> None:
-    """A password on the command line is refused: every user of the machine can read it in the list of processes."""
+    """Refuses a password on the command line, where every user of the machine can read it in the list of processes."""
     from mgpu_ops.tuning import storage
 
     if storage.has_password(where):
@@ -42,8 +41,8 @@ def refuse_password(option: str, where: str, instead: str = "leave it out here")
         )
 
 
-def finished_argument(parser: Any, what: str) -> None:
-    """--storage of a command that looks at what is done in one: asked for by name only, so that a fleet's does not slip in."""
+def finished_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """--storage of a command that reads finished trials or entries; without the option, $MGPU_OPS_STORAGE is not used."""
     parser.add_argument(
         "--storage",
         nargs="?",
@@ -54,7 +53,7 @@ def finished_argument(parser: Any, what: str) -> None:
 
 
 def finished_storage(arguments: argparse.Namespace) -> str | None:
-    """Where `finished_argument` points; None where it is not given."""
+    """The storage that `finished_argument` names; None where it is not given."""
     if arguments.storage is None:
         return None
     where = required_storage(arguments)
@@ -84,7 +83,7 @@ def port_number(text: str) -> int:
 
 
 def warn_of_listening(what: str, host: str, port: int) -> None:
-    """Says loudly where others than this machine can reach a server that asks nobody for a password."""
+    """Warns where other machines can reach a server that has no password."""
     if host not in LOOPBACK:
         print(
             f"mgpu-tune: WARNING: {what} listens on {host}:{port}, beyond this machine. It has no password and no encryption: "

@@ -59,13 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _counted(old: Sequence[str]) -> str:
-    """What the entries of one file have in common, and how many there are of each."""
+    """How many entries of a file there are for each reason."""
     reasons = collections.Counter(line.rpartition(": ")[2] for line in old)
     return "".join(f"; {number} {reason}" for reason, number in reasons.items())
 
 
 def faults_of(path: Path) -> list[str]:
-    """What is wrong with a database file; a line each."""
+    """What is wrong with a database file, a line for each fault."""
     import mgpu_ops
     from mgpu_ops.registry import database
 

@@ -1,4 +1,4 @@
-"""What `mgpu-tune --version` tells: what a report of a fault should name. Imports no JAX."""
+"""What `mgpu-tune --version` prints, for bug reports. Imports no JAX."""
 
 from __future__ import annotations
 
