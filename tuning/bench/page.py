@@ -1,8 +1,8 @@
 """One HTML page: what is tuned, what failed, and pictures. The file loads nothing and runs no script.
 
-Names of problems, GPUs and files, and reasons of failures, may come from elsewhere. `_text` escapes all text of the page. Pictures
-are embedded as images, in which a browser runs no script, and a content security policy forbids the rest. Folders of the machine
-that made the page are left out.
+Names of problems, GPUs and files, and reasons of failures, may come from elsewhere. `_text` escapes all text of the page.
+Pictures are embedded as images, in which a browser runs no script, and a content security policy forbids the rest. Folders
+of the machine that made the page are left out.
 """
 
 from __future__ import annotations
