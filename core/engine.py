@@ -43,9 +43,6 @@ threads.run_on_own_client()
 last_start = tma.last_start
 
 
-is_pipeline = inflight.is_pipeline
-
-
 @dataclasses.dataclass(frozen=True)
 class Accumulators:
     """Scratch type: float32 accumulators of `shapes` in the registers of each of `warpgroups` consumer warpgroups.

@@ -39,14 +39,15 @@ class _Product:
 class _Kernel:
     """A kernel that is being traced. Lists instead of dicts, because refs are compared by identity."""
 
-    products: list[_Product] = dataclasses.field(default_factory=list)  # in flight, the oldest first
-    copies: list[tuple[Any, Any]] = dataclasses.field(
-        default_factory=list
-    )  # (barrier that a copy arrives at, the buffer that it fills)
-    pipelines: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # (full, empty) barriers
+    # wgmma in flight, the oldest first.
+    products: list[_Product] = dataclasses.field(default_factory=list)
+    # (barrier that a copy arrives at, the buffer that it fills)
+    copies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    # (full, empty) barriers of each Pipeline
+    pipelines: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
-    def look(self) -> None:
-        """Raises where a product in flight belongs to a loop or branch that is over."""
+    def check_branches(self) -> None:
+        """Raises where the loop or branch that started a wgmma in flight has ended."""
         open_traces = list(_ancestors(jax_core.trace_ctx.trace))
         if any(all(product.trace is not trace for trace in open_traces) for product in self.products):
             raise InFlight(
@@ -76,38 +77,38 @@ def scope() -> Iterator[None]:
     """The scope of accumulators. At its end JAX waits for all wgmma."""
     yield
     if kernel := _kernel.get():
-        kernel.look()
+        kernel.check_branches()
         kernel.products = []
 
 
 def copies(buffer: Any, barrier: Any) -> None:
-    """A copy to `buffer` is started, which tells `barrier`."""
+    """The kernel starts a copy to `buffer` that arrives at `barrier`."""
     if (kernel := _kernel.get()) and barrier is not None:
         kernel.copies.append((_base(barrier), _base(buffer)))
 
 
-def is_pipeline(full: Any, empty: Any) -> None:
-    """Copies that arrive at the barrier `full` fill stages, and an arrival at `empty` gives them back."""
+def has_pipeline(full: Any, empty: Any) -> None:
+    """The kernel has a Pipeline: copies that arrive at `full` fill its stages, and an arrival at `empty` allows to refill them."""
     if kernel := _kernel.get():
         kernel.pipelines.append((_base(full), _base(empty)))
 
 
 def starts(accumulator: Any, *operands: Any) -> None:
-    """A wgmma is started."""
+    """The kernel starts a wgmma."""
     if kernel := _kernel.get():
-        kernel.look()
+        kernel.check_branches()
         kernel.products.append(_Product(_base(accumulator), tuple(map(_base, operands)), jax_core.trace_ctx.trace))
 
 
 def waits(in_flight: int) -> None:
-    """All wgmma are done but the last so many."""
+    """The kernel waits for all wgmma but the last `in_flight`."""
     if kernel := _kernel.get():
-        kernel.look()
+        kernel.check_branches()
         kernel.wait(in_flight)
 
 
 def reads(accumulator: Any, in_flight: int) -> None:
-    """An accumulator is read when all wgmma are done but the last so many."""
+    """The kernel waits for all wgmma but the last `in_flight` and reads an accumulator."""
     if kernel := _kernel.get():
         waits(in_flight)
         if any(product.accumulator is _base(accumulator) for product in kernel.products):
@@ -120,9 +121,9 @@ def arrives(barrier: Any) -> None:
     """The kernel arrives at a barrier. From now on, a pipeline whose `empty` barrier it is may refill its stages."""
     if not (kernel := _kernel.get()):
         return
-    kernel.look()
+    kernel.check_branches()
     filling = [full for full, empty in kernel.pipelines if empty is _base(barrier)]
-    buffers = [buffer for told, buffer in kernel.copies if any(told is full for full in filling)]
+    buffers = [buffer for arrived_at, buffer in kernel.copies if any(arrived_at is full for full in filling)]
     for product in kernel.products:
         if any(operand is buffer for operand in product.operands for buffer in buffers):
             raise InFlight(

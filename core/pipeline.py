@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine
+from mgpu_ops.core import engine, inflight
 
 
 class Barriers(NamedTuple):
@@ -37,7 +37,7 @@ class Pipeline:
     empty: Any
 
     def __post_init__(self) -> None:
-        engine.is_pipeline(self.full, self.empty)
+        inflight.has_pipeline(self.full, self.empty)
 
     @staticmethod
     def barriers(stages: int, *, copies: int, consumers: int) -> Barriers:
