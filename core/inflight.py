@@ -88,7 +88,7 @@ def copies(buffer: Any, barrier: Any) -> None:
 
 
 def has_pipeline(full: Any, empty: Any) -> None:
-    """The kernel has a Pipeline: copies that arrive at `full` fill its stages, and an arrival at `empty` allows to refill them."""
+    """The kernel has a Pipeline: copies that arrive at `full` fill its stages, an arrival at `empty` lets them be refilled."""
     if kernel := _kernel.get():
         kernel.pipelines.append((_base(full), _base(empty)))
 
