@@ -168,6 +168,7 @@ def _call(
     backend: Backend | None,
     workspace: Workspace | None,
 ) -> Call:
+    """The call, of arguments that fit each other; TypeError or ValueError for others."""
     axes = axes_of(kind, axis_name)
     if reduction not in REDUCTIONS:
         raise ValueError(f"op={reduction!r} is not one of {', '.join(REDUCTIONS)}")
@@ -209,6 +210,7 @@ def _arrived(call: Call, x: jax.Array) -> tuple[jax.Array, Call]:
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
+    """`dimension`, counted from the first one of x. ValueError for one that x has not."""
     if not -x.ndim <= dimension < x.ndim:
         raise ValueError(f"dimension={dimension} is none of x{x.shape}: {name} works along one of its {x.ndim} dimensions")
     return dimension % x.ndim
@@ -218,6 +220,7 @@ def _dimension(name: str, x: jax.Array, dimension: int) -> int:
 
 
 def _collective(call: Call, x: jax.Array, workspace: Workspace | None = None) -> jax.Array:
+    """The collective, differentiable; in the workspace, and not differentiable, where that is possible."""
     if workspace is not None:
         chosen = plan_in_workspace(call, SPECS[call.kind], _problem(call, x), workspace)
         if chosen is not None:
@@ -253,25 +256,25 @@ def _forward(call: Call, x: jax.Array) -> Any:
 
 
 def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array]:
-    """The transpose of a sum; for min and max, g shared out among the elements that are the result."""
+    """The gradient of x. A sum's is its transpose; of a minimum or maximum, the elements equal to it share g."""
     plain = dataclasses.replace(call, reduction="add", config=None, equal=False)
     reduces = dataclasses.replace(plain, kind="all_reduce", equal=True)
     scatters, gathers = (dataclasses.replace(plain, kind=kind) for kind in ("reduce_scatter", "all_gather"))
 
     def spread(y: jax.Array) -> jax.Array:
-        """From a result to the shape of x: what all_gather does to the parts of reduce_scatter."""
+        """A result, in the shape of x: for reduce_scatter, all parts gathered."""
         return _collective(gathers, y) if call.kind == "reduce_scatter" else _varying(call, y)
 
     if call.kind == "all_gather":
         return (_collective(scatters, g),)
     if call.kind == "all_reduce" and not _checked(call):
-        g = _collective(reduces, g)  # without types, every device's result counts by itself
+        g = _collective(reduces, g)  # without these types, each device's result adds to the gradient
     if saved is None:
         return (spread(g),)
     x, y = saved
-    mine = (x == spread(y)).astype(g.dtype)
-    shares = _collective(reduces if call.kind == "all_reduce" else scatters, mine)
-    return (spread(g / shares) * mine,)
+    equal = (x == spread(y)).astype(g.dtype)
+    count = _collective(reduces if call.kind == "all_reduce" else scatters, equal)
+    return (spread(g / count) * equal,)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -284,7 +287,7 @@ def _checked(call: Call) -> bool:
 
 @functools.cache
 def _batchable(call: Call) -> Callable[[jax.Array], jax.Array]:
-    """The call as a function of x; a batch of them is one call."""
+    """The call as a function of x. vmap makes it one call with a larger payload."""
     run = jax.custom_batching.custom_vmap(functools.partial(_run, call))
     run.def_vmap(functools.partial(_batch, call, run))
     return run
@@ -292,7 +295,7 @@ def _batchable(call: Call) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def _in_workspace(call: Call, plan: Plan) -> Callable[[jax.Array, Workspace], jax.Array]:
-    """The same in a workspace. A batch may be too large for it, so it is planned anew."""
+    """The same in a workspace. The call of a batch is planned anew, because it may be too large for the workspace."""
 
     @jax.custom_batching.custom_vmap
     def run(x: jax.Array, workspace: Workspace) -> jax.Array:
@@ -324,6 +327,7 @@ def _problem(call: Call, x: jax.Array) -> Problem:
 
 
 def _run(call: Call, x: jax.Array) -> jax.Array:
+    """The collective as `plan` decides. While `capture` traces, nothing runs: the call is marked."""
     flat, shape = x.reshape(-1), _result(call, x)
     if call.devices == 1 or not x.size:
         return _through_xla(call, flat).reshape(shape)
@@ -355,7 +359,7 @@ def _interpreted(call: Call, plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def _typed_equal(call: Call, x: jax.Array) -> jax.Array:
-    """x, which is the same on all devices, typed so: the bits of the first one's, to which all others add zeros."""
+    """x, which is equal on all devices, with a type that says so: a sum of the first device's bits and the others' zeros."""
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     first = jnp.where(lax.axis_index(call.names) == 0, bits, 0)
     return lax.bitcast_convert_type(lax.psum(first, call.names), x.dtype)

@@ -56,7 +56,7 @@ class Problem:
 class Config:
     """How the kernel works. Tuned; none of the fields changes the answer by more than rounding.
 
-    algorithm: one of schedules.py's, or "xla": then the other fields say nothing.
+    algorithm: one of schedules.py's, or "xla", for which the other fields have no meaning.
     blocks: thread blocks a device, all of which must be resident at once.
     chunk: bytes that a block moves at a time.
     stages: chunks in flight in a block.
@@ -123,12 +123,12 @@ def _schedule(kind: Kind, algorithm: str, devices: int, transport: str) -> Sched
 
 
 def schedule(kind: Kind, problem: Problem, config: Config) -> Schedule:
-    """What the kernel carries out. XLA puts a barrier of all devices before every kernel that reaches others."""
+    """The schedule of a config's algorithm. XLA puts a barrier of all devices before every kernel that accesses peers."""
     return _schedule(kind, config.algorithm, problem.devices, problem.transport)
 
 
 def kernel_of(kind: Kind, problem: Problem, config: Config, axes: Axes) -> CollectiveKernel:
-    """The payload is one slice where the schedule needs no more of all_reduce, else n; a slice is padded to whole rows."""
+    """What the kernel is given for a problem and a config. A slice of the payload is padded to whole rows."""
     p, c = problem, config
     plan = schedule(kind, p, c)
     slice_bytes = -(-p.size // plan.slices) * itemsize(p)
