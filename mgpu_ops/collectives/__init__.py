@@ -272,9 +272,9 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array]:
     if saved is None:
         return (spread(g),)
     x, y = saved
-    equal = (x == spread(y)).astype(g.dtype)
-    count = _collective(reduces if call.kind == "all_reduce" else scatters, equal)
-    return (spread(g / count) * equal,)
+    mine = (x == spread(y)).astype(g.dtype)
+    shares = _collective(reduces if call.kind == "all_reduce" else scatters, mine)
+    return (spread(g / shares) * mine,)
 
 
 _differentiable.defvjp(_forward, _backward)
