@@ -30,9 +30,11 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
+from jax.typing import DTypeLike
 
 from mgpu_ops.core import inflight, jax_patches, ptxas, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
+from mgpu_ops.core.tile_scheduler import Int
 
 # Each patch of JAX is applied here, once: core/jax_patches.py lists what they change and for whom.
 tma.copy_any_shape()
@@ -95,7 +97,7 @@ class _Simulated:
             fn(*accs)
 
 
-def accumulated(acc: Any, in_flight: int) -> Any:
+def accumulated(acc: Any, in_flight: int) -> jax.Array:
     """The accumulator's values after all wgmma but the last `in_flight`, which must add to other accumulators."""
     inflight.reads(acc, in_flight)
     return acc[...] if _interpreting.get() else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
@@ -135,7 +137,7 @@ def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, **options: Any) -> None:
     plgpu.copy_gmem_to_smem(src, dst, barrier, **options)
 
 
-def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tuple[Any, ...]:
+def operand_transforms(minor: int, dtype: DTypeLike, swizzle: int | None = None) -> tuple[Any, ...]:
     """Tiling and swizzle of a shared-memory buffer whose rows hold `minor` elements: 8 rows of `swizzle` bytes a tile.
 
     `swizzle` (128, 64 or 32 bytes) defaults to the largest that divides a row. Both operands of one wgmma need the same.
@@ -145,7 +147,7 @@ def operand_transforms(minor: int, dtype: Any, swizzle: int | None = None) -> tu
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
-def block_start(index: Any, width: int, length: int, dtype: Any, swizzle: int) -> Any:
+def block_start(index: Int, width: int, length: int, dtype: DTypeLike, swizzle: int) -> Int:
     """The first element of block `index` when `copy_gmem_to_smem` copies a row of `length` in blocks of `width`.
 
     It is index * width, with one exception. TMA cannot clip a block of several swizzle tiles where these do not divide the row:
@@ -174,7 +176,7 @@ def rows_view(x: jax.Array) -> jax.Array:
     return x.reshape(1, 1, *x.shape)
 
 
-def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any) -> None:
+def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any) -> None:
     """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
 
     src: a `rows_view` in global memory of fewer than 2^28 rows.
@@ -192,7 +194,7 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
     for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
 
         @pl.when(some)
-        def _(offset: Any = offset, count: int = count) -> None:
+        def _(offset: jax.Array = offset, count: int = count) -> None:
             # The row may end inside of the block: pad with zeros.
             whole = jnp.pad(src[0, 0, pl.ds(row + offset, count), :], ((0, 0), (0, columns)))
             dst[pl.ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
@@ -201,7 +203,7 @@ def load_rows(src: Any, row: Any, end: Any, column: Any, dst: Any, barrier: Any)
     plgpu.barrier_arrive(barrier)
 
 
-def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
+def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int) -> None:
     """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`, the reverse of `load_rows`.
 
     It is a group of copies of its own for `wait_smem_to_gmem`.
@@ -214,7 +216,7 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
     for offset, count, some in _binary(length, rows):
 
         @pl.when(some)
-        def _(offset: Any = offset, count: int = count) -> None:
+        def _(offset: jax.Array = offset, count: int = count) -> None:
             window = dst.at[0, 0, pl.ds(row + offset, count), pl.ds(column, columns)]
             plgpu.copy_smem_to_gmem(src.at[pl.ds(offset, count), :], window, commit_group=False)
 
@@ -223,12 +225,12 @@ def store_rows(src: Any, dst: Any, row: Any, end: Any, column: Any) -> None:
     pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
 
 
-def _window(ref: Any, row: Any, end: Any, column: Any, shape: tuple[int, int]) -> Any:
+def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, int]) -> Any:
     """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8."""
     return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(column, shape[1])]
 
 
-def _binary(length: Any, limit: int) -> Iterator[tuple[Any, int, Any]]:
+def _binary(length: jax.Array, limit: int) -> Iterator[tuple[jax.Array, int, jax.Array]]:
     """A traced length <= limit as a sum of powers of two: (offset, power, whether the length has it), the largest first."""
     offset, size = jnp.int32(0), 1 << (limit.bit_length() - 1)
     while size:
@@ -281,7 +283,7 @@ def warpgroup_barrier() -> None:
     barrier()
 
 
-def store_volatile(values: Any, ref: Any) -> None:
+def store_volatile(values: jax.Array, ref: Any) -> None:
     """ref[i] = values[i] in shared memory, a float32 for each of a warpgroup's 64 rows, with stores that ptxas does not move.
 
     ptxas moves a wait for wgmma ahead of arithmetic that does not need it; the arithmetic then runs after the tensor cores

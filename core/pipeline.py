@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -47,7 +48,7 @@ class Pipeline:
             empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         )
 
-    def fill(self, step: Any, copy: Callable[[Any, Any], None]) -> None:
+    def fill(self, step: jax.Array, copy: Callable[[jax.Array, Any], None]) -> None:
         """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`."""
         stage = lax.rem(step, jnp.int32(self.stages))
 
@@ -57,7 +58,7 @@ class Pipeline:
 
         copy(stage, self.full.at[stage])
 
-    def drain(self, steps: Any) -> None:
+    def drain(self, steps: jax.Array) -> None:
         """Producer, at its end: waits until consumers have read all of `steps` steps."""
         for stage in range(self.stages):
 
@@ -65,7 +66,7 @@ class Pipeline:
             def _(stage: int = stage) -> None:
                 plgpu.barrier_wait(self.empty.at[stage])
 
-    def read(self, step: Any, compute: Callable[[Any], None]) -> None:
+    def read(self, step: jax.Array, compute: Callable[[jax.Array], None]) -> None:
         """Consumer: waits until the stage of `step` is full, runs `compute(stage)`, and declares the stage empty.
 
         At the end of `compute`, nothing may still read the stage: no wgmma on it is in flight.

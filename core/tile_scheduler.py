@@ -10,14 +10,17 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from mgpu_ops.core.gemm import Tiled, warpgroup_tile
 
+type Int = int | jax.Array  # a number that is known, or a traced int32
 
-def tiles_of_block(tiles: Any, block: Any, blocks: int) -> Any:
+
+def tiles_of_block(tiles: Int, block: Int, blocks: int) -> jax.Array:
     """The number of tiles t < `tiles` of one block (int32), where tile t belongs to block t % blocks."""
     return cdiv(tiles - block, blocks)
 
@@ -120,18 +123,18 @@ def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -
 class AssignedTiles:
     """The tiles of one block, in a table of `assign_tiles` or `assign_heads` that lies in global memory."""
 
-    table: Any
-    block: Any
+    table: Any  # a ref
+    block: Int
 
     @property
-    def count(self) -> Any:
+    def count(self) -> jax.Array:
         return self.table[self.block, 0]
 
-    def number(self, i: Any) -> Any:
+    def number(self, i: Int) -> jax.Array:
         """The number of the i-th tile; of the last one, where i is beyond."""
         return self.table[self.block, 1 + jnp.minimum(i, self.table.shape[1] - 2)]
 
-    def for_each(self, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    def for_each(self, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
         """carry = body(i, number of the i-th tile, carry) for all tiles.
 
         Numbers are read one tile ahead, which hides the latency of global memory.
@@ -144,7 +147,7 @@ class AssignedTiles:
         return lax.fori_loop(0, self.count, step, (self.number(0), carry))[1]
 
 
-def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
+def raster(index: jax.Array, shape: tuple[int, int], minor: int, width: int) -> tuple[Int, Int]:
     """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips, back and forth.
 
     A strip is `width` tiles wide along axis `minor` and as long as the other axis. Tiles that are computed at the same time
@@ -160,12 +163,12 @@ def raster(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[
     return plgpu.planar_snake(index, shape, minor, width)
 
 
-def cdiv(x: Any, y: int) -> Any:
+def cdiv(x: Int, y: int) -> jax.Array:
     """ceil(x / y) of an int32 x > -y and a positive y."""
     return lax.div(x + jnp.int32(y - 1), jnp.int32(y))
 
 
-def strips(number: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
+def strips(number: jax.Array, rows: jax.Array, columns: int, width: int) -> tuple[jax.Array, jax.Array]:
     """Row and column of tile `number` of `rows` (traced) x `columns`, walked in strips of `width` rows, column by column."""
     strip = lax.div(number, jnp.int32(width * columns))
     inside = number - strip * (width * columns)
@@ -177,21 +180,21 @@ def strips(number: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
 class GroupTile:
     """One output tile of a group: the group, its rows [start, end) in the ragged array, and the tile's number in the group."""
 
-    group: Any
-    start: Any
-    end: Any
-    number: Any
+    group: jax.Array
+    start: jax.Array
+    end: jax.Array
+    number: jax.Array
 
 
 def for_each_group_tile(
     sizes_ref: Any,
     rows: int,
-    tiles: Callable[[Any], Any],
-    block: Any,
+    tiles: Callable[[jax.Array], jax.Array],
+    block: jax.Array,
     blocks: int,
     body: Callable[[GroupTile, Any], Any],
     carry: Any,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, Any]:
     """carry = body(tile, carry) for every tile of `block`. Tiles are numbered group after group; tile t is of block t % blocks.
 
     Args:
@@ -204,11 +207,11 @@ def for_each_group_tile(
     groups = sizes_ref.shape[0]
     zero = jnp.int32(0)
 
-    def size_of(group: Any, start: Any) -> Any:
+    def size_of(group: jax.Array, start: jax.Array) -> jax.Array:
         size = sizes_ref[jnp.minimum(group, jnp.int32(groups - 1))]
         return jnp.where(group < groups, jnp.clip(size, 0, rows - start), 0)
 
-    def find(tile: Any, state: Any) -> Any:
+    def find(tile: jax.Array, state: Any) -> Any:
         def before(s: Any) -> Any:
             group, first, _, size = s
             return (group < groups) & (tile >= first + tiles(size))
@@ -229,7 +232,7 @@ def for_each_group_tile(
     return last[2], carry
 
 
-def warpgroup_origin(c: Tiled) -> tuple[Any, Any]:
+def warpgroup_origin(c: Tiled) -> tuple[Int, Int]:
     """First row and column of this consumer warpgroup within the block's tile."""
     if c.compute_warpgroups == 1:
         return 0, 0

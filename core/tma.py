@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental.mosaic.gpu import launch_context, utils
@@ -23,6 +23,9 @@ ROW_UNIT = 8
 COLUMN_UNIT = 64
 ANYWHERE = 0x414E5957  # in the first dimension, of size 1: a block that begins anywhere
 WINDOW = 0x57494E44  # in the second dimension, of size 1: a window of rows
+type Slice = tuple[Any, ...]  # an index or a DynamicSlice for each dimension of the array
+type Transforms = tuple[launch_context.MemRefTransform, ...]
+
 _ROWS = 1 << 30  # the size of the dimension that rows are counted in: a window's end lies at this coordinate
 _WRAP_BYTES = 1 << 34  # times _ROWS, a stride of 2^64 bytes: nothing, in 64-bit addresses
 
@@ -54,7 +57,7 @@ class _WindowOfRows(launch_context.MemRefTransform):
     def _columns(self, rows: Any, panels: Any, columns: Any) -> tuple[Any, ...]:
         return (panels, rows, columns) if self.panel else (rows, columns)
 
-    def transform_index(self, idx: Any) -> tuple[Any, ...]:
+    def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
         *_, row, column = idx
         row = arith.addi(arith.subi(_index(_ROWS), self.end), row)
         if not self.panel:
@@ -62,11 +65,11 @@ class _WindowOfRows(launch_context.MemRefTransform):
         panel = arith.divui(column, _index(self.panel))
         return (_index(_ROWS), self.end, panel, row, _index(0))
 
-    def transform_shape(self, shape: Any) -> tuple[int, ...]:
+    def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *_, rows, columns = shape
         return (1, 1, columns // self.panel, rows, self.panel) if self.panel else (1, 1, rows, columns)
 
-    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         row = shape[3]
         return (_ROWS + 1, _ROWS, row // self.panel, _ROWS, self.panel) if self.panel else (_ROWS + 1, _ROWS, _ROWS, row)
 
@@ -92,7 +95,7 @@ class _RowsAnywhere(launch_context.MemRefTransform):
         strides = [ty.shape[2] * row, ty.shape[2] * row, self.tile * row, self.panel, row, 1]
         return _view(ref, shape, strides)
 
-    def transform_index(self, idx: Any) -> tuple[Any, ...]:
+    def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
         *lead, row, column = idx
         tile, panel = _index(self.tile), _index(self.panel)
         return (
@@ -103,11 +106,11 @@ class _RowsAnywhere(launch_context.MemRefTransform):
             _index(0),
         )
 
-    def transform_shape(self, shape: Any) -> tuple[int, ...]:
+    def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, rows, columns = shape
         return (*lead, rows // self.tile, columns // self.panel, self.tile, self.panel)
 
-    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, rows, columns = shape
         return (*lead, -(-rows // self.tile), columns // self.panel, 2 * self.tile - 1, self.panel)
 
@@ -115,7 +118,7 @@ class _RowsAnywhere(launch_context.MemRefTransform):
         return self
 
 
-def _view(ref: ir.Value, shape: Any, strides: Any, offset: int = 0) -> ir.Value:
+def _view(ref: ir.Value, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> ir.Value:
     ty = ir.MemRefType(ref.type)
     view = ir.MemRefType.get(shape, ty.element_type, ir.StridedLayoutAttr.get(offset, strides), ty.memory_space)
     return memref.reinterpret_cast(view, ref, [], [], [], static_offsets=[offset], static_sizes=shape, static_strides=strides)
@@ -135,7 +138,7 @@ def copy_any_shape() -> None:
         to_smem = utils.is_smem_ref(dst_ref)
         gmem, smem = (src_ref, dst_ref) if to_smem else (dst_ref, src_ref)
 
-        def one(smem: Any, gmem_slice: Any, gmem_transform: Any, only: Any = None) -> None:
+        def one(smem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms, only: ir.Value | None = None) -> None:
             src, dst = (gmem, smem) if to_smem else (smem, gmem)
             given = dict(options, predicate=arith.andi(options["predicate"], only)) if only else options
             copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
@@ -152,7 +155,7 @@ def copy_any_shape() -> None:
     launch_context.LaunchContext.async_copy = async_copy  # type: ignore[method-assign]
 
 
-def _is_window(gmem_slice: Any) -> bool:
+def _is_window(gmem_slice: Slice) -> bool:
     """Whether the slice is (end, WINDOW, rows, columns)."""
     match gmem_slice:
         case (_, index, _, _):
@@ -168,7 +171,7 @@ def _is_constant(x: Any, value: int) -> bool:
     return constant and bool(ir.IntegerAttr(owner.attributes["value"]).value == value)
 
 
-def _anywhere(gmem_slice: Any) -> tuple[Any, ...]:
+def _anywhere(gmem_slice: Slice) -> Slice:
     """The slice (ANYWHERE, ..., 8 rows, 64 columns) as it is meant: (0, ..., rows, columns)."""
     _, *lead, rows, columns = gmem_slice
     units = ((rows, ROW_UNIT), (columns, COLUMN_UNIT))
@@ -176,7 +179,7 @@ def _anywhere(gmem_slice: Any) -> tuple[Any, ...]:
     return (_index(0), *lead, *there)
 
 
-def _ragged_tiling(gmem: Any, smem: Any, gmem_slice: Any, gmem_transform: Any) -> tuple[int, int] | None:
+def _ragged_tiling(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms) -> tuple[int, int] | None:
     """The swizzle tile of the copy, where it does not divide the array: Mosaic then refuses the array."""
     match gmem_transform:
         case (launch_context.TileTransform(tiling=(rows, columns)),):
@@ -188,7 +191,9 @@ def _ragged_tiling(gmem: Any, smem: Any, gmem_slice: Any, gmem_transform: Any) -
     return None
 
 
-def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_smem: bool, copy: Callable[..., None]) -> None:
+def _ragged(
+    gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, tiling: tuple[int, int], to_smem: bool, copy: Callable[..., None]
+) -> None:
     """Copies between an array that swizzle tiles do not divide and a block in shared memory, [tiles, panels, 8, panel].
 
     A block of one panel lies in shared memory as plain rows: one copy without tiles, which TMA clips at the array's true end.
@@ -209,13 +214,13 @@ def _ragged(gmem: Any, smem: Any, gmem_slice: Any, tiling: tuple[int, int], to_s
     for transform, at, only in kinds:
         copy(smem, (*lead, rows, at), (transform,), _both(only, whole))
     if whole is not None:
-        with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[call-arg]
+        with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
             first = arith.minui(columns.base, _index(n - width)) if n % tiling[1] else columns.base
             _tile_by_tile(smem, lead, rows.base, first, copy)
             scf.YieldOp([])
 
 
-def _in_tiles(n: int, columns: Any, tiling: tuple[int, int]) -> list[tuple[Any, Any, Any]]:
+def _in_tiles(n: int, columns: utils.DynamicSlice, tiling: tuple[int, int]) -> list[tuple[Any, Any, Any]]:
     """The copies of which one brings a block of several panels from rows of n.
 
     Each as: the tensor map's view of the array, the block's columns in it, and a flag that says whether this copy is the one;
@@ -230,13 +235,13 @@ def _in_tiles(n: int, columns: Any, tiling: tuple[int, int]) -> list[tuple[Any, 
     return [(down, columns, inside), (_TilesToTheEnd(tiling), last, _not(inside))]
 
 
-def _tile_by_tile(smem: Any, lead: Any, row: Any, column: Any, copy: Callable[..., None]) -> None:
+def _tile_by_tile(smem: ir.Value, lead: Sequence[Any], row: ir.Value, column: ir.Value, copy: Callable[..., None]) -> None:
     """Copies the block at (row, column) in a loop over its swizzle tiles, each of which TMA clips at the array's true end."""
     tiles, panels, tile, panel = smem.type.shape
     # The compiler does not see the number: unrolled, the loop's addresses spill.
     i32 = ir.IntegerType.get_signless(32)
     count = utils.inline_ptx(f"mov.b32 $0, {tiles * panels};", result_types=i32, has_side_effects=True)
-    loop = scf.ForOp(_index(0), arith.index_cast(ir.IndexType.get(), count), _index(1))  # type: ignore[call-arg]
+    loop = scf.ForOp(_index(0), arith.index_cast(ir.IndexType.get(), count), _index(1))  # type: ignore[arg-type, call-arg]
     with ir.InsertionPoint(loop.body):
         i = arith.divui(loop.induction_variable, _index(panels))
         j = arith.remui(loop.induction_variable, _index(panels))
@@ -257,20 +262,20 @@ def last_start(length: int, width: int, panel: int) -> int | None:
     return length - width if width > panel and length > panel and length % panel else None
 
 
-def _index(x: int) -> Any:
+def _index(x: int) -> ir.Value:
     return utils.c(x, ir.IndexType.get())
 
 
-def _ends_by(part: Any, end: int) -> Any:
+def _ends_by(part: utils.DynamicSlice, end: int) -> ir.Value:
     """Whether a slice ends at `end` or before."""
     return arith.cmpi(arith.CmpIPredicate.ule, arith.addi(part.base, _index(part.length)), _index(end))
 
 
-def _not(flag: Any) -> Any:
+def _not(flag: ir.Value) -> ir.Value:
     return arith.xori(flag, utils.c(1, flag.type))
 
 
-def _both(x: Any, y: Any) -> Any:
+def _both(x: ir.Value | None, y: ir.Value | None) -> ir.Value | None:
     """x and y, of which None stands for true."""
     return arith.andi(x, y) if x is not None and y is not None else y if x is None else x
 
@@ -291,13 +296,13 @@ class _TilesToTheEnd(launch_context.MemRefTransform):
         first = columns % self.tiling[1]
         return self._tiles.apply(_view(ref, [*lead, columns - first], ty.get_strides_and_offset()[0], first))
 
-    def transform_index(self, idx: Any) -> tuple[Any, ...]:
+    def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
         return self._tiles.transform_index(idx)
 
-    def transform_shape(self, shape: Any) -> tuple[int, ...]:
+    def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self._tiles.transform_shape(shape)
 
-    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, columns = shape
         return self._tiles.transform_gmem_shape((*lead, columns - columns % self.tiling[1]))
 
@@ -305,7 +310,7 @@ class _TilesToTheEnd(launch_context.MemRefTransform):
         return self
 
 
-def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> None:
+def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]) -> None:
     """Copies between a block in shared memory, tiled [rows / 8, panels, 8, panel], and rows up to `end` of an array.
 
     One panel lies in shared memory as plain rows: one copy. Several interleave every 8 rows: one copy where all rows come
@@ -320,8 +325,8 @@ def _window_of_rows(smem: Any, gmem_slice: Any, copy: Callable[..., None]) -> No
         return
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
     copy(smem, block, (_RowsAnywhere(tile, panel),), whole)
-    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[call-arg]
-        loop = scf.ForOp(_index(0), _index(tiles), _index(1))  # type: ignore[call-arg]
+    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
+        loop = scf.ForOp(_index(0), _index(tiles), _index(1))  # type: ignore[arg-type, call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
             window = (0, 0, utils.DynamicSlice(first, tile), columns)

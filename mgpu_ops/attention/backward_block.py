@@ -16,12 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, Int, q_blocks
+from mgpu_ops.attention.mask import BlockOrder, q_blocks
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.tile_scheduler import Int
 
 CONSUMERS = 2
 SQUARE = (ROWS, ROWS)

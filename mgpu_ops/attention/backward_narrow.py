@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
-from mgpu_ops.attention.mask import Int
 from mgpu_ops.attention.operands import Position
 from mgpu_ops.attention.problem import PANEL, ROWS
 from mgpu_ops.core import engine
+from mgpu_ops.core.tile_scheduler import Int
 
 
 def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:

@@ -16,9 +16,7 @@ from jax import lax
 
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import Problem
-from mgpu_ops.core.tile_scheduler import cdiv
-
-type Int = int | jax.Array  # or a traced int32
+from mgpu_ops.core.tile_scheduler import Int, cdiv
 
 
 class BlockRange(NamedTuple):

@@ -13,9 +13,10 @@ from jax.experimental import pallas as pl
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.layouts import load_tile
-from mgpu_ops.attention.mask import BlockRange, Int, MaskTerms
+from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.problem import PANEL, Problem
 from mgpu_ops.core import engine
+from mgpu_ops.core.tile_scheduler import Int
 
 
 class Position(NamedTuple):

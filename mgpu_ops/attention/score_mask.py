@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.layouts import PER_COLUMN, TILE, along_columns, along_rows, load_per_column
-from mgpu_ops.attention.mask import Int, MaskTerms
+from mgpu_ops.attention.mask import MaskTerms
+from mgpu_ops.core.tile_scheduler import Int
 
 
 @dataclasses.dataclass(frozen=True)

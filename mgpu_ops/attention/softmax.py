@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.layouts import PER_ROW, along_rows
-from mgpu_ops.attention.mask import Int
 from mgpu_ops.attention.problem import ROWS
+from mgpu_ops.core.tile_scheduler import Int
 
 LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 

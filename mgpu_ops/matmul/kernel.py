@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
@@ -49,13 +51,13 @@ class _Work:
 class _Tile:
     """An output tile: the product of the batch, the part of k, and its row and column counted in tiles. All traced int32."""
 
-    batch: Any
-    part: Any
-    row: Any
-    column: Any
+    batch: jax.Array
+    part: jax.Array
+    row: Int
+    column: Int
 
 
-def _tile(work: _Work, step: Any) -> _Tile:
+def _tile(work: _Work, step: jax.Array) -> _Tile:
     """The `step`-th output tile of this block. The two blocks of a cluster take tiles next to each other along `cluster`."""
     p, c = work.problem, work.config
     rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
@@ -89,10 +91,10 @@ def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
 
-    def spec(ref: Any, tile: tuple[int, int], index: Any, shared: bool) -> Any:
+    def spec(ref: Any, tile: tuple[int, int], index: Callable[[_Tile, jax.Array], tuple[Int, Int]], shared: bool) -> Any:
         batched = ref.ndim == 3
 
-        def where(t: Any, k: Any) -> tuple[Any, ...]:
+        def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
             at = _tile(work, t)
             if c.split_k > 1:
                 k = k + at.part * k_steps(p, c)
@@ -106,10 +108,10 @@ def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
             collective_axes=("cluster",) if shared else (),
         )
 
-    def a_index(at: _Tile, k: Any) -> tuple[Any, Any]:
+    def a_index(at: _Tile, k: jax.Array) -> tuple[Int, Int]:
         return (k, at.row) if a_t else (at.row, k)
 
-    def b_index(at: _Tile, k: Any) -> tuple[Any, Any]:
+    def b_index(at: _Tile, k: jax.Array) -> tuple[Int, Int]:
         return (at.column, k) if b_t else (k, at.column)
 
     a_tile = (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k)
@@ -170,7 +172,7 @@ def _kernel(work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: A
 
     # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
-    def step(indices: tuple[Any, Any], a_smem: Any, b_smem: Any, acc: Any) -> Any:
+    def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, acc: Any) -> Any:
         t, k = indices
         _multiply(p, c, acc, a_smem, b_smem)
 
