@@ -20,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME
 # No test depends on how fast the machine is: one that takes ten minutes hangs.
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal --timeout 600
 
-.PHONY: help setup test test-all lint types imports unit coverage test-gpu test-oldest test-newest format bench demo pictures clean distclean
+.PHONY: help setup test test-all mutants lint types imports unit coverage test-gpu test-oldest test-newest format bench demo pictures clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -45,6 +45,9 @@ unit: setup  ## pytest (ARGS="-k name" to choose)
 
 test-all: setup  ## pytest with ten times the examples of each property, and what else takes long
 	MGPU_OPS_TEST_ALL=1 $(BIN)/python $(PYTEST) --timeout 3600 $(ARGS)
+
+mutants: setup  ## plant the bugs of tests/mutants/, one at a time: each should be caught
+	$(BIN)/python scripts/mutants.py --jobs $(WORKERS) $(ARGS)
 
 coverage: setup  ## pytest, and which lines it runs
 	$(BIN)/python $(PYTEST) --cov --cov-report term $(ARGS)
