@@ -15,7 +15,7 @@ from mgpu_ops.ops import SPECS
 from mgpu_ops.registry import database, job
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.resolution import use_configs
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning import devices, problems, tuner
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.options import TuneOptions
@@ -81,7 +81,7 @@ def _config(work: problems.TuningJob, device: Device, options: TuneOptions, stor
     return database.to_config(spec, result.entry.config)
 
 
-def _stored(spec: OpSpec, problem: Any, device: Device) -> Any | None:
+def _stored(spec: OpSpec, problem: Problem, device: Device) -> Any | None:
     """The config of a stored entry for exactly this problem that is as good as a new one would be; None if there is none."""
     kinds = dict.fromkeys(("measured", device.kind))
     return next((found for kind in kinds if (found := stored_config(spec, problem, device.gpu, kind)) is not None), None)

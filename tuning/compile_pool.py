@@ -18,7 +18,7 @@ from typing import Any
 
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning.child import Child, Gone, first_line, settle
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.sharing import shared_out
@@ -35,8 +35,8 @@ _said: set[str] = set()
 @dataclass(frozen=True)
 class CompileJob:
     op: str
-    problem: Any
-    config: Any
+    problem: Problem
+    config: Config
     gpu: Gpu
     topology: bytes | None = None  # `aot.attached()` of the process that will run it; None: any GPU of that model
 
@@ -115,7 +115,7 @@ class Pool:
 class Candidates:
     """The candidates of one problem on their way through a pool."""
 
-    def __init__(self, pool: Pool, spec: OpSpec, problem: Any, gpu: Gpu, topology: bytes | None = None):
+    def __init__(self, pool: Pool, spec: OpSpec, problem: Problem, gpu: Gpu, topology: bytes | None = None):
         self.spec, self.problem = spec, problem
         self._pool = pool
         self._task = functools.partial(CompileJob, spec.name, problem, gpu=gpu, topology=topology)
@@ -123,11 +123,11 @@ class Candidates:
         self._done: queue.SimpleQueue[tuple[Any, concurrent.futures.Future[Executable | Outcome]] | None] = queue.SimpleQueue()
         self._in_flight = 0
 
-    def submit(self, config: Any) -> None:
+    def submit(self, config: Config) -> None:
         self._in_flight += 1
         self._pool.submit(self._task(config=config)).add_done_callback(lambda future: self._done.put((config, future)))
 
-    def next(self) -> tuple[Any, Executable | Outcome]:
+    def next(self) -> tuple[Config, Executable | Outcome]:
         """The next that is through. One that spills is refused, but for the default, which runs where nothing is stored."""
         if not self._in_flight:
             raise LookupError("no candidate is under way")
@@ -148,7 +148,7 @@ class Candidates:
             return config, Outcome("compile", detail=f"{made.spills} bytes of registers spill")
         return config, made
 
-    def __iter__(self) -> Iterator[tuple[Any, Executable | Outcome]]:
+    def __iter__(self) -> Iterator[tuple[Config, Executable | Outcome]]:
         while self._in_flight:
             yield self.next()
 

@@ -15,7 +15,7 @@ import jaxlib
 from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning import compile_pool, neighbours, worker
 from mgpu_ops.tuning.child import Child, Gone
 from mgpu_ops.tuning.outcome import Final, Outcome
@@ -36,10 +36,10 @@ class Device(Protocol):
     slots: int  # how many candidates may be under way
     notes: list[str]  # what a user should know of the measurements, each once
 
-    def open(self, spec: OpSpec, problem: Any, seed: int) -> None: ...
-    def submit(self, config: Any) -> None: ...
-    def next(self) -> tuple[Any, Outcome]: ...  # in any order; LookupError where none is under way
-    def finals(self, configs: Sequence[Any], seconds: float) -> Final: ...
+    def open(self, spec: OpSpec, problem: Problem, seed: int) -> None: ...
+    def submit(self, config: Config) -> None: ...
+    def next(self) -> tuple[Config, Outcome]: ...  # in any order; LookupError where none is under way
+    def finals(self, configs: Sequence[Config], seconds: float) -> Final: ...
     def close(self) -> None: ...
 
 
@@ -60,15 +60,15 @@ class Modelled:
         self._own = pool is None
         self.slots = 2 * self._pool.processes if self._pool else 1
 
-    def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
+    def open(self, spec: OpSpec, problem: Problem, seed: int) -> None:
         self._spec, self._problem = spec, problem
         self._candidates = compile_pool.Candidates(self._pool, spec, problem, self.gpu) if self._pool else None
         self._waiting: collections.deque[Any] = collections.deque()
 
-    def submit(self, config: Any) -> None:
+    def submit(self, config: Config) -> None:
         (self._candidates.submit if self._candidates else self._waiting.append)(config)
 
-    def next(self) -> tuple[Any, Outcome]:
+    def next(self) -> tuple[Config, Outcome]:
         if self._candidates:
             config, made = self._candidates.next()
             return config, made if isinstance(made, Outcome) else Outcome("ok", self._us(config))
@@ -77,14 +77,14 @@ class Modelled:
         config = self._waiting.popleft()
         return config, Outcome("ok", self._us(config))
 
-    def finals(self, configs: Sequence[Any], seconds: float) -> Final:
+    def finals(self, configs: Sequence[Config], seconds: float) -> Final:
         return Final({config: [self._us(config)] for config in configs}, [])
 
     def close(self) -> None:
         if self._pool and self._own:
             self._pool.close()
 
-    def _us(self, config: Any) -> float:
+    def _us(self, config: Config) -> float:
         return self._spec.cost(self._problem, config, self.gpu) * 1e6
 
 
@@ -134,10 +134,10 @@ class Measured:
             raise
         self.gpu, self.versions, self._topology = ready.gpu, ready.versions, ready.topology
 
-    def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
+    def open(self, spec: OpSpec, problem: Problem, seed: int) -> None:
         self._opened = None
         self._candidates = compile_pool.Candidates(self._pool, spec, problem, self.gpu, self._topology)
-        self._passed: dict[Any, Executable] = {}
+        self._passed: dict[Config, Executable] = {}
         reply = self._ask(_OPEN, worker.Open(spec.name, problem, seed))
         if not isinstance(reply, worker.Opened):
             self._restart()
@@ -146,10 +146,10 @@ class Measured:
         self._opened = worker.Open(spec.name, problem, seed, reply.baseline_us)
         self._limit = self._timeout + _CALLS * reply.baseline_us * 1e-6
 
-    def submit(self, config: Any) -> None:
+    def submit(self, config: Config) -> None:
         self._candidates.submit(config)
 
-    def next(self) -> tuple[Any, Outcome]:
+    def next(self) -> tuple[Config, Outcome]:
         config, made = self._candidates.next()
         if isinstance(made, Outcome):
             return config, made
@@ -158,7 +158,7 @@ class Measured:
             self._passed[config] = made
         return config, outcome
 
-    def finals(self, configs: Sequence[Any], seconds: float) -> Final:
+    def finals(self, configs: Sequence[Config], seconds: float) -> Final:
         """Where the finalists take the worker down, each is judged alone, and those that are right are measured again."""
         candidates = self._compiled(configs)
         limit = self._limit * (1 + len(configs)) + seconds
@@ -191,7 +191,7 @@ class Measured:
         if self._own:
             self._pool.close()
 
-    def _judge(self, config: Any, executable: Executable) -> Outcome:
+    def _judge(self, config: Config, executable: Executable) -> Outcome:
         """A candidate with which the worker died is tried once more: what kills a worker may come from outside."""
         reply: worker.Answer | Gone | None = None
         for _ in range(2):
@@ -205,7 +205,7 @@ class Measured:
                 return Outcome("timeout", detail=reply.reason)
         return Outcome("crash", detail=_reason(reply))
 
-    def _compiled(self, configs: Sequence[Any]) -> list[tuple[Any, Executable]]:
+    def _compiled(self, configs: Sequence[Config]) -> list[tuple[Config, Executable]]:
         """With their executables. Those of another process's trials compile now, and are left out where they do not."""
         missing = compile_pool.Candidates(self._pool, self._candidates.spec, self._candidates.problem, self.gpu, self._topology)
         for config in configs:

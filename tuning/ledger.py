@@ -27,6 +27,7 @@ import msgspec
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_ops.registry.spec import Record
 from mgpu_ops.tuning import storage
 from mgpu_ops.tuning.outcome import Outcome
 
@@ -38,24 +39,24 @@ Encoded = tuple[dict[str, Any], dict[str, Any]]  # params and distributions, as 
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishedTrial:
+class FinishedTrial[C]:
     """A candidate that somebody has measured."""
 
-    config: Any
+    config: C
     origin: str
     outcome: Outcome
     host: str
 
 
-class Ledger:
+class Ledger[C: Record]:
     """Claims and results of configs in a study; one object a process and study. Not to be shared by threads."""
 
     def __init__(
         self,
         study: optuna.Study,
-        Config: type,
-        encode: Callable[[Any], Encoded] = lambda config: ({}, {}),
-        legal: Callable[[Any], bool] = lambda config: True,
+        Config: type[C],
+        encode: Callable[[C], Encoded] = lambda config: ({}, {}),
+        legal: Callable[[C], bool] = lambda config: True,
     ):
         """`encode` gives the params and distributions under which optuna and its dashboard know a `Config`.
 
@@ -65,8 +66,8 @@ class Ledger:
         self._Config, self._encode, self._legal = Config, encode, legal
         self._storage = study._storage  # a study has no public way to write a whole trial that runs
         self._study_id = study._study_id
-        self._claims: dict[Any, int] = {}  # config -> id of its trial
-        self._configs: dict[int, Any] = {}  # what the trials' configs are, by number: they never change
+        self._claims: dict[C, int] = {}  # config -> id of its trial
+        self._configs: dict[int, C | None] = {}  # what the trials' configs are, by number: they never change
         self._seen: set[int] = set()
         self._retired = -math.inf
         self._away = False  # the storage, however long it was asked
@@ -75,20 +76,20 @@ class Ledger:
 
     # --- what there is
 
-    def new_results(self) -> list[FinishedTrial]:
+    def new_results(self) -> list[FinishedTrial[C]]:
         """What was finished since the last call, by whomever: at first everything that the study holds."""
         fresh = [t for t in self._refresh() if t.number not in self._seen and t.state in _FINISHED]
         self._seen.update(trial.number for trial in fresh)
         return [finished for trial in fresh if (finished := self._finished(trial)) is not None]
 
-    def taken(self, config: Any) -> bool:
+    def taken(self, config: C) -> bool:
         """Whether a config was measured, is being measured by somebody, or took down its process again and again.
 
         As of the last call of another method: this one and `count` do not ask the storage.
         """
         return config in self._holders
 
-    def holds(self, config: Any) -> bool:
+    def holds(self, config: C) -> bool:
         """Whether this process claimed a config and has not recorded it yet."""
         return config in self._claims
 
@@ -116,7 +117,7 @@ class Ledger:
 
     # --- claims
 
-    def claim(self, config: Any, origin: str) -> bool:
+    def claim(self, config: C, origin: str) -> bool:
         """Takes a candidate; False where another process was first: take another, it will be in `new_results`."""
         if self.taken(config):
             return False
@@ -135,7 +136,7 @@ class Ledger:
             return False
         return True
 
-    def adopt(self, wanted: Callable[[Any], bool] = lambda config: True) -> tuple[Any, str] | None:
+    def adopt(self, wanted: Callable[[C], bool] = lambda config: True) -> tuple[C, str] | None:
         """A candidate that a dead process left, and its origin: claimed, and to be measured before any new one."""
         self._retire()
         for trial in self._trials:
@@ -154,7 +155,7 @@ class Ledger:
             return config, str(trial.user_attrs.get("origin", "search"))
         return None
 
-    def record(self, config: Any, outcome: Outcome) -> None:
+    def record(self, config: C, outcome: Outcome) -> None:
         """Ends a claim with what came of it. It is kept even where this process was taken for dead meanwhile."""
         state = TrialState.COMPLETE if outcome.kind == "ok" else TrialState.PRUNED
         fields = {k: v for k, v in dataclasses.asdict(outcome).items() if v not in (None, "", ()) and k != "us"}
@@ -199,7 +200,7 @@ class Ledger:
     def _refresh(self) -> list[FrozenTrial]:
         """All trials as they are now; and from them who holds which config: the first trial of it that did not fail."""
         self._trials: list[FrozenTrial] = list(self._call(self._storage.get_all_trials, self._study_id, False))
-        self._holders: dict[Any, FrozenTrial] = {}
+        self._holders: dict[C, FrozenTrial] = {}
         for trial in self._trials:
             retries = trial.system_attrs.get("retry_history")
             given_up = isinstance(retries, list) and len(retries) >= storage.RETRIES
@@ -207,7 +208,7 @@ class Ledger:
                 self._holders.setdefault(config, trial)
         return self._trials
 
-    def _config(self, trial: FrozenTrial) -> Any | None:
+    def _config(self, trial: FrozenTrial) -> C | None:
         """None for what is not ours: another program's trial, or another version's."""
         if trial.number not in self._configs:
             fields = trial.user_attrs.get("config")
@@ -219,7 +220,7 @@ class Ledger:
             self._configs[trial.number] = config if config is not None and self._legal(config) else None
         return self._configs[trial.number]
 
-    def _finished(self, trial: FrozenTrial) -> FinishedTrial | None:
+    def _finished(self, trial: FrozenTrial) -> FinishedTrial[C] | None:
         config, attrs = self._config(trial), trial.user_attrs
         try:
             us = (trial.values or [None])[0]  # `value` raises where another program's study has several
@@ -234,14 +235,14 @@ class Ledger:
         holder = {"process": _process(os.getpid()), "since": time.time(), "beats": self._pulse.interval is not None}
         return {"host": socket.gethostname(), "holder": holder}
 
-    def _hold(self, config: Any, trial_id: int) -> None:
+    def _hold(self, config: C, trial_id: int) -> None:
         self._claims[config] = trial_id
         self._call(self._pulse.start, trial_id)
 
-    def _drop(self, config: Any) -> None:
+    def _drop(self, config: C) -> None:
         self._pulse.stop(self._claims.pop(config))
 
-    def _end(self, config: Any, state: TrialState, us: float | None = None) -> None:
+    def _end(self, config: C, state: TrialState, us: float | None = None) -> None:
         values = [us] if state == TrialState.COMPLETE and us is not None else None
         self._call(self._storage.set_trial_state_values, self._claims[config], state, values)
         self._drop(config)

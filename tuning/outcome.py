@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
+
+from mgpu_ops.registry.spec import Config
 
 Kind = Literal["ok", "constraint", "compile", "timeout", "crash", "memory", "wrong"]
 
@@ -38,7 +40,7 @@ class Trial:
 
     number: int
     origin: str  # default, near, model, search, local
-    config: Any
+    config: Config
     outcome: Outcome
 
 
@@ -49,5 +51,5 @@ class Final:
     A finalist that is not in it failed when it was run again: it must not be stored.
     """
 
-    samples: dict[Any, list[float]]  # config -> samples
+    samples: dict[Config, list[float]]  # config -> samples
     baseline: list[float]

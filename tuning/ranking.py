@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from mgpu_ops.registry.spec import Config
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.outcome import Final
@@ -25,13 +25,13 @@ CONFIDENCE = 0.95
 RESAMPLES = 1000
 
 
-def rerank(device: Device, finalists: Sequence[Any], kept: Collection[Any], until: float, seed: int) -> Final | None:
+def rerank(device: Device, finalists: Sequence[Config], kept: Collection[Config], until: float, seed: int) -> Final | None:
     """Samples of the finalists in common rounds, until `until` on the clock `time.monotonic`.
 
     A config that is slower for sure has the samples of the first runs only, unless it is one of `kept`. One that fails when it
     runs again is left out. None where nothing could be measured: the trials' own times then decide.
     """
-    samples: dict[Any, list[float]] = {}
+    samples: dict[Config, list[float]] = {}
     baseline: list[float] = []
     contenders = list(finalists)
     for run in range(RUNS if device.kind != "modelled" else 1):
@@ -52,14 +52,14 @@ def rerank(device: Device, finalists: Sequence[Any], kept: Collection[Any], unti
 
 
 def _joined(
-    samples: Mapping[Any, list[float]], more: Mapping[Any, list[float]], measured: Sequence[Any]
-) -> dict[Any, list[float]]:
+    samples: Mapping[Config, list[float]], more: Mapping[Config, list[float]], measured: Sequence[Config]
+) -> dict[Config, list[float]]:
     """The samples with those of one more run; a config that was `measured` in it and failed is left out."""
     failed = {config for config in measured if config not in more}
     return {config: old + more.get(config, []) for config, old in samples.items() if config not in failed}
 
 
-def _open(samples: Mapping[Any, list[float]], kept: Collection[Any], seed: int) -> list[Any]:
+def _open(samples: Mapping[Config, list[float]], kept: Collection[Config | None], seed: int) -> list[Config]:
     """The configs to measure again, in the order of `samples`: the fastest and its rivals; none if it is sure."""
     alive = _with_all_rounds(samples)
     if len(alive) < 2:
@@ -73,18 +73,22 @@ def _open(samples: Mapping[Any, list[float]], kept: Collection[Any], seed: int) 
     return [config for config in alive if config == leader or config in rivals or config in kept] if rivals else []
 
 
-def winner(samples: Mapping[Any, Sequence[float]], incumbent: Any, seed: int) -> Any:
+def winner(samples: Mapping[Config, Sequence[float]], incumbent: Config | None, seed: int) -> Config:
     """The config with the smallest median among those with all rounds.
 
     The `incumbent`, which the database holds, wins unless the other is more than `NEAR_TIE` faster for sure: so reruns agree.
     """
     best = min(_with_all_rounds(samples), key=lambda config: measure.median_us(samples[config]))
-    if incumbent in samples and confidence_faster(samples[best], samples[incumbent], NEAR_TIE, seed) < CONFIDENCE:
+    if (
+        incumbent is not None
+        and incumbent in samples
+        and confidence_faster(samples[best], samples[incumbent], NEAR_TIE, seed) < CONFIDENCE
+    ):
         return incumbent
     return best
 
 
-def _with_all_rounds(samples: Mapping[Any, Sequence[float]]) -> list[Any]:
+def _with_all_rounds(samples: Mapping[Config, Sequence[float]]) -> list[Config]:
     """The configs that were measured in every run."""
     most = max(map(len, samples.values()), default=0)
     return [config for config, of_one in samples.items() if len(of_one) == most]
@@ -97,7 +101,7 @@ def confidence_faster(a: Sequence[float], b: Sequence[float], margin: float, see
     return float(np.mean(np.median(ratios[_resampled(rounds, seed)], axis=1) > 1 + margin))
 
 
-def sureness(samples: Mapping[Any, Sequence[float]], best: Any, seed: int) -> float:
+def sureness(samples: Mapping[Config, Sequence[float]], best: Config, seed: int) -> float:
     """How sure it is that no other is faster than `best` by more than `NEAR_TIE`."""
     ours = np.asarray(samples[best])
     beaten = np.zeros(RESAMPLES, bool)

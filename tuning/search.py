@@ -23,7 +23,7 @@ from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning.options import SAMPLERS, TuneOptions
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.surrogate import Surrogate
@@ -46,24 +46,24 @@ class Search:
     From `LOCAL` of `options.trials` results on, the search is local.
     """
 
-    def __init__(self, spec: OpSpec, problem: Any, gpu: Gpu, options: TuneOptions = TuneOptions()):  # noqa: B008 frozen
+    def __init__(self, spec: OpSpec, problem: Problem, gpu: Gpu, options: TuneOptions = TuneOptions()):  # noqa: B008 frozen
         self._spec, self._problem, self._gpu, self._options = spec, problem, gpu, options
         self._brute, self._alone = options.sampler == "brute", options.sampler_only
         self._space = {k: list(v) for k, v in spec.space(problem, gpu).items()}
         self._random = random.Random(options.seed)
         self._study = optuna.create_study(sampler=sampler_of(options.sampler, options.seed))
-        self._open: dict[Any, optuna.Trial] = {}  # named by the sampler, and nothing told yet
-        self._pending: dict[Any, None] = {}  # named by whatever, and nothing told yet
-        self._seen: set[Any] = set()
-        self._times: dict[Any, float] = {}  # of what worked
+        self._open: dict[Config, optuna.Trial] = {}  # named by the sampler, and nothing told yet
+        self._pending: dict[Config, None] = {}  # named by whatever, and nothing told yet
+        self._seen: set[Config] = set()
+        self._times: dict[Config, float] = {}  # of what worked
         self._told = 0
         self._patience = _PATIENCE
-        self._walk: Iterator[Any] | None = None
-        self._costs: dict[Any, float] = {}
+        self._walk: Iterator[Config] | None = None
+        self._costs: dict[Config, float] = {}
         self._limit = math.inf  # of the modelled time, in seconds
-        self._fast: list[Any] | None = None  # all that may be named, where that is known
-        self._pool: list[Any] = []
-        self._seeds: collections.deque[tuple[Any, str]] = collections.deque()
+        self._fast: list[Config] | None = None  # all that may be named, where that is known
+        self._pool: list[Config] = []
+        self._seeds: collections.deque[tuple[Config, str]] = collections.deque()
         if self._brute and not self._alone:
             self._seeds.append((spec.default(problem, gpu), "default"))
         elif not self._alone:
@@ -79,7 +79,7 @@ class Search:
         self._pool = self._random.sample(fast, min(len(fast), _WEIGHED))
         self._surrogate = Surrogate(self._space, self._indices, self._cost)
 
-    def ask(self) -> tuple[Any, str] | None:
+    def ask(self) -> tuple[Config, str] | None:
         """A new legal config and where it comes from: default, near, model, local or search. None once there is no more."""
         while self._seeds:
             config, origin = self._seeds.popleft()
@@ -90,12 +90,12 @@ class Search:
         if not self._brute:
             if not self._alone and self._told >= LOCAL * self._options.trials and (promising := self._promising()) is not None:
                 return promising
-            if (config := self._sampled()) is not None:
-                return self._named(config, "search")
-        config = next(filter(self._new, self._rest()), None)
-        return None if config is None else self._named(config, "search")
+            if (sampled := self._sampled()) is not None:
+                return self._named(sampled, "search")
+        left = next(filter(self._new, self._rest()), None)
+        return None if left is None else self._named(left, "search")
 
-    def tell(self, config: Any, outcome: Outcome) -> None:
+    def tell(self, config: Config, outcome: Outcome) -> None:
         """What became of a config, whoever thought of it and whoever measured it."""
         self._seen.add(config)
         self._pending.pop(config, None)
@@ -112,41 +112,41 @@ class Search:
         state = optuna.trial.TrialState.COMPLETE if us is not None else pruned
         self._study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=us, state=state))
 
-    def drop(self, config: Any) -> None:
+    def drop(self, config: Config) -> None:
         """Says of a config that `ask` named that somebody else measures it."""
         asked = self._open.pop(config, None)
         if asked is not None:
             self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
 
-    def encode(self, config: Any) -> tuple[dict[str, int], dict[str, Any]]:
+    def encode(self, config: Config) -> tuple[dict[str, int], dict[str, Any]]:
         """A config as optuna's params, indices into the choices, and their distributions.
 
         A value that is none of the choices stands at its nearest.
         """
         return self._indices(config), {k: optuna.distributions.IntDistribution(0, len(v) - 1) for k, v in self._space.items()}
 
-    def _indices(self, config: Any) -> dict[str, int]:
+    def _indices(self, config: Config) -> dict[str, int]:
         return {k: _index(v, getattr(config, k)) for k, v in self._space.items()}
 
-    def _named(self, config: Any, origin: str) -> tuple[Any, str]:
+    def _named(self, config: Config, origin: str) -> tuple[Config, str]:
         self._pending[config] = None
         return config, origin
 
     # --- which configs may be named
 
-    def _new(self, config: Any, modelled: bool = True) -> bool:
+    def _new(self, config: Config, modelled: bool = True) -> bool:
         """`_nameable`; the config counts as seen from now on."""
         nameable = self._nameable(config, modelled)
         self._seen.add(config)
         return nameable
 
-    def _nameable(self, config: Any, modelled: bool = True) -> bool:
+    def _nameable(self, config: Config, modelled: bool = True) -> bool:
         """Whether a config was not seen before, can run and may be fast."""
         if config in self._seen or self._spec.check(self._problem, config, self._gpu) is not None:
             return False
         return not modelled or self._limit == math.inf or self._cost(config) <= self._limit
 
-    def _cost(self, config: Any) -> float:
+    def _cost(self, config: Config) -> float:
         if config not in self._costs:
             self._costs[config] = self._spec.cost(self._problem, config, self._gpu)
         return self._costs[config]
@@ -154,18 +154,18 @@ class Search:
     def _size(self) -> int:
         return math.prod(map(len, self._space.values()))
 
-    def _every(self) -> Iterator[Any]:
+    def _every(self) -> Iterator[Config]:
         return (self._spec.Config(**dict(zip(self._space, v))) for v in itertools.product(*self._space.values()))
 
-    def _drawn(self) -> Iterator[Any]:
+    def _drawn(self) -> Iterator[Config]:
         return (self._spec.Config(**{k: self._random.choice(v) for k, v in self._space.items()}) for _ in range(_DRAWS))
 
-    def _pooled(self) -> list[Any]:
+    def _pooled(self) -> list[Config]:
         """Legal configs: all there are in a small space, else random ones."""
         configs = self._every() if self._size() <= _POOLED else self._drawn()
         return [c for c in dict.fromkeys(configs) if self._spec.check(self._problem, c, self._gpu) is None]
 
-    def _rest(self) -> Iterator[Any]:
+    def _rest(self) -> Iterator[Config]:
         """Legal configs that nobody named: all there are in a space that can be walked, else random ones.
 
         In the order of the space for "brute", else in random order.
@@ -182,7 +182,7 @@ class Search:
 
     # --- where they come from
 
-    def _seeded(self, pool: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    def _seeded(self, pool: Sequence[Config]) -> Iterator[tuple[Config, str]]:
         """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
         yield self._spec.default(self._problem, self._gpu), "default"
         named = self._options.neighbours
@@ -191,7 +191,7 @@ class Search:
         yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
         yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])
 
-    def _sampled(self) -> Any | None:
+    def _sampled(self) -> Config | None:
         """A new config that optuna names; None where it names only what was seen before or cannot run."""
         for _ in range(self._patience):
             trial = self._study.ask()
@@ -203,7 +203,7 @@ class Search:
         self._patience = max(1, self._patience // 2)  # it will hardly do better: the rest is walked
         return None
 
-    def _promising(self) -> tuple[Any, str] | None:
+    def _promising(self) -> tuple[Config, str] | None:
         """The config, of the pool and of those one parameter off the best ones, that may gain most."""
         if not self._times:
             return None
@@ -216,7 +216,7 @@ class Search:
         self._seen.add(config)
         return self._named(config, "local" if config in near else "model")
 
-    def _neighbours(self) -> Iterator[Any]:
+    def _neighbours(self) -> Iterator[Config]:
         """Configs that differ from one of the best in one field."""
         for best in sorted(self._times, key=lambda c: self._times[c])[:AROUND]:
             for field, choices in self._space.items():
@@ -243,7 +243,7 @@ def lacks_for_gp() -> str | None:
     return f"needs {' and '.join(lacking)}: {extras.install('gp')}" if lacking else None
 
 
-def stored_neighbours(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
+def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Config]:
     """Configs of the stored entries nearest to a problem, its own first."""
     found = []
     for entry in _stored(spec.name, gpu):
@@ -259,7 +259,7 @@ def stored_neighbours(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
     return list(dict.fromkeys(config for _, config in found))[:NEAREST]
 
 
-def stored_config(spec: OpSpec, problem: Any, gpu: Gpu, kind: str) -> Any | None:
+def stored_config(spec: OpSpec, problem: Problem, gpu: Gpu, kind: str) -> Config | None:
     """The config of the user's entry, else of the shipped one, for exactly this problem, with evidence of this kind.
 
     None if there is none that can run.

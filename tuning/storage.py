@@ -27,7 +27,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import OpSpec, Problem
 
 VARIABLE = "MGPU_OPS_STORAGE"
 HEARTBEAT = 10  # seconds between the signs of life of a process that measures for a database
@@ -346,7 +346,7 @@ class Identity:
     versions: Mapping[str, str | None]  # driver, jax, jaxlib, cuda
 
     @classmethod
-    def of(cls, spec: OpSpec, problem: Any, gpu: Gpu, kind: str, versions: Mapping[str, str | None]) -> Identity:
+    def of(cls, spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, versions: Mapping[str, str | None]) -> Identity:
         return cls(spec.name, spec.version, dataclasses.asdict(problem), gpu.name, kind, dict(versions))
 
     def name(self, run: str) -> str:

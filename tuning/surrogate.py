@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from mgpu_ops.registry.spec import Config
+
 # Standard deviations, of the logarithm of the time.
 _OFFSET = 0.2  # of the model everywhere
 _TILT = 0.3  # of the exponent of the modelled time
@@ -29,7 +31,7 @@ class Surrogate:
     """Learns from measured times of one problem which configs may be faster."""
 
     def __init__(
-        self, space: Mapping[str, Sequence[Any]], index: Callable[[Any], Mapping[str, int]], cost: Callable[[Any], float]
+        self, space: Mapping[str, Sequence[Any]], index: Callable[[Config], Mapping[str, int]], cost: Callable[[Config], float]
     ):
         """`index` gives a config's places in the choices of `space`, `cost` its modelled time."""
         self._alike = []
@@ -40,7 +42,7 @@ class Surrogate:
         self._index, self._cost = index, cost
         self._known: dict[Any, tuple[tuple[int, ...], float]] = {}
 
-    def improvement(self, times: Mapping[Any, float], pending: Sequence[Any], configs: Sequence[Any]) -> np.ndarray:
+    def improvement(self, times: Mapping[Config, float], pending: Sequence[Config], configs: Sequence[Config]) -> np.ndarray:
         """By how much each config is expected to be faster than the fastest measured, in log(time).
 
         Those that are `pending` count as measured at what is expected of them, so that the next one is not their double.
@@ -54,7 +56,9 @@ class Surrogate:
         below = 0.5 * (1.0 + np.array([math.erf(x / math.sqrt(2.0)) for x in gain]))
         return deviation * (gain * below + np.exp(-0.5 * gain**2) / math.sqrt(2.0 * math.pi))
 
-    def _expected(self, tried: Sequence[Any], measured: np.ndarray, configs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _expected(
+        self, tried: Sequence[Config], measured: np.ndarray, configs: Sequence[Config]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of log(time) of configs, given those of the tried ones."""
         (at, model), (where, modelled) = self._places(tried), self._places(configs)
         lowest = model.min()
@@ -77,7 +81,7 @@ class Surrogate:
             together *= same
         return covariance + _TOGETHER**2 * together
 
-    def _places(self, configs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, configs: Sequence[Config]) -> tuple[np.ndarray, np.ndarray]:
         """[config, parameter] places, and the logarithms of the modelled times."""
         for config in configs:
             if config not in self._known:

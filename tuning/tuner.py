@@ -14,14 +14,13 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import optuna
 
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry, Evidence
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning import measure, ranking
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger
@@ -37,7 +36,7 @@ _RESERVE = 0.1  # of the budget, kept for the ranking
 class Result:
     """All trials of a problem, the entry to store (None: no candidate worked) and how the search ended."""
 
-    problem: Any
+    problem: Problem
     trials: tuple[Trial, ...]
     entry: Entry | None
     ended: str  # "trials", "budget", "target", "exhausted", "interrupted", "elsewhere"
@@ -53,7 +52,7 @@ class Result:
 
 def tune(
     spec: OpSpec,
-    problem: Any,
+    problem: Problem,
     device: Device,
     options: TuneOptions = TuneOptions(),  # noqa: B008 frozen
     *,
@@ -102,7 +101,7 @@ def tune(
     return Result(problem, trials, entry, ended, seconds, best.confidence)
 
 
-def check_supported(spec: OpSpec, problem: Any, gpu: Gpu) -> None:
+def check_supported(spec: OpSpec, problem: Problem, gpu: Gpu) -> None:
     """Raises ValueError, with the reason, where no config of the kernel can run `problem`."""
     reason = spec.supports(problem, gpu)
     if reason is not None:
@@ -201,7 +200,7 @@ class _Run:
 class _Best:
     """The config to store, the times that it was chosen by, and how sure the choice is."""
 
-    config: Any
+    config: Config
     times: Final
     confidence: float | None = None
 
@@ -216,15 +215,16 @@ def _by_trials(done: Sequence[Trial]) -> _Best | None:
     return _Best(ok[0].config, times)
 
 
-def _ranked(spec: OpSpec, problem: Any, device: Device, done: Sequence[Trial], seed: int, *, until: float) -> _Best | None:
+def _ranked(spec: OpSpec, problem: Problem, device: Device, done: Sequence[Trial], seed: int, *, until: float) -> _Best | None:
     """The fastest of the finalists, the default and the incumbent, measured again; None where none works."""
     best = _by_trials(done)
     if best is None or time.monotonic() >= until:
         return best
     default, incumbent = spec.default(problem, device.gpu), stored_config(spec, problem, device.gpu, device.kind)
+    kept = [c for c in (default, incumbent) if c is not None]
     fastest = [t.config for t in _fastest_first(done)[:FINALISTS]]
-    finalists = list(dict.fromkeys(fastest + [c for c in (default, incumbent) if c in best.times.samples]))
-    times = ranking.rerank(device, finalists, {default, incumbent}, until, seed)
+    finalists = list(dict.fromkeys(fastest + [c for c in kept if c in best.times.samples]))
+    times = ranking.rerank(device, finalists, kept, until, seed)
     if times is None:
         return best
     if not times.samples:
@@ -241,7 +241,7 @@ def _fastest_first(done: Sequence[Trial]) -> list[Trial]:
     return sorted((t for t in done if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)
 
 
-def _entry(spec: OpSpec, problem: Any, device: Device, best: _Best, done: Sequence[Trial], seed: int) -> Entry:
+def _entry(spec: OpSpec, problem: Problem, device: Device, best: _Best, done: Sequence[Trial], seed: int) -> Entry:
     """The entry that stores the best config, with the evidence for it."""
     samples, baseline = best.times.samples, best.times.baseline
     default = spec.default(problem, device.gpu)

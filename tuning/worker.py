@@ -16,7 +16,7 @@ from typing import Any
 
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry.spec import Baseline, OpSpec, baseline_of
+from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_of
 from mgpu_ops.tuning.child import first_line, settle
 from mgpu_ops.tuning.outcome import Final, Outcome
 from mgpu_ops.tuning.sharing import first_devices, shared_out
@@ -41,7 +41,7 @@ class Open:
     """Prepare a problem. `baseline_us` is the baseline's time in the worker that this one replaces, or None."""
 
     op: str
-    problem: Any
+    problem: Problem
     seed: int
     baseline_us: float | None = None
 
@@ -50,7 +50,7 @@ class Open:
 class Judge:
     """Is this candidate of the open problem right, and how long does it take?"""
 
-    config: Any
+    config: Config
     executable: Executable
 
 
@@ -58,7 +58,7 @@ class Judge:
 class Finals:
     """Measure these candidates of the open problem in turn, for so many seconds."""
 
-    candidates: list[tuple[Any, Executable]]
+    candidates: list[tuple[Config, Executable]]
     seconds: float
 
 
@@ -187,7 +187,7 @@ class _Session:
     `baseline_us` is the baseline's time in the worker that this one replaces.
     """
 
-    def __init__(self, spec: OpSpec, problem: Any, seed: int, baseline_us: float | None, say: Callable[[str], None]):
+    def __init__(self, spec: OpSpec, problem: Problem, seed: int, baseline_us: float | None, say: Callable[[str], None]):
         import jax
 
         from mgpu_ops.core import gpu
@@ -212,7 +212,7 @@ class _Session:
         if baseline.run is not self.spec.reference:
             with contextlib.suppress(Exception):  # whatever a library makes of a problem that it does not take
                 self.baseline, self.baseline_call = baseline.name, self._call_of(baseline)
-        self.calls: dict[Any, Callable[..., Any]] = {}
+        self.calls: dict[Config, Callable[..., Any]] = {}
         self.loads = 2  # how often loading what another process compiled may fail before this one gives it up
         self.spoilt = False
         self.fingerprint = measure.fingerprint((self.arrays, self.expected))
@@ -235,7 +235,7 @@ class _Session:
         jax.block_until_ready(call())
         return call
 
-    def judge(self, config: Any, executable: Executable) -> Outcome:
+    def judge(self, config: Config, executable: Executable) -> Outcome:
         """Whether a candidate is right and how long it takes. `spoilt` where it has broken more than itself."""
         try:
             self._load(config, executable)
@@ -248,7 +248,7 @@ class _Session:
             self.spoilt = not self._gpu_works()
             return Outcome("memory" if "RESOURCE_EXHAUSTED" in str(e) else "crash", detail=first_line(e))
 
-    def finals(self, candidates: Sequence[tuple[Any, Executable]], seconds: float) -> Final:
+    def finals(self, candidates: Sequence[tuple[Config, Executable]], seconds: float) -> Final:
         """Samples of the candidates that are right, once more, in turn with the baseline's."""
         from mgpu_ops.tuning import measure
 
@@ -265,7 +265,7 @@ class _Session:
             raise RuntimeError(spoilt.detail)
         return Final(dict(zip(configs, ours, strict=True)), theirs)
 
-    def _load(self, config: Any, executable: Executable) -> None:
+    def _load(self, config: Config, executable: Executable) -> None:
         """Loads what was compiled elsewhere. Compiles here where that fails, with a `Note`.
 
         The first may be refused for want of Mosaic's run-time library, which a process opens when it compiles a kernel itself.
@@ -287,13 +287,13 @@ class _Session:
         if refused and not self.loads:
             self.say(f"candidates compile a second time, beside the measurements: what was compiled is not loaded ({refused})")
 
-    def _compile(self, config: Any) -> Callable[..., Any]:
+    def _compile(self, config: Config) -> Callable[..., Any]:
         import jax
 
         call = jax.jit(self.timing.program(functools.partial(self.spec.run, self.problem, config, self.gpu)))
         return call.lower(*self.arrays).compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
-    def _checked(self, config: Any, time: Callable[[Any], Outcome] | None = None) -> Outcome:
+    def _checked(self, config: Config, time: Callable[[Any], Outcome] | None = None) -> Outcome:
         """The outcome of two runs on the same inputs, and of one more after `time` has run the candidate many times.
 
         Of kind "ok" only if all results are right.
@@ -323,7 +323,7 @@ class _Session:
             return Outcome("wrong", error=error, detail="two runs on the same inputs differ")
         return Outcome("ok", error=error)
 
-    def _timed(self, config: Any) -> Outcome:
+    def _timed(self, config: Config) -> Outcome:
         from mgpu_ops.tuning import measure
 
         ours, _ = self._samples([config], rounds=3)
@@ -338,7 +338,7 @@ class _Session:
             detail="" if scale == 1.0 else f"times scaled by {scale:.3f}: the GPU's clock has drifted",
         )
 
-    def _steady_samples(self, config: Any, rounds: int) -> list[list[float]]:
+    def _steady_samples(self, config: Config, rounds: int) -> list[list[float]]:
         """Samples of a candidate and the baseline, taken again while the baseline is not as fast as it was.
 
         Where it stays so, that is the GPU's speed from now on, and times are scaled to what they were.
@@ -360,7 +360,7 @@ class _Session:
         )
         return [ours, theirs]
 
-    def _samples(self, configs: Sequence[Any], rounds: int) -> list[list[float]]:
+    def _samples(self, configs: Sequence[Config], rounds: int) -> list[list[float]]:
         from mgpu_ops.tuning import measure
 
         calls = [functools.partial(self.calls[config], *self.arrays) for config in configs]

@@ -22,7 +22,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.mesh import same_mesh_axes
 
 if TYPE_CHECKING:
-    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.registry.spec import OpSpec, Problem
 
 ASSUMED = "h200"  # the GPU that a function is captured for where there is none
 
@@ -32,7 +32,7 @@ class Use:
     """A problem of an op, and how many times one call of the function runs it."""
 
     op: str
-    problem: Any
+    problem: Problem
     count: int
     skipped: str | None  # why there is nothing to tune: it does not reach the kernel, or brings its own config; else None
 
@@ -116,7 +116,7 @@ def _mark() -> Any:
 
 
 def mark(
-    spec: OpSpec, problem: Any, skipped: str | None, arrays: Sequence[Any], reference: Callable[..., Any] | None = None
+    spec: OpSpec, problem: Problem, skipped: str | None, arrays: Sequence[Any], reference: Callable[..., Any] | None = None
 ) -> Any:
     """Stands for the results of running `problem` on these arrays, abstractly, in a function that is being captured.
 

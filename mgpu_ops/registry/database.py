@@ -26,7 +26,7 @@ from mgpu_ops.core.gpu import Gpu, find, key_of
 from mgpu_ops.registry.places import folder_fault
 
 if TYPE_CHECKING:
-    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.registry.spec import Config, OpSpec, Problem
 
 SCHEMA = 1
 ERRORS_SINCE = "2026-11-22"  # a stored error of before may be over a smaller rms than tolerances are meant for, and be larger
@@ -197,7 +197,7 @@ def to_config(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
     return fit(spec.Config, fields)
 
 
-def to_entry(problem: Any, config: Any, evidence: Evidence) -> Entry:
+def to_entry(problem: Problem, config: Config, evidence: Evidence) -> Entry:
     """The entry that stores an op's Problem and Config."""
     return Entry(dataclasses.asdict(problem), dataclasses.asdict(config), evidence)
 
@@ -410,8 +410,8 @@ def validate(path: AnyPath, spec: OpSpec | None) -> list[str]:
 class CheckedEntry(NamedTuple):
     """An entry as the op's own types, and why not to use it. Types are None if the entry does not fit the op as it is now."""
 
-    problem: Any
-    config: Any
+    problem: Problem | None
+    config: Config | None
     fault: str | None
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import capture, resolution
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 
 type Backend = Literal["mosaic", "interpret", "xla"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend.__value__)
@@ -38,14 +38,14 @@ class Choice:
     device: gpu.Gpu | None
     reason: str | None
 
-    def skipped(self, config: Any) -> str | None:
+    def skipped(self, config: Config | None) -> str | None:
         """Why tuning cannot change this call, which was given `config` (None: it takes the database's), or None."""
         if self.reason is not None:
             return f"runs through XLA: {self.reason}"
         return None if config is None else f"runs with the config that the call gives it: {config}"
 
 
-def choose(spec: OpSpec, problem: Any, backend: str | None, reason: str | None = None) -> Choice:
+def choose(spec: OpSpec, problem: Problem, backend: str | None, reason: str | None = None) -> Choice:
     """The backend of a call. `reason` says why the kernel cannot run, where that is not a matter of problem and GPU.
 
     A named backend is taken, or raises ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is
@@ -68,7 +68,7 @@ def choose(spec: OpSpec, problem: Any, backend: str | None, reason: str | None =
     return Choice("xla", None, reason)
 
 
-def run(spec: OpSpec, problem: Any, arrays: tuple, *, config: Any, backend: str | None) -> Any:
+def run(spec: OpSpec, problem: Problem, arrays: tuple, *, config: Config | None, backend: str | None) -> Any:
     """Runs `problem` on the backend that `choose` gives: the kernel with the database's config, or XLA.
 
     While `capture` traces, nothing runs: the call is marked.

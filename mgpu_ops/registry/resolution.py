@@ -52,7 +52,7 @@ from mgpu_ops.registry.database import (
 )
 
 if TYPE_CHECKING:
-    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.registry.spec import Config, OpSpec, Problem
 
 NEAR_SLACK = 1.05  # a near entry's config may be modelled this much slower than the default: the model is no better than that
 NEAR_GAIN = 1.003  # how much faster than the default it must promise to be here: less is no difference
@@ -115,7 +115,7 @@ def _is_pair(pair: Any) -> bool:
 class Resolution:
     """Which config a call uses, and why."""
 
-    config: Any
+    config: Any  # the op's Config
     source: str  # argument, override, environment, user, shipped, family, near, default or job
     path: Path | None = None  # the file it came from
     entry: Entry | None = None
@@ -126,7 +126,7 @@ class Resolution:
 
 class _Query(NamedTuple):
     spec: OpSpec
-    problem: Any
+    problem: Problem
     gpu: Gpu
     tried: list[tuple[str, str]]
 
@@ -139,8 +139,8 @@ class StoredEntry(NamedTuple):
 
     path: Path
     entry: Entry
-    problem: Any
-    config: Any
+    problem: Problem | None
+    config: Config | None
     fault: str | None  # why it is not used unless somebody names its file
     key: tuple[Any, ...]  # of its problem
 
@@ -149,7 +149,7 @@ _logged: set[tuple[Any, ...]] = set()
 _warned: set[str] = set()
 
 
-def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolution:
+def resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = None) -> Resolution:
     """The config for a problem on a GPU, by the order at the top of this module.
 
     Logs a choice once, at INFO to the logger "mgpu_ops", unless it is the `config` given.
@@ -166,7 +166,7 @@ def resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> Resolut
     return result
 
 
-def _resolve(spec: OpSpec, problem: Any, gpu: Gpu, config: Any) -> Resolution:
+def _resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None) -> Resolution:
     query = _Query(spec, problem, gpu, [])
     by_program = _argument(query, config) or _override(query)
     found = by_program or _environment(query) or _stored(query)
@@ -191,7 +191,7 @@ def _agreed(query: _Query, found: Resolution) -> Resolution:
     return agreed
 
 
-def _argument(query: _Query, config: Any) -> Resolution | None:
+def _argument(query: _Query, config: Config | None) -> Resolution | None:
     if config is not None:
         return Resolution(config, "argument")
     query.note("argument", "no config= was given")
@@ -363,7 +363,7 @@ def _behind(query: _Query, stored: StoredEntry) -> str | None:
 # --- telling
 
 
-def explain(spec: OpSpec, problem: Any, gpu: Gpu, config: Any = None) -> str:
+def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = None) -> str:
     """What `resolve` chooses, on what evidence, and what it looked at: text of several lines."""
     result = _resolve(spec, problem, gpu, config)
     lines = [

@@ -5,11 +5,21 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
+
+
+class Record(Protocol):
+    """A frozen dataclass whose fields are `int`, `str` or `bool`: an op's Problem or Config."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+type Problem = Record
+type Config = Record
 
 
 @dataclasses.dataclass(frozen=True)

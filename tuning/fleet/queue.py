@@ -15,14 +15,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 import optuna
 
 from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning import options, search, storage, tuner
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.ledger import Ledger
@@ -160,7 +159,7 @@ class _Plan:
 
     job: Job
     spec: OpSpec
-    problem: Any
+    problem: Problem
     identity: Identity
 
     @property
@@ -238,7 +237,7 @@ class Worker:
             return by_claim[adopted[0]]
         helped = None
         for plan in plans:
-            ledger = Ledger(self._study(plan), plan.spec.Config)
+            ledger: Ledger[Config] = Ledger(self._study(plan), plan.spec.Config)
             others = ledger.running()
             search = ledger.waiting() > 0 or (plan.claim not in self._searched and ledger.count() < plan.job.trials)
             if search and not others:
@@ -266,7 +265,7 @@ class Worker:
     def _tune(self, plan: _Plan) -> TunedJob | None:
         """Takes part in a job. The tuned job if this worker was the one to end it, else None."""
         job, study = plan.job, self._study(plan)
-        ledger = Ledger(study, plan.spec.Config)
+        ledger: Ledger[Config] = Ledger(study, plan.spec.Config)
         again = plan.claim in self._searched and not ledger.waiting()
         self._searched.add(plan.claim)
 

@@ -28,7 +28,7 @@ import numpy as np
 import mgpu_ops
 from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.database import Entry, Evidence
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning import measure, tuner
 from mgpu_ops.tuning.options import TuneOptions
 from mgpu_ops.tuning.outcome import Final, Outcome
@@ -54,13 +54,13 @@ class Recorded:
         self._random = random.Random(seed)
         self._flying: collections.deque[Any] = collections.deque()
 
-    def open(self, spec: OpSpec, problem: Any, seed: int) -> None:
+    def open(self, spec: OpSpec, problem: Problem, seed: int) -> None:
         self._flying.clear()
 
-    def submit(self, config: Any) -> None:
+    def submit(self, config: Config) -> None:
         self._flying.append(config)
 
-    def next(self) -> tuple[Any, Outcome]:
+    def next(self) -> tuple[Config, Outcome]:
         if not self._flying:
             raise LookupError("no candidate is under way")
         config = self._flying.popleft()
@@ -71,7 +71,7 @@ class Recorded:
         us = measure.median_us(samples)
         return config, Outcome("ok", us, row.baseline_us, row.error, row.detail, tuple(samples))
 
-    def finals(self, configs: Sequence[Any], seconds: float) -> Final:
+    def finals(self, configs: Sequence[Config], seconds: float) -> Final:
         once = sum(self.rows[config].us for config in configs)
         rounds = measure.rounds_for(seconds, once, low=11, high=101)
         baseline = [b for config in configs[:1] if (b := self.rows[config].baseline_us)]
@@ -80,7 +80,7 @@ class Recorded:
     def close(self) -> None:
         pass
 
-    def _drawn(self, config: Any, count: int) -> list[float]:
+    def _drawn(self, config: Config, count: int) -> list[float]:
         return self._random.choices(self.rows[config].samples, k=count)
 
 

@@ -28,7 +28,7 @@ import msgspec
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import database
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.outcome import Kind, Outcome
@@ -247,7 +247,7 @@ def _ms(us: float) -> float:
 # --- what is measured
 
 
-def grid(spec: OpSpec, problem: Any, gpu: Gpu, limit: int = LIMIT) -> tuple[dict[str, tuple[Any, ...]], list[Any]]:
+def grid(spec: OpSpec, problem: Problem, gpu: Gpu, limit: int = LIMIT) -> tuple[dict[str, tuple[Any, ...]], list[Any]]:
     """The declared grid of a problem, and its legal configs: no more than `limit`, unless no parameter is left to fix."""
     default = dataclasses.asdict(spec.default(problem, gpu))
     choices = {k: tuple(v) for k, v in spec.space(problem, gpu).items()} | GRIDS.get(spec.name, {})
@@ -260,12 +260,12 @@ def grid(spec: OpSpec, problem: Any, gpu: Gpu, limit: int = LIMIT) -> tuple[dict
     return choices, legal
 
 
-def _legal(spec: OpSpec, problem: Any, gpu: Gpu, choices: Mapping[str, Sequence[Any]]) -> list[Any]:
+def _legal(spec: OpSpec, problem: Problem, gpu: Gpu, choices: Mapping[str, Sequence[Any]]) -> list[Any]:
     every = (spec.Config(**dict(zip(choices, values))) for values in itertools.product(*choices.values()))
     return [config for config in every if spec.check(problem, config, gpu) is None]
 
 
-def extras(spec: OpSpec, problem: Any, gpu: Gpu) -> list[Any]:
+def extras(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Any]:
     """Configs that a search or the database may name for a problem, whatever the grid.
 
     The default and the first of the op's candidates, for this problem and for the others of the suite "replay", whose best one
@@ -298,7 +298,7 @@ class SweepOptions:
 def measure_all(
     spec: OpSpec,
     name: str,
-    problem: Any,
+    problem: Problem,
     device: Device,
     options: SweepOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -334,7 +334,7 @@ def measure_all(
     return done
 
 
-def judged(device: Device, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
+def judged(device: Device, configs: Sequence[Config]) -> Iterator[tuple[Config, Outcome]]:
     """What became of each config, as it becomes known; as many are in flight as the device takes."""
     waiting, in_flight = collections.deque(configs), 0
     while waiting or in_flight:
@@ -348,11 +348,11 @@ def judged(device: Device, configs: Sequence[Any]) -> Iterator[tuple[Any, Outcom
 def _empty(
     spec: OpSpec,
     name: str,
-    problem: Any,
+    problem: Problem,
     device: Device,
     seed: int,
     choices: Mapping[str, Sequence[Any]],
-    configs: Sequence[Any],
+    configs: Sequence[Config],
 ) -> Sweep:
     """The sweep of these configs on a device that has opened the problem, without rows."""
     return Sweep(
