@@ -52,7 +52,7 @@ class Move:
     """For each chunk of a part that this block has: loads all reads, reduces them, stores the result to all writes.
 
     Several reads are reduced in float32 (integers: in their own type) in the order of `position`, and rounded to the payload's
-    dtype once. No load is issued before an earlier Wait is over. Stores may be under way until the next Signal or the kernel's
+    dtype once. No load is issued before an earlier Wait is over. Stores may be in flight until the next Signal or the kernel's
     end: a move that reads what another one wrote needs a Signal between the two; other moves may overlap.
     whole: a part is the payload; else a slice.
     ll: each word in scratch carries a flag of its own (`ll.py`), for which a reader waits.

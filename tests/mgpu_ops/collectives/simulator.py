@@ -1,14 +1,14 @@
-"""Runs schedules of `mgpu_ops/collectives/schedules.py` on the CPU, in any order of events that hardware might take, and says
-what is wrong.
+"""Runs schedules of `mgpu_ops/collectives/schedules.py` on the CPU, in any order of events that hardware might take, and finds
+races, deadlocks and wrong results.
 
 Each device has its memory, its blocks and its program, the stream of XLA's other kernels. For each call the program of a device
 writes a new x, and garbage to all that is idle, since XLA reuses buffers as soon as it may; runs the kernel, and reads out.
-Nothing keeps devices together but signals (and barriers, where the schedule asks for one). A load reads at some time between
-its issue and the wait for it, a store lands at some time before its block next drains. A `Chooser` decides what comes next.
+Only signals order devices (and barriers, where the schedule has one). A load reads at some time between its issue and the wait
+for it. A store lands at some time before its block next waits for its stores. A `Chooser` decides what comes next.
 
-Races are found by vector clocks, not by luck: two accesses to an element, one of them a write, must be ordered by
-signals, whether or not this run's order happened to be harmless. A run of each order of signals (`explore`) is hence a proof,
-for its size, under this model: signals are release and acquire at system scope, and nothing else orders devices.
+Races are found by vector clocks: two accesses to an element, one of them a write, must be ordered by signals, even where the
+order of this run is harmless. So a run of each order of signals (`explore`) is a proof, for its size, under this model: signals
+are release and acquire at system scope, and nothing else orders devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mgpu_ops.collectives.schedules import MULTICAST, Cut, Kind, Move, Place, Sc
 
 
 class Fault(Exception):
-    """What a run found."""
+    """A fault that a run found."""
 
 
 class Race(Fault):
@@ -36,7 +36,7 @@ class Race(Fault):
 
 
 class Deadlock(Fault):
-    """Everybody waits."""
+    """All actors wait."""
 
 
 class Wrong(Fault):
@@ -47,7 +47,7 @@ class Unspent(Fault):
     """A flag is not zero where it must be: at an entry barrier and at the end."""
 
 
-# Who comes next, of so many. The second argument tells the state, for those who want to know whether they were here before.
+# Which of so many options comes next. The second argument returns the state, by which `explore` knows where it was before.
 type Chooser = Callable[[int, Callable[[], Hashable]], int]
 
 
@@ -77,7 +77,7 @@ class Kernel:
     """How a schedule is carried out: what a kernel may get wrong where the schedule is right. The defaults are right.
 
     chunks: of a part, those that a block has. position: of a read in the order of reduction. drains: whether the Signal at step
-    i waits for the stores before it. stages: for how many chunks loads are under way at once.
+    i waits for the stores before it. stages: for how many chunks loads are in flight at once.
     """
 
     chunks: Callable[[Cut, bool, int], Iterator[tuple[int, int]]] = Cut.chunks
@@ -137,7 +137,8 @@ def simulate(
     """
     if isinstance(stages, Schedule):
         stages = (Call(stages),)
-    machine = _Machine(tuple(stages), hosts, size, blocks, chunk, granule, op, kernel, choose, local_first)
+    n = next(stage.schedule.n for stage in stages if isinstance(stage, Call))
+    machine = _Machine(tuple(stages), hosts, Cut(size, n, chunk, blocks, granule), op, kernel, choose, local_first)
     if inputs is None:
         inputs = np.random.default_rng(0).integers(-8, 8, (calls, machine.devices, machine.sizes["x"])).astype(np.float32)
     machine.run(inputs)
@@ -196,7 +197,7 @@ def reference(kind: Kind, x: np.ndarray, cut: Cut, op: str = "add") -> np.ndarra
 
 
 _OPS: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
-_UNDER_WAY = np.iinfo(np.int64).max  # later than every clock
+_IN_FLIGHT = np.iinfo(np.int64).max  # later than every clock
 _Verb = Literal["reads", "writes"]
 
 
@@ -212,7 +213,7 @@ class _Memory:
 
 @dataclasses.dataclass(eq=False)
 class _Access:
-    """A load or a store under way. `values` is what is to be stored, or where what is loaded goes to."""
+    """A load or a store in flight. `values` are stored, or receive what is loaded."""
 
     actor: _Actor
     verb: _Verb
@@ -230,13 +231,13 @@ class _Access:
         self.happened = True
 
     def complete(self) -> None:
-        """From now on the actor may tell others that it is over."""
+        """A later release by the actor covers this access."""
         self.memory.done[self.verb][self.actor.number, self.where] = self.actor.clock[self.actor.number]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocked:
-    """A point at which an actor goes on once `free` says so. `what` it waits for, unless for its own blocks."""
+    """A point at which an actor waits until `free()`. `what()`: what it waits for; None: for its own blocks."""
 
     free: Callable[[], bool]
     what: Callable[[], str] | None = None
@@ -278,7 +279,7 @@ class _Actor:
         return self.routine is not None and (not isinstance(self.point, _Blocked) or self.point.free())
 
     def release(self) -> np.ndarray:
-        """What whoever acquires this learns."""
+        """The clock that an acquire of this release merges with its own."""
         known = self.clock.copy()
         self.clock[self.number] += 1
         return known
@@ -291,7 +292,7 @@ class _Actor:
 
 
 def _live(stages: Sequence[Call | Across]) -> set[str]:
-    """The buffers whose values before these stages matter to what out is after them."""
+    """The buffers on whose values before these stages the result depends."""
     live = {"out"}
     for stage in reversed(stages):
         if isinstance(stage, Call):
@@ -300,32 +301,24 @@ def _live(stages: Sequence[Call | Across]) -> set[str]:
 
 
 class _Machine:
+    """The devices of all hosts, their memory, and everything that runs on them."""
+
     def __init__(
         self,
         stages: tuple[Call | Across, ...],
         hosts: int,
-        size: int,
-        blocks: int,
-        chunk: int,
-        granule: int,
+        cut: Cut,
         op: str,
         kernel: Kernel,
         choose: Chooser,
         local_first: bool,
     ) -> None:
-        self.stages, self.hosts, self.blocks, self.op, self.kernel = stages, hosts, blocks, op, kernel
+        self.stages, self.hosts, self.op, self.kernel = stages, hosts, op, kernel
         self.choose, self.local_first = choose, local_first
         self.schedules = [stage.schedule for stage in stages if isinstance(stage, Call)]
-        self.n = self.schedules[0].n
-        self.devices = hosts * self.n
-        self.cut = Cut(size, self.n, chunk, blocks, granule)
-        self.sizes, kept = {"scratch": 0}, {stage.scratch for stage in stages if isinstance(stage, Call)} - {"scratch"}
-        for stage in stages:
-            if isinstance(stage, Call):
-                kind, scratch = stage.schedule.kind, stage.schedule.scratch_slices * self.cut.slice
-                self.sizes[stage.scratch] = max(self.sizes.get(stage.scratch, 0), scratch)
-                self.sizes[stage.x] = self.cut.slice if kind == "all_gather" else size
-                self.sizes[stage.out] = self.cut.slice if kind == "reduce_scatter" else size
+        self.cut, self.n, self.blocks = cut, cut.n, cut.blocks
+        self.devices, blocks = hosts * cut.n, cut.blocks
+        self.sizes, kept = self.buffer_sizes(), {stage.scratch for stage in stages if isinstance(stage, Call)} - {"scratch"}
         self.idle = [sorted(set(self.sizes) - kept - _live(stages[number:])) for number in range(len(stages))]
         actors = self.devices * (1 + blocks)
         self.programs = [_Actor(f"the program of device {d}", d, actors) for d in range(self.devices)]
@@ -341,9 +334,20 @@ class _Machine:
         # The signals that a flag holds, each what its sender knew. A wait takes the first ones and learns from no other.
         self.flags: defaultdict[tuple[int, int, str], deque[np.ndarray]] = defaultdict(deque)
         self.arrived: defaultdict[Hashable, list[Any]] = defaultdict(list)  # at each barrier, what was known
-        self.under_way: list[_Access] = []
+        self.in_flight: list[_Access] = []
         self.log: list[str] = [""]
         self.outputs: list[list[np.ndarray | None]] = []
+
+    def buffer_sizes(self) -> dict[str, int]:
+        """Elements of each buffer of a device."""
+        sizes = {"scratch": 0}
+        for stage in self.stages:
+            if isinstance(stage, Call):
+                kind, scratch = stage.schedule.kind, stage.schedule.scratch_slices * self.cut.slice
+                sizes[stage.scratch] = max(sizes.get(stage.scratch, 0), scratch)
+                sizes[stage.x] = self.cut.slice if kind == "all_gather" else self.cut.size
+                sizes[stage.out] = self.cut.slice if kind == "reduce_scatter" else self.cut.size
+        return sizes
 
     # Running
 
@@ -372,10 +376,10 @@ class _Machine:
         if local:
             return local
         while True:
-            chosen = self.pick(len(ready) + (0 if self.local_first else len(self.under_way)))
+            chosen = self.pick(len(ready) + (0 if self.local_first else len(self.in_flight)))
             if chosen < len(ready):
                 return ready[chosen]
-            self.under_way.pop(chosen - len(ready)).happen()
+            self.in_flight.pop(chosen - len(ready)).happen()
 
     def state(self) -> Hashable:
         """All that the future depends on: how far each actor is and, in their order, the signals not yet waited for."""
@@ -531,16 +535,16 @@ class _Machine:
                     f"race on {memory.name}, elements {elements[0]} to {elements[-1]}: "
                     f"{me.place()} {verb} them, {first} {other} them, and no signal orders the two"
                 )
-        memory.done[verb][me.number, where] = _UNDER_WAY
+        memory.done[verb][me.number, where] = _IN_FLIGHT
         memory.which[verb][me.number, where] = len(self.log)
         self.log.append(me.place())
         access = _Access(me, verb, memory, where, values)
-        self.under_way.append(access)
+        self.in_flight.append(access)
         return access
 
     def finish(self, access: _Access) -> None:
         if not access.happened:
-            self.under_way.remove(access)
+            self.in_flight.remove(access)
             access.happen()
         access.complete()
 
