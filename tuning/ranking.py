@@ -79,13 +79,10 @@ def winner(samples: Mapping[Config, Sequence[float]], incumbent: Config | None, 
     The `incumbent`, which the database holds, wins unless the other is more than `NEAR_TIE` faster for sure: so reruns agree.
     """
     best = min(_with_all_rounds(samples), key=lambda config: measure.median_us(samples[config]))
-    if (
-        incumbent is not None
-        and incumbent in samples
-        and confidence_faster(samples[best], samples[incumbent], NEAR_TIE, seed) < CONFIDENCE
-    ):
-        return incumbent
-    return best
+    if incumbent is None or incumbent not in samples:
+        return best
+    faster = confidence_faster(samples[best], samples[incumbent], NEAR_TIE, seed)
+    return best if faster >= CONFIDENCE else incumbent
 
 
 def _with_all_rounds(samples: Mapping[Config, Sequence[float]]) -> list[Config]:

@@ -177,7 +177,17 @@ def test_a_file_that_is_no_sweep_is_refused_with_its_name_and_the_way_out(tmp_pa
         sweep.read(path)
 
 
-def test_a_row_outside_of_the_knobs_and_a_later_schema_are_refused(tmp_path: Path) -> None:
+def test_the_file_has_the_keys_that_earlier_versions_wrote(tmp_path: Path) -> None:
+    run(FakeDevice(measured), tmp_path)
+    kept = json.loads(gzip.decompress(files(tmp_path)[0].read_bytes()))
+    assert list(kept) == [
+        "schema", "op", "name", "problem", "kind", "gpu", "device", "driver", "jax", "jaxlib", "cuda", "kernel_version",
+        "baseline", "seed", "date", "complete", "grid", "knobs", "rows",
+    ]  # fmt: skip
+    assert kept["knobs"] == {k: sorted(v) for k, v in SMALL.items()}
+
+
+def test_a_row_outside_of_the_parameters_and_a_later_schema_are_refused(tmp_path: Path) -> None:
     found = run(FakeDevice(measured), tmp_path)
     path = tmp_path / "x.json.gz"
     rows = (*found.rows, sweep.SweepRow((9, 0, 0, 0, 0), "ok", (1.0,)))
