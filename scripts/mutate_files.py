@@ -1,4 +1,4 @@
-"""Gives broken files to what reads them, and says how many ended in anything but a result or one line of words.
+"""Gives broken files to their readers, and prints how many ended in anything but a result or a message of one line.
 
     python scripts/mutate_files.py                                  # 1,000 of each kind
     python scripts/mutate_files.py --count 100000 --seed 1          # hours
@@ -77,7 +77,7 @@ def database_of(spec: OpSpec) -> bytes:
 
 
 def journal_of(spec: OpSpec, folder: Path) -> bytes:
-    """Of a study with three trials that is done, one that is not, and a fleet's queue."""
+    """A journal with a finished study of three trials, an unfinished one, and a fleet's queue."""
     import dataclasses
 
     from mgpu_ops.tuning import storage
@@ -134,7 +134,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def change(tree: Any, rng: random.Random) -> None:
-    """Changes one value of a JSON document, or leaves out, doubles or renames what there is."""
+    """Changes one value of a JSON document, or removes, doubles or renames an entry."""
     every = list(places(tree))
     if not every:
         return
@@ -157,7 +157,7 @@ def change(tree: Any, rng: random.Random) -> None:
 
 
 def bytes_of(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, left out or doubled, or the end cut off."""
+    """The bytes with some of them changed, removed or doubled, or with the end cut off."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at, length = rng.randrange(len(found) or 1), rng.choice((1, 1, 2, 8, 40))
@@ -211,14 +211,14 @@ def mutated(kind: str, data: bytes, rng: random.Random) -> bytes:
 
 
 def read_database(path: Path, spec: OpSpec) -> bool:
-    """Whether the file was taken for a database."""
+    """Runs all readers of databases; whether the file is one."""
     from mgpu_ops.tuning import cli, search
     from mgpu_ops.tuning.bench import page, sources
 
     first, second, *_, last = spec.shapes.values()
     for problem in (first, second, last):  # as a program does while it is traced: nothing may be raised
         resolution.resolve(spec, problem, H200)
-    search.nearest(spec, first, H200)
+    search.stored_neighbours(spec, first, H200)
     out = path.with_suffix(".csv")
     for words in (
         ("validate", "--stale", path),
@@ -253,7 +253,7 @@ def read_journal(path: Path, spec: OpSpec) -> bool:
             for kind in ("measured", "modelled"):
                 study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
                 ledger = Ledger(study, spec.Config, legal=lambda config: spec.check(problem, config, H200) is None)
-                ledger.news()
+                ledger.new_results()
                 ledger.adopt()
                 ledger.close()
     except storage.StorageError:
@@ -289,7 +289,7 @@ Read = Callable[[Path, OpSpec], bool]
 
 
 def of_kind(kind: str, specs: Sequence[OpSpec], folder: Path) -> list[tuple[OpSpec, bytes, Path, Read]]:
-    """(op, a sound file, where it goes, what reads it)."""
+    """(op, an intact file, where it goes, its reader)."""
     if kind == "problems":
         return [(spec, problems_of(spec), folder / "problems.json", read_problems) for spec in specs]
     if kind == "database":
@@ -301,7 +301,7 @@ def of_kind(kind: str, specs: Sequence[OpSpec], folder: Path) -> list[tuple[OpSp
 
 
 def trial(read: Read, path: Path, spec: OpSpec) -> str:
-    """What came of reading a file: `TAKEN`, "refused", or "hang" or "traceback" and where."""
+    """The result of reading a file: `TAKEN`, "refused", or "hang" or "traceback" with its place."""
 
     def stop(*_: Any) -> None:
         raise Hang
@@ -320,7 +320,7 @@ def trial(read: Read, path: Path, spec: OpSpec) -> str:
 
 
 def try_kind(kind: str, specs: Sequence[OpSpec], count: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
-    """What came of so many broken files of a kind, dealt out to the ops."""
+    """The results of so many broken files of a kind, shared among the ops."""
     outcomes: Counter[str] = Counter()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a journal is synced to the disk line by line
     with tempfile.TemporaryDirectory(dir=memory) as name, quiet(Path(name)):
@@ -351,7 +351,7 @@ def try_kind(kind: str, specs: Sequence[OpSpec], count: int, seed: int, say: Cal
 
 @contextlib.contextmanager
 def quiet(folder: Path) -> Iterator[None]:
-    """An empty database of the user's, no warnings and no log."""
+    """An empty user database, no warnings and no log."""
     old = {name: os.environ.get(name) for name in ("MGPU_OPS_CONFIG_DIR", "MGPU_OPS_STATE_DIR")}
     os.environ |= {name: str(folder / name) for name in old}
     logging.disable(logging.CRITICAL)

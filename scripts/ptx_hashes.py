@@ -54,7 +54,7 @@ def named(ops: Sequence[str], gpu_key: str) -> Iterator[Case]:
 
 
 def normalised(ptx: str) -> str:
-    """PTX less the kernel's name and what is for debuggers."""
+    """PTX without the kernel's name and without debug information."""
     lines = [line for line in ptx.splitlines() if not _DEBUG.fullmatch(line)]
     text = "\n".join(lines)
     for name in _ENTRY.findall(text):
@@ -63,7 +63,7 @@ def normalised(ptx: str) -> str:
 
 
 def hash_of(kernels: Iterable[str]) -> str:
-    """Of the PTX of all kernels of a function, in any order."""
+    """The hash of the PTX of all kernels of a function, whatever their order."""
     texts = sorted(map(normalised, kernels))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16] if texts else NO_KERNEL
 
@@ -84,7 +84,7 @@ def lines_of(cases: Sequence[Case], hashes: Iterable[str]) -> Iterator[str]:
 
 
 def differences(before: Iterable[str], now: Iterable[str], ops: Sequence[str]) -> list[str]:
-    """What differs between the lines of two runs, as far as they are about these ops; one line each."""
+    """The differences between the lines of two runs about these ops, a line for each."""
     old, new = (dict(reversed(line.split(" ", 1)) for line in lines if _op(line) in ops) for lines in (before, now))
     changed = [f"changed: {key}: {old[key]} -> {new[key]}" for key in old.keys() & new.keys() if old[key] != new[key]]
     gone, added = ([f"{word}: {key}" for key in keys] for word, keys in _missing(old, new).items())
