@@ -1,4 +1,4 @@
-"""Tile orders: every tile is visited once, by the block whose turn it is, in strips or group after group."""
+"""Tile orders: every tile is visited once, by the block that it belongs to, in strips or group after group."""
 
 from __future__ import annotations
 
