@@ -17,7 +17,7 @@ from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.registry import dispatch
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning.terminal import brief
 
 BACKWARD = {"flash_attention": "flash_attention_backward"}  # the ops whose gradient is an op of its own
@@ -89,7 +89,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
 }
 
 
-def refusal(spec: OpSpec, problem: Any) -> str | None:
+def refusal(spec: OpSpec, problem: Problem) -> str | None:
     """The public function's error for a problem that no kernel runs; None where it runs the problem through XLA.
 
     Nothing is computed. None for collectives, whose arrays are on several GPUs.
@@ -100,12 +100,13 @@ def refusal(spec: OpSpec, problem: Any) -> str | None:
         spec = mgpu_ops.spec_of(next(forward for forward, backward in BACKWARD.items() if backward == spec.name))
         fields = dataclasses.asdict(problem)
         problem = spec.Problem(**{field.name: fields[field.name] for field in dataclasses.fields(spec.Problem)})
+    dtype = dataclasses.asdict(problem)["dtype"]
     floats = dataclasses.replace(problem, dtype="bfloat16")  # `inputs` may not make random numbers of every dtype
     try:
         arrays = jax.eval_shape(partial(spec.inputs, floats), jax.random.key(0))
     except (ArithmeticError, IndexError):  # nothing to make random numbers of
         return None
-    as_asked = [jax.ShapeDtypeStruct(x.shape, problem.dtype) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    as_asked = [jax.ShapeDtypeStruct(x.shape, dtype) if x.dtype == jnp.bfloat16 else x for x in arrays]
     try:
         jax.eval_shape(CALLS[spec.name](problem, "xla"), *arrays_of(spec, tuple(as_asked)))
     except (TypeError, ValueError, OverflowError) as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import mgpu_ops
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning.labels import label, problem_of
 
 OURS = "mgpu_ops"
@@ -208,7 +208,7 @@ _BY_ROW_SINCE = "2026-11-22"
 _LIMIT_BEFORE = {"flash_attention": 0.15, "flash_attention+grad": 0.45, "flash_attention_backward": 0.45}
 
 
-def tolerance(spec: OpSpec, problem: Any, grad: bool) -> float:
+def tolerance(spec: OpSpec, problem: Problem, grad: bool) -> float:
     """The largest error that is right.
 
     With `grad`, also that of the op's backward op, or of results in the inputs' dtype, which gradients have.
@@ -217,8 +217,9 @@ def tolerance(spec: OpSpec, problem: Any, grad: bool) -> float:
     backward = mgpu_ops.SPECS.get(f"{spec.name}_backward")
     if grad and backward is not None:
         limits.append(backward.tolerance(problem))
-    if grad and hasattr(problem, "out_dtype"):
-        limits.append(spec.tolerance(dataclasses.replace(problem, out_dtype=problem.dtype)))
+    fields = dataclasses.asdict(problem)
+    if grad and "out_dtype" in fields:
+        limits.append(spec.tolerance(dataclasses.replace(problem, out_dtype=fields["dtype"])))
     return max(limits)
 
 
@@ -255,7 +256,7 @@ def _largest(name: str, grad: bool = False) -> float:
     return max(tolerance(spec, problem, grad) for problem in spec.shapes.values())
 
 
-def failures(rows: Iterable[Measurement], spec: OpSpec, problems: Mapping[str, Any], *, grad: bool) -> list[str]:
+def failures(rows: Iterable[Measurement], spec: OpSpec, problems: Mapping[str, Problem], *, grad: bool) -> list[str]:
     """The problems for which ours has no measurement or a wrong result; where there are any, `bench` exits with 1."""
     ours = [row for row in rows if row.op == spec.name + GRAD * grad and row.variant is not None]
     found = []

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import ptxas
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import dispatch, resolution
-from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning import measure, public
 from mgpu_ops.tuning.bench.implementations import COMPETITORS, Competitor
 from mgpu_ops.tuning.bench.results import GRAD, OURS, ROOFLINE, Libraries, Measurement, Stamp, six_digits, tolerance
@@ -53,7 +52,7 @@ class BenchOptions:
 
 def run(
     spec: OpSpec,
-    problems: Mapping[str, Any],
+    problems: Mapping[str, Problem],
     options: BenchOptions,
     *,
     progress: Callable[[str], None],
@@ -130,7 +129,7 @@ def _competitor(spec: OpSpec, name: str) -> Competitor:
     return known[name]
 
 
-def config_text(spec: OpSpec, problem: Any, gpu: Gpu) -> str:
+def config_text(spec: OpSpec, problem: Problem, gpu: Gpu) -> str:
     """The config that a call of ours uses, and where it comes from."""
     found = resolution.resolve(spec, problem, gpu)
     fields = dataclasses.asdict(found.config).items()
@@ -155,7 +154,7 @@ class _ProblemRun:
     """The measuring of one problem."""
 
     spec: OpSpec
-    problem: Any
+    problem: Problem
     label: str
     options: BenchOptions
     stamp: Stamp
@@ -219,7 +218,7 @@ class _ProblemRun:
             text += f" | backward {self._config_or_xla(*backward)}"
         return text
 
-    def _config_or_xla(self, spec: OpSpec, problem: Any) -> str:
+    def _config_or_xla(self, spec: OpSpec, problem: Problem) -> str:
         reason = spec.supports(problem, self.options.gpu)
         return config_text(spec, problem, self.options.gpu) if reason is None else f"backend=xla, for {reason}"
 
@@ -271,7 +270,7 @@ class _ProblemRun:
             return flops + spec.flops(problem), moved + spec.bytes(problem)
         return _GRAD_FACTOR * flops, _GRAD_FACTOR * moved
 
-    def _backward(self) -> tuple[OpSpec, Any] | None:
+    def _backward(self) -> tuple[OpSpec, Problem] | None:
         """The op that computes the gradient, where it is an op of its own, and its problem."""
         if self.spec.name not in BACKWARD:
             return None
@@ -333,7 +332,7 @@ def _with_gradient(function: Function) -> Callable[..., tuple]:
     return forward_and_backward
 
 
-def _expected(spec: OpSpec, problem: Any, operands: tuple, *, grad: bool) -> tuple[jax.Array, ...]:
+def _expected(spec: OpSpec, problem: Problem, operands: tuple, *, grad: bool) -> tuple[jax.Array, ...]:
     """The results in float32, by the public function through XLA at its highest precision, from the same inputs."""
     wide = tuple(x.astype(jnp.float32) if _is_float(x) else x for x in operands)
     function = public.CALLS[spec.name](_in_float32(problem), "xla")
@@ -344,6 +343,6 @@ def _expected(spec: OpSpec, problem: Any, operands: tuple, *, grad: bool) -> tup
     return tuple(jax.tree.leaves(answers))
 
 
-def _in_float32(problem: Any) -> Any:
+def _in_float32(problem: Problem) -> Problem:
     names = {field.name for field in dataclasses.fields(problem)} & {"dtype", "out_dtype"}
     return dataclasses.replace(problem, **dict.fromkeys(names, "float32"))

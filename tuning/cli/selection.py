@@ -13,10 +13,10 @@ from mgpu_ops.tuning.cli.shared import UsageError, say
 
 if TYPE_CHECKING:
     from mgpu_ops.core.gpu import Gpu
-    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.registry.spec import OpSpec, Problem
     from mgpu_ops.tuning.problems import TuningJob
 
-Problems = dict[str, Any]  # name -> Problem
+Problems = dict[str, "Problem"]  # by name
 
 
 def problems_of(spec: OpSpec, arguments: argparse.Namespace) -> Problems:
@@ -37,7 +37,7 @@ def problems_of(spec: OpSpec, arguments: argparse.Namespace) -> Problems:
     return _by_fields(spec, given, needed)
 
 
-def shape_of(spec: OpSpec, name: str) -> Any:
+def shape_of(spec: OpSpec, name: str) -> Problem:
     """The op's problem of that name."""
     if name not in spec.shapes:
         raise UsageError(f"shape {name!r} is not one of {', '.join(spec.shapes)}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import optuna
     from rich.progress import Progress, TaskID
 
-    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.registry.spec import OpSpec, Problem
     from mgpu_ops.tuning.device import Device
     from mgpu_ops.tuning.outcome import Trial
     from mgpu_ops.tuning.problems import TuningJob
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ALL = 2**31  # trials of the sampler "brute", which ends with the last legal config
 
 # (spec, problem, device) -> context of the problem's study; of None where trials are kept in memory only
-Studies = Callable[["OpSpec", Any, "Device"], AbstractContextManager["optuna.Study | None"]]
+Studies = Callable[["OpSpec", "Problem", "Device"], AbstractContextManager["optuna.Study | None"]]
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ def studies_of(arguments: argparse.Namespace) -> Iterator[Studies]:
     with storage.opened(where) if where else contextlib.nullcontext() as shared:
 
         @contextlib.contextmanager
-        def study(spec: OpSpec, problem: Any, device: Device) -> Iterator[optuna.Study | None]:
+        def study(spec: OpSpec, problem: Problem, device: Device) -> Iterator[optuna.Study | None]:
             if shared is None and device.kind != "measured":
                 yield None
                 return

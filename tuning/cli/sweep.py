@@ -26,12 +26,12 @@ from mgpu_ops.tuning.devices import devices_for, has_gpu
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from mgpu_ops.registry.spec import OpSpec
+    from mgpu_ops.registry.spec import OpSpec, Problem
     from mgpu_ops.tuning.device import Device
     from mgpu_ops.tuning.replay.sweep import Sweep
 
 OUTPUT = Path("results/replay")
-NamedProblem = tuple["OpSpec", str, Any]  # (spec, name, problem)
+NamedProblem = tuple["OpSpec", str, "Problem"]  # (spec, name, problem)
 
 
 def register(commands: Any) -> None:
