@@ -51,7 +51,8 @@ class Mutant:
     def stale(self, root: Path) -> str | None:
         """Why the patch no longer applies to the checkout at `root`, or None."""
         for test in self.tests:
-            if not (root / test.partition("::")[0]).exists():
+            name, _, function = test.partition("::")
+            if not (root / name).exists() or f"def {function}" not in (root / name).read_text():
                 return f"there is no {test}"
         for hunk in self.hunks:
             file = root / hunk.path
