@@ -28,7 +28,8 @@ help:  ## list the targets
 setup:  ## make .venv with the newest suitable Python >= 3.12 (PYTHON=/path picks one)
 	@scripts/setup.sh $(VENV) $(EXTRAS)
 
-test: lint types imports unit  ## every check and test that needs no GPU
+test: lint imports  ## every check and test that needs no GPU
+	@$(MAKE) --jobs 2 types unit  # beside each other: mypy takes one core for a minute, and tests now and then wait
 
 lint: setup  ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
