@@ -161,7 +161,7 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     return q.ndim == 4
 
 
-def _checked_window(window: Any) -> tuple[int, int]:
+def _checked_window(window: Window | None) -> tuple[int, int]:
     """(left, right) with -1 for no bound."""
     if window is None:
         return -1, -1
@@ -187,30 +187,34 @@ def _checked_number(name: str, value: Any, *, positive: bool) -> float:
     return number
 
 
-def _checked_config(name: str, config: Any, kind: type) -> Any:
+def _checked_config[C: (Config, BackwardConfig)](name: str, config: C | None, kind: type[C]) -> C | None:
     if config is not None and not isinstance(config, kind):
         raise TypeError(f"{name} is {config!r}: pass a mgpu_ops.FlashAttention{'Backward' * ('back' in name)}Config")
     return config
 
 
-def _check_shape(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
+def _check_shape(name: str, x: jax.Array, shape: tuple[int, ...], meaning: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}: it must be {meaning} = {shape}")
 
 
-def _checked_lengths(q: jax.Array, k: jax.Array, q_lengths: Any, kv_lengths: Any) -> tuple[jax.Array, jax.Array]:
-    def one(name: str, lengths: Any, x: jax.Array) -> jax.Array:
+def _checked_lengths(
+    q: jax.Array, k: jax.Array, q_lengths: Integers | None, kv_lengths: Integers | None
+) -> tuple[jax.Array, jax.Array]:
+    def one(name: str, lengths: Integers | None, x: jax.Array) -> jax.Array:
         if lengths is None:
             return jnp.full((x.shape[0],), x.shape[1], jnp.int32)
-        lengths = integers.array(name, lengths)
-        lengths = lengths.reshape(1) if lengths.ndim == 0 and x.shape[0] == 1 else lengths
-        _check_shape(name, lengths, x.shape[:1], "[batch]")
-        return integers.clipped(lengths, x.shape[1])
+        found = integers.array(name, lengths)
+        found = found.reshape(1) if found.ndim == 0 and x.shape[0] == 1 else found
+        _check_shape(name, found, x.shape[:1], "[batch]")
+        return integers.clipped(found, x.shape[1])
 
     return one("q_lengths", q_lengths, q), one("kv_lengths", kv_lengths, k)
 
 
-def _checked_segments(q: jax.Array, k: jax.Array, q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
+def _checked_segments(
+    q: jax.Array, k: jax.Array, q_ids: Integers | None, kv_ids: Integers | None
+) -> tuple[jax.Array, jax.Array]:
     if q_ids is None:
         raise ValueError("kv_segment_ids without q_segment_ids: give the queries' segments too")
     if kv_ids is None and q.shape[1] != k.shape[1]:
@@ -227,7 +231,7 @@ def _checked_segments(q: jax.Array, k: jax.Array, q_ids: Any, kv_ids: Any) -> tu
     return integers.comparable(names[0], q_ids, names[1], kv_ids)
 
 
-def _checked_bias(q: jax.Array, k: jax.Array, bias: Any, mask: Any) -> jax.Array | None:
+def _checked_bias(q: jax.Array, k: jax.Array, bias: ArrayLike | None, mask: ArrayLike | None) -> jax.Array | None:
     """bias, -inf where the mask is False: [batch or 1, q_heads or 1, q_tokens, kv_tokens], or None."""
     shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
 

@@ -211,8 +211,8 @@ class ThreadBlock:
             kv_ids = load_per_row(x.inputs.segments[1].at[at.batch, pl.ds(first_key, ROWS)])
             weights = self.mask.hide_by_segment(weights, 0.0, kv_ids, q_ids)
         if tile.masked:
-            rows = self.mask.column_numbers(wg) + row
-            weights = self.mask.hide_by_position(weights, 0.0, x.mask_terms(at.batch), first_key, rows)
+            tokens = self.mask.tokens(SQUARE, first_key, self.mask.column_numbers(wg) + row)
+            weights = self.mask.hide_by_position(weights, 0.0, x.mask_terms(at.batch), tokens)
         return weights, slope
 
     def delta(self, tile: ScoreTile) -> jax.Array:

@@ -204,8 +204,8 @@ class _Consumer:
         s = engine.accumulated(self.s_acc, len(block.panels))
         weights, slope = self._weights(s, at, lse, k_stage, rows)
         if masked:
-            keys = self.mask.column_numbers(wg) + key
-            weights = self.mask.hide_by_position(weights, 0.0, block.x.mask_terms(at.batch), at.token, keys)
+            tokens = self.mask.tokens(TILE, at.token, self.mask.column_numbers(wg) + key)
+            weights = self.mask.hide_by_position(weights, 0.0, block.x.mask_terms(at.batch), tokens)
         # 3. Wait for dP: the values' stage is empty.
         ds = weights * (engine.accumulated(self.dp_acc, 0) - along_rows(delta, TILE))
         engine.barrier_arrive(v.empty.at[v_stage])

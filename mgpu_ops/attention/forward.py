@@ -49,6 +49,7 @@ from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.tile_scheduler import Int
 
 TILE_COST = 4  # what an output tile takes beside its kv blocks, in kv blocks: measured, docs/kernels/flash_attention.md
 
@@ -176,10 +177,10 @@ class _Consumer:
         wg, tiles = lax.axis_index("wg"), block.tiles.count
         own, mask = pl.ds(wg * ROWS, ROWS), ScoreMask(block.smem["numbers"])
         mask.write_numbers(wg)
-        self = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
-        lax.fori_loop(0, tiles, self._output_tile, (block.tiles.number(0), jnp.int32(0)))
+        consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
+        lax.fori_loop(0, tiles, consumer._output_tile, (block.tiles.number(0), jnp.int32(0)))
         if block.c.q_slots > 1:
-            pl.when(tiles > 0)(lambda: self._release_queries(tiles - 1))
+            pl.when(tiles > 0)(lambda: consumer._release_queries(tiles - 1))
 
     def _output_tile(self, i: jax.Array, carry: Any) -> Any:
         """Stages of an output tile; the producer meanwhile loads what comes next."""
@@ -306,7 +307,7 @@ class _Rows:
             engine.wgmma(s_acc, self.q[panel], engine.transpose_ref(self.block.smem["k"].at[stage, panel]))
         return stage
 
-    def _scores(self, stage: jax.Array, kv_block: jax.Array, masked: bool, in_flight: int) -> Scores:
+    def _scores(self, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
         """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
         block, x, w = self.block, self.block.x, self.consumer
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
@@ -320,7 +321,7 @@ class _Rows:
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])
         if masked:
             keys = w.mask.column_numbers(w.wg) + kv_block * block.c.tile_kv
-            s = w.mask.hide_by_position(s, -jnp.inf, self.terms, self.at.token, keys)
+            s = w.mask.hide_by_position(s, -jnp.inf, self.terms, w.mask.tokens(s.shape, self.at.token, keys))
         return Scores(s, factor)
 
     def _start_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:

@@ -18,6 +18,8 @@ from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core.tile_scheduler import Int, cdiv
 
+type Pair = tuple[jax.Array, jax.Array]  # of queries and of keys
+
 
 class BlockRange(NamedTuple):
     """Blocks [first, end) hold every visible pair, and there is at least one; in [whole, whole_end) every pair is visible."""
@@ -74,7 +76,7 @@ class MaskTerms:
         whole_end = jnp.where(whole_end == self.q_end, cdiv(self.q_end, tile_q) * tile_q, whole_end)
         return _blocks(BlockRange(first, whole, whole_end, end), tile_q, self.problem.q_tokens)
 
-    def sees(self, row: Any, key: Any) -> Any:
+    def sees(self, row: jax.Array, key: jax.Array) -> jax.Array:
         """Whether each row sees each key, segments apart. row, key: int32 arrays that broadcast to one shape."""
         low, high = self.bounds()
         seen = key < self.kv_end
@@ -101,21 +103,21 @@ class BlockOrder:
         return BlockOrder(blocks._replace(whole_end=jnp.where(all_whole, blocks.end - 1, blocks.whole_end)))
 
     @property
-    def masked(self) -> Any:
+    def masked(self) -> Int:
         """The number of blocks with a mask."""
         return self.blocks.end - self.blocks.first - self.unmasked
 
     @property
-    def unmasked(self) -> Any:
+    def unmasked(self) -> Int:
         """The number of blocks without one."""
         return self.blocks.whole_end - self.blocks.whole
 
-    def masked_block(self, i: Any) -> Any:
+    def masked_block(self, i: Int) -> Int:
         """The i-th block with a mask: first those after the whole ones, then those before."""
         _, whole, whole_end, end = self.blocks
         return jnp.where(i < end - whole_end, end - 1 - i, whole - 1 - (i - (end - whole_end)))
 
-    def unmasked_block(self, i: Any) -> Any:
+    def unmasked_block(self, i: Int) -> Int:
         """The i-th block without a mask."""
         return self.blocks.whole_end - 1 - i
 
@@ -149,7 +151,7 @@ def _blocks(tokens: BlockRange, tile: int, count: int) -> BlockRange:
 # --- The mask as an array --------------------------------------------------------------------------------------------
 
 
-def mask_of(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
+def mask_of(problem: Problem, lengths: Pair | None = None, segments: Pair | None = None) -> jax.Array:
     """Whether row t of a batch entry sees key s: [batch or 1, q_tokens, kv_tokens].
 
     lengths: (q_lengths, kv_lengths), each [batch]; segments: (q_segments [batch, q_tokens], kv_segments [batch, kv_tokens]).
@@ -166,7 +168,9 @@ def mask_of(problem: Problem, lengths: Any = None, segments: Any = None) -> Any:
     return jnp.broadcast_to(mask, (mask.shape[0], p.q_tokens, p.kv_tokens))
 
 
-def zero_unseen(problem: Problem, inputs: Inputs, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def zero_unseen(
+    problem: Problem, inputs: Inputs, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k and v with zeros in each query row that sees no key and in each key and value that no row sees, NaN or not."""
     rows, keys = (seen[..., None] for seen in _seen_tokens(problem, inputs))
     return jnp.where(rows, q, 0), jnp.where(keys, k, 0), jnp.where(keys, v, 0)

@@ -37,7 +37,7 @@ from mgpu_ops.core.limits import itemsize_of
 SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
-def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more, four packed segments, a bias."""
     p = problem
     keys = jax.random.split(key, 8)
@@ -57,7 +57,7 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     return (*qkv, *rest)
 
 
-def backward_inputs(problem: BackwardProblem, key: Any) -> tuple[jax.Array, ...]:
+def backward_inputs(problem: BackwardProblem, key: jax.Array) -> tuple[jax.Array, ...]:
     """`inputs`, a random gradient of the output, and the lse and delta that the forward pass leaves."""
     p = problem
     q, k, v, *rest = inputs(p, key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from mgpu_ops.core.limits import itemsize_of
 _CHUNK_BYTES = 2**31  # of scores in memory at a time
 
 
-def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output [batch, q_tokens, q_heads, head_dim] of q's dtype, and log2 of each row's sum of exponentials, +inf for none.
 
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
@@ -132,7 +131,7 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
     q, k, v, out_grad, _, delta, *rest = arrays
     inputs = Inputs.of(problem, tuple(rest))
 
-    def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array]:
+    def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         with_bias = Inputs(inputs.options, inputs.lengths, inputs.segments, bias)
         out, lse = forward(problem, q, k, v, *with_bias.arrays())
         return out, jnp.where(lse == jnp.inf, 0.0, lse)

@@ -35,14 +35,16 @@ class ScoreMask:
         """0, 1, 2... for the columns of a tile. Added to its first token, they are the columns' tokens."""
         return load_per_column(self.numbers.at[wg])
 
-    def hide_by_position(self, tile: jax.Array, hidden: float, terms: MaskTerms, first: Int, columns: jax.Array) -> jax.Array:
-        """`hidden` where a row does not see a key by window, causal mask or length.
+    def tokens(self, shape: tuple[int, ...], first: Int, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The query rows and the keys of a tile. first: the token of its first row; columns: the tokens of its columns."""
+        tokens = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + first, along_columns(columns, shape)
+        return tokens[::-1] if self.keys_first else tokens
 
-        first: the token of the tile's first row; columns: the tokens of its columns.
-        """
-        tokens = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=TILE) + first, along_columns(columns, tile.shape)
-        seen = terms.sees(*(reversed(tokens) if self.keys_first else tokens))
-        return jnp.where(seen, tile, hidden)
+    def hide_by_position(
+        self, tile: jax.Array, hidden: float, terms: MaskTerms, tokens: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
+        """`hidden` where a row does not see a key by window, causal mask or length. tokens: of `self.tokens`."""
+        return jnp.where(terms.sees(*tokens), tile, hidden)
 
     def hide_by_segment(self, tile: jax.Array, hidden: float, row_ids: jax.Array, column_ids: jax.Array) -> jax.Array:
         """`hidden` where row and key differ in segment. row_ids, column_ids: the ids of the tile's rows and columns."""
