@@ -140,8 +140,8 @@ class _Consumer:
         """Starts the copies of dS, the gradient of the bias, to global memory."""
         block = self.block
         for part in self.parts:
-            keys, rows = pl.ds(kv.at.token + wg * ROWS, ROWS), pl.ds(at.token + part * ROWS, ROWS)
-            place = block.refs.dbias.at[at.batch * block.p.q_heads + at.head, keys, rows]
+            head, key, row = at.batch * block.p.q_heads + at.head, kv.at.token + wg * ROWS, at.token + part * ROWS
+            place = block.refs.dbias.at[head, pl.ds(key, ROWS), pl.ds(row, ROWS)]
             plgpu.copy_smem_to_gmem(block.smem["ds"].at[buffer, part, pl.ds(wg * ROWS, ROWS), :], place)
 
     def _rows(self, name: str, stage: jax.Array, part: int) -> Any:
