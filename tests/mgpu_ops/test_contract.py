@@ -77,7 +77,7 @@ def test_suites_name_shapes_that_exist_each_once(spec):
 # --- every named problem on every GPU
 
 
-@every_shape
+@every_fourth_shape
 def test_default_runs_and_has_a_modelled_time_on_every_gpu(spec, shape):
     problem = spec.shapes[shape]
     for device in GPUS:

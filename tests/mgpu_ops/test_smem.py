@@ -114,7 +114,7 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", thorough.cases(BACKWARD_CASES, ["fused"]))
+@pytest.mark.parametrize("name", thorough.cases(BACKWARD_CASES, ["fused", "fused, bias"]))
 def test_gradients_of_attention_count_the_bytes_that_mosaic_launches(name):
     problem, config = BACKWARD_CASES[name]
     wanted = {"flash_attention_backward": backward_smem_bytes(problem, config)}

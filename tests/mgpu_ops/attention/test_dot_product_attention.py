@@ -130,6 +130,9 @@ IN_ALL = [  # what others show together or one by one
     "full mask",
     "bias",
     "causal",
+    "negative scale",
+    "causal window",
+    "mask of batch entries",
 ]
 
 

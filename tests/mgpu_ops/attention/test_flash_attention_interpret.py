@@ -160,6 +160,9 @@ FORWARD_IN_ALL = [  # what others show together or one by one
     "causal, aligned, wide tiles that divide the keys",
     "window, causal, of less than a tile",
     "bias, float32, two warpgroups",
+    "head_dim padded to 128, two warpgroups",
+    "one row, one key",
+    "bias, float16, soft cap, window, three steps",
 ]
 
 
@@ -303,6 +306,8 @@ BACKWARD_IN_ALL = [  # what others show together or one by one
     "bias with gradient, keys in whole tiles",
     "head_dim of 256, keys in whole tiles",
     "head_dim of 256, causal, lengths, segments, soft cap, float16",
+    "odd lengths, grouped heads, float16",
+    "head_dim padded, soft cap",
 ]
 
 

@@ -144,6 +144,8 @@ IN_ALL = [  # what others show together or one by one
     "contraction, n shared, float16",
     "contraction, four epilogue tiles",
     "contraction, epilogue tiles of two swizzle rows",
+    "strips of three, pipeline of three",
+    "contraction, 128 rows a step",
 ]
 
 

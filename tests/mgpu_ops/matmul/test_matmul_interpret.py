@@ -132,6 +132,17 @@ IN_ALL = [  # what others show together or one by one
     "two parts of k",
     "float16",
     "pipeline longer than all steps",
+    "whole tiles",
+    "one short step of k",
+    "cluster along m",
+    "strips of two along n",
+    "tile_k of 128",
+    "three epilogue tiles",
+    "A transposed, tails",
+    "both transposed, tails",
+    "bfloat16 to float32, tails",
+    "201 rows, wide tiles",
+    "wide tiles shared in a cluster",
 ]
 
 
