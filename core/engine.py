@@ -58,6 +58,32 @@ class Accumulators:
     warpgroups: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ClusterSum:
+    """Scratch type: adds up float32 values of `shape`, of each of `warpgroups` warpgroups, over the `blocks` of a cluster.
+
+    A kernel receives a handle, `_ClusterSum`. The first block along the cluster's axis `axis` gets the sum; the others send it
+    their values through distributed shared memory. Source: PTX ISA, "st.async".
+    """
+
+    shape: tuple[int, int]
+    warpgroups: int
+    blocks: int
+    axis: str
+
+    def inbox(self) -> tuple[int, ...]:
+        """The shape of what the first block receives: from each other block, from each of its warpgroups."""
+        return (self.blocks - 1, self.warpgroups, *self.shape)
+
+    def scratch(self, interpret: bool) -> list[Any]:
+        """What stands for it in the scratch types of a Pallas kernel. Interpreted, the inbox is an output of the kernel."""
+        all_blocks = plgpu.ClusterBarrier(collective_axes=(self.axis,), num_arrivals=self.warpgroups)
+        if interpret:
+            return [all_blocks, all_blocks]
+        inbox = plgpu.SMEM(self.inbox(), jnp.float32, transforms=operand_transforms(self.shape[1], jnp.float32))
+        return [inbox, plgpu.Barrier(num_arrivals=self.blocks - 1, num_barriers=self.warpgroups), all_blocks]
+
+
 _interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
 
 
@@ -95,6 +121,66 @@ class _Simulated:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         with inflight.scope():
             fn(*accs)
+
+
+class _ClusterSum:
+    """What a kernel has of a `ClusterSum`. Its inbox is free when `taken` by the first block, and holds what has `arrived`."""
+
+    def __init__(self, kind: ClusterSum, inbox: Any, arrived: Any, taken: Any):
+        self._kind, self._inbox, self._arrived, self._taken = kind, inbox, arrived, taken
+
+    def add(self, values: jax.Array, number: jax.Array, use: Callable[[jax.Array], None]) -> None:
+        """Runs `use(sum over the blocks)` in the cluster's first block.
+
+        Every consumer warpgroup of every block calls it, for the sums `number` = 0, 1, ... of the whole kernel, and in the end
+        `finish`. Blocks are added in their order, so that the same values give the same bits.
+        """
+        first = lax.axis_index(self._kind.axis) == 0
+        pl.when(number > 0)(self.finish)  # the inbox is free again
+
+        @pl.when(jnp.logical_not(first))
+        def _() -> None:
+            self._send(values)
+
+        @pl.when(first)
+        def _() -> None:
+            total = values
+            for part in self._receive():
+                total += part
+            use(total)
+
+        plgpu.barrier_arrive(self._taken)
+
+    def finish(self) -> None:
+        """Waits until the last sum is made: a block that ends before would take its shared memory from under the others."""
+        plgpu.barrier_wait(self._taken)
+
+    def _send(self, values: jax.Array) -> None:
+        wg, axis = lax.axis_index("wg"), self._kind.axis
+        there = self._inbox.at[lax.axis_index(axis) - 1, wg]
+        plgpu.async_store_smem(values, there, self._arrived.at[wg], cluster_idx=jnp.int32(0), cluster_dim=axis)
+
+    def _receive(self) -> Iterator[jax.Array]:
+        wg = lax.axis_index("wg")
+        plgpu.barrier_wait(self._arrived.at[wg])
+        for part in range(self._kind.blocks - 1):
+            yield self._inbox[part, wg]
+
+
+class _SimulatedClusterSum(_ClusterSum):
+    """In the interpreter, which has no distributed shared memory: values go through global memory, [clusters, *inbox]."""
+
+    def _send(self, values: jax.Array) -> None:
+        inbox = self._inbox.at[lax.axis_index("block")]
+        inbox[lax.axis_index(self._kind.axis) - 1, lax.axis_index("wg")] = values
+        plgpu.barrier_arrive(self._arrived)
+        plgpu.barrier_wait(self._arrived)  # each phase of a barrier must be seen by all who share it
+
+    def _receive(self) -> Iterator[jax.Array]:
+        plgpu.barrier_arrive(self._arrived)
+        plgpu.barrier_wait(self._arrived)
+        for part in range(self._kind.blocks - 1):
+            yield self._inbox[lax.axis_index("block"), part, lax.axis_index("wg")]
 
 
 def accumulated(acc: Any, in_flight: int) -> jax.Array:
@@ -382,12 +468,22 @@ def kernel(
     else:
         ptxas.prefer_newest()
     accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulators)}
-    buffers = {k: t for k, t in scratch_types.items() if k not in accumulators}
+    sums = {k: t for k, t in scratch_types.items() if isinstance(t, ClusterSum)}
+    buffers = {k: t for k, t in scratch_types.items() if k not in accumulators and k not in sums}
+    for k, s in sums.items():
+        buffers[k] = s.scratch(interpret)
+    inboxes: list[jax.ShapeDtypeStruct] = []  # further outputs, which the caller does not see
     if interpret:
+        clusters = math.prod(launch.grid.values())
+        inboxes = [jax.ShapeDtypeStruct((clusters, *s.inbox()), jnp.float32) for s in sums.values()]
         for k, t in accumulators.items():
             buffers[k] = [plgpu.SMEM((t.warpgroups, *shape), jnp.float32) for shape in t.shapes]
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
+        refs, received = refs[: len(refs) - len(inboxes)], refs[len(refs) - len(inboxes) :]
+        for i, (key, s) in enumerate(sums.items()):
+            made = _SimulatedClusterSum(s, received[i], *scratch[key]) if interpret else _ClusterSum(s, *scratch[key])
+            scratch[key] = made
         for key, t in accumulators.items():
             scratch[key] = _Simulated(scratch[key]) if interpret else _Registers(t.shapes)
         with _interpreted(interpret), inflight.watched():
@@ -397,7 +493,7 @@ def kernel(
 
     run = plgpu.kernel(
         fresh_body,
-        out_type=out_type,
+        out_type=(out_type, *inboxes) if inboxes else out_type,
         scratch_types=buffers,
         grid=tuple(launch.grid.values()),
         grid_names=tuple(launch.grid),
@@ -415,7 +511,8 @@ def kernel(
     def call(*arrays: Any) -> Any:
         # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
         values = [x for x in arrays if not isinstance(jax.typeof(x), AbstractRef)]
-        return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], run(*arrays))
+        outputs = run(*arrays)
+        return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], outputs[0] if inboxes else outputs)
 
     return call
 

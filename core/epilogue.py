@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.core import engine
 
-def store_tile(values: Any, staging: Any, copy: Callable[[Any, int, int], None]) -> None:
+
+def store_tile(
+    values: Any,
+    staging: Any,
+    copy: Callable[[Any, int, int], None],
+    *,
+    transpose: bool = False,
+    add: Callable[[Any, int, Callable[[Any], None]], None] | None = None,
+) -> None:
     """Stores `values` [rows, columns] of one warpgroup in epilogue tiles, through the buffers of `staging`.
 
     staging: [buffers, rows, columns of an epilogue tile] in shared memory.
     copy(buffer, i, j): starts the copy of an epilogue tile to global memory; (i, j) is its first row and column in `values`.
+    transpose: the buffers hold epilogue tiles of the transposed values, [buffers, columns, rows].
+    add(part, number, store): calls `store` with what is to be stored in place of `part`, epilogue tile `number` of the values;
+      or does not, where another block stores it.
 
     While one buffer is copied out, the next is written. The last copies run on after the return, so a kernel ends with
     `plgpu.wait_smem_to_gmem(0)`.
     """
     buffers, height, width = staging.shape
+    if transpose:
+        height, width = width, height
     rows, columns = values.shape
     tiles = [(i, j) for i in range(0, rows, height) for j in range(0, columns, width)]
-    for number, (i, j) in enumerate(tiles):
+
+    def store(number: int, part: Any) -> None:
         buffer = number % buffers
         # Wait until the buffer's last copy has read it. The first tile waits for all copies of the output tile before:
         # they started a whole main loop ago.
         plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
-        staging[buffer] = values[i : i + height, j : j + width]
+        if transpose:  # registers then hold two neighbours of a column, which lie side by side in the transposed tile
+            part = plgpu.layout_cast(part.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            engine.transpose_ref(staging.at[buffer])[...] = part
+        else:
+            staging[buffer] = part.astype(staging.dtype)
         plgpu.commit_smem()  # TMA sees what was written
-        copy(staging.at[buffer], i, j)
+        copy(staging.at[buffer], *tiles[number])
+
+    for number, (i, j) in enumerate(tiles):
+        part = values[i : i + height, j : j + width]
+        if add is None:
+            store(number, part)
+        else:
+            add(part, number, functools.partial(store, number))

@@ -132,11 +132,13 @@ class Storage:
     """The shared memory of a block: the operands' tiles of each pipeline stage, and the buffers of the epilogue.
 
     epilogue_buffers: of each consumer warpgroup. out_itemsize: bytes of an element of the output.
+    received: float32 epilogue tiles that each consumer warpgroup has room for, of other blocks of its cluster.
     """
 
     config: Tiled
     epilogue_buffers: int
     out_itemsize: int
+    received: int = 0
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -149,7 +151,11 @@ class Storage:
         """All of it, with a full and an empty barrier for each stage."""
         c, stages = self.config, self.config.max_concurrent_steps
         a, b = ((stages, c.tile_m, c.tile_k), 2), ((stages, c.tile_k, c.tile_n), 2)
-        return limits.block_bytes([a, (self.out_shape, self.out_itemsize), b], barriers=2 * stages)
+        buffers, barriers = [a, (self.out_shape, self.out_itemsize), b], 2 * stages
+        if self.received:  # they arrived at each warpgroup; they were taken
+            buffers.append(((c.compute_warpgroups, self.received, ROWS, c.epilogue_tile_n), 4))
+            barriers += c.compute_warpgroups + 1
+        return limits.block_bytes(buffers, barriers)
 
 
 # --- Time

@@ -1,6 +1,6 @@
 """The kernel of matmul: out[m, n] = sum_k A[m, k] B[k, n], float32 accumulation, for NVIDIA Hopper.
 
-Persistent and warp-specialised: one block (or cluster of two blocks) an SM, which computes output tiles one after the other.
+Persistent and warp-specialised: each SM runs one block, which computes output tiles one after the other; blocks may form clusters.
 A producer warpgroup loads tiles of A and B with TMA into a pipeline of shared-memory stages. One or two consumer warpgroups
 multiply them with wgmma and store the output tile. Producer and consumers run at the same time. The pipeline counts its steps
 over all output tiles of the block: while consumers store one tile, the producer loads the first stages of the next.
@@ -24,12 +24,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
-from mgpu_ops.core.gemm import ROWS, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
+    as_computed,
+    cluster_size,
+    computes_transposed,
     k_steps,
     partial_problem,
     storage,
@@ -40,11 +43,15 @@ from mgpu_ops.matmul.problem import (
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a launch computes, and by how many blocks or, where config.cluster is not "none", clusters of two."""
+    """What a launch computes, and by how many blocks or, where config.cluster is not "none", clusters.
+
+    Problem and config are those of `as_computed`. transposed: tiles are of out^T, and are transposed again when stored.
+    """
 
     problem: Problem
     config: Config
     blocks: int
+    transposed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,11 @@ class _Tile:
 
 
 def _tile(work: _Work, step: jax.Array) -> _Tile:
-    """The `step`-th output tile of this block. The two blocks of a cluster take tiles next to each other along `cluster`."""
+    """The `step`-th output tile of this block.
+
+    The two blocks of a cluster along m or n take tiles next to each other. Those of a cluster along k take one tile, and each
+    its part of k.
+    """
     p, c = work.problem, work.config
     rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
     rows //= 2 if c.cluster == "m" else 1
@@ -76,7 +87,9 @@ def _tile(work: _Work, step: jax.Array) -> _Tile:
     if c.cluster == "n":
         column = column * 2 + lax.axis_index("cluster")
     part = jnp.int32(0)
-    if c.split_k > 1:
+    if c.cluster == "k":
+        part = lax.axis_index("cluster")
+    elif c.split_k > 1:
         batch, part = lax.div(batch, jnp.int32(c.split_k)), lax.rem(batch, jnp.int32(c.split_k))
     return _Tile(batch, part, row, column)
 
@@ -84,8 +97,8 @@ def _tile(work: _Work, step: jax.Array) -> _Tile:
 def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
     """Producer: what step (tile, k) loads, a tile of A and one of B in the layout that they are stored in.
 
-    TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster need the same
-    tile of one operand: each loads half of it and multicasts that half to both.
+    TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster
+    along m or n need the same tile of one operand: each loads half of it and multicasts that half to both.
     """
     p, c = work.problem, work.config
     a_t, b_t = transposed(p)
@@ -140,11 +153,13 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
     engine.wgmma_wait(0)
 
 
-def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref: Any) -> None:
-    """Consumer: rounds the accumulator to the output's dtype and stores it. TMA clips what lies outside the array.
+def _store(work: _Work, t: jax.Array, acc: Any, out_smem: Any, out_ref: Any, cluster_sum: Any) -> None:
+    """Consumer: rounds the accumulator of the block's tile number t to the output's dtype and stores it.
 
-    The last tile of a row may begin within the one before (`engine.block_start`). Both then store the same values there.
+    TMA clips what lies outside the array. The last tile of a row may begin within the one before (`engine.block_start`). Both
+    then store the same values there. In a cluster along k the first block stores the sum of all blocks' accumulators.
     """
+    p, c, tile = work.problem, work.config, _tile(work, t)
     row, column = tile_scheduler.warpgroup_origin(c)
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
@@ -155,16 +170,26 @@ def _store(p: Problem, c: Config, tile: _Tile, acc: Any, out_smem: Any, out_ref:
     def copy(staged: Any, i: int, j: int) -> None:
         rows = pl.ds(first_row + row + i, ROWS)
         columns = pl.ds(first_column + column + j, c.epilogue_tile_n)
-        product = tile.batch * c.split_k + tile.part
+        if work.transposed:
+            rows, columns = columns, rows
+        product = tile.batch if c.cluster == "k" else tile.batch * c.split_k + tile.part
         if _ends_with_rows(p, c):
             plgpu.copy_smem_to_gmem(staged, engine.block_anywhere(out_ref, product, rows, columns))
         else:
             plgpu.copy_smem_to_gmem(staged, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
 
-    store_tile(acc[...].astype(out_ref.dtype), out_smem.at[lax.axis_index("wg")], copy)
+    # The cluster's accumulators are added up an epilogue tile at a time: there is room for one of each block.
+    def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
+        cluster_sum.add(part, t * epilogue_tiles(c) + number, store)
+
+    values = acc[...].astype(out_ref.dtype if cluster_sum is None else jnp.float32)
+    buffers = out_smem.at[lax.axis_index("wg")]
+    store_tile(values, buffers, copy, transpose=work.transposed, add=None if cluster_sum is None else add)
 
 
-def _kernel(work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any) -> None:
+def _kernel(
+    work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any, cluster_sum: Any = None
+) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
     steps = k_steps(p, c)
@@ -179,7 +204,7 @@ def _kernel(work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: A
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
-            _store(p, c, _tile(work, t), acc, out_smem, out_ref)
+            _store(work, t, acc, out_smem, out_ref, cluster_sum)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         return acc
@@ -187,6 +212,8 @@ def _kernel(work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: A
     # Only consumers have accumulators: their registers live around the whole loop.
     def consumer(pipeline: Any) -> None:
         accumulator.scope(lambda acc: (pipeline(acc), None)[1])
+        if cluster_sum is not None:  # other blocks' last sums read this block's shared memory, or are sent to it
+            pl.when(own_tiles > 0)(cluster_sum.finish)
 
     plgpu.emit_pipeline_warp_specialized(
         step,
@@ -210,39 +237,49 @@ def _ends_with_rows(p: Problem, c: Config) -> bool:
 
 
 def _clusters_of_tiles(p: Problem, c: Config) -> int:
-    """How many clusters of output tiles there are, of one or two tiles each."""
+    """How many output tiles, or pairs of them in clusters along m or n, there are."""
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    return tiles // (1 if c.cluster == "none" else 2)
+    return tiles // (2 if c.cluster in ("m", "n") else 1)
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Runs the kernel on A and B as they are stored, each with or without a leading batch dimension."""
     out_dtype, batched = p.out_dtype, 3 in (a.ndim, b.ndim)
     p = partial_problem(p, c)
-    cluster = 1 if c.cluster == "none" else 2
-    blocks = min(gpu.sms // cluster, _clusters_of_tiles(p, c))
-    shape = (p.batch, p.m, p.n) if batched or c.split_k > 1 else (p.m, p.n)
-    anywhere = _ends_with_rows(p, c)
+    m, n, parts = p.m, p.n, 1 if c.cluster == "k" else c.split_k
+    shape = (p.batch, m, n) if batched or parts > 1 else (m, n)
+    flips = computes_transposed(c)
+    p, c = as_computed(p, c)
+    cluster = cluster_size(c)
+    work = _Work(p, c, min(gpu.sms // cluster, _clusters_of_tiles(p, c)), flips)
     out = engine.kernel(
-        functools.partial(_kernel, _Work(p, c, blocks)),
+        functools.partial(_kernel, work),
         engine.Launch(
             "mgpu_ops_matmul",
-            grid={"block": blocks},
+            grid={"block": work.blocks},
             cluster={"cluster": cluster},
             warpgroups=c.compute_warpgroups + 1,
             interpret=interpret,
         ),
-        out_type=jax.ShapeDtypeStruct((1, p.batch, p.m, p.n) if anywhere else shape, p.out_dtype),
-        scratch_types={
-            "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
-            "out_smem": plgpu.SMEM(
-                storage(p, c).out_shape,
-                jnp.dtype(p.out_dtype),
-                transforms=engine.operand_transforms(c.epilogue_tile_n, p.out_dtype),
-            ),
-        },
-    )(a, b).reshape(shape)
-    if c.split_k > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
-        parts = out.reshape(*((-1,) if batched else ()), c.split_k, p.m, p.n)
-        out = parts.sum(-3).astype(out_dtype)
+        out_type=jax.ShapeDtypeStruct((1, p.batch, m, n) if _ends_with_rows(p, c) else shape, p.out_dtype),
+        scratch_types=_scratch(work),
+    )(*((b, a) if flips else (a, b))).reshape(shape)
+    if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
+        out = out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3).astype(out_dtype)
     return out
+
+
+def _scratch(work: _Work) -> dict[str, Any]:
+    """Accumulators, the buffers of the epilogue, and what adds up the parts of k of a cluster."""
+    p, c = work.problem, work.config
+    *buffers, rows, columns = storage(p, c).out_shape
+    tile = (columns, rows) if work.transposed else (rows, columns)
+    scratch = {
+        "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
+        "out_smem": plgpu.SMEM(
+            (*buffers, *tile), jnp.dtype(p.out_dtype), transforms=engine.operand_transforms(tile[1], p.out_dtype)
+        ),
+    }
+    if c.cluster == "k":
+        scratch["cluster_sum"] = engine.ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
+    return scratch

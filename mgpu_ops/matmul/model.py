@@ -13,6 +13,7 @@ from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
+    as_computed,
     bytes_moved,
     check,
     k_steps,
@@ -26,13 +27,13 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The values of each Config field, in order. `check` tells which combinations run."""
     del gpu
     return {
-        "tile_m": (64, 128, 192, 256),
+        "tile_m": (8, 16, 24, 32, 48, 64, 128, 192, 256),
         "tile_n": (64, 96, 128, 160, 192, 224, 256),
         "tile_k": (64, 128),
         "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8, 10, 12),
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),
-        "cluster": ("none", "m", "n"),
+        "cluster": ("none", "m", "n", "k"),
         "raster_dimension": ("m", "n"),
         "raster_width": (1, 2, 4, 8, 16),
         "epilogue_tile_n": (32, 64, 128),
@@ -53,18 +54,20 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     step = max(2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)), of one SM
     time = launch + latency + max(waves * (k steps * step + store), HBM bytes / HBM rate) + sum of the split_k parts
     """
-    p, c = partial_problem(problem, config), config
+    p, c = as_computed(partial_problem(problem, config), config)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    waves = math.ceil(tiles / gpu.sms)
+    waves = math.ceil(tiles / (gpu.sms // c.split_k if c.cluster == "k" else gpu.sms))
     efficiency = gemm.efficiency(c)
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
-    efficiency *= _SWIZZLE_64 if swizzle_bytes(problem, c) == 64 else 1.0
+    efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     step = gemm.step_seconds(c, gpu, efficiency, rates.LOAD_LATENCY / (c.max_concurrent_steps - 1))
     store = gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     compute = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     hbm = gpu.memory_bytes_per_s * rates.HBM
     reduction = 0.0
-    if c.split_k > 1:  # most of the parts lie in L2, which is read at about twice HBM's rate
+    if c.cluster == "k":
+        reduction = rates.LOAD_LATENCY + (c.split_k - 1) * gemm.store_seconds(c, 4, gpu)
+    elif c.split_k > 1:  # most of the parts lie in L2, which is read at about twice HBM's rate
         reduction = rates.LAUNCH + p.batch * p.m * p.n * 4 / (2 * hbm)
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, bytes_moved(problem) / hbm) + reduction
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,16 +53,19 @@ class Problem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result, except the order of float32 sums over k.
 
-    tile_m, tile_n: rows and columns of the output tile of a block.
+    tile_m, tile_n: rows and columns of the output tile of a block. With tile_m below 64 the kernel computes the transposed
+      product, out^T = B^T A^T: wgmma's 64 rows are then columns of the output, and a few rows of A fill a tile.
     tile_k: depth of one pipeline step.
     max_concurrent_steps: stages of the pipeline in shared memory.
     compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
     wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
-    cluster: "none", or "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast).
+    cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast); "k": `split_k`
+      blocks, 2, 4 or 8, compute parts of k of one tile and add them up through distributed shared memory.
     raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
     raster_width: see raster_dimension.
-    epilogue_tile_n: columns of an epilogue tile, the unit of 64 rows in which the output is stored; two are in flight.
-    split_k: parts of k computed apart, in float32, and summed by a second kernel. It fills the GPU when tiles are few.
+    epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which the output is stored; two are in flight.
+    split_k: parts of k computed apart, in float32, and summed by a second kernel or, with cluster="k", within the cluster. It
+      fills the GPU when tiles are few.
     memory_registers: registers of a producer thread; consumers share the rest.
     """
 
@@ -144,19 +147,35 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
-    p, c = problem, config
+    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES)
+    if reason is not None:
+        return reason
+    if not computes_transposed(config):
+        return _check(problem, config, gpu, _check_ragged_output)
+    if config.epilogue_tile_n != gemm.ROWS:
+        return (
+            f"epilogue_tile_n={config.epilogue_tile_n} must be {gemm.ROWS}, with tile_m={config.tile_m} less than {gemm.ROWS}"
+        )
+    stored = partial_problem(problem, config)  # an epilogue tile is transposed again, and stored in one piece
+    reason = _check(*as_computed(problem, config), gpu, lambda p, c: _check_ragged_output(stored, config))
+    return reason and f"{reason} (tile_m={config.tile_m} is less than {gemm.ROWS}: m and n, A and B change places)"
+
+
+_CHOICES = {"cluster": ("none", "m", "n", "k"), "raster_dimension": ("m", "n")}
+
+
+def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Config], str | None]) -> str | None:
+    """`check` of a product and a config `as_computed`, whose choices are legal."""
     return (
-        supports(p, gpu)
-        or gemm.check_choices(c, {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n")})
-        or gemm.check_tile(c)
+        gemm.check_tile(c)
         or gemm.check_pipeline(c)
         or _check_order(p, c)
         or _check_swizzle(p, c)
         or gemm.check_epilogue(c, 8)
-        or _check_ragged_output(partial_problem(p, c), c)
+        or check_output(partial_problem(p, c), c)
         or _check_ragged_operands(p, c)
         or gemm.check_accumulator(c, _consumer_registers(c, gpu))
-        or limits.check_smem(smem_bytes(p, c), gpu)
+        or limits.check_smem(storage(p, c).bytes, gpu)
     )
 
 
@@ -164,6 +183,8 @@ def _check_order(p: Problem, c: Config) -> str | None:
     """The order of tiles and the parts of k exist for this problem."""
     if c.raster_width < 1:
         return f"raster_width={c.raster_width} must be at least 1"
+    if c.cluster == "k" and c.split_k not in (2, 4, 8):
+        return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"
     if not 1 <= c.split_k <= math.ceil(p.k / c.tile_k):
         return f"split_k={c.split_k} must be from 1 to the {math.ceil(p.k / c.tile_k)} steps of k={p.k}"
     tiles_m, tiles_n = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
@@ -236,9 +257,37 @@ def transposed(problem: Problem) -> tuple[bool, bool]:
     return problem.layout[:1] == "t", problem.layout[1:] == "t"
 
 
+def computes_transposed(c: Config) -> bool:
+    """Whether the kernel computes out^T = B^T A^T."""
+    return c.tile_m < gemm.ROWS
+
+
+def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
+    """The product that the kernel computes and its config: where it is the transposed one, m and n change places."""
+    if not computes_transposed(c):
+        return p, c
+    a_t, b_t = transposed(p)
+    swapped = {"m": "n", "n": "m"}
+    c = replace(
+        c,
+        tile_m=c.tile_n,
+        tile_n=c.tile_m,
+        wg_dimension=swapped[c.wg_dimension],
+        cluster=swapped.get(c.cluster, c.cluster),
+        raster_dimension=swapped[c.raster_dimension],
+    )
+    c = replace(c, epilogue_tile_n=gemm.warpgroup_tile(c)[1])
+    return replace(p, m=p.n, n=p.m, layout=("n" if b_t else "t") + ("n" if a_t else "t")), c
+
+
+def cluster_size(c: Config) -> int:
+    """Blocks of a cluster."""
+    return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
+
+
 def partial_problem(p: Problem, c: Config) -> Problem:
-    """What the kernel itself computes: with split_k, `p.batch` times `c.split_k` float32 products of a part of k each."""
-    if c.split_k == 1:
+    """What the kernel itself stores: with split_k, unless a cluster adds up, `c.split_k` float32 parts of each product."""
+    if c.split_k == 1 or c.cluster == "k":
         return p
     return replace(p, out_dtype="float32", batch=p.batch * c.split_k)
 
@@ -268,14 +317,15 @@ def _largest_swizzle(row_bytes: int) -> int:
 
 
 def storage(problem: Problem, config: Config) -> gemm.Storage:
-    """The shared memory of a block. Each consumer warpgroup has up to two buffers for epilogue tiles."""
+    """The shared memory of a block, of a config `as_computed`. Each consumer warpgroup has up to two epilogue buffers."""
     buffers = min(2, gemm.epilogue_tiles(config))
-    return gemm.Storage(config, buffers, itemsize_of(partial_problem(problem, config).out_dtype))
+    itemsize = itemsize_of(partial_problem(problem, config).out_dtype)
+    return gemm.Storage(config, buffers, itemsize, cluster_size(config) - 1 if config.cluster == "k" else 0)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
-    return storage(problem, config).bytes
+    return storage(*as_computed(problem, config)).bytes
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ FEW_SMS = replace(gpu.find("h200"), sms=4)
 
 P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
+FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
 
 
 def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax.Array:
@@ -103,6 +104,35 @@ CASES = {
     "parts of k, batch and cluster": (
         P(72, 136, 200, layout="nt", batch=2),
         replace(ONE, split_k=3, epilogue_tile_n=32, cluster="m"),
+    ),
+    # the transposed product
+    "transposed, one row": (P(1, 136, 72), replace(FEW_ROWS, tile_m=8)),
+    "transposed, 24 rows, B transposed": (P(24, 200, 136, layout="nt"), replace(FEW_ROWS, tile_m=24)),
+    "transposed, 17 rows, stages reused": (P(17, 712, 136), replace(FEW_ROWS, max_concurrent_steps=2)),
+    "transposed, warpgroups share columns": (
+        P(30, 392, 264),
+        replace(FEW_ROWS, tile_m=32, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
+    ),
+    "transposed, warpgroups share rows": (P(40, 136, 72), replace(FEW_ROWS, tile_m=48, compute_warpgroups=2)),
+    "transposed, A transposed": (P(40, 200, 136, layout="tn"), replace(FEW_ROWS, tile_m=32)),
+    "transposed, both transposed, raster along n": (
+        P(40, 328, 128, layout="tt"),
+        replace(FEW_ROWS, tile_m=32, raster_dimension="n", raster_width=2),
+    ),
+    "transposed, columns shared in a cluster": (P(33, 256, 128), replace(FEW_ROWS, cluster="n")),
+    "transposed, batch, parts of k": (P(8, 160, 328, batch=2), replace(FEW_ROWS, split_k=4)),
+    "transposed, float32": (P(16, 192, 136, "float16", "float32"), FEW_ROWS),
+    # parts of k added up in a cluster
+    "two blocks share k": (P(200, 136, 328), replace(ONE, cluster="k", split_k=2, epilogue_tile_n=32)),
+    "four blocks share k unequally, several tiles": (P(200, 200, 328), replace(ONE, cluster="k", split_k=4)),
+    "two warpgroups in each of two blocks, a batch": (
+        P(72, 136, 200, batch=2, layout="nt"),
+        replace(BASE, cluster="k", split_k=2),
+    ),
+    "transposed, four blocks share k": (P(9, 456, 1000), replace(FEW_ROWS, cluster="k", split_k=4)),
+    "transposed, float32, two blocks share k": (
+        P(32, 192, 136, "float16", "float32"),
+        replace(FEW_ROWS, cluster="k", split_k=2),
     ),
     # dtypes
     "float16": (P(200, 192, 128, "float16", "float16"), BASE),
