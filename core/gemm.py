@@ -161,10 +161,13 @@ class Storage:
 # --- Time
 
 
-def efficiency(c: Tiled) -> float:
-    """What is left of the tensor cores' rate. A wgmma reads its part of B from shared memory: a wider one overlaps better."""
+def efficiency(c: Tiled, least: float = 0.55) -> float:
+    """What is left of the tensor cores' rate, from `least` to 1. A wgmma reads its part of B from shared memory.
+
+    The wider it is, the better that overlaps.
+    """
     wg_m, wg_n = warpgroup_tile(c)
-    return 0.55 + 0.45 * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
+    return least + (1.0 - least) * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
 
 
 def step_bytes(c: Tiled) -> int:
@@ -172,10 +175,22 @@ def step_bytes(c: Tiled) -> int:
     return (c.tile_m + c.tile_n) * c.tile_k * 2
 
 
-def step_seconds(c: Tiled, gpu: Gpu, efficiency: float, latency: float) -> float:
-    """A pipeline step of one SM: the longest of arithmetic, of loads, and of the latency that falls to each step."""
-    rate = gpu.bf16_flops * rates.POWER / gpu.sms
-    return max(2 * c.tile_m * c.tile_n * c.tile_k / (rate * efficiency), step_bytes(c) / rates.load_bytes(gpu), latency)
+def step_seconds(
+    c: Tiled, gpu: Gpu, efficiency: float, latency: float, loaded: float | None = None, norm: float = math.inf
+) -> float:
+    """A pipeline step of one SM: arithmetic, loads, and the latency that falls to each step, joined by `together`.
+
+    loaded: what the step's loads count as, in bytes; by default those of both operands.
+    """
+    arithmetic = 2 * c.tile_m * c.tile_n * c.tile_k / (gpu.bf16_flops * rates.POWER / gpu.sms * efficiency)
+    loads = (step_bytes(c) if loaded is None else loaded) / rates.load_bytes(gpu)
+    return together(norm, arithmetic, loads, latency)
+
+
+def together(norm: float, *seconds: float) -> float:
+    """The time of what overlaps, (sum of t^norm)^(1/norm): the longest where norm is infinite, else a little more."""
+    longest = max(seconds)
+    return longest if math.isinf(norm) else longest * sum((t / longest) ** norm for t in seconds) ** (1 / norm)
 
 
 def store_seconds(c: Tiled, out_itemsize: int, gpu: Gpu) -> float:

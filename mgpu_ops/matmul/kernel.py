@@ -1,6 +1,6 @@
 """The kernel of matmul: out[m, n] = sum_k A[m, k] B[k, n], float32 accumulation, for NVIDIA Hopper.
 
-Persistent and warp-specialised: an SM runs one block, which computes output tiles one after the other. Blocks may form clusters.
+Persistent and warp-specialised: an SM runs one block, which computes output tiles one after the other; blocks form clusters.
 A producer warpgroup loads tiles of A and B with TMA into a pipeline of shared-memory stages. One or two consumer warpgroups
 multiply them with wgmma and store the output tile. Producer and consumers run at the same time. The pipeline counts its steps
 over all output tiles of the block: while consumers store one tile, the producer loads the first stages of the next.
