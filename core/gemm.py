@@ -190,7 +190,9 @@ def step_seconds(
 def together(norm: float, *seconds: float) -> float:
     """The time of what overlaps, (sum of t^norm)^(1/norm): the longest where norm is infinite, else a little more."""
     longest = max(seconds)
-    return longest if math.isinf(norm) else longest * sum((t / longest) ** norm for t in seconds) ** (1 / norm)
+    if math.isinf(norm) or longest <= 0:
+        return longest
+    return longest * sum((max(t, 0.0) / longest) ** norm for t in seconds) ** (1 / norm)
 
 
 def store_seconds(c: Tiled, out_itemsize: int, gpu: Gpu) -> float:
