@@ -108,7 +108,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         (tile_m, tile_n, wg_dimension, cluster, split_k)
         for tile_m, tile_n in _TILES
         for wg_dimension in ("n", "m")
-        for cluster in ("none", "m", "n")
+        for cluster in ("none", "m")
         for split_k in (1, 2, 4, 8)
     ]
     best: dict[tuple[Any, ...], Config] = {}
