@@ -92,9 +92,11 @@ def recorded_spec(sweep: Sweep) -> tuple[OpSpec, Any]:
     spec = mgpu_ops.spec_of(sweep.op)
     problem, gpu = database.to_problem(spec, sweep.problem), gpu_of(sweep)
     measured = set(sweep.configs(spec))
-    analytic = [config for config in spec.candidates(problem, gpu) if config in measured]
-    default = spec.default(problem, gpu)
     cost = functools.cache(lambda config: spec.cost(problem, config, gpu))
+    default = spec.default(problem, gpu)
+    if default not in measured:  # the model has changed since: what it would choose of what was measured
+        default = min(sweep.configs(spec), key=cost)
+    analytic = [config for config in spec.candidates(problem, gpu) if config in measured] or [default]
     recorded = dataclasses.replace(
         spec,
         space=lambda problem, gpu: dict(sweep.parameters),
@@ -220,7 +222,9 @@ def _resolved(sweep: Sweep, others: Sequence[Sweep]) -> tuple[float, float]:
     """Times of the config that `resolve` finds for a sweep's problem with the others' optima stored, and of the default."""
     recorded, problem = recorded_spec(sweep)
     # Under another name no shipped entry is found, which may be one for this very problem.
-    spec = dataclasses.replace(mgpu_ops.spec_of(sweep.op), name="held-out", check=recorded.check)
+    spec = dataclasses.replace(
+        mgpu_ops.spec_of(sweep.op), name="held-out", check=recorded.check, default=recorded.default, cost=recorded.cost
+    )
     rows, gpu = dict(zip(sweep.configs(spec), sweep.rows, strict=True)), gpu_of(sweep)
     with tempfile.TemporaryDirectory() as folder, _environment("MGPU_OPS_CONFIG_DIR", folder):
         database.update(database.user_path(gpu.key, spec.name), map(_optimum, others), gpu_key=gpu.key, op=spec.name)

@@ -1,0 +1,43 @@
+"""Schedules of the matmul kernel that no shipped config has, compiled for an H200: what they take, and by what they add up."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import pytest
+
+from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
+from mgpu_ops.core import aot, gpu
+from mgpu_ops.matmul.problem import smem_bytes
+from tests.configs import BASE
+
+pytestmark = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+MATMUL, H200 = spec_of("matmul"), gpu.find("h200")
+FEW_ROWS = replace(BASE, tile_m=16, tile_n=64, compute_warpgroups=1, max_concurrent_steps=8)
+
+
+def compiled(problem: MatmulProblem, config: MatmulConfig) -> aot.Report:
+    assert MATMUL.check(problem, config, H200) is None
+    arrays = jax.eval_shape(functools.partial(MATMUL.inputs, problem), jax.random.key(0))
+    return aot.compile_for(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays)
+
+
+def test_few_rows_lie_along_the_narrow_side_of_wgmma():
+    problem = MatmulProblem(17, 4104, 4096, layout="nt")
+    report = compiled(problem, FEW_ROWS)
+    assert "wgmma.mma_async.sync.aligned.m64n16k16" in report.ptx
+    assert report.spills == 0
+    assert report.smem_bytes <= smem_bytes(problem, FEW_ROWS)
+
+
+def test_parts_of_k_are_added_up_in_one_kernel_through_distributed_shared_memory():
+    problem = MatmulProblem(256, 4096, 4096)
+    config = replace(BASE, tile_n=256, wg_dimension="n", cluster="k", split_k=2, epilogue_tile_n=32)
+    report = compiled(problem, config)
+    (kernel,) = report.kernels
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    assert "st.async" in kernel.ptx
+    assert ".reqnctapercluster 2, 1, 1" in kernel.ptx
+    assert report.spills == 0
