@@ -626,18 +626,18 @@ def test_a_near_entry_that_the_model_puts_behind_the_default_is_passed_over():
 
 def test_a_near_entry_promises_what_it_gained_over_the_default_there_as_the_model_changes_it():
     def chosen(default_us, slow=()):
-        """Where tile=4 is modelled 4 % behind the default for the `slow` problems."""
+        """Where tile=4 is modelled 1.5 % behind the default for the `slow` problems."""
         write(user(), entry(m=32, tile=4, default_us=default_us))
-        cost = lambda problem, config, gpu: 1.04 if config.tile == 4 and problem.m in slow else 1.0  # noqa: E731
+        cost = lambda problem, config, gpu: 1.015 if config.tile == 4 and problem.m in slow else 1.0  # noqa: E731
         return resolution.resolve(dataclasses.replace(SPEC, cost=cost), Problem(64), GPU)
 
     assert chosen(10.5).config == Config(4)
     assert chosen(10.0).source == "default"
     assert chosen(None).config == Config(4)
-    assert chosen(10.3, slow=(32, 64)).config == Config(4)
-    found = chosen(10.3, slow=(64,))
+    assert chosen(10.1, slow=(32, 64)).config == Config(4)
+    found = chosen(10.1, slow=(64,))
     assert found.source == "default"
-    assert any("1.030x as fast as the default there, which promises 0.990x here" in what for _, what in found.tried)
+    assert any("1.010x as fast as the default there, which promises 0.995x here" in what for _, what in found.tried)
     write(user(), entry(m=32, tile=1, default_us=10.0))
     assert resolve().source == "near"  # the default, measured there as the best
 
