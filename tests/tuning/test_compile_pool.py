@@ -80,11 +80,20 @@ def test_a_candidate_that_takes_the_compiler_down_costs_itself(pool: Callable[..
     assert [job.result() for job in jobs] == [Outcome("compile", detail="compiling, the process died (exit code 9)"), MADE]
 
 
-def test_the_time_to_start_does_not_count_as_the_first_candidates(pool: Callable[..., Pool]) -> None:
-    slow = functools.partial(serving.compile_words, ANSWERS, "/dev/null")
-    one = pool(seconds=30.0, serve=slow)
-    one._seconds = 0.2
-    assert one.submit(task("ok")).result() == MADE
+def test_the_time_to_start_does_not_count_as_the_first_candidates(
+    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    receive = compile_pool.Child.receive
+
+    def recorded(child: Any, seconds: float, check: Any) -> Any:
+        limits.append(seconds)
+        return receive(child, seconds, check)
+
+    monkeypatch.setattr(compile_pool.Child, "receive", recorded)
+    one = pool(seconds=30.0)
+    assert [one.submit(task("ok")).result() for _ in range(2)] == [MADE, MADE]
+    assert limits == [compile_pool._START, 30.0, 30.0]
 
 
 def test_processes_that_do_not_start_are_a_worker_error(pool: Callable[..., Pool]) -> None:
