@@ -57,6 +57,17 @@ class Accumulators:
     shapes: tuple[tuple[int, int], ...]
     warpgroups: int
 
+    def scratch(self, interpret: bool) -> list[Any]:
+        """Interpreted, accumulators are in shared memory."""
+        return [plgpu.SMEM((self.warpgroups, *shape), jnp.float32) for shape in self.shapes] if interpret else []
+
+    def inbox(self) -> tuple[int, ...]:
+        """Nothing comes from other blocks."""
+        return ()
+
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _Registers | _Simulated:
+        return _Simulated(scratch) if interpret else _Registers(self.shapes)
+
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSum:
@@ -75,8 +86,11 @@ class ClusterSum:
         """The shape of what the first block receives: from each other block, from each of its warpgroups."""
         return (self.blocks - 1, self.warpgroups, *self.shape)
 
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _ClusterSum:
+        return _SimulatedClusterSum(self, received, *scratch) if interpret else _ClusterSum(self, *scratch)
+
     def scratch(self, interpret: bool) -> list[Any]:
-        """What stands for it in the scratch types of a Pallas kernel. Interpreted, the inbox is an output of the kernel."""
+        """Interpreted, the inbox is in global memory."""
         all_blocks = plgpu.ClusterBarrier(collective_axes=(self.axis,), num_arrivals=self.warpgroups)
         if interpret:
             return [all_blocks, all_blocks]
@@ -467,25 +481,18 @@ def kernel(
         threads.provide(math.prod(launch.cluster.values()) * launch.warpgroups + 1)
     else:
         ptxas.prefer_newest()
-    accumulators = {k: t for k, t in scratch_types.items() if isinstance(t, Accumulators)}
-    sums = {k: t for k, t in scratch_types.items() if isinstance(t, ClusterSum)}
-    buffers = {k: t for k, t in scratch_types.items() if k not in accumulators and k not in sums}
-    for k, s in sums.items():
-        buffers[k] = s.scratch(interpret)
-    inboxes: list[jax.ShapeDtypeStruct] = []  # further outputs, which the caller does not see
+    ours = {k: t for k, t in scratch_types.items() if isinstance(t, (Accumulators, ClusterSum))}
+    buffers = {k: ours[k].scratch(interpret) if k in ours else t for k, t in scratch_types.items()}
+    inboxes: dict[str, jax.ShapeDtypeStruct] = {}  # interpreted, further outputs, which the caller does not see
     if interpret:
         clusters = math.prod(launch.grid.values())
-        inboxes = [jax.ShapeDtypeStruct((clusters, *s.inbox()), jnp.float32) for s in sums.values()]
-        for k, t in accumulators.items():
-            buffers[k] = [plgpu.SMEM((t.warpgroups, *shape), jnp.float32) for shape in t.shapes]
+        inboxes = {k: jax.ShapeDtypeStruct((clusters, *t.inbox()), jnp.float32) for k, t in ours.items() if t.inbox()}
 
     def fresh_body(*refs: Any, **scratch: Any) -> None:
-        refs, received = refs[: len(refs) - len(inboxes)], refs[len(refs) - len(inboxes) :]
-        for i, (key, s) in enumerate(sums.items()):
-            made = _SimulatedClusterSum(s, received[i], *scratch[key]) if interpret else _ClusterSum(s, *scratch[key])
-            scratch[key] = made
-        for key, t in accumulators.items():
-            scratch[key] = _Simulated(scratch[key]) if interpret else _Registers(t.shapes)
+        received = dict(zip(inboxes, refs[len(refs) - len(inboxes) :], strict=True))
+        refs = refs[: len(refs) - len(inboxes)]
+        for key, t in ours.items():
+            scratch[key] = t.handle(scratch[key], received.get(key), interpret)
         with _interpreted(interpret), inflight.watched():
             if not interpret:
                 _mark()
@@ -493,7 +500,7 @@ def kernel(
 
     run = plgpu.kernel(
         fresh_body,
-        out_type=(out_type, *inboxes) if inboxes else out_type,
+        out_type=(out_type, *inboxes.values()) if inboxes else out_type,
         scratch_types=buffers,
         grid=tuple(launch.grid.values()),
         grid_names=tuple(launch.grid),
