@@ -127,6 +127,16 @@ def test_named_kernel_backend_runs_or_raises():
         dispatch(3, "interpret")
 
 
+def test_what_speaks_against_the_kernel_beside_problem_and_gpu_counts_as_they_do():
+    why = "the GPUs do not reach each other"
+    with gpu.target("h200"):
+        assert op.choose(SPEC, Problem(2), None).backend == "mosaic"
+        found = op.choose(SPEC, Problem(2), None, why)
+        assert (found.backend, found.reason) == ("xla", why)
+        with pytest.raises(ValueError, match=f"backend='mosaic' cannot run toy.*{why}"):
+            op.choose(SPEC, Problem(2), "mosaic", why)
+
+
 def test_config_is_the_argument_or_else_the_databases():
     with gpu.target("h200"):
         assert dispatch(2, config=Config(2))[1] == 2
