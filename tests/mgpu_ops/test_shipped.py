@@ -157,8 +157,8 @@ def assert_builds(spec: Any, problem: Any, config: Any, device: Any, spills: int
     assert made.serialized == ""
 
 
-# Bytes that ptxas 13.5 keeps in local memory over a whole tile of queries, where 13.0, with which the entry (Gemma 2, window) was
-# measured, keeps none: 64, read outside of the loops over keys; with jax 0.11 128, of which a word is read once a kv block.
+# Bytes that ptxas 13.5 keeps in local memory over a whole tile of queries, where 13.0, with which the entry (Gemma 2, window)
+# was measured, keeps none: 64, read outside of the loops over keys; with jax 0.11 128, of which a word is read once a kv block.
 SPILLS_OF_A_NEWER_PTXAS = {
     "h200-flash_attention-bottom_rightx1xnonexTruexbfloat16x256x8x8192xFalsex16x8192xFalsexFalsex4095x-1": (
         128 if jax.__version_info__ < (0, 12) else 64
