@@ -43,7 +43,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
-# Fitted to nine recorded sweeps and 104 drawn problems of an H200 (docs/kernels/matmul.md).
+# Fitted to nine recorded sweeps and 102 drawn problems of an H200 (docs/kernels/matmul.md).
 _RATE = 1.12  # of rates.POWER: bursts draw less power than what a program sustains
 _LEAST = 0.86  # of the rate is left with the narrowest tiles
 _ONE_WARPGROUP = 0.75  # of the rate is left with one consumer: nothing multiplies while it stores or waits
