@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, q_blocks
-from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
+from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, tile_scheduler
@@ -38,17 +38,9 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Refs:
-    """The arguments of the kernel: arrays outside of it, refs in global memory within."""
+class Refs(BackwardRefs):
+    """The arguments of the dk/dv kernel: what both backward kernels read, and what this one adds to or writes."""
 
-    schedule: Any  # of `schedule`
-    q: Any
-    k: Any
-    v: Any
-    out_grad: Any
-    lse: Any  # [batch, q_heads, rows]
-    delta: Any  # likewise
-    optional: OptionalRefs
     dq: Any  # float32 [1, batch, rows, q_heads, head_dim], or None: another kernel computes it
     dbias: Any  # [batch * q_heads, keys, rows] or None
 

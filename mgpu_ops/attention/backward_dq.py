@@ -35,7 +35,7 @@ from mgpu_ops.attention.launch import (
 )
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, kv_blocks
-from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
+from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, tile_scheduler
@@ -55,28 +55,13 @@ def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Refs:
-    """The arguments of the kernel: arrays outside of it, refs in global memory within."""
-
-    schedule: Any  # of `_schedule`
-    q: Any
-    k: Any
-    v: Any
-    out_grad: Any
-    lse: Any  # [batch, q_heads, rows]
-    delta: Any  # likewise
-    optional: OptionalRefs
-
-
 @dataclasses.dataclass(frozen=True)
 class _ThreadBlock:
     """One thread block: what its warpgroups have in common, and what the producer does."""
 
     p: BackwardProblem
     x: Operands
-    refs: _Refs
+    refs: BackwardRefs
     dq: Any  # as `engine.store_rows` takes it
     smem: dict[str, Any]
     q_pipeline: Pipeline  # of one stage: q block and dO
@@ -84,7 +69,7 @@ class _ThreadBlock:
     v_pipeline: Pipeline
 
     @staticmethod
-    def of(p: BackwardProblem, refs: _Refs, dq: Any, scratch: Scratch) -> _ThreadBlock:
+    def of(p: BackwardProblem, refs: BackwardRefs, dq: Any, scratch: Scratch) -> _ThreadBlock:
         return _ThreadBlock(
             p=p,
             x=Operands(p, refs.q, refs.k, refs.v, refs.optional),
@@ -261,7 +246,7 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
     blocks = min(gpu.sms, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q))
     optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
 
-    def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
+    def body(refs: BackwardRefs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         (dq,) = outputs
         block = _ThreadBlock.of(p, refs, dq, scratch)
         consumer = functools.partial(scratch.accumulators.scope, functools.partial(_Consumer.run, block))
@@ -284,7 +269,7 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
             "v": Pipeline.barriers(v_stages, copies=panels, consumers=CONSUMERS),
         },
     )
-    refs = _Refs(
+    refs = BackwardRefs(
         schedule=_schedule(p, c, blocks),
         q=as_rows(arrays.q),
         k=as_blocks(arrays.k, TILE_KV, p),

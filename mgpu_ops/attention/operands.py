@@ -56,6 +56,21 @@ class OptionalRefs:
     bias_shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # batch entries and heads of the bias
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BackwardRefs:
+    """What both backward kernels read: arrays outside of a kernel, refs in global memory within."""
+
+    schedule: Any  # which thread block works on which tiles
+    q: Any
+    k: Any
+    v: Any
+    out_grad: Any
+    lse: Any  # [batch, q_heads, rows]
+    delta: Any  # likewise
+    optional: OptionalRefs
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """q, k, v and `Inputs` in global memory, as a thread block of a kernel sees them."""
