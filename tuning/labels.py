@@ -8,11 +8,12 @@ from typing import Any
 
 from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.tuning import suites
 
 
 def label(spec: OpSpec, name: str, problem: Any) -> str:
-    """As text: "square-4096 4096x4096x4096 bfloat16 nn"; only shapes of the op have a name."""
-    named = name if spec.shapes.get(name) == problem else _shape_name(spec, problem)
+    """As text: "square-4096 4096x4096x4096 bfloat16 nn"; only shapes of the op, and problems of its suites, have a name."""
+    named = name if suites.named(spec, name) == problem else _shape_name(spec, problem)
     return " ".join(filter(None, (named, describe(problem))))
 
 

@@ -39,9 +39,12 @@ def problems_of(spec: OpSpec, arguments: argparse.Namespace) -> Problems:
 
 def shape_of(spec: OpSpec, name: str) -> Problem:
     """The op's problem of that name."""
-    if name not in spec.shapes:
+    from mgpu_ops.tuning import suites
+
+    problem = suites.named(spec, name)
+    if problem is None:
         raise UsageError(f"shape {name!r} is not one of {', '.join(spec.shapes)}")
-    return spec.shapes[name]
+    return problem
 
 
 def _fields_of(spec: OpSpec, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -64,17 +67,16 @@ def _bias(spec: OpSpec, given: bool | str, dtype: str) -> bool | str:
 
 def _suite(spec: OpSpec, suite: str, tokens: Sequence[int] | None) -> Problems:
     """The op's problems of that list, or of that model with these numbers of tokens."""
-    if suite in MODELS and (tokens or suite not in spec.suites):
+    from mgpu_ops.tuning import suites
+
+    known = suites.names(spec)
+    if suite in MODELS and (tokens or suite not in known):
         from mgpu_ops.tuning.problems import TOKENS, of_model
 
         return {job.name: job.problem for job in of_model(suite, tokens or TOKENS, op=spec.name)}
-    if suite not in spec.suites:
-        models = [model for model in MODELS if model not in spec.suites]
-        raise UsageError(f"suite {suite!r} is not one of {', '.join([*spec.suites, *models])}")
-    names: dict[Any, str] = {}  # a problem once, by its first name
-    for name in spec.suites[suite]:
-        names.setdefault(spec.shapes[name], name)
-    return {name: problem for problem, name in names.items()}
+    if suite not in known:
+        raise UsageError(f"suite {suite!r} is not one of {', '.join(dict.fromkeys([*known, *MODELS]))}")
+    return suites.problems(spec, suite)
 
 
 def _by_fields(spec: OpSpec, given: Mapping[str, Any], needed: Sequence[str]) -> Problems:
@@ -147,14 +149,15 @@ def _captured(arguments: argparse.Namespace) -> list[TuningJob]:
 def _specs_of(op: str | None, suite: str | None) -> list[OpSpec]:
     """The op, or every op that has the suite."""
     from mgpu_ops import SPECS, spec_of
+    from mgpu_ops.tuning import suites
 
     if op is not None:
         return [spec_of(op)]
     if suite is None:
         raise UsageError(f"name an op ({', '.join(SPECS)}), or --suite NAME of all that have it, or --from FILE")
-    found = [spec for spec in SPECS.values() if suite in spec.suites]
+    found = [spec for spec in SPECS.values() if suite in suites.names(spec)]
     if not found:
-        known = dict.fromkeys([*MODELS, *(name for spec in SPECS.values() for name in spec.suites)])
+        known = dict.fromkeys([*MODELS, *(name for spec in SPECS.values() for name in suites.names(spec))])
         raise UsageError(f"suite {suite!r} is not one of {', '.join(known)}")
     return found
 

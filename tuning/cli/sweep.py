@@ -138,6 +138,7 @@ def _said(op: str, name: str, found: Sweep) -> dict[str, Any]:
 def _problems(arguments: argparse.Namespace) -> list[NamedProblem]:
     """The problems that are asked for."""
     import mgpu_ops
+    from mgpu_ops.tuning import suites
     from mgpu_ops.tuning.replay import sweep
 
     op, shape, suite = arguments.op, arguments.shape, arguments.suite
@@ -150,7 +151,8 @@ def _problems(arguments: argparse.Namespace) -> list[NamedProblem]:
         raise UsageError(
             f"--{'shape' if shape else 'suite'} {shape or suite} is an op's: name the op ({', '.join(mgpu_ops.SPECS)})"
         )
-    if suite and suite not in spec.suites:
-        raise UsageError(f"suite {suite!r} is not one of replay, {', '.join(spec.suites)}")
-    names = dict.fromkeys(spec.suites[suite]) if suite else [shape]
-    return [(spec, name, shape_of(spec, name)) for name in names]
+    if not suite:
+        return [(spec, shape, shape_of(spec, shape))]
+    if suite not in suites.names(spec):
+        raise UsageError(f"suite {suite!r} is not one of replay, {', '.join(suites.names(spec))}")
+    return [(spec, name, problem) for name, problem in suites.problems(spec, suite).items()]

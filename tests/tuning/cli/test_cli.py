@@ -24,7 +24,7 @@ from mgpu_ops.grouped.grouped_matmul.problem import ACTIVATIONS
 from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry import database
 from mgpu_ops.registry.dispatch import BACKENDS
-from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, terminal, worker
+from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, suites, terminal, worker
 from mgpu_ops.tuning.bench import results, runner
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
 from mgpu_ops.tuning.cli import arguments, session
@@ -120,7 +120,7 @@ def test_help_answers_at_once(command: str, tmp_path: Path) -> None:
 
 def test_what_the_parsers_know_of_the_ops_without_importing_them_is_true() -> None:
     """The tables of commands/arguments.py: a new op, suite, field of a problem or competitor belongs there too."""
-    assert {name: tuple(spec.suites) for name, spec in SPECS.items()} == arguments.SUITES
+    assert {name: tuple(suites.names(spec)) for name, spec in SPECS.items()} == arguments.SUITES
     assert {op: tuple(competitors) for op, competitors in COMPETITORS.items()} == arguments.COMPETITORS
     assert arguments.BACKENDS == BACKENDS
     fields = {field.name: field for spec in SPECS.values() for field in dataclasses.fields(spec.Problem)}

@@ -1,0 +1,83 @@
+"""Draws the problems of matmul's suite `anywhere`.
+
+    python scripts/draw_anywhere.py     # writes mgpu_ops/tuning/anywhere.json, which a test compares with what is drawn
+
+84 problems are drawn from `SEED`: m from 1 to 16384, n and k from 128 to 32768 in steps of 8, each log-uniform. The layouts
+nn, nt, tn and tt take turns; where A is stored transposed, m is rounded up to a multiple of 8, as its rows must have 16 bytes.
+Every fifth problem has a batch from 2 to 16. A problem above `MOST_BYTES` or `MOST_FLOPS` is drawn again: at 600 TFLOP/s it
+would take 27 ms.
+
+12 more are the products before a model's logits, in decoding (m up to 96) and in training: see `HEADS`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops.tuning.suites import ANYWHERE
+
+SEED = 15
+DRAWN = 84
+MOST_BYTES = 4 * 2**30  # of A, B and the output
+MOST_FLOPS = 16e12
+LAYOUTS = ("nn", "nt", "tn", "tt")
+RULE = "drawn by scripts/draw_anywhere.py, which states the rule"
+
+# (width, vocabulary), then (m, layout). nt: tied to the embedding, [vocabulary, width]; tn: the gradient of the matrix, whose k
+# is the tokens.
+HEADS: dict[str, tuple[int, int, tuple[tuple[int, str], ...]]] = {
+    "Llama 3 8B": (4096, 128256, ((4, "nn"), (6144, "nn"), (3072, "tn"))),
+    "Llama 3 70B": (8192, 128256, ((24, "nn"), (3072, "nn"))),
+    "Mistral 7B": (4096, 32000, ((12, "nn"), (6144, "nn"))),
+    "Qwen2.5 72B": (8192, 152064, ((96, "nn"), (3072, "nn"))),
+    "Gemma 2 9B": (3584, 256000, ((2, "nt"), (2048, "nt"))),
+    "DeepSeek-V3": (7168, 129280, ((48, "nn"),)),
+}
+
+
+def drawn() -> list[MatmulProblem]:
+    spec, rng = spec_of("matmul"), random.Random(SEED)
+    found: list[MatmulProblem] = []
+    while len(found) < DRAWN:
+        i = len(found)
+        layout = LAYOUTS[i % 4]
+        m = round(_log_uniform(rng, 1, 16384))
+        n, k = (8 * round(_log_uniform(rng, 128, 32768) / 8) for _ in "nk")
+        batch = 2 + int(15 * rng.random()) if i % 5 == 4 else 1
+        problem = MatmulProblem(m + -m % 8 if layout[0] == "t" else m, n, k, layout=layout, batch=batch)
+        if spec.bytes(problem) <= MOST_BYTES and spec.flops(problem) <= MOST_FLOPS and problem not in found:
+            found.append(problem)
+    return found
+
+
+def heads() -> list[MatmulProblem]:
+    return [
+        MatmulProblem(width, vocabulary, m, layout=layout)
+        if layout == "tn"
+        else MatmulProblem(m, vocabulary, width, layout=layout)
+        for width, vocabulary, uses in HEADS.values()
+        for m, layout in uses
+    ]
+
+
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return low * math.exp(math.log(high / low) * rng.random())
+
+
+def text() -> str:
+    """The file, one problem a line."""
+    lines = ",\n".join(f"  {json.dumps(_fields(problem))}" for problem in (*drawn(), *heads()))
+    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {SEED},\n"problems": [\n{lines}\n]\n}}\n'
+
+
+def _fields(problem: MatmulProblem) -> dict[str, Any]:
+    fields = {"m": problem.m, "n": problem.n, "k": problem.k, "layout": problem.layout}
+    return fields | {"batch": problem.batch} if problem.batch > 1 else fields
+
+
+if __name__ == "__main__":
+    ANYWHERE.write_text(text())

@@ -1,0 +1,74 @@
+"""Suites whose problems are no named shapes of their op: what they are, and that nothing shipped was tuned for `anywhere`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import mgpu_ops
+from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops.core import gpu
+from mgpu_ops.registry import database
+from mgpu_ops.tuning import labels, suites
+from mgpu_ops.tuning.cli import selection
+from mgpu_ops.tuning.cli.arguments import positive_ints, problem_arguments
+from scripts import draw_anywhere
+
+MATMUL, H200 = spec_of("matmul"), gpu.find("h200")
+
+
+def asked(*words: str) -> dict[str, MatmulProblem]:
+    """The problems that the command line names."""
+    parser = argparse.ArgumentParser()
+    problem_arguments(parser, many=True)
+    return selection.problems_of(MATMUL, parser.parse_args(["matmul", *words]))
+
+
+def test_anywhere_is_what_its_script_draws() -> None:
+    assert suites.ANYWHERE.read_text() == draw_anywhere.text(), "run `python scripts/draw_anywhere.py`"
+
+
+def test_anywhere_is_96_problems_within_the_stated_rule() -> None:
+    found = list(suites.problems(MATMUL, "anywhere").values())
+    assert len(found) == 96
+    assert {p.layout for p in found if p.batch > 1} == {p.layout for p in found} == {"nn", "nt", "tn", "tt"}
+    for p in found:
+        assert MATMUL.supports(p, H200) is None
+        assert MATMUL.bytes(p) <= 4 * 2**30
+        assert MATMUL.flops(p) / H200.bf16_flops < 0.03
+    drawn, heads = found[:84], found[84:]
+    assert all(1 <= p.m <= 16384 and min(p.n, p.k) >= 128 and max(p.n, p.k) <= 32768 for p in drawn)
+    assert all(p.n % 8 == p.k % 8 == 0 and 1 <= p.batch <= 16 for p in drawn)
+    assert {p.n for p in heads} == {32000, 128256, 129280, 152064, 256000}
+
+
+def test_no_shipped_entry_is_for_a_problem_of_anywhere() -> None:
+    held_out = set(suites.problems(MATMUL, "anywhere").values())
+    files = list(Path(mgpu_ops.__path__[0], "configs").glob("*/matmul.json"))
+    assert files
+    for path in files:
+        assert held_out.isdisjoint(database.to_problem(MATMUL, entry.problem) for entry in database.read(path).entries)
+
+
+def test_no_problem_of_anywhere_is_a_named_shape() -> None:
+    """Named shapes are tuned for, and each adds contract tests."""
+    assert set(suites.problems(MATMUL, "anywhere").values()).isdisjoint(MATMUL.shapes.values())
+
+
+def test_a_suite_beside_the_shapes_is_asked_for_as_any_other() -> None:
+    found = asked("--suite", "anywhere")
+    assert found == suites.problems(MATMUL, "anywhere")
+    name, problem = next(iter(found.items()))
+    assert asked("--shape", name) == {name: problem}
+    text = labels.label(MATMUL, name, problem)
+    assert text == f"{name} {labels.describe(problem)}"
+    assert labels.problem_of(MATMUL, text) == problem
+
+
+def test_a_model_is_benched_at_any_numbers_of_tokens() -> None:
+    tokens = "1,8,16,32,64,128,256,512,1024,4096,8192,16384"
+    found = asked("--suite", "llama3-8b", "--tokens", tokens)
+    assert {p.m for p in found.values()} == set(positive_ints(tokens))
+    assert found["llama3-8b-down-512"] == MatmulProblem(512, 4096, 14336)
+    assert len(found) == 5 * 12  # qkv, out, logits, gate_up, down
+    assert all(MATMUL.supports(p, H200) is None for p in found.values())
