@@ -259,14 +259,17 @@ def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Config]:
     return list(dict.fromkeys(config for _, config in found))[:NEAREST]
 
 
-def stored_config(spec: OpSpec, problem: Problem, gpu: Gpu, kind: str) -> Config | None:
-    """The config of the user's entry, else of the shipped one, for exactly this problem, with evidence of this kind.
+def stored_config(
+    spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, objective: database.Objective = "burst"
+) -> Config | None:
+    """The config of the user's entry, else of the shipped one, for exactly this problem, of this kind and objective.
 
     None if there is none that can run.
     """
     fields = dataclasses.asdict(problem)
     for entry in _stored(spec.name, gpu):
-        if (entry.problem, entry.evidence.kind, entry.evidence.kernel_version) == (fields, kind, spec.version):
+        e = entry.evidence
+        if (entry.problem, e.kind, e.objective, e.kernel_version) == (fields, kind, objective, spec.version):
             with contextlib.suppress(ValueError):  # of fields that somebody edited
                 config = database.to_config(spec, entry.config)
                 if spec.check(problem, config, gpu) is None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mgpu_ops.registry.spec import OpSpec
     from mgpu_ops.tuning.outcome import Trial
 
+from mgpu_ops.registry import database
 from mgpu_ops.tuning.terminal import printable
 
 SHOWN = 12  # trials
@@ -60,7 +61,7 @@ def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]]
     e = entry.evidence
     problem = {k: v for k, v in entry.problem.items() if ("problem", k) not in omitted}
     config = {k: v for k, v in in_order(entry.config, spec.Config).items() if ("config", k) not in omitted}
-    of = "kernel or host" if between_gpus(spec) else "kernel"
+    of = "sustained" if e.objective == "sustained" else "kernel or host" if between_gpus(spec) else "kernel"
     kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
     against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
     default = f"{e.default_us / e.median_us:.3f}" if e.default_us else "-"
@@ -79,7 +80,7 @@ def by_problem(entries: Sequence[Entry], spec: OpSpec) -> list[Entry]:
     def key(entry: Entry) -> tuple[Any, ...]:
         problem = in_order(entry.problem, spec.Problem)
         values = [problem.get("devices", 0), *problem.values()]
-        return [(isinstance(value, str), value) for value in values], entry.evidence.kind
+        return [(isinstance(value, str), value) for value in values], database.kind(entry)
 
     return sorted(entries, key=key)
 

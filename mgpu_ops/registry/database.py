@@ -17,7 +17,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import msgspec
@@ -34,6 +34,8 @@ MAX_BYTES = 2**25  # of a file, some 50,000 entries: more is no database
 
 AnyPath = str | os.PathLike[str]
 Fields = dict[str, int | str | bool]
+Objective = Literal["burst", "sustained"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 Join = Callable[[Sequence["Entry"], Sequence["Entry"]], Sequence["Entry"]]
 Positive = Annotated[float, msgspec.Meta(gt=0)]  # and finite: JSON has no infinity and no NaN
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -55,7 +57,11 @@ class DatabaseError(ValueError):
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Why a config is believed to be fast. Times are of one run, in microseconds."""
+    """Why a config is believed to be fast. Times are of one run, in microseconds.
+
+    The objective says which times `median_us`, `spread_us`, `default_us` and `baseline_us` are. "burst": of single calls, each
+    after a flush of the L2. "sustained": of calls without pause for a second and more, at the clock that the power cap leaves.
+    """
 
     kind: Literal["measured", "modelled"]
     gpu: str  # the device's name: "NVIDIA H200"
@@ -74,6 +80,14 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     seed: int
     date: str  # "2025-01-31"
     samples_us: list[Positive] | None = None
+    objective: Objective = "burst"
+    burst_us: Positive | None = None  # of a sustained entry: single calls in the same run, and the baseline's
+    baseline_burst_us: Positive | None = None
+    clock_mhz: Positive | None = None  # of a sustained entry, as all that follow: the SMs' clock; None where NVML tells nothing
+    watts: Positive | None = None
+    joules: Positive | None = None  # of one call
+    baseline_watts: Positive | None = None
+    baseline_joules: Positive | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -85,7 +99,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The config of one problem. A problem has at most one entry of each kind of evidence."""
+    """The config of one problem. A problem has at most one entry of each kind of evidence and objective."""
 
     problem: Fields
     config: Fields
@@ -228,7 +242,7 @@ def encode(file: File) -> bytes:
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
-    """All entries, sorted; a later one replaces an earlier one of its problem and kind."""
+    """All entries, sorted; a later one replaces an earlier one of its problem, kind and objective."""
     entries = {_identity(entry): entry for entries in (old, new) for entry in entries}
     return tuple(entries[identity] for identity in sorted(entries))
 
@@ -240,13 +254,14 @@ def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _identity(entry: Entry) -> tuple[Any, ...]:
-    return key_of_fields(entry.problem), entry.evidence.kind
+    return key_of_fields(entry.problem), entry.evidence.kind, entry.evidence.objective
 
 
 def update(path: AnyPath, entries: Iterable[Entry], *, gpu_key: str, op: str, join: Join = merge) -> File:
     """Merges entries into the file at `path`, under a lock between processes; the file then.
 
-    `join(old, new)` says which entries stay: by default all, a new one in place of the old one of its problem and kind.
+    `join(old, new)` says which entries stay: by default all, a new one in place of the old one of its problem, kind
+    and objective.
     A reader, and the disk after a crash or kill -9, sees the old file or the new one, never a mix. The new one has the old
     one's mode, and its owner where the system permits.
     DatabaseError, with the old file in place, where an entry breaks the schema, the existing file
@@ -469,4 +484,10 @@ def stale_kernel(entry: Entry, spec: OpSpec) -> str | None:
 
 
 def title(entry: Entry) -> str:
-    return f"{entry.evidence.kind} {entry.problem}"
+    return f"{kind(entry)} {entry.problem}"
+
+
+def kind(entry: Entry) -> str:
+    """ "measured", "modelled" or "measured sustained"."""
+    evidence = entry.evidence
+    return evidence.kind if evidence.objective == "burst" else f"{evidence.kind} {evidence.objective}"

@@ -4,7 +4,8 @@
    cannot be read or cannot run raises.
 2. Stored for exactly this problem: `user`, `shipped`, `family` (the user's and the shipped files of
    other GPUs with the same architecture and SM count). Every measured entry comes before every
-   modelled one, whichever file it is in: a modelled entry never hides a measured one.
+   modelled one, whichever file it is in: a modelled entry never hides a measured one. Then those of the objective come first
+   that $MGPU_OPS_OBJECTIVE names, "burst" (the default) or "sustained".
 3. `near`: the entry of those files for the nearest other problem, again measured before modelled, unless the op's model
    puts its config behind the default for this problem, or it was no faster than the default there.
 4. `default`: the op's analytic choice.
@@ -38,13 +39,16 @@ import msgspec
 from mgpu_ops.core.gpu import Gpu, family
 from mgpu_ops.registry import database, job
 from mgpu_ops.registry.database import (
+    OBJECTIVES,
     AnyPath,
     DatabaseError,
     Entry,
     Evidence,
+    Objective,
     check_entry,
     decode,
     key_of_fields,
+    kind,
     read_bytes,
     stale_kernel,
     title,
@@ -176,6 +180,15 @@ def _resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None) ->
     return dataclasses.replace(found, tried=tuple(query.tried))
 
 
+def objective() -> Objective:
+    """What entries are to be the fastest at, by $MGPU_OPS_OBJECTIVE; "burst" where it is not set."""
+    name = os.environ.get("MGPU_OPS_OBJECTIVE") or "burst"
+    for known in OBJECTIVES:
+        if name == known:
+            return known
+    raise ValueError(f"MGPU_OPS_OBJECTIVE={name!r} is not one of {', '.join(OBJECTIVES)}")
+
+
 def _agreed(query: _Query, found: Resolution) -> Resolution:
     """The choice of the first process of the job to resolve this problem: files may differ between machines."""
     spec, problem, gpu, _ = query
@@ -232,7 +245,9 @@ def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | 
     matches = [stored for stored in entries if stored.key == key_of_fields(fields)]
     if not matches:
         return None
-    stored = min(matches, key=lambda r: (r.config is None, r.entry.evidence.kind == "modelled"))
+    wanted = objective()
+    of = [(stored, stored.entry.evidence) for stored in matches]
+    stored, _ = min(of, key=lambda r: (r[0].config is None, r[1].kind == "modelled", r[1].objective != wanted))
     if stored.config is None:
         raise DatabaseError(path, f"{fields}: {stored.fault}")
     return Resolution(stored.config, source, path, stored.entry)
@@ -252,20 +267,20 @@ def _require(query: _Query, found: Resolution) -> None:
 def _stored(query: _Query) -> Resolution:
     """The best entry of the user's, the shipped and the family's files that can run, or the default."""
     spec, problem, gpu, _ = query
-    key = key_of_fields(dataclasses.asdict(problem))
+    key, wanted = key_of_fields(dataclasses.asdict(problem)), objective()
     ranked = []
     for level, (source, owner, path) in enumerate(_stored_files(gpu, spec.name)):
         for stored in _stored_entries(query, source, owner, path):
-            modelled = stored.entry.evidence.kind == "modelled"
+            modelled, other = stored.entry.evidence.kind == "modelled", stored.entry.evidence.objective != wanted
             if stored.key == key:
-                ranked.append(((False, modelled, 0.0, level), source, stored))
+                ranked.append(((False, modelled, 0.0, other, level), source, stored))
             elif stored.fault is None:
                 distance = spec.distance(problem, stored.problem)
                 if distance is not None:
-                    ranked.append(((True, modelled, distance, level), "near", stored))
+                    ranked.append(((True, modelled, distance, other, level), "near", stored))
 
     failed, nearest = 0, None
-    for (near, _, distance, _), source, stored in sorted(ranked, key=lambda candidate: candidate[0]):
+    for (near, _, distance, _, _), source, stored in sorted(ranked, key=lambda candidate: candidate[0]):
         reason = stored.fault or spec.check(problem, stored.config, gpu)
         if reason is None and near:
             nearest, reason = nearest or stored.entry, _behind(query, stored)
@@ -295,7 +310,7 @@ def _stored_entries(query: _Query, source: str, owner: Gpu, path: Path) -> tuple
         what = f"{path}: {title(broken[0].entry)}: {broken[0].fault}"
         _warn_once(f"{what}. mgpu_ops goes on without this entry{others}: see `mgpu-tune validate`.")
     key = key_of_fields(dataclasses.asdict(query.problem))
-    kinds = [stored.entry.evidence.kind for stored in entries if stored.key == key]
+    kinds = [kind(stored.entry) for stored in entries if stored.key == key]
     what = f"{path}: {len(entries)} entries, {' and '.join(kinds) or 'none'} for this problem"
     query.note(source, what)
     return entries
@@ -388,10 +403,15 @@ def _place(result: Resolution) -> str:
 
 
 def _summary(e: Evidence) -> str:
-    parts = [f"{e.kind} {e.median_us:.4g} us, spread {e.spread_us:.2g} us, on {e.gpu}"]
+    sustained = f" {e.objective}" if e.objective != "burst" else ""
+    parts = [f"{e.kind} {e.median_us:.4g} us{sustained}, spread {e.spread_us:.2g} us, on {e.gpu}"]
     for name, time in (("the default", e.default_us), (e.baseline, e.baseline_us)):
         if time is not None:
             parts.append(f"{time / e.median_us:.3g}x as fast as {name} ({time:.4g} us)")
+    if e.burst_us is not None:
+        parts.append(f"{e.burst_us:.4g} us in a burst")
+    if e.joules is not None and e.watts is not None:
+        parts.append(f"{e.watts:.0f} W, {e.joules:.3g} J a call")
     if e.error is not None:
         parts.append(f"error {e.error:.2g}")
     parts.append(f"{e.trials} trials on {e.date}, jax {e.jax}, kernel version {e.kernel_version}")

@@ -25,6 +25,7 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
+    from mgpu_ops.registry import database
     from mgpu_ops.tuning.fleet import merge
     from mgpu_ops.tuning.tables import problem_text
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         times = " -> ".join(f"{e.evidence.median_us:.4g} us" for e in (d.before, d.after) if e)
         ratio = f" ({d.ratio:.3f}x as fast)" if d.ratio else ""
         problem = problem_text(d.entry.problem, mgpu_ops.SPECS.get(d.op))
-        say(f"{d.what:7}  {d.op} on {d.gpu} {problem}: {d.entry.evidence.kind} {times}{ratio}")
+        say(f"{d.what:7}  {d.op} on {d.gpu} {problem}: {database.kind(d.entry)} {times}{ratio}")
         if d.before and d.after:
             old, new = d.before.config, d.after.config
             moved = [f"{k} {old.get(k)} -> {new.get(k)}" for k in {**old, **new} if old.get(k) != new.get(k)]

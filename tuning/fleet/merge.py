@@ -81,7 +81,8 @@ def best(*several: Iterable[Entry]) -> tuple[Entry, ...]:
     """The entries to keep of one GPU and op, whatever the order in which they come; sorted.
 
     Only times of one kernel version can be compared: of those the newest counts. Within it the faster entry wins, and a
-    measured one beats every modelled one. A modelled entry stays beside a measured one of an older kernel version.
+    measured one beats every modelled one. A modelled entry stays beside a measured one of an older kernel version, and a
+    sustained entry beside one of bursts.
     """
     return database.merge((), (e for of_problem in _by_problem(several).values() for e in _kept(of_problem)))
 
@@ -93,7 +94,7 @@ def conflicts(*several: Iterable[Entry]) -> list[Conflict]:
         kept = _kept(of_problem)
         dropped = [entry for entry in of_problem if entry not in kept]
         for entry in {msgspec.json.encode(e, order="deterministic"): e for e in dropped}.values():
-            winner = next((k for k in kept if k.evidence.kind == entry.evidence.kind), kept[0])
+            winner = next((k for k in kept if database.kind(k) == database.kind(entry)), kept[0])
             found.append(Conflict(winner, entry, _why(winner, entry)))
     return found
 
@@ -113,11 +114,13 @@ def _problem(entry: Entry) -> tuple[Any, ...]:
 def _kept(of_problem: Sequence[Entry]) -> list[Entry]:
     kinds: dict[str, Entry] = {}
     for entry in sorted(of_problem, key=_rank):
-        kinds.setdefault(entry.evidence.kind, entry)
-    measured, modelled = kinds.get("measured"), kinds.get("modelled")
-    if measured and modelled and measured.evidence.kernel_version >= modelled.evidence.kernel_version:
-        del kinds["modelled"]
-    return list(kinds.values())
+        kinds.setdefault(database.kind(entry), entry)
+    measured = max((e.evidence.kernel_version for e in kinds.values() if e.evidence.kind == "measured"), default=None)
+    return [
+        entry
+        for entry in kinds.values()
+        if entry.evidence.kind == "measured" or measured is None or measured < entry.evidence.kernel_version
+    ]
 
 
 def _rank(entry: Entry) -> tuple[Any, ...]:
@@ -185,11 +188,11 @@ class Difference:
 
 
 def differences(before: Mapping[Key, Iterable[Entry]], after: Mapping[Key, Iterable[Entry]]) -> list[Difference]:
-    """What differs, by GPU, op, problem and kind of evidence."""
+    """What differs, by GPU, op, problem, kind of evidence and objective."""
     found = []
     for gpu_key, op in sorted({*before, *after}):
         old, new = (
-            {(_problem(e), e.evidence.kind): e for e in database.merge((), side.get((gpu_key, op), ()))}
+            {(_problem(e), database.kind(e)): e for e in database.merge((), side.get((gpu_key, op), ()))}
             for side in (before, after)
         )
         for identity in sorted({*old, *new}):

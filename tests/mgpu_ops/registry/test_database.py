@@ -601,6 +601,40 @@ def test_a_modelled_entry_never_hides_a_measured_one(low):
     assert (resolve().source, resolve().config) == ("user", Config(16))
 
 
+def test_a_problem_has_an_entry_of_bursts_and_a_sustained_one_and_a_call_takes_that_of_its_objective(monkeypatch):
+    burst, sustained = entry(tile=2), entry(tile=4, median_us=14.0, objective="sustained", watts=690.0, joules=0.0097)
+    write(user(), burst)
+    write(user(), sustained)
+    assert database.read(user()).entries == (burst, sustained)
+    assert resolve().config == Config(2)
+    monkeypatch.setenv("MGPU_OPS_OBJECTIVE", "sustained")
+    assert resolve().config == Config(4)
+    told = resolution.explain(SPEC, Problem(64), GPU)
+    assert "measured 14 us sustained" in told
+    assert "690 W, 0.0097 J a call" in told
+    monkeypatch.setenv("MGPU_OPS_CONFIG_PATH", str(user()))
+    assert resolve().config == Config(4)
+    monkeypatch.setenv("MGPU_OPS_OBJECTIVE", "burst")
+    assert resolve().config == Config(2)
+    monkeypatch.setenv("MGPU_OPS_OBJECTIVE", "power")
+    with pytest.raises(ValueError, match="MGPU_OPS_OBJECTIVE='power' is not one of burst, sustained"):
+        resolve()
+
+
+@pytest.mark.parametrize("objective", ["burst", "sustained"])
+def test_an_entry_of_the_other_objective_is_used_where_there_is_no_other(objective, monkeypatch):
+    write(user(), entry(tile=4, objective=objective))
+    for wanted in ("burst", "sustained"):
+        monkeypatch.setenv("MGPU_OPS_OBJECTIVE", wanted)
+        assert resolve().config == Config(4)
+
+
+def test_an_entry_without_an_objective_is_of_bursts_and_is_written_as_it_was():
+    data = database.encode(file(entry()))
+    assert b"objective" not in data
+    assert database.decode(data, path="f").entries[0].evidence.objective == "burst"
+
+
 def test_the_nearest_problem_whose_config_runs_is_used_and_its_distance_told():
     write(
         shipped(),

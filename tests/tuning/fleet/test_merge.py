@@ -57,6 +57,16 @@ def stored(path: Path) -> list[tuple[int, str, float]]:
 # --- the rule
 
 
+def test_a_sustained_entry_stays_beside_one_of_bursts() -> None:
+    burst, slower = entry(us=10.0), entry(us=11.0)
+    sustained, better = (entry(us=us, objective="sustained", default_us=None) for us in (14.0, 13.0))
+    assert merge.best([slower, sustained], [burst, better]) == (burst, better)
+    conflicts = merge.conflicts([slower, sustained], [burst, better])
+    assert [(c.kept, c.dropped) for c in conflicts] == [(burst, slower), (better, sustained)]
+    key = ("h200", "matmul")
+    assert [d.what for d in merge.differences({key: [burst]}, {key: [burst, better]})] == ["added"]
+
+
 POOL = [
     entry(size, us, kind, config={"raster_width": width}, kernel_version=version, spread_us=spread)
     for size, us, kind, width, version, spread in itertools.product(
