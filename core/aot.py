@@ -281,15 +281,21 @@ device_description_str: "{gpu.name}"
 """
 
 
+def target_config(gpu: Gpu | str) -> str:
+    """XLA's description of a GPU (a GpuTargetConfig as text), for `jax.experimental.topologies.get_topology_desc`."""
+    gpu = find(gpu) if isinstance(gpu, str) else gpu
+    major, minor = gpu.compute_capability
+    return _TARGET_CONFIG.format(gpu=gpu, clock_ghz=gpu.clock_hz / 1e9, major=major, minor=minor)
+
+
 @functools.cache
 def _topology(gpu: Gpu, devices: int) -> topologies.TopologyDescription:
-    major, minor = gpu.compute_capability
     describe = functools.partial(
         topologies.get_topology_desc,
         gpu.name,
         platform="cuda",
         topology=f"1x1x{devices}",
-        target_config=_TARGET_CONFIG.format(gpu=gpu, clock_ghz=gpu.clock_hz / 1e9, major=major, minor=minor),
+        target_config=target_config(gpu),
     )
     return _with_plugin(describe)
 

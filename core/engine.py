@@ -40,6 +40,7 @@ from mgpu_ops.core.tile_scheduler import Int
 tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.name_replicas()
+jax_patches.forget_numbers()
 threads.run_on_own_client()
 
 last_start = tma.last_start

@@ -189,9 +189,10 @@ _target = jax.make_user_context(None)
 
 
 def target(gpu: Gpu | str | None) -> AbstractContextManager[None]:
-    """`with target("h200"): ...` makes `current()` return that GPU instead of the running one.
+    """`with mgpu_ops.target("h200"): ...`: what JAX traces inside is for that GPU instead of the running one.
 
-    `target(None)` ends an outer target's effect. ValueError for a name that is not in `GPUS`.
+    For programs that another machine will run (`jax.export`, ahead-of-time compilation). `target(None)` ends an outer target's
+    effect. ValueError for a name that is not in the table of GPUs.
     """
     return _target(find(gpu) if isinstance(gpu, str) else gpu)
 

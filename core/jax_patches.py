@@ -5,6 +5,7 @@
 | `tma.copy_any_shape` | TMA copies arrays that swizzle tiles do not divide, and windows of rows | kernels of `engine.kernel` |
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
+| `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `threads.run_on_own_client` | the interpreter has as many threads as simulated warpgroups | all interpreted kernels |
 
 `engine.kernel` marks its kernels (`mark`); a patch that would change what others' kernels compute looks for the mark.
@@ -120,3 +121,27 @@ def _name(call: Any, size: int) -> None:
     if _IDS in config and not config[_IDS].value:
         config[_IDS] = ir.StringAttr.get(",".join(map(str, range(size))))
         call.attributes[_CONFIG] = ir.DictAttr.get(config)
+
+
+# --- Kernels without numbers
+#
+# Mosaic GPU numbers the kernels of a process, for the names of the files that it dumps. jax 0.11 writes the number into the
+# kernel's text, which is part of the key of JAX's persistent compilation cache: a process that lowers its kernels in another
+# order compiles all of them again. jax 0.12 leaves the number out. Without one, compiling gives a kernel its next number.
+
+_NUMBER = "mosaic_gpu.dump_basename"
+PREFIX = "mgpu_ops_"  # of the names of our kernels
+
+
+def forget_numbers() -> None:
+    """Our kernels are serialised without their number."""
+    lower = mosaic._mosaic_gpu_lowering_rule
+
+    @functools.wraps(lower)
+    def lower_without_number(ctx: Any, *args: Any, module: ir.Module, **params: Any) -> Any:
+        attributes = module.operation.attributes
+        if _NUMBER in attributes and "sym_name" in attributes and attributes["sym_name"].value.startswith(PREFIX):
+            del attributes[_NUMBER]
+        return lower(ctx, *args, module=module, **params)
+
+    mosaic._mosaic_gpu_lowering_rule = lower_without_number

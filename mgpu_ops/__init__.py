@@ -43,6 +43,7 @@ else:
         "ragged_dot",
         "reduce_scatter",
         "spec_of",
+        "target",
         "use_configs",
     ]
 

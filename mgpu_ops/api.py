@@ -15,6 +15,7 @@ from mgpu_ops.collectives import Config as CollectiveConfig
 from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.core import extras
+from mgpu_ops.core.gpu import target
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.grouped_matmul import grouped_matmul, ragged_dot
@@ -123,5 +124,6 @@ __all__ = [
     "ragged_dot",
     "reduce_scatter",
     "spec_of",
+    "target",
     "use_configs",
 ]
