@@ -171,6 +171,28 @@ def build(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1
     return Executable(data, (trees[0], trees[1]), max(registers, default=0), spills, devices, _serialized(log))
 
 
+@dataclass(frozen=True)
+class Program:
+    """A function compiled as a whole: its launches of Mosaic kernels, and what XLA plans for its arrays, in bytes."""
+
+    launches: int
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+
+
+def program(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any) -> Program:
+    """Compiles `fn(*shapes)` with all that XLA makes of it, as `build` does. Raises what `compile_for` raises."""
+    gpu = find(gpu) if isinstance(gpu, str) else gpu
+    if _plugin() is None:
+        raise AotUnavailable(f"compiling for a GPU needs JAX's CUDA plugin: {extras.install('aot')}")
+    _claim(gpu)
+    with _persistent_cache_unwritten(), target(gpu):
+        launches, compiled = _compile(fn, shapes, np.array(_topology(gpu, 1).devices))
+    m = compiled.memory_analysis()
+    return Program(launches, m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes)
+
+
 def ptx(gpu: Gpu | str, fn: Callable[..., Any], *shapes: Any, devices: int = 1) -> tuple[str, ...]:
     """The PTX of each Mosaic kernel of `fn(*shapes)`, compiled as `build` compiles them, with standard output diverted.
 

@@ -73,13 +73,7 @@ def capture(function: Callable[..., Any], gpu: Gpu | str | None = None) -> Calla
     @functools.wraps(function)
     def captured(*args: Any, **kwargs: Any) -> Captured:
         target = gpus.find(gpu) if isinstance(gpu, str) else gpu or gpus.current() or gpus.find(ASSUMED)
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-
-        def traced(arrays: dict[int, Any]) -> list[Any]:
-            again, named = jax.tree.unflatten(structure, [arrays.get(i, x) for i, x in enumerate(leaves)])
-            return [x for x in jax.tree.leaves(function(*again, **named)) if isinstance(x, jax.Array)]
-
+        traced, arrays = of_arrays(function, *args, **kwargs)
         with gpus.target(target), _capturing(True):
             closed = jax.make_jaxpr(traced)(arrays)
         notes: dict[str, None] = {}
@@ -88,6 +82,18 @@ def capture(function: Callable[..., Any], gpu: Gpu | str | None = None) -> Calla
         return Captured(target, tuple(uses), tuple(notes))
 
     return captured
+
+
+def of_arrays(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[..., list[Any]], dict[int, Any]]:
+    """`function(*args, **kwargs)` as a function of its arrays, which returns the arrays among its results; and those arrays."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+
+    def traced(arrays: dict[int, Any]) -> list[Any]:
+        again, named = jax.tree.unflatten(structure, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        return [x for x in jax.tree.leaves(function(*again, **named)) if isinstance(x, jax.Array)]
+
+    return traced, arrays
 
 
 # --- Marks

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import mgpu_ops
 from mgpu_ops.core import aot
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +53,14 @@ def run(program: str, *words: object, **environment: str) -> Any:
     done = subprocess.run(command, cwd=ROOT, env=env | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def blocks(heading: str) -> list[str]:
+    """The Python of a section of docs/start-up.md."""
+    (section,) = re.findall(
+        rf"^## {heading}\n(.*?)(?=^## |\Z)", (ROOT / "docs/start-up.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 # --- JAX's persistent compilation cache
@@ -124,3 +136,69 @@ def test_a_process_without_mgpu_ops_compiles_an_exported_program(tmp_path: Path)
     device = aot.target_config("h100-sxm")
     answer = run(COMPILE, tmp_path / "step", device, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     assert answer == [[[1, 256, 2, 64], [128, 128], [4, 128, 64]], False, True]
+
+
+def test_the_page_exports_a_program_as_it_says(tmp_path: Path) -> None:
+    first, second = blocks("Export a program")
+    names = {"jax": jax, "jnp": jnp, "mgpu_ops": mgpu_ops, "path": tmp_path / "step"}
+    exec(first, names)
+    assert names["exported"].mlir_module().count("mosaic_gpu_v2") == 1  # of the gradient: the product itself is not needed
+    assert (tmp_path / "step").stat().st_size > 1000
+    assert second.startswith("import jax.experimental.mosaic.gpu ")
+
+
+def test_the_cache_is_shared_between_folders_with_the_setting_that_the_page_names() -> None:
+    page = (ROOT / "docs/start-up.md").read_text()
+    ((option, pattern),) = re.findall(r'jax\.config\.update\("(jax_hlo\w+)", "(.*?)"\)', page)
+    text = run(FOLDERS, option, pattern.replace("site-packages", ROOT.name))
+    assert text == {"kernels": 1, "with the folder": 0}
+
+
+FOLDERS = """
+jax.config.update(sys.argv[1], sys.argv[2])
+import mgpu_ops
+from jax.experimental.mosaic.gpu import core
+with mgpu_ops.target("h100-sxm"):
+    jax.jit(mgpu_ops.matmul).trace(*[jax.ShapeDtypeStruct((64, 64), BF16)] * 2).lower(lowering_platforms=("cuda",)).as_text()
+texts = list(core.KNOWN_KERNELS.values())
+print(json.dumps({"kernels": len(texts), "with the folder": sum(os.getcwd().encode() in text for text in texts)}))
+"""
+
+
+# --- on a GPU
+
+ON_GPU = """
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+path, cache = sys.argv[1:]
+jax.config.update("jax_compilation_cache_dir", cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+from jax import export
+import jax.experimental.mosaic.gpu
+
+keys = jax.random.split(jax.random.key(0), 3)
+arrays = [0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, SHAPES)]
+arrays.append(jnp.array([100, 28, 0, 128], jnp.int32))
+hits.clear()
+out = jax.block_until_ready(jax.jit(export.deserialize(open(path, "rb").read()).call)(*arrays))
+alone, found = "mgpu_ops" not in sys.modules, len(hits)
+
+os.environ["MGPU_OPS_BACKEND"] = "xla"
+wanted = jax.jit(step)(*arrays)
+error = lambda x, y: float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)))
+errors = [error(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(out, wanted)]
+print(json.dumps({"alone": alone, "hits": found, "error": max(errors)}))
+"""
+
+
+@pytest.mark.gpu
+def test_an_exported_program_runs_and_the_next_process_finds_it_compiled(tmp_path: Path) -> None:
+    """Exported in a process that sees no GPU; run in two that have no mgpu_ops until they compute what is expected."""
+    kind = jax.local_devices()[0].device_kind
+    run(EXPORT.replace('"h100-sxm"', repr(kind)), tmp_path / "step")
+    words = (ON_GPU, tmp_path / "step", tmp_path / "cache")
+    first, second = (run(*words, JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_PREALLOCATE="false") for _ in range(2))
+    assert [first["alone"], second["alone"]] == [True, True]
+    assert (first["hits"], second["hits"] > 0) == (0, True)
+    assert max(first["error"], second["error"]) < 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import re
@@ -38,6 +39,12 @@ def register(commands: Any) -> None:
         mgpu-tune capture train:step --json | jq '.problems[0]'
         """,
     )
+    function_arguments(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the problems to a file for `mgpu-tune run --from`")
+
+
+def function_arguments(parser: argparse.ArgumentParser) -> None:
+    """What names a function of the user's, its arrays and the GPU that will run it."""
     parser.add_argument(
         "function",
         metavar="MODULE:FUNCTION",
@@ -53,21 +60,34 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--gpu", help="the GPU that will run it: h200, h100-sxm ... (default: the one here, else h200)")
     parser.add_argument("--devices", type=positive_int, metavar="N", help="trace as on N devices, for a function with a mesh")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the problems to a file for `mgpu-tune run --from`")
 
 
-def run(arguments: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A user's function with its arguments, and what it runs."""
+
+    captured: Captured
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def program_of(arguments: argparse.Namespace) -> Program:
+    """The program that `function_arguments` name."""
     import jax
 
     if arguments.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
+    return _captured(arguments.function, [shape(text) for text in arguments.args], arguments.gpu)
+
+
+def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import problems
     from mgpu_ops.tuning.labels import describe
 
     if arguments.output:
         writable(arguments.output, "--output")
-    captured = _captured(arguments.function, [shape(text) for text in arguments.args], arguments.gpu)
+    captured = program_of(arguments).captured
     work = problems.of(captured)
     say(f"{arguments.function} on {captured.gpu.name}: {count(len(work), 'problem')}, the longest first")
     for w in work:
@@ -100,8 +120,8 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
         raise UsageError(f"--args {text!r} is no array: write it as JAX prints it, e.g. 'bf16[8,4096]' or 'i32[8]'") from None
 
 
-def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) -> Captured:
-    """What the function runs; or what another one runs, which it returns with its arguments."""
+def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) -> Program:
+    """The function and what it runs; or those of another one, which it returns with its arguments."""
     from mgpu_ops import capture
 
     function, returned = _imported(name), []
@@ -115,7 +135,10 @@ def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) ->
 
     try:
         found = capture(program, gpu)(*shapes)
-        return capture(returned[0][0], gpu)(*returned[0][1:]) if returned else found
+        if not returned:
+            return Program(found, function, tuple(shapes))
+        inner, *inputs = returned[0]
+        return Program(capture(inner, gpu)(*inputs), inner, tuple(inputs))
     except (Exception, SystemExit) as e:
         raise _told(name, e) from None
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "proxy": "serve a database of trials to workers over gRPC, on this machine alone unless told otherwise",
     "dashboard": "show the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
     "capture": "list the problems that a function of yours would run, and how often, without running it",
+    "compile": "compile the kernels that a function of yours would run, and the function, for a GPU that need not be here",
     "show": "list the tuned problems of a GPU",
     "which": "show which config a call would use, and why",
     "validate": "check database files: schema, fields, and whether every config can run",
