@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 BRINGS = {  # of pyproject.toml; the modules that a user may meet
-    "tune": ("matplotlib", "optuna", "rich"),
+    "tune": ("matplotlib", "optuna", "pynvml", "rich"),
     "gp": ("scipy", "torch"),
     "grpc": ("google.protobuf", "grpc"),
     "postgresql": ("psycopg",),

@@ -1,4 +1,6 @@
-"""Time on a GPU: kernel time from CUPTI, with a cold or a warm L2, several functions interleaved in one run.
+"""Time on a GPU, in two ways: in bursts and sustained.
+
+Bursts: kernel time from CUPTI, with a cold or a warm L2, several functions interleaved in one run.
 
 Cold: before each call a buffer of `FLUSHED` times the L2's size is read, so that the L2 holds nothing of the call's arrays. It
 was written once, long before: reading leaves no lines that the call would have to write back to memory in its own time. Warm:
@@ -6,6 +8,10 @@ before each call the same function runs on the same arrays, and nothing in betwe
 
 Only ratios of functions measured in turn, in one run, mean anything: a GPU under its power cap slows by several percent as it
 warms up, and does so for whatever runs then.
+
+Sustained: each function is called without pause for a second and more, then the next one, so that the GPU is at the clock that
+its power cap leaves, as in a program. There what a call takes is decided by its energy. Nothing is flushed: in a program, too,
+a product follows the one before, and a flush would be work of its own that draws power.
 """
 
 from __future__ import annotations
@@ -25,10 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.tuning.nvml import Meter, Power
 
 HOST_BOUND = 50.0  # us of the GPUs: collectives in a row that take less may wait for the host, with 10 to 30 us each
 QUEUED = 4  # calls
 FLUSHED = 4  # times the L2's size that a flush reads
+TURN = 1.0  # seconds for which a function runs without pause, where it is measured sustained
+TURNS = 3  # of each function
+AHEAD = 5000.0  # us of calls that are queued, so that the GPU never waits for the host
+_MOST_AHEAD = 32  # calls: each holds its result
+_WARM_TURN, _WARM_TURNS = 0.5, 10  # seconds, and how many at most, until a call takes as long as in the turn before
+_SETTLED = 0.01  # of that time
+_DRY = 0.01  # of a turn's calls may have come too late
 DRIFT = 0.15  # of the baseline's time: at the power cap it varies by 12 %, as what ran before was hot or cool
 
 
@@ -144,6 +158,115 @@ def warm(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[
     """As `interleaved` on one GPU, but each function runs twice in a row, of which the second is the sample."""
     del gpu  # whatever the size of its L2
     return _in_turn([(f, f) for f in functions], rounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a function took while it ran without pause."""
+
+    us: float  # of a call
+    clock_mhz: float | None = None  # of the SMs, the mean; None, as of all that follow, where NVML does not tell
+    watts: float | None = None  # the mean
+    joules: float | None = None  # of a call
+
+
+def typical(turns: Sequence[Turn]) -> Turn:
+    """The median of each number of several turns."""
+
+    def median(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    us = median_us([turn.us for turn in turns])
+    return Turn(us, *(median(getattr(turn, name) for turn in turns) for name in ("clock_mhz", "watts", "joules")))
+
+
+def sustained(
+    functions: Sequence[Callable[[], Any]], seconds: float = TURN, turns: int = TURNS, meter: Meter | None = None
+) -> list[list[Turn]]:
+    """The turns of each function, in each of which it runs for `seconds` without pause, by the wall clock.
+
+    The functions take turns in another order each round. Before, the first one runs until its time has settled, which counts
+    for none. Functions must be compiled. The results of calls that have ended are dropped, so that memory is bounded. `meter`,
+    which must be open, tells clock, power and energy.
+    Raises MeasurementError where calls are too short for the host to queue them without gaps.
+    """
+    depths = [_depth(f) for f in functions]
+    line = _Line()
+    for number in range(_WARM_TURNS):
+        line.run(functions[0], depths[0], _WARM_TURN)
+        if number > 2 and abs(line.us(number - 1) / line.us(number - 2) - 1) < _SETTLED:
+            break
+    numbers: list[list[int]] = [[] for _ in functions]
+    for turn in range(turns):
+        for i in np.random.default_rng(turn).permutation(len(functions)):
+            numbers[i].append(line.run(functions[i], depths[i], seconds))
+    line.run(functions[0], depths[0], _WARM_TURN)  # the GPU is at work until the last turn is over, and its energy counted
+    line.drain()
+    return [[line.turn(number, meter) for number in of_one] for of_one in numbers]
+
+
+class _Line:
+    """Calls in the order in which the GPU runs them: some microseconds of them are queued, the rest wait."""
+
+    def __init__(self) -> None:
+        self._queued: collections.deque[tuple[int, Any]] = collections.deque()  # of which turn, and what it returns
+        self._calls: list[int] = []  # of each turn
+        self._late: list[int] = []  # calls of each turn that came when no other was left
+        self._ends = [time.perf_counter()]  # of each turn, after the beginning of the first
+
+    def run(self, f: Callable[[], Any], depth: int, seconds: float) -> int:
+        """Makes calls, of which up to `depth` are queued, until they have run for `seconds` since the last turn's end.
+
+        Returns the turn's number.
+        """
+        number = len(self._calls)
+        self._calls.append(0)
+        self._late.append(0)
+        self._ends.append(math.inf)
+        while True:
+            out = f()
+            self._late[number] += bool(self._queued) and _ready(self._queued[-1][1])
+            self._queued.append((number, out))
+            self._calls[number] += 1
+            while len(self._queued) > depth:
+                self._wait()
+            if self._queued[0][0] == number and time.perf_counter() - self._ends[number] >= seconds:
+                return number
+
+    def drain(self) -> None:
+        while self._queued:
+            self._wait()
+
+    def _wait(self) -> None:
+        """For the call that was queued first; its result is dropped."""
+        number, out = self._queued.popleft()
+        jax.block_until_ready(out)
+        self._ends[number + 1] = time.perf_counter()
+
+    def us(self, number: int) -> float:
+        """Microseconds of a call, of a turn that is over."""
+        return (self._ends[number + 1] - self._ends[number]) / self._calls[number] * 1e6
+
+    def turn(self, number: int, meter: Meter | None) -> Turn:
+        us, calls = self.us(number), self._calls[number]
+        if self._late[number] > max(3, _DRY * calls):
+            raise MeasurementError(
+                f"the GPU waited for the host before {self._late[number]} of {calls} calls of {us:.4g} us: "
+                "so short ones cannot be queued without gaps; measure them in bursts"
+            )
+        power = meter.between(self._ends[number], self._ends[number + 1]) if meter else Power()
+        return Turn(us, power.clock_mhz, power.watts, None if power.joules is None else power.joules / calls)
+
+
+def _depth(f: Callable[[], Any]) -> int:
+    """How many calls to queue."""
+    return max(2, min(_MOST_AHEAD, math.ceil(AHEAD / (wall(f, QUEUED) / QUEUED))))
+
+
+def _ready(out: Any) -> bool:
+    """Whether what a call returned is there."""
+    return all(x.is_ready() for x in jax.tree.leaves(out))
 
 
 def _in_turn(pairs: Sequence[tuple[Callable[[], Any], Callable[[], Any]]], rounds: int) -> list[list[float]]:

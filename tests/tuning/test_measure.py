@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core.gpu import find
-from mgpu_ops.tuning import measure
+from mgpu_ops.tuning import measure, nvml
 
 GPU = find("h200")
 times = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
@@ -334,3 +334,97 @@ def test_on_several_devices_too_kernels_of_somebody_else_are_an_error(install: C
 
     with pytest.raises(measure.MeasurementError, match=r"CUPTI saw 3 kernels where 2 were launched: .*these GPUs"):
         measure.interleaved([disturbed], GPU, rounds=3, devices=2)
+
+
+# --- sustained
+
+
+class Clocked:
+    """A GPU that runs calls one after the other, on a clock that only waiting for it moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0  # of the host
+        self.busy = 0.0  # when the GPU is done with all that is queued
+        self.ran: list[str] = []
+        self.held = 0  # results that are alive
+        self.most = 0
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+
+    def function(self, name: str, us: float, host_us: float = 1.0) -> Callable[[], Any]:
+        def call() -> Result:
+            self.now += host_us * 1e-6
+            self.busy = max(self.busy, self.now) + us * 1e-6
+            self.ran.append(name)
+            return Result(self, self.busy)
+
+        return call
+
+
+class Result:
+    def __init__(self, clocked: Clocked, end: float) -> None:
+        self._clocked, self._end = clocked, end
+        clocked.held += 1
+        clocked.most = max(clocked.most, clocked.held)
+
+    def __del__(self) -> None:
+        self._clocked.held -= 1
+
+    def is_ready(self) -> bool:
+        return self._clocked.now >= self._end
+
+    def block_until_ready(self) -> None:
+        self._clocked.now = max(self._clocked.now, self._end)
+
+
+class PlayedMeter:
+    """700 W at a clock of 1500 MHz."""
+
+    def between(self, start: float, end: float) -> Any:
+        return nvml.Power(1500.0, 700.0, 700.0 * (end - start))
+
+
+def test_a_sustained_turn_is_time_over_calls_and_energy_over_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch)
+    functions = [clocked.function("a", 1000.0), clocked.function("b", 2000.0)]
+    found = measure.sustained(functions, 0.1, 3, PlayedMeter())  # type: ignore[arg-type]
+    for turns, us in zip(found, (1000.0, 2000.0), strict=True):
+        assert [turn.us for turn in turns] == pytest.approx([us] * 3)
+        assert [turn.joules for turn in turns] == pytest.approx([700 * us * 1e-6] * 3)
+        assert {(turn.clock_mhz, turn.watts) for turn in turns} == {(1500.0, 700.0)}
+
+
+def test_sustained_turns_follow_each_other_without_a_pause_and_hold_few_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch)
+    functions = [clocked.function("a", 1000.0), clocked.function("b", 250.0)]
+    measure.sustained(functions, 0.05, 2)
+    began = len(clocked.ran)
+    assert clocked.busy == pytest.approx((clocked.ran.count("a") * 1000 + clocked.ran.count("b") * 250) * 1e-6, rel=1e-3)
+    assert began > 1000
+    assert clocked.most <= 5000 / 250 + 3  # as many calls as are queued, however many are made
+    turns = [name for name, before in zip(clocked.ran[8:], ["", *clocked.ran[8:]]) if name != before]
+    assert turns.count("b") == 2
+
+
+def test_the_first_turns_do_not_count_until_the_time_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch)
+
+    def throttled() -> Result:
+        """At first 1 ms, after a second 1.25 ms, as under a power cap."""
+        return clocked.function("a", 1000.0 if clocked.now < 1 else 1250.0)()
+
+    assert measure.sustained([throttled], 0.1, 1) == [[measure.Turn(pytest.approx(1250.0))]]
+    clocked.now = clocked.busy = 0.0
+    clocked.ran.clear()
+    measure.sustained([clocked.function("a", 1000.0)], 0.1, 1)
+    assert len(clocked.ran) * 1e-3 == pytest.approx(4 * 0.5 + 0.1 + 0.5, abs=0.05)
+
+
+def test_calls_that_the_host_cannot_queue_in_time_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch)
+    with pytest.raises(measure.MeasurementError, match="so short ones cannot be queued without gaps; measure them in bursts"):
+        measure.sustained([clocked.function("a", 5.0, host_us=20.0)], 0.01, 1)
+
+
+def test_what_is_typical_of_turns_is_the_median_of_each_number() -> None:
+    turns = [measure.Turn(10.0, 1500.0, None), measure.Turn(12.0, 1400.0, 600.0), measure.Turn(11.0, 1600.0, 700.0)]
+    assert measure.typical(turns) == measure.Turn(11.0, 1500.0, 650.0, None)
