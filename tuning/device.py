@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jaxlib
@@ -16,9 +16,9 @@ from mgpu_ops.core import aot
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry.spec import Config, OpSpec, Problem
-from mgpu_ops.tuning import compile_pool, neighbours, worker
+from mgpu_ops.tuning import compile_pool, measure, neighbours, worker
 from mgpu_ops.tuning.child import Child, Gone
-from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal
 
 _log = logging.getLogger("mgpu_ops")
 _START = 180.0  # seconds for a worker to start
@@ -41,6 +41,13 @@ class Device(Protocol):
     def next(self) -> tuple[Config, Outcome]: ...  # in any order; LookupError where none is under way
     def finals(self, configs: Sequence[Config], seconds: float) -> Final: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sustains(Protocol):
+    """A device on which configs can run without pause."""
+
+    def sustained(self, configs: Sequence[Config], seconds: float) -> SustainedFinal: ...
 
 
 class Modelled:
@@ -171,6 +178,17 @@ class Measured:
                 return reply
             self._restart()
         raise worker.WorkerError(f"the finalists could not be measured: {_reason(reply)}")
+
+    def sustained(self, configs: Sequence[Config], seconds: float) -> SustainedFinal:
+        """Turns of `seconds` without pause. WorkerError where they cannot be measured, as of calls that are too short."""
+        candidates = self._compiled(configs)
+        functions = 1 + len(candidates)
+        limit = self._limit * functions + measure.sustained_seconds(functions, seconds)
+        reply = self._ask(limit, worker.Sustain(candidates, seconds))
+        if isinstance(reply, SustainedFinal):
+            return reply
+        self._restart()
+        raise worker.WorkerError(f"the finalists could not be measured sustained: {_reason(reply)}")
 
     def stop(self) -> None:
         """Makes what another thread waits for here raise KeyboardInterrupt."""

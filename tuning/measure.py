@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.tuning.nvml import Meter, Power
+from mgpu_ops.tuning.nvml import Meter, Power, Unavailable
+from mgpu_ops.tuning.outcome import Turn
 
 HOST_BOUND = 50.0  # us of the GPUs: collectives in a row that take less may wait for the host, with 10 to 30 us each
 QUEUED = 4  # calls
@@ -160,16 +161,6 @@ def warm(functions: Sequence[Callable[[], Any]], gpu: Gpu, rounds: int) -> list[
     return _in_turn([(f, f) for f in functions], rounds)
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """What a function took while it ran without pause."""
-
-    us: float  # of a call
-    clock_mhz: float | None = None  # of the SMs, the mean; None, as of all that follow, where NVML does not tell
-    watts: float | None = None  # the mean
-    joules: float | None = None  # of a call
-
-
 def typical(turns: Sequence[Turn]) -> Turn:
     """The median of each number of several turns."""
 
@@ -204,6 +195,24 @@ def sustained(
     line.run(functions[0], depths[0], _WARM_TURN)  # the GPU is at work until the last turn is over, and its energy counted
     line.drain()
     return [[line.turn(number, meter) for number in of_one] for of_one in numbers]
+
+
+@contextlib.contextmanager
+def metered(say: Callable[[str], None]) -> Iterator[Meter | None]:
+    """An open meter of the GPU that JAX computes on; None where there is none, which is said."""
+    try:
+        meter = Meter(jax.devices()[0].local_hardware_id)
+    except Unavailable as error:
+        say(f"clock, watts and joules are not measured: {error}")
+        yield None
+        return
+    with meter:
+        yield meter
+
+
+def sustained_seconds(functions: int, seconds: float) -> float:
+    """How long `sustained` takes at most, but for the calls that are queued at the end."""
+    return _WARM_TURN * (_WARM_TURNS + 1) + functions * TURNS * seconds
 
 
 class _Line:

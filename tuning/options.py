@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 SAMPLERS = ("tpe", "gp", "random", "brute")
+OBJECTIVES = ("burst", "sustained")
 TRIALS = 32
 
 
@@ -22,6 +23,10 @@ class TuneOptions:
       seed: of the inputs and of the search; with the same seed and times, the same trials.
       sampler: one of `SAMPLERS`. "brute" is no search: every legal config in order, the default first.
       sampler_only: the sampler by itself, without seeds, model and local search. `replay` compares the search with it.
+      objective: "burst": the fastest in single calls, each with a cold L2. "sustained": the fastest where calls follow each
+        other without pause, at the clock that the power cap leaves. The search is by bursts in either case; among its best,
+        turns decide.
+      turn: seconds for which each of them then runs, three times.
       neighbours: configs that were fast for near problems, the nearest first; None: those of the database.
     """
 
@@ -32,3 +37,5 @@ class TuneOptions:
     sampler: str = "tpe"
     sampler_only: bool = False
     neighbours: tuple[Any, ...] | None = None
+    objective: Literal["burst", "sustained"] = "burst"
+    turn: float = 1.0

@@ -45,6 +45,24 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a function took while it ran without pause, for a second, say."""
+
+    us: float  # of a call
+    clock_mhz: float | None = None  # of the SMs, the mean; None, as of all that follow, where NVML does not tell
+    watts: float | None = None  # the mean
+    joules: float | None = None  # of a call
+
+
+@dataclasses.dataclass(frozen=True)
+class SustainedFinal:
+    """Turns of the finalists and the baseline, in one run. A finalist that is not in it failed."""
+
+    turns: dict[Config, list[Turn]]
+    baseline: list[Turn]
+
+
+@dataclasses.dataclass(frozen=True)
 class Final:
     """Raw samples of the finalists and the baseline, in microseconds, measured in turn in one run.
 

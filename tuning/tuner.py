@@ -4,7 +4,8 @@ A device compiles some candidates while it measures others. Every result goes in
 killed goes on, and which a fleet shares.
 
 At the end the finalists, the default and the incumbent (what the database holds for the problem) are measured in turn
-(`ranking`). The fastest is stored. The incumbent stays unless another is faster for sure: so reruns agree.
+(`ranking`). The fastest is stored. The incumbent stays unless another is faster for sure: so reruns agree. With the objective
+"sustained", the best of them then run without pause, in turns, and the fastest of these is stored too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
+import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import optuna
 
 from mgpu_ops.core.gpu import Gpu
@@ -22,19 +25,26 @@ from mgpu_ops.registry import database
 from mgpu_ops.registry.database import Entry, Evidence
 from mgpu_ops.registry.spec import Config, OpSpec, Problem
 from mgpu_ops.tuning import measure, ranking
-from mgpu_ops.tuning.device import Device
+from mgpu_ops.tuning.device import Device, Sustains
 from mgpu_ops.tuning.ledger import Ledger
 from mgpu_ops.tuning.options import TuneOptions
-from mgpu_ops.tuning.outcome import Final, Trial
+from mgpu_ops.tuning.outcome import Final, SustainedFinal, Trial
 from mgpu_ops.tuning.search import Search, stored_config
+from mgpu_ops.tuning.worker import WorkerError
 
 FINALISTS = 8
+SUSTAINED = 8  # of the finalists run without pause, beside the default, the incumbent and the baseline: half a minute of turns
 _RESERVE = 0.1  # of the budget, kept for the ranking
+_log = logging.getLogger("mgpu_ops")
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All trials of a problem, the entry to store (None: no candidate worked) and how the search ended."""
+    """All trials of a problem, the entry to store (None: no candidate worked) and how the search ended.
+
+    The entry is of the objective that was asked for; beside a sustained one, `burst` is that of bursts. Where nothing could be
+    measured sustained, `entry` is of bursts.
+    """
 
     problem: Problem
     trials: tuple[Trial, ...]
@@ -42,6 +52,12 @@ class Result:
     ended: str  # "trials", "budget", "target", "exhausted", "interrupted", "elsewhere"
     seconds: float
     confidence: float | None = None  # that no other finalist is faster by more than NEAR_TIE; None: they were not ranked again
+    burst: Entry | None = None
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that is to be stored."""
+        return [entry for entry in (self.burst, self.entry) if entry is not None]
 
     @property
     def failures(self) -> dict[tuple[str, str], int]:
@@ -67,26 +83,30 @@ def tune(
       final: asked once when the search is over; False leaves the ranking to another process of a fleet.
       progress: called with each trial as it ends.
 
-    Ctrl-C ends the search and keeps what was measured. Raises ValueError where the kernel cannot run `problem`, and where there
-    is a target and no baseline; WorkerError where the device fails altogether.
+    Ctrl-C ends the search and keeps what was measured. Raises ValueError where the kernel cannot run `problem`, where there is
+    a target and no baseline, and where the objective is "sustained" and the device, the op or the budget does not allow it;
+    WorkerError where the device fails altogether.
     """
     start = time.monotonic()
     check_supported(spec, problem, device.gpu)
+    budget = options.budget - _sustained_seconds(spec, problem, device, options)
     search = Search(spec, problem, device.gpu, options)
     legal = lambda config: spec.check(problem, config, device.gpu) is None  # noqa: E731
     ledger = Ledger(study or _in_memory(), spec.Config, search.encode, legal)
     run = _Run(search, ledger, device, progress)
     best: _Best | None = None
+    turns: SustainedFinal | None = None
     try:
         device.open(spec, problem, options.seed)
         if options.target is not None and device.baseline is None:
             raise ValueError(
                 f"target={options.target:g} is a share of a baseline's speed, and times that are {device.kind} have none"
             )
-        ended = run.search(options, start + options.budget * (1 - _RESERVE))
+        ended = run.search(options, start + budget * (1 - _RESERVE))
         if final():
             run.hear()  # what others of the fleet ended last
-            best = _ranked(spec, problem, device, run.done, options.seed, until=start + options.budget)
+            best = _ranked(spec, problem, device, run.done, options.seed, until=start + budget)
+            turns = _turns(spec, problem, device, best, run.done, options)
         else:
             ended = "elsewhere"
     except KeyboardInterrupt:
@@ -98,7 +118,13 @@ def tune(
     if best is None:
         return Result(problem, trials, None, ended, seconds)
     entry = _entry(spec, problem, device, best, trials, options.seed)
-    return Result(problem, trials, entry, ended, seconds, best.confidence)
+    if turns is None:
+        return Result(problem, trials, entry, ended, seconds, best.confidence)
+    longest = _sustained_best(spec, problem, device, turns, options.seed)
+    sustained = _entry(spec, problem, device, longest, trials, options.seed)
+    evidence = _sustained_evidence(sustained.evidence, longest.config, turns, best.times)
+    sustained = msgspec.structs.replace(sustained, evidence=evidence)
+    return Result(problem, trials, sustained, ended, seconds, longest.confidence, burst=entry)
 
 
 def check_supported(spec: OpSpec, problem: Problem, gpu: Gpu) -> None:
@@ -234,6 +260,80 @@ def _ranked(spec: OpSpec, problem: Problem, device: Device, done: Sequence[Trial
     if default in samples and measure.median_us(samples[chosen]) > measure.median_us(samples[default]):
         chosen = default  # an incumbent that nothing beats for sure must be no slower than what it would hide
     return _Best(chosen, times, ranking.sureness(samples, chosen, seed))
+
+
+# --- the best without pause
+
+
+def _sustained_seconds(spec: OpSpec, problem: Problem, device: Device, options: TuneOptions) -> float:
+    """How much of the budget the turns of the best take; ValueError where there can be none."""
+    if options.objective == "burst":
+        return 0.0
+    if not isinstance(device, Sustains):
+        raise ValueError(f'objective="sustained" is measured: times that are {device.kind} have none')
+    if spec.devices(problem) > 1:
+        raise ValueError(f'{spec.name} is not measured with objective="sustained": it runs between GPUs')
+    needed = measure.sustained_seconds(SUSTAINED + 3, options.turn)
+    if options.budget <= needed:
+        raise ValueError(f'with objective="sustained", the turns alone may take {needed:.0f} s: give a larger budget')
+    return needed
+
+
+def _turns(
+    spec: OpSpec, problem: Problem, device: Device, best: _Best | None, done: Sequence[Trial], options: TuneOptions
+) -> SustainedFinal | None:
+    """The turns of the best by bursts, the default and the incumbent.
+
+    None without that objective; with a warning, where they cannot be measured.
+    """
+    if best is None or options.objective == "burst" or not isinstance(device, Sustains):
+        return None
+    samples = best.times.samples
+    fastest = sorted(samples, key=lambda config: measure.median_us(samples[config]))[:SUSTAINED]
+    worked = {trial.config for trial in done if trial.outcome.kind == "ok"}
+    kept = (spec.default(problem, device.gpu), _sustained_incumbent(spec, problem, device))
+    try:
+        found = device.sustained(list(dict.fromkeys([*fastest, *(c for c in kept if c in worked)])), options.turn)
+    except WorkerError as error:
+        _log.warning("%s %s: %s: the entry is of bursts", spec.name, problem, error)
+        return None
+    return found if found.turns else None
+
+
+def _sustained_incumbent(spec: OpSpec, problem: Problem, device: Device) -> Config | None:
+    return stored_config(spec, problem, device.gpu, device.kind, "sustained")
+
+
+def _sustained_best(spec: OpSpec, problem: Problem, device: Device, found: SustainedFinal, seed: int) -> _Best:
+    """The fastest by its turns."""
+    samples = {config: [turn.us for turn in turns] for config, turns in found.turns.items()}
+    default = spec.default(problem, device.gpu)
+    chosen = ranking.winner(samples, _sustained_incumbent(spec, problem, device), seed)
+    if default in samples and measure.median_us(samples[chosen]) > measure.median_us(samples[default]):
+        chosen = default
+    times = Final(samples, [turn.us for turn in found.baseline])
+    return _Best(chosen, times, ranking.sureness(samples, chosen, seed))
+
+
+def _sustained_evidence(evidence: Evidence, config: Config, found: SustainedFinal, bursts: Final) -> Evidence:
+    """With what the turns took, and the times of bursts in the same run."""
+    ours, theirs = measure.typical(found.turns[config]), measure.typical(found.baseline)
+    return msgspec.structs.replace(
+        evidence,
+        objective="sustained",
+        burst_us=_round(measure.median_us(bursts.samples[config])) if config in bursts.samples else None,
+        baseline_burst_us=_round(measure.median_us(bursts.baseline)) if bursts.baseline else None,
+        clock_mhz=_digits(ours.clock_mhz),
+        watts=_digits(ours.watts),
+        joules=_digits(ours.joules),
+        baseline_watts=_digits(theirs.watts),
+        baseline_joules=_digits(theirs.joules),
+    )
+
+
+def _digits(value: float | None) -> float | None:
+    """Six digits of it."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def _fastest_first(done: Sequence[Trial]) -> list[Trial]:

@@ -1,7 +1,8 @@
 """The process that runs candidates on the GPU. What a bad kernel breaks, it breaks here.
 
 It says `Ready` or `Failed` over a pipe. Then it answers requests: `Open` with `Opened`, `Judge` with a `Verdict`, `Finals`
-with a `Final`, and any of them with `Failed`. A `Note` of what the tuner should say may come before an answer.
+with a `Final`, `Sustain` with a `SustainedFinal`, and any of them with `Failed`. A `Note` of what the tuner should say may come
+before an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_of
 from mgpu_ops.tuning.child import first_line, settle
-from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal
 from mgpu_ops.tuning.sharing import first_devices, shared_out
 
 _RETAKES = 3  # of samples, while the clock is not what it was
@@ -62,7 +63,15 @@ class Finals:
     seconds: float
 
 
-Request = Open | Judge | Finals
+@dataclasses.dataclass(frozen=True)
+class Sustain:
+    """Let these candidates of the open problem run without pause, in turns of so many seconds."""
+
+    candidates: list[tuple[Config, Executable]]
+    seconds: float
+
+
+Request = Open | Judge | Finals | Sustain
 
 
 # --- answers
@@ -99,7 +108,7 @@ class Failed:
     reason: str
 
 
-Answer = Ready | Opened | Verdict | Final | Failed
+Answer = Ready | Opened | Verdict | Final | SustainedFinal | Failed
 
 
 # --- the process
@@ -149,6 +158,8 @@ def _answer(session: _Session | None, request: Request) -> Answer:
     if isinstance(request, Judge):
         outcome = session.judge(request.config, request.executable)
         return Verdict(outcome, session.spoilt)
+    if isinstance(request, Sustain):
+        return session.sustained(request.candidates, request.seconds)
     return session.finals(request.candidates, request.seconds)
 
 
@@ -252,18 +263,33 @@ class _Session:
         """Samples of the candidates that are right, once more, in turn with the baseline's."""
         from mgpu_ops.tuning import measure
 
+        configs = self._right(candidates)
+        once = sum(min(samples) for samples in self._samples(configs, rounds=3))
+        *ours, theirs = self._samples(configs, measure.rounds_for(seconds, once, low=11, high=101))
+        if spoilt := self._overwritten():
+            raise RuntimeError(spoilt.detail)
+        return Final(dict(zip(configs, ours, strict=True)), theirs)
+
+    def sustained(self, candidates: Sequence[tuple[Config, Executable]], seconds: float) -> SustainedFinal:
+        """Turns of the candidates that are right, and of the baseline, each without pause."""
+        from mgpu_ops.tuning import measure
+
+        configs = self._right(candidates)
+        with measure.metered(self.say) as meter:
+            *ours, theirs = measure.sustained([*self._calls(configs), self.baseline_call], seconds, meter=meter)
+        if spoilt := self._overwritten():
+            raise RuntimeError(spoilt.detail)
+        return SustainedFinal(dict(zip(configs, ours, strict=True)), theirs)
+
+    def _right(self, candidates: Sequence[tuple[Config, Executable]]) -> list[Config]:
+        """The candidates that are right, once more; says which are not."""
         for config, executable in candidates:
             self._load(config, executable)
         right = {config: self._checked(config) for config, _ in candidates}
         for config, outcome in right.items():
             if outcome.kind != "ok":
                 self.say(f"a finalist is out: {config}: {outcome.detail}")
-        configs = [config for config, outcome in right.items() if outcome.kind == "ok"]
-        once = sum(min(samples) for samples in self._samples(configs, rounds=3))
-        *ours, theirs = self._samples(configs, measure.rounds_for(seconds, once, low=11, high=101))
-        if spoilt := self._overwritten():
-            raise RuntimeError(spoilt.detail)
-        return Final(dict(zip(configs, ours, strict=True)), theirs)
+        return [config for config, outcome in right.items() if outcome.kind == "ok"]
 
     def _load(self, config: Config, executable: Executable) -> None:
         """Loads what was compiled elsewhere. Compiles here where that fails, with a `Note`.
@@ -363,8 +389,11 @@ class _Session:
     def _samples(self, configs: Sequence[Config], rounds: int) -> list[list[float]]:
         from mgpu_ops.tuning import measure
 
-        calls = [functools.partial(self.calls[config], *self.arrays) for config in configs]
-        return measure.interleaved([*calls, self.baseline_call], self.gpu, rounds, self.devices, self.timing.calls)
+        functions = [*self._calls(configs), self.baseline_call]
+        return measure.interleaved(functions, self.gpu, rounds, self.devices, self.timing.calls)
+
+    def _calls(self, configs: Sequence[Config]) -> list[Callable[[], Any]]:
+        return [functools.partial(self.calls[config], *self.arrays) for config in configs]
 
     def _overwritten(self) -> Outcome | None:
         """The outcome of a candidate that has written to inputs or the expected result, which spoils the process; else None."""

@@ -43,6 +43,8 @@ def serve(answers: Answers, log: str, pipe: Any, visible: str | None = None) -> 
             pipe.send_bytes(answers["opened"])
         elif message == "judge":
             _judge(answers, request.config, log, pipe)
+        elif message == "sustain" and "die" not in [config for config, _ in request.candidates]:
+            pipe.send_bytes(answers["sustained"])
         else:
             _finals(answers, [config for config, _ in request.candidates], log, pipe)
 

@@ -25,7 +25,7 @@ from mgpu_ops.registry.spec import baseline_of
 from mgpu_ops.tuning import neighbours, worker
 from mgpu_ops.tuning.compile_pool import CompileJob
 from mgpu_ops.tuning.device import Measured, Modelled
-from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal, Turn
 from tests.tuning import serving
 
 GPU = find("h200")
@@ -35,6 +35,7 @@ OK = Outcome("ok", 10.0, 12.0, 0.001)
 WRONG = Outcome("wrong", error=0.5, detail="error 0.5 exceeds 0.008")
 POISON = Outcome("crash", detail="XlaRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS")
 FINAL = Final({"ok": [1.0, 2.0]}, [3.0, 4.0])
+SUSTAINED = SustainedFinal({"ok": [Turn(1.0, 1500.0, 700.0, 7e-4)]}, [Turn(2.0)])
 ANSWERS = {
     name: pickle.dumps(answer)
     for name, answer in {
@@ -46,6 +47,7 @@ ANSWERS = {
         "poison": worker.Verdict(POISON, spoilt=True),
         "note": worker.Note("the clock has drifted"),
         "final": FINAL,
+        "sustained": SUSTAINED,
     }.items()
 }
 Start = Callable[..., Measured]
@@ -322,6 +324,20 @@ def test_a_finalist_that_hangs_is_found_and_the_others_are_measured(start: Start
     assert device.finals(["ok", "hang"], 0.1) == FINAL
     finals = [request for request in sent if isinstance(request, worker.Finals)]
     assert [[config for config, _ in request.candidates] for request in finals] == [["ok", "hang"], ["ok"]]
+
+
+def test_the_finalists_run_without_pause_in_the_worker(start: Start) -> None:
+    device = start()
+    judge(device, "ok")
+    assert device.sustained(["ok", "compile"], 0.1) == SUSTAINED
+
+
+def test_sustained_turns_that_take_the_worker_down_are_a_worker_error_and_the_next_candidate_is_judged(start: Start) -> None:
+    device = start()
+    judge(device, "ok")
+    with pytest.raises(worker.WorkerError, match="the finalists could not be measured sustained"):
+        device.sustained(["ok", "die"], 0.1)
+    assert judge(device, "ok") == [("ok", "ok")]
 
 
 def test_finals_that_always_take_the_worker_down_are_a_worker_error(start: Start, monkeypatch: Any) -> None:

@@ -17,7 +17,7 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import ranking, search, tuner
 from mgpu_ops.tuning.options import TuneOptions
-from mgpu_ops.tuning.outcome import Final, Outcome, Trial
+from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal, Trial, Turn
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning.toy import CHOICES, DEFAULT, GPU, OPTIMUM, PROBLEM, SPEC, Clock, Config, FakeDevice, Problem, slope, store
 
@@ -270,6 +270,78 @@ def test_finalists_that_cannot_be_measured_again_do_not_lose_the_search() -> Non
     result = tune(Hangs(), trials=20)
     best = min(result.trials, key=lambda t: t.outcome.us or math.inf)
     assert stored_config(result) == best.config
+
+
+# --- sustained
+
+
+class Sustaining(FakeDevice):
+    """Where `hungry` runs without pause, it takes twice its time, and others take half of it more."""
+
+    def __init__(self, hungry: Config | None = None, **more: Any):
+        super().__init__(**more)
+        self.hungry = hungry
+        self.sustained_configs: list[Config] = []
+
+    def sustained(self, configs: Sequence[Config], seconds: float) -> SustainedFinal:
+        self.sustained_configs = list(configs)
+        times = {config: slope(config) * (2.0 if config == self.hungry else 1.5) for config in configs}
+        turns = {config: [Turn(us, 1500.0, 690.0, us * 690e-6)] * 3 for config, us in times.items()}
+        return SustainedFinal(turns, [Turn(300.0, 1600.0, 700.0, 0.21)] * 3)
+
+
+def test_with_the_objective_sustained_turns_decide_and_the_entry_tells_power_and_both_times() -> None:
+    device = Sustaining(hungry=OPTIMUM)
+    result = tune(device, trials=80, objective="sustained")
+    assert result.burst is not None
+    assert (Config(**result.burst.config), result.burst.evidence.objective) == (OPTIMUM, "burst")
+    assert result.entry is not None
+    chosen, e = stored_config(result), result.entry.evidence
+    assert slope(chosen) == 110.0  # a step from the optimum
+    assert (e.objective, e.median_us, e.burst_us, e.default_us) == ("sustained", 165.0, 110.0, 1.5 * slope(DEFAULT))
+    assert (e.baseline_us, e.baseline_burst_us) == (300.0, 150.0)
+    assert (e.clock_mhz, e.watts, e.joules) == (1500.0, 690.0, 0.11385)
+    assert (e.baseline_watts, e.baseline_joules) == (700.0, 0.21)
+    assert result.entries == [result.burst, result.entry]
+    assert DEFAULT in device.sustained_configs
+    assert len(device.sustained_configs) == 9
+
+
+def test_the_incumbent_of_an_objective_is_the_stored_entry_of_that_objective() -> None:
+    first = tune(Sustaining(hungry=OPTIMUM), trials=80, objective="sustained")
+    database.update(database.user_path(GPU.key, "toy"), first.entries, gpu_key=GPU.key, op="toy")
+    again = tune(Sustaining(hungry=OPTIMUM), trials=80, objective="sustained", seed=1)
+    assert stored_config(again) == stored_config(first)
+    assert again.burst is not None
+    assert Config(**again.burst.config) == OPTIMUM
+
+
+def test_what_cannot_be_measured_sustained_has_an_entry_of_bursts_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class TooShort(Sustaining):
+        def sustained(self, configs: Sequence[Config], seconds: float) -> SustainedFinal:
+            raise WorkerError("so short ones cannot be queued without gaps")
+
+    result = tune(TooShort(), trials=20, objective="sustained")
+    assert result.burst is None
+    assert result.entry is not None
+    assert result.entry.evidence.objective == "burst"
+    assert "so short ones cannot be queued without gaps: the entry is of bursts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "spec", "message"),
+    [
+        (FakeDevice(kind="modelled"), {}, SPEC, "times that are modelled have none"),
+        (Sustaining(), {"budget": 30.0}, SPEC, "the turns alone may take 38 s: give a larger budget"),
+        (Sustaining(), {}, dataclasses.replace(SPEC, devices=lambda problem: 2), "it runs between GPUs"),
+    ],
+)
+def test_where_nothing_can_be_sustained_that_is_told_before_the_search(
+    device: FakeDevice, options: dict[str, Any], spec: OpSpec, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune(device, spec, trials=5, objective="sustained", **options)
+    assert device.judged == []
 
 
 # --- Ctrl-C

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import mgpu_ops
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.registry.spec import Baseline
 from mgpu_ops.tuning import measure, worker
-from mgpu_ops.tuning.outcome import Outcome
+from mgpu_ops.tuning.outcome import Outcome, SustainedFinal, Turn
 
 TIMES = {"fast": 1.0, "slow": 3.0}
 
@@ -314,6 +315,24 @@ def test_a_final_in_which_inputs_were_overwritten_is_none(start: Callable[..., J
     judge.during = overwrites
     with pytest.raises(RuntimeError, match="writes outside its result"):
         judge.session.finals([("slow", "slow")], 0.001)
+
+
+def test_sustained_turns_are_of_the_candidates_that_are_right_and_of_the_baseline(
+    start: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = start()
+    asked: list[tuple[int, float]] = []
+
+    def sustained(functions: Sequence[Any], seconds: float, meter: Any) -> list[list[Turn]]:
+        asked.append((len(functions), seconds))
+        return [[Turn(float(i))] for i, f in enumerate(functions) if f() is not None]
+
+    monkeypatch.setattr(measure, "sustained", sustained)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    final = judge.session.sustained([("slow", "slow"), ("wrong", "wrong"), ("fast", "fast")], 0.5)
+    assert final == SustainedFinal({"slow": [Turn(0.0)], "fast": [Turn(1.0)]}, [Turn(2.0)])
+    assert asked == [(3, 0.5)]
+    assert [text.partition(":")[0] for text in judge.said] == ["a finalist is out", "clock, watts and joules are not measured"]
 
 
 # --- what is timed beside candidates
