@@ -17,9 +17,23 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import ranking, search, tuner
 from mgpu_ops.tuning.options import TuneOptions
-from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal, Trial, Turn
+from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal, Trial
 from mgpu_ops.tuning.worker import WorkerError
-from tests.tuning.toy import CHOICES, DEFAULT, GPU, OPTIMUM, PROBLEM, SPEC, Clock, Config, FakeDevice, Problem, slope, store
+from tests.tuning.toy import (
+    CHOICES,
+    DEFAULT,
+    GPU,
+    OPTIMUM,
+    PROBLEM,
+    SPEC,
+    Clock,
+    Config,
+    FakeDevice,
+    Problem,
+    Sustaining,
+    slope,
+    store,
+)
 
 
 @pytest.fixture
@@ -273,21 +287,6 @@ def test_finalists_that_cannot_be_measured_again_do_not_lose_the_search() -> Non
 
 
 # --- sustained
-
-
-class Sustaining(FakeDevice):
-    """Where `hungry` runs without pause, it takes twice its time, and others take half of it more."""
-
-    def __init__(self, hungry: Config | None = None, **more: Any):
-        super().__init__(**more)
-        self.hungry = hungry
-        self.sustained_configs: list[Config] = []
-
-    def sustained(self, configs: Sequence[Config], seconds: float) -> SustainedFinal:
-        self.sustained_configs = list(configs)
-        times = {config: slope(config) * (2.0 if config == self.hungry else 1.5) for config in configs}
-        turns = {config: [Turn(us, 1500.0, 690.0, us * 690e-6)] * 3 for config, us in times.items()}
-        return SustainedFinal(turns, [Turn(300.0, 1600.0, 700.0, 0.21)] * 3)
 
 
 def test_with_the_objective_sustained_turns_decide_and_the_entry_tells_power_and_both_times() -> None:

@@ -18,7 +18,7 @@ from mgpu_ops.core.gpu import find
 from mgpu_ops.registry import database
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import many
-from mgpu_ops.tuning.outcome import Final, Outcome
+from mgpu_ops.tuning.outcome import Final, Outcome, SustainedFinal, Turn
 
 GPU = find("h200")
 
@@ -138,6 +138,21 @@ class FakeDevice:
 
     def close(self) -> None:
         pass
+
+
+class Sustaining(FakeDevice):
+    """Where `hungry` runs without pause, it takes twice its time, and others take half of it more."""
+
+    def __init__(self, hungry: Config | None = None, **more: Any):
+        super().__init__(**more)
+        self.hungry = hungry
+        self.sustained_configs: list[Config] = []
+
+    def sustained(self, configs: Sequence[Config], seconds: float) -> SustainedFinal:
+        self.sustained_configs = list(configs)
+        times = {config: slope(config) * (2.0 if config == self.hungry else 1.5) for config in configs}
+        turns = {config: [Turn(us, 1500.0, 690.0, us * 690e-6)] * 3 for config, us in times.items()}
+        return SustainedFinal(turns, [Turn(300.0, 1600.0, 700.0, 0.21)] * 3)
 
 
 class OneOfSeveral(FakeDevice):

@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         jobs: list[TuningJob] = []
         skipped: list[dict[str, Any]] = []
         for spec in specs:
-            entries = _entries(spec, gpu.key, given, arguments)
+            stored = _entries(spec, gpu.key, given, arguments)
+            entries = [entry for entry in stored if entry.evidence.objective == arguments.objective]
             jobs += _jobs(spec, _problems(spec, entries, kind, arguments.stale), devices[0], gpus, skipped)
         for op in {job.op for job in jobs}:
             database.require_writable(paths[op], gpu_key=gpu.key, op=op)

@@ -15,7 +15,7 @@ from mgpu_ops.tuning.cli.session import ALL, Session, studies_of
 from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, gpu_or_current, say
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
 from mgpu_ops.tuning.devices import devices_for
-from mgpu_ops.tuning.options import SAMPLERS, TRIALS, TuneOptions
+from mgpu_ops.tuning.options import OBJECTIVES, SAMPLERS, TRIALS, TuneOptions
 
 if TYPE_CHECKING:
     from mgpu_ops.core.gpu import Gpu
@@ -41,6 +41,7 @@ def register(commands: Any) -> None:
         mgpu-tune run --from problems.json                              # what `mgpu-tune capture` found in your program
         mgpu-tune run matmul --suite llm --workers all                  # on every GPU of this machine
         mgpu-tune run all_reduce --devices 4 --bytes 1KiB:256MiB        # between four GPUs of this machine
+        mgpu-tune run matmul --suite sustained --objective sustained    # where the power cap decides
         mgpu-tune run matmul --suite llm --target 1.05 --sampler gp     # until it is 5 % faster than XLA
         mgpu-tune run --suite llama3-8b --storage postgresql://tuner@db.example/studies --queue   # for `mgpu-tune worker`
         mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no such GPU here: by its model
@@ -75,6 +76,20 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampler", choices=SAMPLERS, default="tpe", help="how to choose candidates (default tpe); brute: every legal config"
     )
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="burst",
+        help="what to be the fastest at: single calls (burst, default), or calls without pause at the clock that the power cap "
+        "leaves (sustained: also stores the entry of bursts; calls take it with MGPU_OPS_OBJECTIVE=sustained)",
+    )
+    parser.add_argument(
+        "--turn",
+        type=seconds,
+        default=1.0,
+        metavar="TIME",
+        help="sustained: how long each of the best runs without pause, three times (default 1s)",
+    )
     workers_argument(parser)
     storage_argument(parser, otherwise="a journal file of your own, from which a tuner that was killed goes on")
     parser.add_argument("--fresh", action="store_true", help="do not go on from an unfinished run: measure everything again")
@@ -94,7 +109,15 @@ def _share(text: str) -> float:
 
 def options_of(arguments: argparse.Namespace) -> TuneOptions:
     trials = arguments.trials or (ALL if arguments.sampler == "brute" else TRIALS)
-    return TuneOptions(trials, arguments.budget, arguments.target, arguments.seed, arguments.sampler)
+    return TuneOptions(
+        trials,
+        arguments.budget,
+        arguments.target,
+        arguments.seed,
+        arguments.sampler,
+        objective=arguments.objective,
+        turn=arguments.turn,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,6 +155,8 @@ def _queue(jobs: Sequence[TuningJob], arguments: argparse.Namespace) -> int:
     for option, is_given in given.items():
         if is_given:
             raise UsageError(f"{option} is the workers' to say, not of --queue: leave it out")
+    if arguments.objective != "burst":
+        raise UsageError(f"--objective {arguments.objective} is not for --queue: run it on a machine with the GPU")
     gpu = gpu_or_current(arguments.gpu) if arguments.gpu else None
     options = options_of(arguments)
     wanted = [

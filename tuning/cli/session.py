@@ -84,8 +84,8 @@ class Session:
             bar.console.print(tables.trials_table(result.trials, device.baseline))
             _say_result(result, job.name, device.kind)
             if result.entry is not None:
-                database.update(path, [result.entry], gpu_key=device.gpu.key, op=job.op)
-                say(f"stored as {device.kind} in {path}")
+                database.update(path, result.entries, gpu_key=device.gpu.key, op=job.op)
+                say(f"stored as {' and '.join(map(database.kind, result.entries))} in {path}")
             if study is not None and result.ended != "interrupted":
                 storage.finish(study, result.entry)  # last: a tuner that is killed before goes on from the trials
         if result.ended == "interrupted":
@@ -173,6 +173,7 @@ class _BarOfJob:
 
 
 def _say_result(result: Result, name: str, kind: str) -> None:
+    from mgpu_ops.registry import database
     from mgpu_ops.tuning import ranking
 
     for (fault, detail), number in result.failures.items():
@@ -183,7 +184,10 @@ def _say_result(result: Result, name: str, kind: str) -> None:
     e = result.entry.evidence
     against = f", {e.baseline} {e.baseline_us:.1f} us ({e.baseline_us / e.median_us:.3f}x)" if e.baseline_us else ""
     default = f", default {e.default_us:.1f} us" if e.default_us else ""
-    say(f"best of {len(result.trials)} in {result.seconds:.1f} s: {e.median_us:.1f} us {e.kind}{default}{against}")
+    kind_of_entry = database.kind(result.entry)
+    say(f"best of {len(result.trials)} in {result.seconds:.1f} s: {e.median_us:.1f} us {kind_of_entry}{default}{against}")
+    if e.joules is not None and e.baseline_joules is not None:
+        say(f"{e.joules:.4g} J a call, {e.baseline} {e.baseline_joules:.4g} J ({e.baseline_joules / e.joules:.3f}x)")
     if result.confidence is not None and kind == "measured":
         margin = f"{ranking.NEAR_TIE:.1%}"
         say(f"no other finalist is faster by more than {margin}, with a confidence of {result.confidence:.0%}")

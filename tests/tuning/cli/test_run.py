@@ -24,7 +24,20 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.tuning import ledger, storage
 from mgpu_ops.tuning.worker import WorkerError
 from tests.tuning.conftest import Command
-from tests.tuning.toy import DEFAULT, GPU, PROBLEM, SPEC, Config, FakeDevice, OneOfSeveral, machine_of, slope, store
+from tests.tuning.toy import (
+    DEFAULT,
+    GPU,
+    OPTIMUM,
+    PROBLEM,
+    SPEC,
+    Config,
+    FakeDevice,
+    OneOfSeveral,
+    Sustaining,
+    machine_of,
+    slope,
+    store,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,6 +84,23 @@ def test_the_target_and_the_confidence_are_told(mgpu_tune: Command, devices: lis
     assert told["ended"] == "target"
     assert told["confidence"] == 1.0
     assert "no other finalist is faster by more than 0.3%, with a confidence of 100%" in done.err
+
+
+def test_with_the_objective_sustained_both_winners_are_stored_and_the_energy_is_told(
+    mgpu_tune: Command, devices: list[FakeDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices[:] = [Sustaining(hungry=OPTIMUM)]
+    words = ("run", "toy", "--shape", "toy-1024", "--trials", 80, "--objective", "sustained", "--turn", "2s")
+    done = mgpu_tune(*words)
+    assert done.code == 0
+    assert "165.0 us measured sustained" in done.out
+    assert "0.1139 J a call, xla 0.21 J (1.845x)" in done.out
+    assert "stored as measured and measured sustained in" in done.out
+    assert resolution.resolve(SPEC, PROBLEM, GPU).config == OPTIMUM
+    monkeypatch.setenv("MGPU_OPS_OBJECTIVE", "sustained")
+    assert slope(resolution.resolve(SPEC, PROBLEM, GPU).config) == 110.0
+    shown = mgpu_tune("show", "toy", "--gpu", "h200").out
+    assert "measured: sustained" in shown
 
 
 def test_every_sampler_stores_a_config(mgpu_tune: Command, devices: list[FakeDevice]) -> None:
@@ -293,6 +323,10 @@ def test_retune_takes_several_gpus_and_a_storage(mgpu_tune: Command, monkeypatch
         (("--workers", "all"), "no NVIDIA GPU is here"),
         (("--sampler", "anneal"), "invalid choice: 'anneal'"),
         (("--queue",), "name the storage with --storage"),
+        (("--queue", "--storage", "fleet.journal", "--objective", "sustained"), "--objective sustained is not for --queue"),
+        (("--objective", "sustained", "--gpu", "h200"), "times that are modelled have none"),
+        (("--objective", "watts"), "invalid choice: 'watts'"),
+        (("--turn", "0"), "must be a finite time above 0"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_way_out(mgpu_tune: Command, words: tuple[str, ...], reason: str) -> None:
