@@ -140,7 +140,11 @@ def forget_numbers() -> None:
     @functools.wraps(lower)
     def lower_without_number(ctx: Any, *args: Any, module: ir.Module, **params: Any) -> Any:
         attributes = module.operation.attributes
-        if _NUMBER in attributes and "sym_name" in attributes and attributes["sym_name"].value.startswith(PREFIX):
+        if (
+            _NUMBER in attributes
+            and "sym_name" in attributes
+            and ir.StringAttr(attributes["sym_name"]).value.startswith(PREFIX)
+        ):
             del attributes[_NUMBER]
         return lower(ctx, *args, module=module, **params)
 
