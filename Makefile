@@ -10,7 +10,7 @@ WORKERS ?= 2
 # An NVIDIA GPU also needs the CUDA run-time libraries; elsewhere the compilers alone do.
 EXTRAS ?= dev,aot$(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
 comma := ,
-SOURCES := mgpu_ops core tuning tests scripts examples
+SOURCES := mgpu_ops core tuning tests scripts examples docs
 # Plain `make test-gpu` takes the project's environment, PYTHON=python3 any Python that has jax.
 GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 
@@ -20,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME
 # No test depends on how fast the machine is: one that takes ten minutes hangs.
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal --timeout 600
 
-.PHONY: help setup test test-all mutants lint types imports unit coverage test-gpu test-oldest test-newest format bench demo pictures clean distclean
+.PHONY: help setup test test-all mutants lint types imports unit coverage test-gpu test-oldest test-newest format bench demo site pictures clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -79,6 +79,10 @@ bench: setup  ## import time; on a Hopper GPU also matmul against XLA
 
 demo: setup  ## a tour of the tuner, on any machine
 	@$(BIN)/mgpu-tune demo
+
+site: setup  ## build the documentation into build/site, with warnings as errors
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html -d build/doctrees docs build/site
+	@echo "open build/site/index.html"
 
 pictures: setup  ## draw every picture under results/ again from its CSV file or its sweeps
 	@$(BIN)/mgpu-tune plot --from results/*.csv --in-place

@@ -1,7 +1,7 @@
-"""What README says about speed, computed from the benchmarks in results/.
+"""What README and docs/ say about speed, computed from the benchmarks in results/: tables and one picture.
 
     python scripts/figures.py            prints the tables
-    python scripts/figures.py --write    puts them into README.md, between its marks
+    python scripts/figures.py --write    puts them into README.md and docs/, between marks, and draws docs/images/speed.svg
 
 A table names its CSV files. Of several files with the same problem, the one with the newest date in its name counts. "x" is the
 other's time over ours, so that 1.10x is 10 % faster and 0.90x slower; means are geometric.
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import csv
+import html
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs/images/speed.svg"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 HEAD = ("| | beside | problems | mean | worst | best | below 1x |", "|---|---|---|---|---|---|---|")
 
@@ -67,20 +69,41 @@ def problems(results: Path, what: str) -> list[Problem]:
 # --- lines of tables
 
 
-def line(what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None) -> str:
-    """A line of a table: geometric mean, extremes with the problems they belong to, and how many are below 1.
+@dataclass(frozen=True)
+class Strip:
+    """Ratios of some problems beside the fastest of some competitors: a line of a table, or of the picture."""
 
-    ratio: by default the time of the fastest of `competitors` over ours. Problems that one of them did not run are left out.
+    what: str
+    beside: str
+    ratios: list[tuple[float, str]]  # with the problem's name, the smallest first
+
+    @property
+    def mean(self) -> float:
+        return math.exp(math.fsum(math.log(r) for r, _ in self.ratios) / len(self.ratios))
+
+
+def strip(what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None) -> Strip:
+    """The ratios of those problems that all of `competitors` ran. LookupError where there is none.
+
+    ratio: by default the time of the fastest of `competitors` over ours.
     """
     ratio = ratio or (lambda p: min(p.us(competitor) for competitor in competitors) / p.us("mgpu_ops"))
     ratios = sorted((ratio(p), p.name) for p in found if {*competitors} <= p.rows.keys())
     if not ratios:
         raise LookupError(f"no problem of {what!r} was timed beside {', '.join(competitors)}")
-    (worst, worst_name), (best, best_name) = ratios[0], ratios[-1]
-    mean = math.exp(math.fsum(math.log(r) for r, _ in ratios) / len(ratios))
-    below = sum(r < 1 for r, _ in ratios)
-    cells = (what, beside, len(ratios), f"{mean:.3f}x", f"{worst:.3f}x ({worst_name})", f"{best:.3f}x ({best_name})", below)
-    return f"| {' | '.join(map(str, cells))} |"
+    return Strip(what, beside, ratios)
+
+
+def line(what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None) -> str:
+    """A line of a table, of a `strip`: geometric mean, extremes with their problems, and how many are below 1."""
+    return line_of(strip(what, beside, found, *competitors, ratio=ratio))
+
+
+def line_of(s: Strip) -> str:
+    (worst, worst_name), (best, best_name) = s.ratios[0], s.ratios[-1]
+    below = sum(r < 1 for r, _ in s.ratios)
+    extremes = (f"{worst:.3f}x ({worst_name})", f"{best:.3f}x ({best_name})")
+    return f"| {' | '.join(map(str, (s.what, s.beside, len(s.ratios), f'{s.mean:.3f}x', *extremes, below)))} |"
 
 
 def of_dense(p: Problem) -> float:
@@ -181,25 +204,137 @@ def collectives(results: Path) -> Iterator[str]:
     yield from sources(*(found[key].file for key in keys))
 
 
+# --- all ops at a glance
+
+
+def strips(results: Path) -> Iterator[Strip]:
+    """An op or two lines of it, each beside the fastest that JAX users have."""
+    matmuls, grads = problems(results, "h200-matmul"), problems(results, r"h200-matmul\+grad")
+    attention, both = problems(results, "h200-flash_attention"), problems(results, "h200-flash_attention[+-]grad.*")
+    training, decoding = problems(results, "h200-grouped_matmul-training"), problems(results, "h200-grouped_matmul-decoding")
+    weights = problems(results, "h200-ragged_contraction")
+    yield strip("attention, forward", "faster of cuDNN, tokamax", attention, "cudnn", "tokamax")
+    yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
+    yield strip("grouped matmul, training", "faster of JAX's, tokamax", training, "jax-pallas", "tokamax")
+    yield strip("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
+    yield strip("grouped matmul, gradient of weights", "JAX's kernel", weights, "jax-pallas")
+    yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
+    yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
+    yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
+
+    two, four = problems(results, "h200x2-all_reduce"), problems(results, "h200x4-all_reduce")
+    workspace = "mgpu_ops, workspace"
+    small = [p for p in two if workspace in p.rows]
+    large = [p for p in two if p not in small]
+    yield strip(
+        "all_reduce, 2 GPUs, <= 1 MiB, workspace", "XLA, no NVLS", small, "xla", ratio=lambda p: p.us("xla") / p.us(workspace)
+    )
+    yield strip("all_reduce, 2 GPUs, >= 4 MiB", "XLA (NCCL, no NVLS)", large, "xla")
+    yield strip("all_reduce, 4 GPUs, kernel", "XLA, no NVLS", [p for p in four if runs_kernel(p)], "xla")
+
+
+def runs_kernel(p: Problem) -> bool:
+    return not p.rows["mgpu_ops"]["config"].startswith("algorithm=xla ")
+
+
+def summary(results: Path) -> Iterator[str]:
+    yield from HEAD
+    yield from map(line_of, strips(results))
+
+
+_PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
+    ("One NVIDIA H200", (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)),
+    ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)),
+)
+_WIDTH, _LEFT, _RIGHT, _ROW = 640, 24, 616, 46  # pixels
+
+
+def picture(results: Path) -> str:
+    """The `strips` as SVG: a dot for each problem at its ratio, on a logarithmic axis, and a bar at the geometric mean."""
+    found = list(strips(results))
+    between = [s for s in found if s.what.startswith("all_reduce")]
+    y, drawn = 34, [_label(_LEFT, 30, "Time of the other over ours, bfloat16", 'font-size="19" font-weight="600"')]
+    for (title, ticks), members in zip(_PANELS, ([s for s in found if s not in between], between)):
+        drawn += _panel(title, ticks, members, y)
+        y += _ROW * len(members) + 80
+    drawn.append(_label(_LEFT, y + 12, "A dot is a problem, the black bar the geometric mean of its line.", 'fill="#555"'))
+    frame = f'viewBox="0 0 {_WIDTH} {y + 28}" role="img" aria-label="Speed of each op beside the fastest other"'
+    font = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="14" fill="#222"'
+    back = f'<rect width="{_WIDTH}" height="{y + 28}" rx="10" fill="#fff"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {font}>', back, *drawn, "</svg>\n"])
+
+
+def _label(x: float, y: float, words: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(words)}</text>'
+
+
+def _panel(title: str, ticks: Sequence[float], members: Sequence[Strip], top: int) -> list[str]:
+    """A line for each strip, under a common axis whose left end is the first tick."""
+
+    def at(ratio: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * math.log(ratio / ticks[0]) / math.log(ticks[-1] / ticks[0])
+
+    first, bottom, one = top + 48, top + 48 + _ROW * len(members), at(1)
+    drawn = [
+        f'<rect x="{one:.1f}" y="{first}" width="{_RIGHT - one:.1f}" height="{bottom - first}" fill="#e9f4ed"/>',
+        _label(_LEFT, top + 26, title, 'font-size="16" font-weight="600"'),
+        _label(_RIGHT, top + 26, "ours is faster: right of 1x", 'text-anchor="end" fill="#1e6b28"'),
+    ]
+    for tick in ticks:
+        x, colour = at(tick), "#444" if tick == 1 else "#ddd"
+        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{first}" y2="{bottom}" stroke="{colour}"/>')
+        drawn.append(_label(x, first - 6, f"{tick:g}x", 'text-anchor="middle" font-size="12" fill="#555"'))
+    for number, s in enumerate(members):
+        y = first + _ROW * number
+        drawn.append(_label(_LEFT + 4, y + 17, s.what, 'stroke="#fff" stroke-width="3" paint-order="stroke" font-weight="600"'))
+        drawn.append(_label(_RIGHT - 4, y + 17, f"{s.mean:.2f}x beside {s.beside}", 'text-anchor="end"'))
+        for ratio, name in s.ratios:
+            colour = "#0b6e99" if ratio >= 1 else "#c0392b"
+            dot = f'<circle cx="{at(ratio):.1f}" cy="{y + 32}" r="5.5" fill="{colour}" fill-opacity=".5">'
+            drawn.append(f"{dot}<title>{html.escape(f'{name}: {ratio:.2f}x')}</title></circle>")
+        drawn.append(f'<rect x="{at(s.mean) - 1.5:.1f}" y="{y + 23}" width="3" height="18" fill="#111"/>')
+    return drawn
+
+
+# --- where they are shown
+
+
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "matmul": matmul,
     "grouped_matmul": grouped_matmul,
     "flash_attention": flash_attention,
     "collectives": collectives,
+    "summary": summary,
 }
 
 
-def filled(text: str, results: Path) -> str:
-    """`text` with what is between its marks `<!-- figures: NAME -->` and `<!-- end of figures -->` computed anew."""
-    return MARKS.sub(lambda match: match[1] + "\n".join(TABLES[match[2]](results)) + "\n" + match[3], text)
+def pages() -> list[Path]:
+    """README.md and the pages of docs/ with marks `<!-- figures: NAME -->` and `<!-- end of figures -->`."""
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if MARKS.search(path.read_text())]
+
+
+def filled(text: str, results: Path, up: str = "") -> str:
+    """`text` with what is between its marks computed anew. up: the way from its folder to that of results/."""
+
+    def table(match: re.Match[str]) -> str:
+        lines = "\n".join(TABLES[match[2]](results)).replace("](results/", f"]({up}results/")
+        return f"{match[1]}{lines}\n{match[3]}"
+
+    return MARKS.sub(table, text)
+
+
+def of_page(path: Path) -> str:
+    return filled(path.read_text(), ROOT / "results", "../" * (len(path.relative_to(ROOT).parts) - 1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables in README.md")
+    parser.add_argument("--write", action="store_true", help="write the tables and the picture")
     if parser.parse_args().write:
-        readme = ROOT / "README.md"
-        readme.write_text(filled(readme.read_text(), ROOT / "results"))
+        for path in pages():
+            path.write_text(of_page(path))
+        PICTURE.parent.mkdir(exist_ok=True)
+        PICTURE.write_text(picture(ROOT / "results"))
         return
     for name, table in TABLES.items():
         print(f"\n{name}\n\n" + "\n".join(table(ROOT / "results")))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import pkgutil
 import re
 import runpy
 import shlex
@@ -13,13 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
+from mgpu_ops.core import aot, engine
 from mgpu_ops.registry import database
 from mgpu_ops.tuning import cli
 from scripts import figures
@@ -27,20 +26,29 @@ from scripts import figures
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCS}
-README = TEXTS["README.md"]
+README, SUPPORT = TEXTS["README.md"], TEXTS["docs/support.md"]
 
 # --- figures
 
 
-def test_the_figures_of_readme_are_those_of_the_files_it_names() -> None:
-    assert figures.filled(README, ROOT / "results") == README, "run `python scripts/figures.py --write`"
-    assert {name for _, name, _ in figures.MARKS.findall(README)} == set(figures.TABLES)
-    assert not re.findall(r"\d\.\d+x", figures.MARKS.sub("", README)), "a ratio that no file holds README to"
+def test_tables_and_the_picture_are_those_of_the_files_they_name() -> None:
+    shown = []
+    for path in figures.pages():
+        text = path.read_text()
+        assert figures.of_page(path) == text, f"{path}: run `python scripts/figures.py --write`"
+        shown += [name for _, name, _ in figures.MARKS.findall(text)]
+    assert sorted(shown) == sorted(figures.TABLES)
+    assert figures.picture(ROOT / "results") == figures.PICTURE.read_text(), "run `python scripts/figures.py --write`"
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"README|docs/(index|support|hopper|ops/|howto/)", name)])
+def test_no_ratio_is_typed_beside_the_tables(name: str) -> None:
+    assert not re.findall(r"\d\.\d+x", figures.MARKS.sub("", TEXTS[name])), "a ratio that no file holds the page to"
 
 
 def test_tuned_problems_are_counted_rightly() -> None:
     tuned = {op: len(database.read(path).entries) for op, path in shipped().items()}
-    (said,) = re.findall(r"^\| tuned \| (.*?) \|$", README, re.MULTILINE)
+    (said,) = re.findall(r"^\| tuned \| (.*?) \|$", SUPPORT, re.MULTILINE)
     assert said.startswith(f"{sum(tuned.values())} problems on the H200")
     assert {op: int(count) for count, op in re.findall(r"(\d+) of (\w+)", said)} == tuned
 
@@ -91,52 +99,38 @@ def test_the_newest_file_of_a_problem_counts_and_is_named(tmp_path: Path) -> Non
 def blocks(text: str, language: str) -> list[tuple[str, str]]:
     """The code blocks of a language, each with the heading it stands under."""
     found, heading = [], ""
-    for title, kind, code in re.findall(r"^#+ ([^\n]*)$|^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+    for title, kind, code in re.findall(r"^#+ ([^\n]*)$|^```([\w{}-]*)[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         heading = title or heading
         if code and kind == language:
             found.append((heading, code))
     return found
 
 
-def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
-
-
-def of_experts() -> dict[str, Any]:
-    sizes = {"token": jnp.arange(8) % 4, "group_sizes": jnp.array([3, 5])}
-    return {"x": normal(4, 16), "gate_up": normal(2, 16, 32), "down": normal(2, 16, 16), **sizes}
-
-
-def of_attention() -> dict[str, Any]:
-    return {**dict.fromkeys("qkv", normal(1, 16, 2, 8)), "ids": jnp.zeros((1, 16), jnp.int32)}
-
-
-def of_devices() -> dict[str, Any]:
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    return {"mesh": mesh, "P": P, "x": normal(8, 16)}
-
-
-AROUND: dict[str, Callable[[], dict[str, Any]]] = {  # what the program around a fragment has
-    "A mixture of experts": of_experts,
-    "Attention": of_attention,
-    "Between GPUs": of_devices,
+PROGRAMS = {
+    name: "".join(code for _, code in blocks(text, "python"))
+    for name, text in TEXTS.items()
+    if "```python" in text and not name.startswith("docs/frameworks/")  # what needs other packages has tests of its own
 }
 
 
-@pytest.mark.parametrize(("heading", "code"), blocks(README, "python"), ids=lambda text: text.partition("\n")[0][:40])
-def test_examples_run_as_they_stand(heading: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names = AROUND.get(heading, dict)()
-    if names:
-        names |= {"jax": jax, "jnp": jnp, "mgpu_ops": mgpu_ops}
-    if "axis_names" in code or heading != "Between GPUs":
-        exec(code, names)
-        return
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_examples_of_a_page_are_one_program_that_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the page's first line of Python to its last, with nothing around them."""
 
-    def of_one_device(x: jax.Array) -> jax.Array:  # a fragment of what runs on each
-        exec(code, names | {"x": x})
-        return x
+    def traced(function: Callable[..., Any], *args: Any) -> contextlib.AbstractContextManager[None]:
+        assert mgpu_ops.capture(function)(*args).problems is not None  # tuning them is for tests/tuning/test_autotune.py
+        return contextlib.nullcontext()
 
-    jax.shard_map(of_one_device, mesh=names["mesh"], in_specs=P("model"), out_specs=P("model"), check_vma=False)(names["x"])
+    if "compile_for" in PROGRAMS[name] and (missing := aot.available()):
+        pytest.skip(missing)
+    monkeypatch.setattr(mgpu_ops, "autotune", traced)
+    engine.reset_interpreter()
+    try:
+        exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
+    finally:
+        engine.reset_interpreter()
 
 
 # --- commands
@@ -219,17 +213,14 @@ def extras() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_is_named_exists(name: str) -> None:
     text = TEXTS[name]
-    for dotted in set(re.findall(r"\bmgpu_ops((?:\.[a-zA-Z_]\w*)+)", text)) - {".png"}:
-        found: Any = mgpu_ops
-        for part in dotted[1:].split("."):
-            found = getattr(found, part)
+    for dotted in set(re.findall(r"\bmgpu_ops(?:\.[a-zA-Z_]\w*)+", text)) - {"mgpu_ops.png"}:
+        pkgutil.resolve_name(dotted)
     tops = "core|tuning|mgpu_ops|tests|results|docs|examples|scripts"
     for path in set(re.findall(rf"`((?:{tops})/[\w./+-]+)`", text)):
         assert (ROOT / path).exists(), f"{name} names {path}, which is not there"
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert link.startswith("http") or (ROOT / name).parent.joinpath(link).exists(), (
-            f"{name} links to {link}, which is not there"
-        )
+    for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
+        there = (ROOT / name).parent.joinpath(link.partition("#")[0])  # the site's build knows the headings
+        assert link.startswith("http") or there.exists(), f"{name} links to {link}, which is not there"
 
 
 def test_every_file_of_core_is_described() -> None:

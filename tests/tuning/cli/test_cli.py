@@ -663,13 +663,13 @@ def test_show_on_a_terminal_is_a_table_as_wide_as_that(mgpu_tune: Command, monke
     assert "all: dtype=bfloat16; measured: kernel; 2025-11-20; tile_m=" in shown
 
 
-def test_show_counts_the_problems_and_the_readme_says_as_many(mgpu_tune: Command) -> None:
+def test_show_counts_the_problems_and_the_docs_say_as_many(mgpu_tune: Command) -> None:
     """Those of the shipped databases, collectives too."""
     done = mgpu_tune("show", "--gpu", "h200", "--json")
     counts = json.loads(done.out)["problems"]
     assert counts == {op: len(database.read(database.shipped_path("h200", op)).entries) for op in counts}
     assert f"{sum(counts.values())} tuned problems: {counts['matmul']} of matmul, " in done.err
-    (row,) = re.findall(r"\| tuned \| (.*?);", (ROOT / "README.md").read_text())
+    (row,) = re.findall(r"\| tuned \| (.*?);", (ROOT / "docs/support.md").read_text())
     assert row.startswith(f"{sum(counts.values())} problems on the H200")
     assert {op: int(number) for number, op in re.findall(r"(\d+) of (\w+)", row)} == counts
 
