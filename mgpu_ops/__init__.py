@@ -34,6 +34,7 @@ else:
         "autotune",
         "capture",
         "collective_workspace",
+        "dot_general",
         "dot_product_attention",
         "explain",
         "flash_attention",

@@ -24,6 +24,7 @@ from mgpu_ops.grouped.ragged_contraction import ragged_contraction
 from mgpu_ops.matmul import Config as MatmulConfig
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul import matmul
+from mgpu_ops.matmul.dot_general import dot_general
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.database import DatabaseError
@@ -115,6 +116,7 @@ __all__ = [
     "autotune",
     "capture",
     "collective_workspace",
+    "dot_general",
     "dot_product_attention",
     "explain",
     "flash_attention",
