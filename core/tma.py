@@ -150,9 +150,44 @@ def copy_any_shape() -> None:
         elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform)):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
         else:
-            one(smem, gmem_slice, gmem_transform)
+            one(smem, gmem_slice, _clipped(gmem, gmem_slice, gmem_transform))
 
     launch_context.LaunchContext.async_copy = async_copy  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClippedTiles(launch_context.TileTransform):
+    """Views an array in tiles, with a dimension that counts them also where the array is no larger than one tile.
+
+    Mosaic drops a dimension of size 1 together with its index. A block that lies beyond such an array would then be copied to or
+    from the array's beginning; TMA clips it if the dimension stays. Mosaic keeps what it is told to be of size 2.
+    """
+
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        *lead, tiles, panels, tile, panel = super().transform_gmem_shape(shape)
+        return (*lead, max(tiles, 2), max(panels, 2), tile, panel)
+
+
+_TMA_RANK = 5  # dimensions of a tensor map, at most
+
+
+def _clipped(gmem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms) -> Transforms:
+    """The transforms of a copy whose block may begin beyond an array of one tile: with `_ClippedTiles`."""
+    if len(gmem_slice) != gmem.type.rank or gmem.type.rank + 2 > _TMA_RANK:
+        return gmem_transform
+    match gmem_transform:
+        case (launch_context.TileTransform(tiling=(_, _) as tiling, rounding=rounding),):
+            parts = zip(gmem_slice[-2:], gmem.type.shape[-2:], tiling, strict=True)
+            if any(size <= tile and _may_be_beyond(part) for part, size, tile in parts):
+                return (_ClippedTiles(tiling, rounding),)
+    return gmem_transform
+
+
+def _may_be_beyond(part: Any) -> bool:
+    """Whether a slice of a dimension may begin elsewhere than at 0."""
+    if not isinstance(part, utils.DynamicSlice):
+        return False
+    return part.base != 0 if isinstance(part.base, int) else not _is_constant(part.base, 0)
 
 
 def _is_window(gmem_slice: Slice) -> bool:

@@ -190,6 +190,17 @@ def _check_order(p: Problem, c: Config) -> str | None:
     tiles_m, tiles_n = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
     if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
         return f"cluster={c.cluster!r} needs an even number of tiles along it, but there are {tiles_m} x {tiles_n}"
+    return _check_shared(p, c)
+
+
+def _check_shared(p: Problem, c: Config) -> str | None:
+    """Each of the two blocks of a cluster along m or n can load half of the operand that they share."""
+    a_t, b_t = transposed(p)
+    rows = {"n": c.tile_k if a_t else c.tile_m, "m": c.tile_n if b_t else c.tile_k}.get(c.cluster, 0)
+    if rows // 8 % 2 and rows > 8:
+        return (
+            f"cluster={c.cluster!r} shares tiles of {rows} rows: they must be a multiple of 16, which two blocks load in halves"
+        )
     return None
 
 

@@ -97,17 +97,11 @@ def test_file_is_valid_and_every_entry_can_run(path):
     assert database.validate(path, spec_of(path.stem)) == []
 
 
-# Entries whose error was taken over the rms of the whole result, not of a row as tolerances are meant since: a fraction of it,
-# by results/2026-11-21-h200-flash_attention-errors.txt.
-OLDER_ERRORS = {"flash_attention": 0.15, "flash_attention_backward": 0.45}
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_stored_errors_are_within_the_tolerance(path):
     spec = spec_of(path.stem)
     for entry in database.read(path).entries:
-        limit = OLDER_ERRORS.get(path.stem, spec.tolerance(database.to_problem(spec, entry.problem)))
-        assert entry.evidence.error <= limit
+        assert entry.evidence.error <= spec.tolerance(database.to_problem(spec, entry.problem))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

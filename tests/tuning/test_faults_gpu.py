@@ -23,7 +23,7 @@ NONE = faulty.Config("none")
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Measured]:
-    pool = compile_pool.Pool(2, seconds=5.0, serve=functools.partial(compile_pool.compile_tasks, specs=faulty.spec_of))
+    pool = compile_pool.Pool(2, seconds=5.0, serve=functools.partial(compile_pool.compile_jobs, specs=faulty.spec_of))
     with pool:
         made = Measured(pool=pool, serve=functools.partial(worker.serve, specs=faulty.spec_of))
         made.open(faulty.SPEC, PROBLEM, 0)

@@ -41,3 +41,18 @@ def test_parts_of_k_are_added_up_in_one_kernel_through_distributed_shared_memory
     assert "st.async" in kernel.ptx
     assert ".reqnctapercluster 2, 1, 1" in kernel.ptx
     assert report.spills == 0
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (MatmulProblem(2, 256, 64, layout="nt"), replace(FEW_ROWS, compute_warpgroups=2, wg_dimension="m")),
+        (MatmulProblem(256, 32, 64, layout="tt"), replace(BASE, tile_n=128)),
+    ],
+    ids=["rows", "columns"],
+)
+def test_a_store_beyond_an_array_of_one_swizzle_tile_keeps_its_index(problem, config):
+    """Else TMA would store it at the array's beginning: Mosaic drops a dimension of size 1 and the index in it."""
+    arrays = jax.eval_shape(functools.partial(MATMUL.inputs, problem), jax.random.key(0))
+    ptx = "".join(aot.ptx(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays))
+    assert "cp.async.bulk.tensor.4d.global.shared" in ptx

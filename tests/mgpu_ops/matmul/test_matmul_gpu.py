@@ -111,6 +111,37 @@ def test_random_legal_config_is_right_everywhere(seed, assert_matmul):
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
+def draw_few_rows(seed: int) -> tuple[Any, Any]:
+    """As `draw`, with few rows and a config that computes the transposed product, or adds up parts of k in a cluster."""
+    rng = random.Random(seed)
+    layout = rng.choice(["nn", "nt"])
+    problem = P(
+        rng.randint(1, 64), 8 * rng.randint(1, 150), 8 * rng.randint(1, 150), layout=layout, batch=rng.choice([1, 1, 3])
+    )
+    device = gpu.current()
+    space = {**MATMUL.space(problem, device), "cluster": ("none", "m", "n", "k", "k"), "epilogue_tile_n": (64,)}
+    drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
+    legal = (c for c in drawn if (c.tile_m < 64 or c.cluster == "k") and MATMUL.check(problem, c, device) is None)
+    return problem, next(legal)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_config_for_few_rows_is_right_everywhere(seed, assert_matmul):
+    problem, config = draw_few_rows(seed)
+    arrays = MATMUL.inputs(problem, jax.random.key(seed))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
+@pytest.mark.parametrize("sizes", [(2, 6144, 256), (8, 96, 424), (1184, 32, 128), (5, 32, 64)])
+def test_tiles_that_reach_beyond_an_array_of_one_swizzle_tile_store_nothing_there(sizes, assert_matmul):
+    problem = P(*sizes)
+    arrays = MATMUL.inputs(problem, jax.random.key(0))
+    base = replace(MATMUL.default(problem, gpu.current()), tile_n=128, split_k=1, cluster="none", compute_warpgroups=2)
+    wide = replace(base, tile_m=128, tile_k=64, wg_dimension="m", max_concurrent_steps=4, epilogue_tile_n=64)
+    for config in (wide, replace(wide, tile_m=16)):
+        assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_two_runs_give_the_same_bits(seed):
     problem, config = draw(seed)

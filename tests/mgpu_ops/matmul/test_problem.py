@@ -24,6 +24,11 @@ P = Problem(512, 512, 512)
         (P, {"split_k": 9}, "split_k=9 must be from 1 to the 8 steps of k=512"),
         (P, {"cluster": "m", "tile_m": 256}, None),
         (replace(P, m=640), {"cluster": "m"}, "cluster='m' needs an even number of tiles along it, but there are 5 x 4"),
+        (
+            replace(P, m=24),
+            {"tile_m": 24, "cluster": "n", "epilogue_tile_n": 64, "compute_warpgroups": 1},
+            "shares tiles of 24 rows: .* a multiple of 16",
+        ),
         (P, {"tile_k": 48}, "tile_k=48 and the operand tiles' rows must be multiples of 32 .* one common swizzle"),
         (replace(P, layout="tn"), {"tile_m": 128, "wg_dimension": "m"}, None),
         (replace(P, n=520), {"epilogue_tile_n": 128}, "epilogue_tile_n=128 must be 64, .* the output is 512 x 520"),
