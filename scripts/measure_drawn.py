@@ -205,6 +205,8 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.monotonic()
     gpu = gpus.current()
+    if gpu is None:
+        parser.error("this machine has no Hopper GPU")
     topology = aot.attached()
     rng = random.Random(arguments.seed)
     arrays = Arrays("bfloat16")
@@ -241,10 +243,11 @@ def told(record: dict[str, Any]) -> str:
     worst = max(c["error"] for c in configs)
     c = best["config"]
     tiles = f"{c['tile_m']}x{c['tile_n']}x{c['tile_k']} {c['cluster']} split {c['split_k']} wgs {c['compute_warpgroups']}"
+    problem = f"{p['batch']}x{p['m']}x{p['n']}x{p['k']} {p['layout']}"
     return (
-        f"{p['batch']}x{p['m']}x{p['n']}x{p['k']} {p['layout']}: xla {record['xla_us']:.1f} ({record['xla_warm_us']:.1f} warm), "
-        f"default {default['us']:.1f} ({default['warm_us']:.1f}), best {best['us']:.1f} ({best['warm_us']:.1f}) with {tiles}; "
-        f"error {worst:.2g}; {len(record['configs']) - len(configs)} failed"
+        f"{problem}: xla {record['xla_us']:.1f} ({record['xla_warm_us']:.1f} warm), default {default['us']:.1f} "
+        f"({default['warm_us']:.1f}), best {best['us']:.1f} ({best['warm_us']:.1f}) with {tiles}; error {worst:.2g}; "
+        f"{len(record['configs']) - len(configs)} failed"
     )
 
 
