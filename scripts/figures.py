@@ -188,7 +188,7 @@ def collectives(results: Path) -> Iterator[str]:
         p = found.get((devices, op, payload))
         if p is None or impl not in p.rows:
             return ""
-        if impl == "mgpu_ops" and p.rows[impl]["config"].startswith("algorithm=xla "):
+        if impl == "mgpu_ops" and p.rows[impl]["config"].startswith(("algorithm=xla ", "xla")):
             return "XLA runs"
         return f"{p.us('xla') / p.us(impl):.2f}x"
 

@@ -12,14 +12,15 @@ from typing import Any
 import msgspec
 
 from mgpu_ops.ops import SPECS
-from mgpu_ops.registry import database, job
+from mgpu_ops.registry import database, job, winner
 from mgpu_ops.registry.capture import capture
+from mgpu_ops.registry.database import Entry
 from mgpu_ops.registry.resolution import use_configs
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning import devices, problems, tuner
 from mgpu_ops.tuning.device import Device
 from mgpu_ops.tuning.options import TuneOptions
-from mgpu_ops.tuning.search import stored_config
+from mgpu_ops.tuning.search import stored_entry
 
 _log = logging.getLogger("mgpu_ops")
 _calls = itertools.count()
@@ -29,7 +30,7 @@ _WAIT = 24 * 3600.0  # seconds for process 0 to tune: a process of the job that 
 class _Choice(msgspec.Struct):
     op: str
     problem: dict[str, Any]
-    config: dict[str, Any]
+    config: dict[str, Any] | None  # None: XLA is faster
 
 
 def autotuned(
@@ -45,24 +46,26 @@ def autotuned(
             work = problems.of(capture(function, device.gpu)(*args))
             for op in {w.spec.name for w in work if store and _stored(w.spec, w.problem, device) is None}:
                 database.require_writable(database.user_path(device.gpu.key, op), gpu_key=device.gpu.key, op=op)
-            chosen = [(w, _config(w, device, options, store)) for w in work]
+            chosen = [(w, _entry(w, device, options, store)) for w in work]
         finally:
             device.close()
         found = [
-            _Choice(w.spec.name, dataclasses.asdict(w.problem), dataclasses.asdict(config)) for w, config in chosen if config
+            _Choice(w.spec.name, dataclasses.asdict(w.problem), None if winner.of_entry(e, w.spec) == "xla" else e.config)
+            for w, e in chosen
+            if e
         ]
         return msgspec.json.encode(found).decode()
 
     configs: dict[str, list[tuple[Any, Any]]] = {}
     for choice in msgspec.json.decode(job.from_zero(f"autotune/{next(_calls)}", choose, _WAIT), type=list[_Choice]):
         spec = SPECS[choice.op]
-        pair = database.to_problem(spec, choice.problem), database.to_config(spec, choice.config)
-        configs.setdefault(choice.op, []).append(pair)
+        config = "xla" if choice.config is None else database.to_config(spec, choice.config)
+        configs.setdefault(choice.op, []).append((database.to_problem(spec, choice.problem), config))
     return use_configs(configs)
 
 
-def _config(work: problems.TuningJob, device: Device, options: TuneOptions, store: bool) -> Any:
-    """The config of the entry there is for exactly this problem, else of a new one; None: no candidate worked."""
+def _entry(work: problems.TuningJob, device: Device, options: TuneOptions, store: bool) -> Entry | None:
+    """The entry there is for exactly this problem, else a new one; None: no candidate worked."""
     spec, problem = work.spec, work.problem
     there = _stored(spec, problem, device)
     if there is not None:
@@ -77,11 +80,12 @@ def _config(work: problems.TuningJob, device: Device, options: TuneOptions, stor
         _log.warning("autotune: no candidate of %s %s worked: %s", spec.name, problem, result.failures)
         return None
     e = result.entry.evidence
-    _log.info("autotune: %s %s: %.1f us %s after %d trials", spec.name, problem, e.median_us, e.kind, e.trials)
-    return database.to_config(spec, result.entry.config)
+    versus = winner.text(result.entry, spec)
+    _log.info("autotune: %s %s: %.1f us %s after %d trials%s", spec.name, problem, e.median_us, e.kind, e.trials, versus)
+    return result.entry
 
 
-def _stored(spec: OpSpec, problem: Problem, device: Device) -> Any | None:
-    """The config of a stored entry for exactly this problem that is as good as a new one would be; None if there is none."""
+def _stored(spec: OpSpec, problem: Problem, device: Device) -> Entry | None:
+    """A stored entry for exactly this problem that is as good as a new one would be; None if there is none."""
     kinds = dict.fromkeys(("measured", device.kind))
-    return next((found for kind in kinds if (found := stored_config(spec, problem, device.gpu, kind)) is not None), None)
+    return next((found for kind in kinds if (found := stored_entry(spec, problem, device.gpu, kind)) is not None), None)

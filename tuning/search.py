@@ -253,7 +253,7 @@ def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Config]:
         except ValueError:
             continue  # of another version of the kernel
         distance = spec.distance(other, problem)
-        if distance is not None:
+        if distance is not None and not spec.leaves_to_xla(config):
             found.append((distance, config))
     found.sort(key=lambda pair: pair[0])
     return list(dict.fromkeys(config for _, config in found))[:NEAREST]
@@ -262,7 +262,16 @@ def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Config]:
 def stored_config(
     spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, objective: database.Objective = "burst"
 ) -> Config | None:
-    """The config of the user's entry, else of the shipped one, for exactly this problem, of this kind and objective.
+    """The config of the `stored_entry`; None if there is none, or one that leaves the problem to XLA."""
+    entry = stored_entry(spec, problem, gpu, kind, objective)
+    config = None if entry is None else database.to_config(spec, entry.config)
+    return None if config is None or spec.leaves_to_xla(config) else config
+
+
+def stored_entry(
+    spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, objective: database.Objective = "burst"
+) -> Entry | None:
+    """The user's entry, else the shipped one, for exactly this problem, of this kind and objective.
 
     None if there is none that can run.
     """
@@ -271,9 +280,8 @@ def stored_config(
         e = entry.evidence
         if (entry.problem, e.kind, e.objective, e.kernel_version) == (fields, kind, objective, spec.version):
             with contextlib.suppress(ValueError):  # of fields that somebody edited
-                config = database.to_config(spec, entry.config)
-                if spec.check(problem, config, gpu) is None:
-                    return config
+                if spec.check(problem, database.to_config(spec, entry.config), gpu) is None:
+                    return entry
     return None
 
 

@@ -33,6 +33,8 @@ class Call:
     soft_cap: bool
     deterministic: bool
     bias_grad: bool  # the bias is more than a mask
+    lse_grad: bool  # the logarithms of the rows' sums are a result, and may have a gradient
+    scale: float  # of the scores, above 0
     config: Config | None
     backward_config: BackwardConfig | None
     backend: dispatch.Backend | None
@@ -63,6 +65,7 @@ class Arguments:
     """The arguments of `flash_attention` as they were passed, but q, k and v checked and with a batch.
 
     align: "bottom_right", the last query is aligned with the last key, or "top_left", the first with the first.
+    lse_grad: whether a gradient may reach the logarithms of the rows' sums.
     """
 
     q: jax.Array
@@ -80,6 +83,7 @@ class Arguments:
     scale: float | None = None
     soft_cap: float | None = None
     deterministic: bool = False
+    lse_grad: bool = False
     config: Config | None = None
     backward_config: BackwardConfig | None = None
     backend: dispatch.Backend | None = None
@@ -108,6 +112,8 @@ class Arguments:
             soft_cap=self.soft_cap is not None,
             deterministic=bool(self.deterministic),
             bias_grad=self.bias is not None,
+            lse_grad=self.lse_grad,
+            scale=abs(self.checked_scale()),
             config=_checked_config("config", self.config, Config),
             backward_config=_checked_config("backward_config", self.backward_config, BackwardConfig),
             backend=dispatch.requested_backend(self.backend),

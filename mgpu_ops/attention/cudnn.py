@@ -1,4 +1,4 @@
-"""Attention through cuDNN, by `jax.nn.dot_product_attention`: what the kernels are timed beside."""
+"""Attention through cuDNN, as `jax.nn.dot_product_attention` calls it: timed beside the kernels, and run where it is faster."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import jax
 
-from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.mask import some_see_nothing
 from mgpu_ops.attention.problem import BackwardProblem, Problem
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import jax_names
 from mgpu_ops.registry.spec import Baseline
 
 _IMPLEMENTATION: Literal["cudnn", "xla"] = "cudnn"
@@ -75,13 +78,60 @@ def residuals(problem: BackwardProblem, *arrays: Any) -> tuple[Any, jax.Array]:
     return pull, out_grad
 
 
+# --- In a call's stead
+
+
+def differs(problem: Problem) -> str | None:
+    """How cuDNN's results differ from those of the kernels, of the problems that it takes; None where they are the same."""
+    if problem.bias != "none":
+        return "it rounds a bias to the dtype of q"
+    if some_see_nothing(problem):
+        return "its results are not zero where a row sees no key"
+    if isinstance(problem, BackwardProblem) and problem.deterministic:
+        return "its gradients differ from run to run"
+    return None
+
+
+def missing() -> str | None:
+    """Why cuDNN cannot be called on the GPU in use, or None; None without a GPU."""
+    return None if gpus.current() is None else jax_names.why_no_cudnn()
+
+
+def forward(
+    problem: Problem, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The results of the forward op, of a problem without `differs`: output, and log2 of each row's sum of exponentials."""
+    out, lse = jax_names.cudnn_attention(q, k, v, scale, problem.right == 0, _window(problem))
+    return out, lse * LOG2E
+
+
+def backward(
+    problem: BackwardProblem, scale: float, out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The results of the backward op, likewise: dq, dk and dv. `out` is the output, whose lse has no gradient of its own."""
+    out_grad, lse, *_ = rest
+    known = out, lse / LOG2E
+    return jax_names.cudnn_attention_gradients(q, k, v, known, out_grad, scale, problem.right == 0, _window(problem))
+
+
+def _window(problem: Problem) -> int | None:
+    """How many keys a row sees at most, its own included; None: as many as there are."""
+    return None if problem.left is None else problem.left + 1
+
+
+# --- What the tuner times
+
+
 def baseline(problem: Problem) -> Baseline | None:
     """cuDNN's forward pass, of the forward op's inputs, for the problems it takes."""
     if refuses(problem) is not None:
         return None
-    return Baseline("cudnn", lambda problem, q, k, v, options, *extra: attention(problem, q, k, v, *extra))
+    run = lambda problem, q, k, v, options, *extra: attention(problem, q, k, v, *extra)  # noqa: E731
+    return Baseline("cudnn", run, differs=differs(problem), missing=missing)
 
 
 def backward_baseline(problem: BackwardProblem) -> Baseline | None:
-    """cuDNN's backward pass without its forward one, for the problems it takes. It is not deterministic where ours is."""
-    return None if refuses(problem) is not None else Baseline("cudnn", gradients, residuals)
+    """cuDNN's backward pass without its forward one, for the problems it takes."""
+    if refuses(problem) is not None:
+        return None
+    return Baseline("cudnn", gradients, residuals, differs=differs(problem), missing=missing)

@@ -171,6 +171,7 @@ def flash_attention(
             scale=scale,
             soft_cap=soft_cap,
             deterministic=deterministic,
+            lse_grad=return_lse,
             config=config,
             backward_config=backward_config,
             backend=backend,
@@ -216,7 +217,7 @@ def _attention_backward(call: Call, saved: Any, gradients: tuple[jax.Array, jax.
     accurate = np.promote_types(q.dtype, np.float32)
     delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
     delta = jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
-    dq, dk, dv, *dbias = _backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta)
+    dq, dk, dv, *dbias = _backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta, out)
     if inputs.bias is not None and not dbias:
         dbias = [jnp.zeros_like(inputs.bias)]  # a mask
     return dq, dk, dv, Inputs(jnp.zeros_like(inputs.options), bias=dbias[0] if dbias else None)
@@ -231,8 +232,9 @@ def _forward_product(call: Call) -> Callable[..., Any]:
 
     @jax.custom_batching.custom_vmap
     def product(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
-        arrays = q, k, v, *inputs.arrays()
-        return dispatch.run(FORWARD, call.problem(q, k, inputs.bias), arrays, config=call.config, backend=call.backend)
+        problem, arrays = call.problem(q, k, inputs.bias), (q, k, v, *inputs.arrays())
+        through_cudnn = None if cudnn.refuses(problem) else functools.partial(cudnn.forward, problem, call.scale)
+        return dispatch.run(FORWARD, problem, arrays, config=call.config, backend=call.backend, instead=through_cudnn)
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:
@@ -248,16 +250,27 @@ def _forward_product(call: Call) -> Callable[..., Any]:
 
 @functools.cache
 def _backward_product(call: Call) -> Callable[..., Any]:
-    """(q, k, v, inputs, gradient of the output, lse, delta) to the gradients of q, k, v and the bias if any."""
+    """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any."""
 
     @jax.custom_batching.custom_vmap
     def product(
-        q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs, out_grad: jax.Array, lse: jax.Array, delta: jax.Array
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        inputs: Inputs,
+        out_grad: jax.Array,
+        lse: jax.Array,
+        delta: jax.Array,
+        out: jax.Array,
     ) -> Any:
         fields = dataclasses.asdict(call.problem(q, k, inputs.bias))
         problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
         arrays = q, k, v, out_grad, lse, delta, *inputs.arrays()
-        return dispatch.run(BACKWARD, problem, arrays, config=call.backward_config, backend=call.backend)
+        through_cudnn: Any = None
+        if cudnn.refuses(problem) is None:
+            through_cudnn = functools.partial(cudnn.backward, problem, call.scale, out)
+            through_cudnn = "cuDNN has no gradient of the lse" if call.lse_grad else through_cudnn
+        return dispatch.run(BACKWARD, problem, arrays, config=call.backward_config, backend=call.backend, instead=through_cudnn)
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:

@@ -46,7 +46,7 @@ def _require(kind: Kind, problem: Problem, gpu: Gpu) -> None:
 def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices of each field of Config."""
     return {
-        "algorithm": (*schedules.algorithms(kind, problem.transport), XLA),
+        "algorithm": tuple(schedules.algorithms(kind, problem.transport)),
         "blocks": tuple(b for b in BLOCKS if b <= gpu.sms),
         "chunk": CHUNKS,
         "stages": STAGES,
@@ -92,7 +92,7 @@ def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
-    """The fastest by the model of each algorithm, one with small chunks, then XLA: all that pass `check`.
+    """The fastest by the model of each algorithm, and one with small chunks: all that pass `check`.
 
     Raises ValueError where `supports` has a reason.
     """
@@ -109,12 +109,11 @@ def _candidates(kind: Kind, problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         by_cost = sorted(legal, key=lambda config: cost(kind, problem, config, gpu))
         fine = [config for config in by_cost if config.chunk == CHUNKS[0]]  # which keeps more links busy than the model knows
         best += dict.fromkeys((*by_cost[:1], *fine[:1], *by_cost[1:2]))
-    xla = Config(XLA, BLOCKS[0], CHUNKS[0], STAGES[0])
-    return (*sorted(best, key=lambda config: cost(kind, problem, config, gpu)), xla)
+    return tuple(sorted(best, key=lambda config: cost(kind, problem, config, gpu)))
 
 
 def default(kind: Kind, problem: Problem, gpu: Gpu) -> Config:
-    """What runs where the kernel is asked for and nothing is tuned: never XLA, unless nothing else can.
+    """What runs where the kernel is asked for and nothing is tuned.
 
     Raises ValueError where `supports` has a reason.
     """

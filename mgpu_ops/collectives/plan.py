@@ -94,12 +94,10 @@ def plan(call: Call, spec: OpSpec, problem: Problem) -> Plan:
     if choice.device is None or capture.capturing():
         return Plan(problem, choice)
     found = found or resolution.resolve(spec, problem, choice.device, call.config)
-    config = found.config
-    if config.algorithm == XLA and call.config is None and (call.transport or call.backend):
-        config = spec.default(problem, choice.device)  # the call asks for the kernel, even where XLA is faster
-    if config.algorithm == XLA:
-        return Plan(problem, dispatch.Choice(XLA, None, f"the config from {found.source!r} says that XLA is faster"))
-    return Plan(problem, choice, config)
+    asked = call.config is None and (call.transport or call.backend)  # for the kernel, even where XLA is faster
+    if found.runs == "xla" and not asked:
+        return Plan(problem, dispatch.Choice(XLA, None, f"XLA is faster, as the config from {found.source!r} says"))
+    return Plan(problem, choice, found.config)
 
 
 def plan_in_workspace(call: Call, spec: OpSpec, problem: Problem, workspace: Workspace) -> Plan | None:
@@ -137,8 +135,8 @@ def _wanted(call: Call, spec: OpSpec, problem: Problem, device: Gpu) -> Resoluti
     """The config with which the kernel runs though the call names no transport, or None.
 
     Over peers, the kernel runs where the call names a config or a backend, and where a config is stored; also with the default
-    config, where an entry for about as many bytes says that the kernel is faster than XLA there. Through the switch, it runs
-    only with a config that was measured.
+    config, where there is an entry for about as many bytes. Through the switch, it runs only with a config that was measured.
+    Either way XLA runs where it is the faster (`Resolution.runs`).
     """
     named = call.config is not None or call.backend is not None
     if problem.transport == "multimem" and named:
@@ -148,7 +146,7 @@ def _wanted(call: Call, spec: OpSpec, problem: Problem, device: Gpu) -> Resoluti
         return found if found.entry is not None and found.entry.evidence.kind == "measured" else None
     if named or found.source != "default":
         return found
-    return found if found.nearest is not None and found.nearest.config["algorithm"] != XLA else None
+    return found if found.nearest is not None else None
 
 
 def _unreachable(call: Call, problem: Problem) -> str | None:

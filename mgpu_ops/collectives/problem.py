@@ -24,7 +24,7 @@ KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "reduce_scatter", "all_gather")
 DTYPES: Final = ("bfloat16", "float16", "float32", "int32", "uint32")
 REDUCTIONS: Final = tuple(layout.REDUCTIONS)
 TRANSPORTS: Final[tuple[Transport, ...]] = ("peer", "multimem")
-XLA: Final = "xla"  # as an algorithm: lax.psum and the like, which may be the fastest
+XLA: Final = "xla"  # as an algorithm, of a config that leaves the problem to lax.psum and the like: no kernel has it
 MAX_BYTES: Final = 2**33
 MAX_SCRATCH: Final = 2**28
 MAX_LL_BYTES: Final = 2**20  # of a payload in LL: beyond, twice the bytes cost more than a handshake
@@ -56,7 +56,8 @@ class Problem:
 class Config:
     """How the kernel works. Tuned; none of the fields changes the answer by more than rounding.
 
-    algorithm: one of schedules.py's, or "xla", for which the other fields have no meaning.
+    algorithm: one of schedules.py's; or "xla", for which the other fields have no meaning: XLA runs, as it does where an entry
+      says so by its times.
     blocks: thread blocks a device, all of which must be resident at once.
     chunk: bytes that a block moves at a time.
     stages: chunks in flight in a block.

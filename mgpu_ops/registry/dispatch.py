@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import capture, resolution
-from mgpu_ops.registry.spec import Config, OpSpec, Problem
+from mgpu_ops.registry.spec import Config, OpSpec, Problem, baseline_of
 
 type Backend = Literal["mosaic", "interpret", "xla"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend.__value__)
@@ -68,9 +70,19 @@ def choose(spec: OpSpec, problem: Problem, backend: str | None, reason: str | No
     return Choice("xla", None, reason)
 
 
-def run(spec: OpSpec, problem: Problem, arrays: tuple, *, config: Config | None, backend: str | None) -> Any:
+def run(
+    spec: OpSpec,
+    problem: Problem,
+    arrays: tuple,
+    *,
+    config: Config | None,
+    backend: str | None,
+    instead: Callable[..., Any] | str | None = None,
+) -> Any:
     """Runs `problem` on the backend that `choose` gives: the kernel with the database's config, or XLA.
 
+    Without a named backend, the op's baseline runs where `resolution.resolve` says that XLA is the faster. `instead` is then
+    this call's own way to run it on `arrays`, or why it cannot; None: by `Baseline.run`, if that takes the op's arrays.
     While `capture` traces, nothing runs: the call is marked.
     """
     choice = choose(spec, problem, backend)
@@ -78,5 +90,11 @@ def run(spec: OpSpec, problem: Problem, arrays: tuple, *, config: Config | None,
         return capture.mark(spec, problem, choice.skipped(config), arrays)
     if choice.device is None:
         return spec.reference(problem, *arrays)
-    chosen = resolution.resolve(spec, problem, choice.device, config).config
-    return spec.run(problem, chosen, choice.device, *arrays, interpret=choice.backend == "interpret")
+    found = resolution.resolve(spec, problem, choice.device, config)
+    if backend is None and found.runs == "xla":
+        baseline = baseline_of(spec, problem)
+        if instead is None and baseline.arrays is None:
+            instead = functools.partial(baseline.run, problem)
+        if callable(instead):
+            return instead(*arrays)
+    return spec.run(problem, found.config, choice.device, *arrays, interpret=choice.backend == "interpret")

@@ -1,4 +1,5 @@
-"""Which config a call uses. `resolve` takes it from the first of these sources that has one:
+"""Which config a call uses, and whether the kernel runs with it or XLA. `resolve` takes it from the first of these sources that
+has one:
 
 1. Explicit: `argument`, `override` (`use_configs`), `environment` (`MGPU_OPS_CONFIG_PATH`). What
    cannot be read or cannot run raises.
@@ -9,6 +10,10 @@
 3. `near`: the entry of those files for the nearest other problem, again measured before modelled, unless the op's model
    puts its config behind the default for this problem, or it was no faster than the default there.
 4. `default`: the op's analytic choice.
+
+Then it says whether a call that names no backend runs the kernel or XLA (`winner.py`): by the entry's times where it is one of
+this very problem, and by the op's models or a near entry where there is none. A Config that the program names, in 1, is for the
+kernel; a file that it names is read as any other.
 
 In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
 a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
@@ -31,13 +36,13 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import msgspec
 
 from mgpu_ops.core.gpu import Gpu, family
-from mgpu_ops.registry import database, job
+from mgpu_ops.registry import database, job, winner
 from mgpu_ops.registry.database import (
     OBJECTIVES,
     AnyPath,
@@ -54,9 +59,11 @@ from mgpu_ops.registry.database import (
     title,
     to_config,
 )
+from mgpu_ops.registry.spec import baseline_of
+from mgpu_ops.registry.winner import Times, Winner
 
 if TYPE_CHECKING:
-    from mgpu_ops.registry.spec import Config, OpSpec, Problem
+    from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem
 
 NEAR_SLACK = 1.02  # a near entry may be modelled this much slower than the default: then it won on every recorded sweep
 NEAR_GAIN = 1.003  # how much faster than the default it must promise to be here: less is no difference
@@ -72,7 +79,7 @@ class _Snapshot(NamedTuple):
     data: bytes
 
 
-# Layers, innermost first; each a tuple of (op, Config | ((Problem, Config), ...) | _Snapshot).
+# Layers, innermost first; each a tuple of (op, Config | "xla" | ((Problem, Config | "xla"), ...) | _Snapshot).
 _overrides: Any = jax.make_user_context(default_value=None)
 
 
@@ -81,8 +88,9 @@ def use_configs(configs: Mapping[str, Any] | AnyPath) -> Iterator[None]:
     """Uses `configs` inside a `with`, in this thread; the innermost block that has one wins.
 
     `configs` maps an op's name to a Config, for every problem, or to a list of (Problem, Config);
-    or it is the path of a database file, read once here. A jitted function is traced again where
-    the configs differ. A backward pass that JAX traces after the block does not see them.
+    or it is the path of a database file, read once here. In place of a Config, "xla" lets XLA run
+    what it can run instead of the kernel (`Baseline.differs`). A jitted function is traced again
+    where the configs differ. A backward pass that JAX traces after the block does not see them.
     TypeError for anything else; a config that cannot run raises at the call.
     """
     layer = _layer(configs)
@@ -100,7 +108,7 @@ def _layer(configs: Mapping[str, Any] | AnyPath) -> tuple[tuple[str, Any], ...]:
 
 
 def _frozen(op: str, answer: Any) -> Any:
-    if dataclasses.is_dataclass(answer):
+    if _is_config(answer):
         return answer
     pairs = [p for p in answer if _is_pair(p)] if isinstance(answer, Sequence) else []
     if not pairs or len(pairs) != len(answer):
@@ -108,8 +116,12 @@ def _frozen(op: str, answer: Any) -> Any:
     return tuple(map(tuple, pairs))
 
 
+def _is_config(answer: Any) -> bool:
+    return dataclasses.is_dataclass(answer) or answer == "xla"
+
+
 def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, Sequence) and len(pair) == 2 and all(map(dataclasses.is_dataclass, pair))
+    return isinstance(pair, Sequence) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and _is_config(pair[1])
 
 
 # --- resolution
@@ -117,7 +129,12 @@ def _is_pair(pair: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """Which config a call uses, and why."""
+    """Which config a call uses, whether it runs the kernel with it, and why.
+
+    config: of the kernel, also where XLA runs.
+    runs: what a call runs that names no backend. times: by which this was decided; None where there are none, or where others
+      decided (the program, another process).
+    """
 
     config: Any  # the op's Config
     source: str  # argument, override, environment, user, shipped, family, near, default or job
@@ -126,6 +143,8 @@ class Resolution:
     distance: float | None = None  # of a `near` entry's problem
     nearest: Entry | None = None  # of a default: for a comparable problem, where it is no better than the default
     tried: tuple[tuple[str, str], ...] = ()  # (source, what was found or why it was passed over)
+    runs: Winner = "kernel"
+    times: Times | None = None
 
 
 class _Query(NamedTuple):
@@ -149,23 +168,31 @@ class StoredEntry(NamedTuple):
     key: tuple[Any, ...]  # of its problem
 
 
+class _Agreed(msgspec.Struct):
+    """What the processes of a job agree on."""
+
+    runs: Winner
+    config: dict[str, Any]
+
+
 _logged: set[tuple[Any, ...]] = set()
 _warned: set[str] = set()
 
 
 def resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = None) -> Resolution:
-    """The config for a problem on a GPU, by the order at the top of this module.
+    """The config for a problem on a GPU, and whether the kernel or XLA runs, by the order at the top of this module.
 
     Logs a choice once, at INFO to the logger "mgpu_ops", unless it is the `config` given.
     Raises ValueError for a config that cannot run, DatabaseError for an explicit file that cannot be used, TypeError for what
     is no `spec.Config`. So `spec.check` has passed for whatever it returns.
     """
     result = _resolve(spec, problem, gpu, config)
-    key = (spec.name, problem, gpu.key, result.source, result.config)
+    key = (spec.name, problem, gpu.key, result.source, result.config, result.runs)
     if result.source != "argument" and key not in _logged:
         _logged.add(key)
+        versus = "" if result.runs == "kernel" else f"; XLA is faster{_versus(result)}"
         logging.getLogger("mgpu_ops").info(
-            "%s %s on %s: %s from %s", spec.name, problem, gpu.key, result.config, _place(result)
+            "%s %s on %s: %s from %s%s", spec.name, problem, gpu.key, result.config, _place(result), versus
         )
     return result
 
@@ -194,19 +221,22 @@ def _agreed(query: _Query, found: Resolution) -> Resolution:
     spec, problem, gpu, _ = query
     if job.size() == 1:
         return found
-    fields, mine = (msgspec.json.encode(dataclasses.asdict(x)).decode() for x in (problem, found.config))
+    fields = msgspec.json.encode(dataclasses.asdict(problem)).decode()
+    mine = msgspec.json.encode(_Agreed(found.runs, dataclasses.asdict(found.config))).decode()
     first = job.first(f"config/{gpu.key}/{spec.name}/{spec.version}/{fields}", mine)
     if first == mine:
         return found
-    query.note("job", f"another process of this job chose first; here it would be {found.config} from {_place(found)}")
-    agreed = Resolution(to_config(spec, msgspec.json.decode(first)), "job")
+    here = f"{found.config} from {_place(found)}{', through XLA' * (found.runs == 'xla')}"
+    query.note("job", f"another process of this job chose first; here it would be {here}")
+    theirs = msgspec.json.decode(first, type=_Agreed)
+    agreed = Resolution(to_config(spec, theirs.config), "job", runs=theirs.runs)
     _require(query, agreed)
     return agreed
 
 
 def _argument(query: _Query, config: Config | None) -> Resolution | None:
     if config is not None:
-        return Resolution(config, "argument")
+        return _named(query, config, "argument")
     query.note("argument", "no config= was given")
     return None
 
@@ -220,9 +250,20 @@ def _override(query: _Query) -> Resolution | None:
             continue
         config = dict(answer).get(query.problem) if isinstance(answer, tuple) else answer
         if config is not None:
-            return Resolution(config, "override")
+            return _named(query, config, "override")
     query.note("override", "no use_configs has one for this problem")
     return None
+
+
+def _named(query: _Query, config: Config | Literal["xla"], source: str) -> Resolution:
+    """A Config that the program names: for the kernel, unless it says itself that XLA runs."""
+    spec, problem, gpu, _ = query
+    if config == "xla" and (reason := _why_not_xla(baseline_of(spec, problem))) is not None:
+        query.note(source, f"xla was asked for: {reason}")
+        return Resolution(spec.default(problem, gpu), source)
+    if config == "xla" or (isinstance(config, spec.Config) and spec.leaves_to_xla(config)):
+        return Resolution(spec.default(problem, gpu), source, runs="xla")
+    return Resolution(config, source)
 
 
 def _environment(query: _Query) -> Resolution | None:
@@ -250,7 +291,7 @@ def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | 
     stored, _ = min(of, key=lambda r: (r[0].config is None, r[1].kind == "modelled", r[1].objective != wanted))
     if stored.config is None:
         raise DatabaseError(path, f"{fields}: {stored.fault}")
-    return Resolution(stored.config, source, path, stored.entry)
+    return _decided(query, Resolution(stored.config, source, path, stored.entry))
 
 
 def _require(query: _Query, found: Resolution) -> None:
@@ -279,18 +320,42 @@ def _stored(query: _Query) -> Resolution:
                 if distance is not None:
                     ranked.append(((True, modelled, distance, other, level), "near", stored))
 
-    failed, nearest = 0, None
+    failed = 0
+    nearest: tuple[StoredEntry, float] | None = None
     for (near, _, distance, _, _), source, stored in sorted(ranked, key=lambda candidate: candidate[0]):
         reason = stored.fault or spec.check(problem, stored.config, gpu)
         if reason is None and near:
-            nearest, reason = nearest or stored.entry, _behind(query, stored)
+            nearest, reason = nearest or (stored, distance), _behind(query, stored)
         if reason is None:
-            return Resolution(stored.config, source, stored.path, stored.entry, distance if near else None)
+            found = Resolution(stored.config, source, stored.path, stored.entry, distance if near else None)
+            return _decided(query, found, (stored, distance) if near else None)
         failed += near
         if failed <= 3:  # enough to see why
             query.note(source, f"{stored.path}: {title(stored.entry)} passed over: {reason}")
     query.note("near", f"none of {failed} entries for comparable problems can run this one")
-    return Resolution(spec.default(problem, gpu), "default", nearest=nearest)
+    default = Resolution(spec.default(problem, gpu), "default", nearest=nearest[0].entry if nearest else None)
+    return _decided(query, default, nearest)
+
+
+def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] | None = None) -> Resolution:
+    """What was found, and whether the kernel runs with it or XLA. `near`: an entry for another problem, and its distance."""
+    spec, problem, gpu, _ = query
+    said = near[0].config if near else found.config
+    if said is not None and spec.leaves_to_xla(said):
+        return dataclasses.replace(found, config=spec.default(problem, gpu), runs="xla")
+    baseline = baseline_of(spec, problem)
+    if (reason := _why_not_xla(baseline)) is not None:
+        query.note("xla", reason)
+        return found
+    times = winner.measured(found.entry, baseline) if found.entry is not None and near is None else None
+    times = times or winner.expected(spec, problem, found.config, gpu, baseline)
+    if times is None and near is not None and (there := winner.measured(near[0].entry, baseline)):
+        times = winner.expected_from(there, near[1], spec.cost(problem, found.config, gpu) * 1e6)
+    if times is None:
+        query.note("xla", f"no time of {baseline.name} is known for this problem or one near it")
+        return found
+    query.note("xla", f"{times}: XLA wins if it is faster by {times.margin - 1:.0%}")
+    return dataclasses.replace(found, runs=times.winner, times=times)
 
 
 def _stored_entries(query: _Query, source: str, owner: Gpu, path: Path) -> tuple[StoredEntry, ...]:
@@ -327,6 +392,12 @@ def _warn_once(message: str) -> None:
 def _entries(spec: OpSpec, gpu: Gpu, path: Path, data: bytes) -> tuple[StoredEntry, ...]:
     entries = decode(data, path=path, gpu_key=gpu.key, op=spec.name).entries
     return tuple(StoredEntry(path, entry, *check_entry(entry, gpu, spec), key_of_fields(entry.problem)) for entry in entries)
+
+
+def _why_not_xla(baseline: Baseline) -> str | None:
+    """Why a baseline cannot run in the kernel's place, here and now, or None."""
+    reason = baseline.differs or baseline.missing()
+    return None if reason is None else f"{baseline.name} cannot run instead: {reason}"
 
 
 # --- files
@@ -383,13 +454,19 @@ def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
     result = _resolve(spec, problem, gpu, config)
     lines = [
         f"{spec.name} {problem} on {gpu.key}",
-        f"  config    {result.config}",
+        f"  runs      {'the kernel' if result.runs == 'kernel' else 'XLA'}{_versus(result)}",
+        f"  config    {result.config}{', which backend="mosaic" runs' * (result.runs == 'xla')}",
         f"  from      {_place(result)}",
     ]
     if result.entry is not None:
         lines.append(f"  evidence  {_summary(result.entry.evidence)}")
     lines += ["  tried", *(f"    {s}: {what}" for s, what in result.tried)]
     return "\n".join(line.replace("\n", r"\n") for line in lines)  # a file's text has no line of its own
+
+
+def _versus(result: Resolution) -> str:
+    """ ": kernel 12.3 us, xla 11.9 us, measured", or nothing."""
+    return "" if result.times is None else f": {result.times}"
 
 
 def _place(result: Resolution) -> str:

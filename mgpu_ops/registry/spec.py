@@ -28,11 +28,17 @@ class Baseline:
 
     The arrays are the op's inputs. Or `arrays(problem, *inputs)` makes them in advance, untimed: for a gradient, say, what the
     baseline's own forward pass leaves.
+
+    differs: how its result differs from the op's, so that no call may run it instead; None where it computes the same, with
+      sums in float32 and results of the same dtypes. Then a call runs it where it is the faster (`winner.py`).
+    missing: why the machine at hand cannot run it, or None; where no GPU is in use, None.
     """
 
     name: str
     run: Callable[..., Any]
     arrays: Callable[..., tuple] | None = None
+    differs: str | None = None
+    missing: Callable[[], str | None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +48,7 @@ class OpSpec:
     `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. A Config has no default values.
     All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of
     another type, negative) raises ValueError when it is made. For any other Problem `supports`, `check` and `distance` return;
-    `default` and `cost` may raise ValueError if `supports` gives a reason.
+    `default`, `cost` and `baseline_cost` may raise ValueError if `supports` gives a reason.
     """
 
     name: str
@@ -65,6 +71,8 @@ class OpSpec:
     reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
     baseline: Callable[[Any], Baseline | None] | None = None  # of a problem; None: the reference (`baseline_of`)
+    baseline_cost: Callable[[Any, Gpu], float] | None = None  # modelled seconds of the baseline; None: no model
+    leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel
     devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then
 
 

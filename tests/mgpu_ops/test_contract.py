@@ -359,4 +359,6 @@ def test_space_contains_the_shipped_configs(path):
     device = gpu.find(path.parent.name)
     for entry in json.loads(path.read_text())["entries"]:
         space = spec.space(spec.Problem(**entry["problem"]), device)
+        if spec.leaves_to_xla(spec.Config(**entry["config"])):
+            continue  # no kernel to start from
         assert {f: v for f, v in entry["config"].items() if v not in space[f]} == {}

@@ -86,7 +86,7 @@ def _measured(spec: OpSpec, problem: CollectiveProblem, text: str, options: Benc
     samples = _sampled(programs, longer_programs, devices, options.seconds)
     found = []
     for impl in functions:
-        config = config_text(spec, problem, options.gpu) if impl == OURS else ""
+        config = config_text(spec, problem, options.gpu, options.backend) if impl == OURS else ""
         texts: Texts = {**stamp, "problem": text, "impl": impl, "config": config}
         found.append(measurement(spec, problem, texts, samples[impl].times(timing.calls), errors[impl]))
     return found
@@ -196,9 +196,9 @@ def _workspace(devices: int) -> Workspace:
 def public(spec: OpSpec, problem: CollectiveProblem, gpu: Gpu, backend: str | None = None) -> Callable[[jax.Array], jax.Array]:
     """The public function on x of all devices, [devices, elements].
 
-    It names the problem's transport, which makes a kernel run, unless the config says that XLA is faster.
+    It names the problem's transport, which makes a kernel run, unless XLA is the faster.
     """
-    transport = problem.transport if resolution.resolve(spec, problem, gpu).config.algorithm != "xla" else None
+    transport = problem.transport if resolution.resolve(spec, problem, gpu).runs == "kernel" else None
     return _on_mesh(_on_each_device(spec, problem, transport=transport, backend=backend), first_devices(problem.devices))
 
 

@@ -129,9 +129,13 @@ def _competitor(spec: OpSpec, name: str) -> Competitor:
     return known[name]
 
 
-def config_text(spec: OpSpec, problem: Problem, gpu: Gpu) -> str:
-    """The config that a call of ours uses, and where it comes from."""
+def config_text(spec: OpSpec, problem: Problem, gpu: Gpu, backend: str | None = None) -> str:
+    """The config that a call of ours uses, or "xla" and both times where it runs XLA; and where that comes from."""
+    if backend == "xla":
+        return "backend=xla"
     found = resolution.resolve(spec, problem, gpu)
+    if found.runs == "xla" and backend is None:
+        return f"xla{f', {found.times}' if found.times else ''}; source={found.source}"
     fields = dataclasses.asdict(found.config).items()
     return f"{' '.join(f'{key}={value}' for key, value in fields)}; source={found.source}"
 
@@ -219,8 +223,11 @@ class _ProblemRun:
         return text
 
     def _config_or_xla(self, spec: OpSpec, problem: Problem) -> str:
+        alone = spec.name in BACKWARD.values() and not self.options.grad  # a gradient by itself is that of the kernel
         reason = spec.supports(problem, self.options.gpu)
-        return config_text(spec, problem, self.options.gpu) if reason is None else f"backend=xla, for {reason}"
+        if reason is not None:
+            return f"backend=xla, for {reason}"
+        return config_text(spec, problem, self.options.gpu, "mosaic" if alone else self.options.backend)
 
     # Times
 

@@ -33,7 +33,7 @@ mine = dataclasses.replace(spec.default(stored, h200), raster_width=process + 1)
 told = {}
 
 def tell(name, found):
-    told[name] = [found.source, dataclasses.asdict(found.config)]
+    told[name] = [found.source, dataclasses.asdict(found.config), found.runs]
 
 tell("stored", resolution.resolve(spec, stored, h200))
 tell("again", resolution.resolve(spec, stored, h200))
@@ -52,11 +52,11 @@ print(json.dumps(told))
 """
 
 
-def store(folder: Path, problem: MatmulProblem, **changes: Any) -> MatmulConfig:
-    """Puts an entry into the database that a machine has in `folder`."""
+def store(folder: Path, problem: MatmulProblem, xla_us: float | None = None, **changes: Any) -> MatmulConfig:
+    """Puts an entry of 12.5 us into the database that a machine has in `folder`."""
     evidence = Evidence(
         kind="measured", gpu="NVIDIA H200", driver="1.2", jax="0.11.2", jaxlib="0.11.2", cuda=None,
-        kernel_version=MATMUL.version, median_us=12.5, spread_us=0.5, default_us=15.0, baseline=None, baseline_us=None,
+        kernel_version=MATMUL.version, median_us=12.5, spread_us=0.5, default_us=15.0, baseline="xla", baseline_us=xla_us,
         error=0.001, trials=48, seed=0, date="2025-11-20",
     )  # fmt: skip
     config = dataclasses.replace(MATMUL.default(problem, H200), **changes)
@@ -75,16 +75,20 @@ def test_a_process_alone_is_a_job_of_one_and_asks_nobody(monkeypatch: pytest.Mon
 
 def test_two_processes_with_different_databases_resolve_the_same_configs(tmp_path: Path) -> None:
     folders = [tmp_path / "zero", tmp_path / "one"]
-    own = [store(folder, STORED, raster_width=width) for folder, width in zip(folders, (2, 8), strict=True)]
+    # To the machine of process 0, XLA is the faster; to that of 1, the kernel.
+    own = [
+        store(folder, STORED, us, raster_width=width) for folder, us, width in zip(folders, (10.0, 15.0), (2, 8), strict=True)
+    ]
     only_one = store(folders[1], OTHER, raster_width=4)
     sides = json.dumps([[p.m, p.n, p.k] for p in (STORED, OTHER, PLAIN)])
     zero, one = run_job(PROGRAM, folders, sides)
 
     for name in ("stored", "other", "plain"):
-        assert zero[name][1] == one[name][1], name
+        assert zero[name][1:] == one[name][1:], name
         assert sorted((zero[name][0] == "job", one[name][0] == "job")) in ([False, True], [False, False]), name
     assert zero["again"] == zero["stored"]
     assert one["again"] == one["stored"]
+    assert zero["stored"][2] == ("kernel" if zero["stored"][0] == "job" else "xla")
     assert zero["stored"][1] in [dataclasses.asdict(config) for config in own]
     assert sorted((zero["stored"][0], one["stored"][0])) == ["job", "user"]
     assert one["other"][1] in (dataclasses.asdict(only_one), zero["other"][1])

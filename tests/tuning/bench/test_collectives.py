@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mgpu_ops
-from mgpu_ops import CollectiveConfig, CollectiveProblem, collective_workspace
+from mgpu_ops import CollectiveProblem, collective_workspace
 from mgpu_ops.core import gpu
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.bench import collectives as collective_bench
@@ -73,7 +73,7 @@ def test_a_row_tells_the_kernel_from_what_is_around_it_and_from_the_call():
         assert row.chain_us == pytest.approx(500 + 16 * 40.0)
         assert row.bus_gbs == pytest.approx(1.5 * 131072 / 40e-6 / 1e9, rel=1e-4)
         assert row.error < 1e-6
-    assert "algorithm=xla" in ours.config
+    assert ours.config == "backend=xla"
     times = "mgpu_ops 40 us a call, 10 us of its own, xla 40 us a call, 10 us of its own"
     assert said == [f"32768x4 float32: {times}"]
 
@@ -132,13 +132,12 @@ def test_the_public_function_is_what_is_measured(kind):
 def test_what_the_tuner_left_to_xla_is_measured_so(monkeypatch):
     """A named transport would run a kernel all the same."""
     problem = CollectiveProblem(512, 2)
-    entries = {"xla": CollectiveConfig("xla", 1, 2048, 2), "ll_one_shot": CollectiveConfig("ll_one_shot", 1, 2048, 2)}
-    for algorithm, config in entries.items():
-        found = types.SimpleNamespace(config=config)
+    for runs in ("xla", "kernel"):
+        found = types.SimpleNamespace(runs=runs)
         monkeypatch.setattr(collective_bench.resolution, "resolve", lambda *_, found=found: found)
         asked = {}
         monkeypatch.setattr(
             collective_bench, "_on_each_device", lambda spec, problem, asked=asked, **how: asked.update(how) or (lambda x: x)
         )
         collective_bench.public(mgpu_ops.spec_of("all_reduce"), problem, H200)
-        assert asked["transport"] == (None if algorithm == "xla" else "peer")
+        assert asked["transport"] == (None if runs == "xla" else "peer")

@@ -1,0 +1,94 @@
+"""Kernel or XLA: which of the two a call runs, where its op has a baseline that computes the same.
+
+An entry that was measured has both times, of one run in which the two took turns: kernel times with a cold L2, or times of a
+call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The entry stores the fastest config of the kernel all the
+same, which a call with `backend="mosaic"` runs.
+
+Where a problem has no such entry, XLA wins where it is faster by `MODELLED_MARGIN`:
+- by the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`), or,
+- for an op that does not model its baseline, by the entry of a near problem, the one that the config is from or that is the
+  nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
+Otherwise the kernel runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.registry.database import Entry, to_config, to_problem
+from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_of
+
+MEASURED_MARGIN = 1.01  # times as fast as the kernel XLA must be in an entry's run: less is noise
+MODELLED_MARGIN = 1.03  # times as fast it must be by a model or a near problem: in unclear cases the kernel runs
+
+type Winner = Literal["kernel", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """The time of the kernel and that of the baseline, in microseconds, and how they are known.
+
+    how: "measured" in one run, "modelled", or "near": the kernel's modelled, the baseline's in proportion to a near problem's.
+    """
+
+    kernel_us: float
+    baseline_us: float
+    baseline: str
+    how: Literal["measured", "modelled", "near"]
+
+    @property
+    def margin(self) -> float:
+        """How many times as fast as the kernel the baseline must be to win."""
+        return MEASURED_MARGIN if self.how == "measured" else MODELLED_MARGIN
+
+    @property
+    def winner(self) -> Winner:
+        return "xla" if self.kernel_us >= self.margin * self.baseline_us else "kernel"
+
+    def __str__(self) -> str:
+        how = "by a near problem" if self.how == "near" else self.how
+        return f"kernel {self.kernel_us:.4g} us, {self.baseline} {self.baseline_us:.4g} us, {how}"
+
+
+def measured(entry: Entry, baseline: Baseline) -> Times | None:
+    """The times of an entry for its own problem; None where it was not measured beside this baseline, or that differs."""
+    e = entry.evidence
+    if e.kind != "measured" or e.baseline_us is None or e.baseline != baseline.name or baseline.differs is not None:
+        return None
+    return Times(e.median_us, e.baseline_us, baseline.name, "measured")
+
+
+def expected(spec: OpSpec, problem: Problem, config: Config, gpu: Gpu, baseline: Baseline) -> Times | None:
+    """The times by the op's models; None where it does not model its baseline."""
+    if spec.baseline_cost is None:
+        return None
+    seconds = spec.cost(problem, config, gpu), spec.baseline_cost(problem, gpu)
+    return Times(seconds[0] * 1e6, seconds[1] * 1e6, baseline.name, "modelled")
+
+
+def expected_from(near: Times, distance: float, kernel_us: float) -> Times:
+    """The times of a problem whose kernel takes `kernel_us`, from those of a near problem."""
+    ratio = (near.baseline_us / near.kernel_us) ** (0.5**distance)
+    return Times(kernel_us, kernel_us * ratio, near.baseline, "near")
+
+
+def of_entry(entry: Entry, spec: OpSpec) -> Winner | None:
+    """What a call of the entry's own problem runs by this entry; None where the op has no such problem or config."""
+    try:
+        problem, config = to_problem(spec, entry.problem), to_config(spec, entry.config)
+    except ValueError:
+        return None
+    if spec.leaves_to_xla(config):
+        return "xla"
+    times = measured(entry, baseline_of(spec, problem))
+    return times.winner if times else "kernel"
+
+
+def text(entry: Entry, spec: OpSpec) -> str:
+    """ "; XLA is faster, and runs: (both times)" where a call of the entry's own problem runs XLA, else nothing."""
+    if of_entry(entry, spec) != "xla":
+        return ""
+    times = measured(entry, baseline_of(spec, to_problem(spec, entry.problem)))
+    return f"; XLA is faster, and runs{f': {times}' if times else ''}"
