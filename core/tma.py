@@ -159,8 +159,8 @@ def copy_any_shape() -> None:
 class _ClippedTiles(launch_context.TileTransform):
     """Views an array in tiles, with a dimension that counts them also where the array is no larger than one tile.
 
-    Mosaic drops a dimension of size 1 together with its index. A block that lies beyond such an array would then be copied to or
-    from the array's beginning; TMA clips it if the dimension stays. Mosaic keeps what it is told to be of size 2.
+    Mosaic drops a dimension of size 1 together with its index. A block that lies beyond such an array would then be copied to
+    or from the array's beginning; TMA clips it if the dimension stays. Mosaic keeps what it is told to be of size 2.
     """
 
     def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -268,9 +268,7 @@ def stored_config(
     return None if config is None or spec.leaves_to_xla(config) else config
 
 
-def stored_entry(
-    spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, objective: database.Objective = "burst"
-) -> Entry | None:
+def stored_entry(spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, objective: database.Objective = "burst") -> Entry | None:
     """The user's entry, else the shipped one, for exactly this problem, of this kind and objective.
 
     None if there is none that can run.
