@@ -1,5 +1,7 @@
 """Lists of problems beside an op's own: they are timed and tuned like any other, but none is one of `OpSpec.shapes`.
 
+`sustained`, of matmul: 12 products of real models with 4096 rows or more, in which the power cap of a GPU decides.
+
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them.
 """
@@ -12,9 +14,40 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mgpu_ops.matmul import Problem as MatmulProblem
+from mgpu_ops.models import MODELS
 from mgpu_ops.registry.spec import OpSpec, Problem
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
+
+
+# Model, projection and tokens; "da" and "db" are the gradients of its two operands, as problems of `mgpu_ops.tuning.problems`.
+_SUSTAINED = (
+    ("llama3-8b", "qkv", 8192, ""),
+    ("llama3-8b", "out", 8192, ""),
+    ("llama3-8b", "gate_up", 8192, ""),
+    ("llama3-8b", "down", 8192, ""),
+    ("llama3-8b", "down", 8192, "da"),
+    ("llama3-8b", "gate_up", 8192, "db"),
+    ("llama3-70b", "qkv", 8192, ""),
+    ("llama3-70b", "gate_up", 8192, ""),
+    ("llama3-70b", "down", 8192, ""),
+    ("llama3-70b", "down", 8192, "db"),
+    ("mixtral-8x7b", "out", 16384, ""),
+    ("qwen3-235b-a22b", "qkv", 8192, ""),
+)
+
+
+@functools.cache
+def _sustained() -> dict[str, MatmulProblem]:
+    found = {}
+    for model, what, tokens, gradient in _SUSTAINED:
+        p = MODELS[model].projections[what]
+        found["-".join(filter(None, (model, what, str(tokens), gradient)))] = {
+            "": MatmulProblem(tokens, p.n, p.k),
+            "da": MatmulProblem(tokens, p.k, p.n, layout="nt"),
+            "db": MatmulProblem(p.k, p.n, tokens, layout="tn"),
+        }[gradient]
+    return found
 
 
 @functools.cache
@@ -23,7 +56,9 @@ def _anywhere() -> dict[str, MatmulProblem]:
     return {f"anywhere-{i}": MatmulProblem(**fields) for i, fields in enumerate(drawn)}
 
 
-_MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {"matmul": {"anywhere": _anywhere}}  # by op and suite
+_MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
+    "matmul": {"sustained": _sustained, "anywhere": _anywhere},
+}
 
 
 def names(spec: OpSpec) -> list[str]:
@@ -39,6 +74,11 @@ def problems(spec: OpSpec, suite: str) -> dict[str, Problem]:
     for name, problem in found.items():
         first.setdefault(problem, name)
     return {name: problem for problem, name in first.items()}
+
+
+def all_names(spec: OpSpec) -> list[str]:
+    """The names of all problems of an op: of its shapes, then of the suites beside them."""
+    return [*spec.shapes, *(name for more in _MORE.get(spec.name, {}).values() for name in more())]
 
 
 def named(spec: OpSpec, name: str) -> Problem | None:

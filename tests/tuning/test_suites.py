@@ -9,7 +9,7 @@ import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
-from mgpu_ops.tuning import labels, suites
+from mgpu_ops.tuning import labels, problems, suites
 from mgpu_ops.tuning.cli import selection
 from mgpu_ops.tuning.cli.arguments import positive_ints, problem_arguments
 from scripts import draw_anywhere
@@ -63,6 +63,17 @@ def test_a_suite_beside_the_shapes_is_asked_for_as_any_other() -> None:
     text = labels.label(MATMUL, name, problem)
     assert text == f"{name} {labels.describe(problem)}"
     assert labels.problem_of(MATMUL, text) == problem
+
+
+def test_sustained_is_12_products_of_models_named_as_a_model_names_them() -> None:
+    found = asked("--suite", "sustained")
+    assert len(found) == 12
+    assert min(p.m for p in found.values()) >= 4096
+    of_models: dict[str, MatmulProblem] = {}
+    for model in ("llama3-8b", "llama3-70b", "mixtral-8x7b", "qwen3-235b-a22b"):
+        of_models |= {job.name: job.problem for job in problems.of_model(model, (8192, 16384), op="matmul", grad=True)}
+    assert found == {name: of_models[name] for name in found}
+    assert {"nn", "nt", "tn"} == {p.layout for p in found.values()}
 
 
 def test_a_model_is_benched_at_any_numbers_of_tokens() -> None:

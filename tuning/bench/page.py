@@ -259,9 +259,11 @@ def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str]]:
         competitors, of = results.compared(every), results.yardsticks(every)
         columns: list[tuple[str, Kind]] = [("problem", "name"), ("us", "number"), ("warm us", "number"), ("TFLOP/s", "number")]
         columns += [("of roofline", "share"), ("kernels us", "number"), ("bus GB/s", "number")]
+        columns += [("W", "number"), ("J", "number")]
         for competitor in competitors:
             columns += [(f"{competitor} us", "number")] * (competitor != results.BEST)
             columns += [(f"of {competitor}", "of") if competitor in of else (f"x {competitor}", "ratio")]
+            columns += [(f"x J {competitor}", "ratio")] * (competitor != results.BEST)
         columns += [("error", "error"), ("config", "long")]
         told = [f"{len(every)} problem{'s' * (len(every) != 1)}"]
         for name in ("date", "driver", "jax", "cudnn", "cublas", "ptxas"):
@@ -283,12 +285,16 @@ def _cells(comparison: results.Comparison, competitors: Sequence[str]) -> list[A
         comparison.roofline.median_us / ours.median_us if ours and comparison.roofline else None,
         ours.own_us if ours else None,
         ours.bus_gbs if ours else None,
+        ours.watts if ours else None,
+        ours.joules if ours else None,
     ]
     for competitor in competitors:
         theirs = comparison.competitors.get(competitor)
         if competitor != results.BEST:
             cells.append(theirs if theirs is None or results.wrong(theirs) else theirs.median_us)
         cells.append(comparison.ratio(competitor))
+        if competitor != results.BEST:
+            cells.append(comparison.energy(competitor))
     return [*cells, comparison.ours.error if comparison.ours else None, comparison.ours.config if comparison.ours else None]
 
 

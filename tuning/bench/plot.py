@@ -19,7 +19,7 @@ from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning.bench import collectives as collective_bench
 from mgpu_ops.tuning.bench import report
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
-from mgpu_ops.tuning.bench.results import OURS, ROOFLINE, Measurement, Stamp, Texts
+from mgpu_ops.tuning.bench.results import OURS, ROOFLINE, SUSTAINED, Measurement, Stamp, Texts
 from mgpu_ops.tuning.labels import label
 from mgpu_ops.tuning.terminal import printable
 
@@ -164,7 +164,8 @@ def _rows_of(spec: OpSpec, gpu: Gpu, entry: Entry) -> list[Measurement]:
 
     e = entry.evidence
     problem = database.to_problem(spec, entry.problem)
-    stamp: Stamp = {"op": spec.name, "gpu": e.gpu, "driver": e.driver or "", "jax": e.jax, "date": e.date}
+    op = spec.name + SUSTAINED * (e.objective == "sustained")
+    stamp: Stamp = {"op": op, "gpu": e.gpu, "driver": e.driver or "", "jax": e.jax, "date": e.date}
     text = label(spec, "", problem)
     times: list[tuple[str, float, float, float | None]] = [(OURS, e.median_us, e.spread_us, 0.0)]
     if e.baseline and e.baseline_us:
@@ -189,6 +190,9 @@ def _rows_of(spec: OpSpec, gpu: Gpu, entry: Entry) -> list[Measurement]:
             tflops=flops / us / 1e6,
             gbs=moved / us / 1e3,
             error=error,
+            watts={OURS: e.watts, e.baseline: e.baseline_watts}.get(impl),
+            clock_mhz=e.clock_mhz if impl == OURS else None,
+            joules={OURS: e.joules, e.baseline: e.baseline_joules}.get(impl),
             **stamp,
         )
         for impl, us, spread, error in times

@@ -17,13 +17,14 @@ from rich.text import Text
 
 import mgpu_ops
 from mgpu_ops.collectives.problem import size_text
-from mgpu_ops.tuning import files
+from mgpu_ops.tuning import files, suites
 from mgpu_ops.tuning.bench.results import (
     BEST,
-    GRAD,
     OURS,
+    SUSTAINED,
     Comparison,
     Measurement,
+    base_op,
     by_op_and_gpu,
     compared,
     comparisons,
@@ -49,9 +50,9 @@ def ordered(every: Iterable[Comparison]) -> list[Comparison]:
 
 def place(op: str, problem: str, gpu: str = "") -> tuple[Any, ...]:
     """The key by which `ordered` sorts."""
-    ops, base = list(mgpu_ops.SPECS), op.removesuffix(GRAD)
+    ops, base = list(mgpu_ops.SPECS), base_op(op)
     known = ops.index(base) if base in ops else len(ops)
-    named = list(mgpu_ops.SPECS[base].shapes) if base in ops else []
+    named = suites.all_names(mgpu_ops.SPECS[base]) if base in ops else []
     name = problem.partition(" ")[0]
     listed = named.index(name) if name in named else len(named)
     return known, op, gpu, listed, _head_dim(op, problem) or 0, _numbers_as_such(problem)
@@ -63,16 +64,14 @@ def group(comparison: Comparison) -> str:
     if head_dim is not None:
         return f"head dim {head_dim}"
     name = comparison.problem.partition(" ")[0]
-    if (
-        comparison.op.removesuffix(GRAD) not in mgpu_ops.SPECS
-        or name not in mgpu_ops.SPECS[comparison.op.removesuffix(GRAD)].shapes
-    ):
+    spec = mgpu_ops.SPECS.get(base_op(comparison.op))
+    if spec is None or suites.named(spec, name) is None:
         return ""
     return re.split(r"-(?:qkv|out|gate_up|down)-|-\d+$", name)[0]
 
 
 def _head_dim(op: str, problem: str) -> int | None:
-    spec = mgpu_ops.SPECS.get(op.removesuffix(GRAD))
+    spec = mgpu_ops.SPECS.get(base_op(op))
     if spec is None or "head_dim" not in {field.name for field in dataclasses.fields(spec.Problem)}:
         return None
     try:
@@ -91,9 +90,9 @@ def _numbers_as_such(text: str) -> list[tuple[int, str]]:
 def table(rows: Iterable[Measurement]) -> Table:
     """A line for each problem: our time, rate and share of the roofline, and each competitor's time over ours.
 
-    A column "of NAME" is of a yardstick: the share of its speed that ours reaches. The last line of an op has geometric means.
-    "wrong" stands for a result that is not right, "-" for none. A collective's rate is its bus bandwidth, in GB/s; the time of
-    its kernels follows that of a call.
+    A column "of NAME" is of a yardstick: the share of its speed that ours reaches; "x J NAME" is the energy of its call over
+    that of ours. The last line of an op has geometric means. "wrong" stands for a result that is not right, "-" for none. A
+    collective's rate is its bus bandwidth, in GB/s; the time of its kernels follows that of a call.
     """
     rows = list(rows)
     every = ordered(comparisons(rows))
@@ -102,15 +101,19 @@ def table(rows: Iterable[Measurement]) -> Table:
     made.add_column("problem")
     between = {row.devices is not None for row in rows}
     columns = ["us", *["TFLOP/s", "roofline"] * (False in between), *["kernels us", "bus GB/s"] * (True in between)]
-    for heading in (*columns, *(f"{'of' if competitor in of else 'x'} {competitor}" for competitor in competitors)):
+    columns += ["W"] * any(row.watts is not None for row in rows)
+    energetic = [name for name in competitors if any(each.energy(name) is not None for each in every)]
+    against = [f"{'of' if competitor in of else 'x'} {competitor}" for competitor in competitors]
+    for heading in (*columns, *against, *(f"x J {name}" for name in energetic)):
         made.add_column(heading, justify="right")
     means = {(s.op, s.gpu, s.competitor): s.geomean for s in summary(rows)}
     for (op, gpu), of_op in by_op_and_gpu(every).items():
         for each in of_op:
             rates = _rates(each)
-            made.add_row(_problem(each, every), *(rates.get(c, "-") for c in columns), *(_ratio(each, p) for p in competitors))
+            ratios = [*(_ratio(each, p) for p in competitors), *(_times(each.energy(p)) for p in energetic)]
+            made.add_row(_problem(each, every), *(rates.get(c, "-") for c in columns), *ratios)
         made.add_section()
-        ratios = (_times(means.get((op, gpu, competitor))) for competitor in competitors)
+        ratios = [_times(means.get((op, gpu, competitor))) for competitor in competitors]
         made.add_row(f"{op}: geometric mean", *("" for _ in columns), *ratios)
         made.add_section()
     return made
@@ -134,6 +137,8 @@ def _rates(comparison: Comparison) -> Mapping[str, str | Text]:
         told["TFLOP/s"] = digits(comparison.ours.tflops)
     if comparison.roofline:
         told["roofline"] = f"{comparison.roofline.median_us / comparison.ours.median_us:.0%}"
+    if comparison.ours.watts is not None:
+        told["W"] = digits(comparison.ours.watts)
     if comparison.ours.own_us:
         told["kernels us"] = digits(comparison.ours.own_us)
     if comparison.ours.bus_gbs:
@@ -192,8 +197,9 @@ def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[P
     """Draws each implementation of each problem, as PNG and SVG; returns both paths.
 
     TFLOP/s as bars; a black line is the roofline of a problem. The number above our bar is how many times as fast as XLA ours
-    is, or where XLA is missing, as the fastest competitor. A wrong result is marked and has no bar. For collectives: time and
-    bus bandwidth against the payload. ValueError without rows, and for collectives together with other ops.
+    is, or where XLA is missing, as the fastest competitor. A wrong result is marked and has no bar. Of what ran without pause:
+    the same, and the ratios of time and energy. For collectives: time and bus bandwidth against the payload. ValueError without
+    rows, and for collectives together with other ops.
     """
     rows = [_shown(row) for row in rows]
     if not rows:
@@ -237,15 +243,18 @@ def _bars(rows: Sequence[Measurement]) -> Figure:
     every = ordered(comparisons(rows))
     competitors = compared(comparisons(rows))
     panels, impls = _panels(every), [OURS, *(competitor for competitor in competitors if competitor != BEST)]
-    widest = max(4, *map(len, panels))
+    widest, baseline = max(4, *map(len, panels)), _compared_with(every)
+    ratios = [panel for panel in panels if baseline and panel[0].op.endswith(SUSTAINED)]
     figure, axes = pyplot.subplots(
-        len(panels),
-        figsize=(max(7.5, 1.15 * widest + 1.5), 0.8 + 4.2 * len(panels)),
+        len(panels) + len(ratios),
+        figsize=(max(7.5, 1.15 * widest + 1.5), 0.8 + 4.2 * (len(panels) + len(ratios))),
         squeeze=False,
         layout="constrained",
     )
     for ax, panel in zip(axes[:, 0], panels):
-        _draw(ax, panel, impls, _compared_with(every), widest)
+        _draw(ax, panel, impls, baseline, widest)
+    for ax, panel in zip(axes[len(panels) :, 0], ratios):
+        _draw_ratios(ax, panel, baseline or "", widest)
     _legend(figure, axes[:, 0])
     return figure
 
@@ -321,6 +330,26 @@ def _draw(ax: Axes, panel: Sequence[Comparison], impls: Sequence[str], baseline:
     what = f"   (number: times as fast as {baseline})" if baseline else ""
     named = " ".join((panel[0].op, *shared, "on", panel[0].gpu))
     ax.set_title(f"{named}{f': {of}' if of else ''}{what}", loc="left", fontsize=10)
+
+
+def _draw_ratios(ax: Axes, panel: Sequence[Comparison], baseline: str, widest: int) -> None:
+    """A competitor's time and energy over ours, without pause; above the line at 1 ours takes less."""
+    ax.axhline(1.0, color="black", lw=1.0)
+    kinds = (("time", [each.ratio(baseline) for each in panel]), ("energy", [each.energy(baseline) for each in panel]))
+    for number, (what, ratios) in enumerate(kinds):
+        points = [(x + 0.12 * (2 * number - 1), ratio) for x, ratio in enumerate(ratios) if ratio is not None]
+        if points:
+            look: Any = {"color": _LINES[2 * number], "marker": _MARKERS[number], "label": f"{what} of {baseline} over ours"}
+            ax.scatter(*zip(*points), s=36, lw=0, zorder=3, **look)
+    watts = [f"{each.ours.watts:.0f} W" if each.ours and each.ours.watts is not None else "" for each in panel]
+    shared = _shared(panel)
+    ticks = ["\n".join(filter(None, (_tick(each, shared), told))) for each, told in zip(panel, watts)]
+    ax.set_xticks(range(len(panel)), ticks, fontsize=8, rotation=25, ha="right", rotation_mode="anchor")
+    ax.set_xlim(-0.6, widest - 0.4)
+    ax.set_ylabel("ratio")
+    ax.margins(y=0.15)
+    _plain(ax, axis="y")
+    ax.set_title(f"{panel[0].op} on {panel[0].gpu}: above 1 ours takes less (watts: ours)", loc="left", fontsize=10)
 
 
 def _plain(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:

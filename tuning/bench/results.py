@@ -23,6 +23,7 @@ OURS = "mgpu_ops"
 ROOFLINE = "roofline"
 BEST = "best competitor"  # stands for a competitor's name: on each problem, the fastest one
 GRAD = "+grad"  # ends an op's name where forward and backward are measured together
+SUSTAINED = "-sustained"  # ends it where calls run without pause
 _COMPUTE_BOUND = 2048  # rows from which on a matmul is bound by arithmetic
 
 
@@ -65,6 +66,8 @@ class Measurement:
       CUPTI, with a cold L2. Of a collective: what one more call adds to a chain of calls in one jit, each waiting for the one
       before, by the wall clock; where the host is slower than the GPUs, this is the host's time.
     - `warm_us`, as `median_us` on one GPU, right after the same call with the same inputs.
+    - Of an op "...-sustained", `median_us` is that of calls without pause, by the wall clock, at the clock that the power cap
+      leaves; `watts`, `clock_mhz` and `joules` are of the same turns.
     - `own_us` and `around_us`, of a collective, by CUPTI on the GPU that starts last, whose kernels wait for no other GPU's
       start: the kernels that move data, and those before them (XLA's barrier of all GPUs, fills).
     - `chain_us`, of a collective, by the wall clock: a program of 16 calls alone, from its dispatch to its end.
@@ -72,7 +75,7 @@ class Measurement:
     None, an empty cell, stands for what was not measured or does not apply to the op.
     """
 
-    op: str  # "matmul", or "matmul+grad"
+    op: str  # "matmul", "matmul+grad" or "matmul-sustained"
     problem: str  # as `label` writes it
     impl: str  # "mgpu_ops", or a variant of it such as "mgpu_ops, workspace"; a competitor; or "roofline"
     config: str
@@ -95,6 +98,9 @@ class Measurement:
     around_us: float | None = None
     chain_us: float | None = None
     bus_gbs: float | None = None  # 10^9 bytes/s, as nccl-tests counts: bytes that must cross a device's link, over median_us
+    watts: float | None = None  # the GPU's mean power, by NVML
+    clock_mhz: float | None = None  # the mean of its SMs' clock
+    joules: float | None = None  # of one call
 
     @property
     def is_yardstick(self) -> bool:
@@ -106,6 +112,11 @@ class Measurement:
         """Of ours, how it was called: "", or "workspace" of "mgpu_ops, workspace". None of other implementations."""
         name, _, variant = self.impl.partition(", ")
         return variant if name == OURS else None
+
+
+def base_op(op: str) -> str:
+    """The op of `mgpu_ops.SPECS` that a measurement's op is about: "matmul" of "matmul+grad" and "matmul-sustained"."""
+    return op.removesuffix(SUSTAINED).removesuffix(GRAD)
 
 
 def six_digits(x: float) -> float:
@@ -138,7 +149,7 @@ _NEEDED = tuple(field.name for field in _FIELDS if field.default is dataclasses.
 _READ: dict[str, Callable[[str], Any]] = {  # annotations are text here
     field.name: {"str": str, "int": int, "float": float}[str(field.type).partition(" ")[0]] for field in _FIELDS
 }
-_ABOVE_ZERO = ("median_us", "warm_us", "chain_us", "devices", "bytes")
+_ABOVE_ZERO = ("median_us", "warm_us", "chain_us", "devices", "bytes", "watts", "clock_mhz", "joules")
 _MAY_BE_EMPTY = {field.name for field in _FIELDS if str(field.type).endswith("None")}
 
 
@@ -240,10 +251,10 @@ def wrong(row: Measurement) -> bool:
 
 @functools.lru_cache(1024)
 def _limit(name: str, text: str) -> float:
-    base = name.removesuffix(GRAD)
+    base = base_op(name)
     if base not in mgpu_ops.SPECS:
         return max(_largest(known) for known in mgpu_ops.SPECS)
-    spec, grad = mgpu_ops.SPECS[base], name.endswith(GRAD)
+    spec, grad = mgpu_ops.SPECS[base], name.removesuffix(SUSTAINED).endswith(GRAD)
     try:
         return tolerance(spec, problem_of(spec, text), grad)
     except ValueError:
@@ -258,7 +269,8 @@ def _largest(name: str, grad: bool = False) -> float:
 
 def failures(rows: Iterable[Measurement], spec: OpSpec, problems: Mapping[str, Problem], *, grad: bool) -> list[str]:
     """The problems for which ours has no measurement or a wrong result; where there are any, `bench` exits with 1."""
-    ours = [row for row in rows if row.op == spec.name + GRAD * grad and row.variant is not None]
+    op = spec.name + GRAD * grad
+    ours = [row for row in rows if row.op.removesuffix(SUSTAINED) == op and row.variant is not None]
     found = []
     for name, problem in problems.items():
         text, limit = label(spec, name, problem), tolerance(spec, problem, grad)
@@ -319,6 +331,13 @@ class Comparison:
             return None
         mine, other = us(self.ours), us(theirs)
         return None if mine is None or other is None else other / mine
+
+    def energy(self, competitor: str) -> float | None:
+        """The energy of a competitor's call over that of ours. None unless both are right and NVML told it."""
+        theirs = self.competitors.get(competitor)
+        if self.ours is None or theirs is None or wrong(self.ours) or wrong(theirs):
+            return None
+        return None if self.ours.joules is None or theirs.joules is None else theirs.joules / self.ours.joules
 
 
 @dataclass(frozen=True)
@@ -390,7 +409,7 @@ def split(rows: Iterable[Measurement]) -> list[Summary]:
 
 
 def _part(comparison: Comparison) -> str | None:
-    spec = mgpu_ops.SPECS.get(comparison.op.removesuffix(GRAD))
+    spec = mgpu_ops.SPECS.get(base_op(comparison.op))
     if spec is None:
         return None
     try:

@@ -5,6 +5,7 @@ All implementations of a problem are timed in turn within one run. `bench/collec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -23,10 +24,22 @@ from mgpu_ops.registry import dispatch, resolution
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning import measure, public
 from mgpu_ops.tuning.bench.implementations import COMPETITORS, Competitor
-from mgpu_ops.tuning.bench.results import GRAD, OURS, ROOFLINE, Libraries, Measurement, Stamp, six_digits, tolerance
+from mgpu_ops.tuning.bench.results import (
+    GRAD,
+    OURS,
+    ROOFLINE,
+    SUSTAINED,
+    Libraries,
+    Measurement,
+    Stamp,
+    six_digits,
+    tolerance,
+)
 from mgpu_ops.tuning.bench.settings import CompiledCall, Function, Timer, TuningContext, compiled, settings_in
 from mgpu_ops.tuning.compile_pool import Pool
 from mgpu_ops.tuning.labels import label
+from mgpu_ops.tuning.nvml import Meter
+from mgpu_ops.tuning.outcome import Turn
 from mgpu_ops.tuning.public import BACKWARD
 from mgpu_ops.tuning.terminal import brief
 
@@ -45,6 +58,8 @@ class BenchOptions:
     seed: int = 0  # of the inputs
     timer: Timer = measure.interleaved
     warm_timer: Timer = measure.warm
+    sustained: float | None = None  # seconds of a turn without pause; None: bursts
+    sustained_timer: Callable[..., list[list[Turn]]] = measure.sustained
     competitor_seconds: float = 60.0  # that a tuned competitor may take to compile its settings, for each problem
     earlier: Sequence[Measurement] = ()  # competitors whose best settings for a problem are told here are not tuned again
     pool: Pool | None = None  # processes that compile competitors' settings
@@ -68,21 +83,22 @@ def run(
         raise ValueError(f"{spec.name} is a gradient itself: measure it without --grad, or the forward op with it")
     competitors = {name: _competitor(spec, name) for name in options.against}
     options = dataclasses.replace(options, backend=dispatch.requested_backend(options.backend))
-    stamp = stamp_of(spec.name + GRAD * options.grad, options.gpu)
+    stamp = stamp_of(spec.name + GRAD * options.grad + SUSTAINED * (options.sustained is not None), options.gpu)
     measured: list[Measurement] = []
-    for name, problem in problems.items():
-        text = label(spec, name, problem)
-        one = _ProblemRun(spec, problem, text, options, stamp, partial(_say, progress, text))
-        try:
-            with gpus.target(options.gpu):  # what is compiled is what `resolve` is asked for
-                new = one.measure(competitors)
-        except Exception as error:
-            one.say(f"failed: {brief(error)}")
-            continue
-        measured += new
-        one.say(", ".join(f"{row.impl} {_us(row)}" for row in new))
-        if save:
-            save(measured)
+    with contextlib.nullcontext() if options.sustained is None else measure.metered(progress) as meter:
+        for name, problem in problems.items():
+            text = label(spec, name, problem)
+            one = _ProblemRun(spec, problem, text, options, stamp, partial(_say, progress, text), meter)
+            try:
+                with gpus.target(options.gpu):  # what is compiled is what `resolve` is asked for
+                    new = one.measure(competitors)
+            except Exception as error:
+                one.say(f"failed: {brief(error)}")
+                continue
+            measured += new
+            one.say(", ".join(f"{row.impl} {_us(row)}" for row in new))
+            if save:
+                save(measured)
     return measured
 
 
@@ -119,7 +135,10 @@ def _libraries() -> Libraries:
 
 
 def _us(row: Measurement) -> str:
-    return f"{row.median_us:.4g} us" + (f" ({row.warm_us:.4g} warm)" if row.warm_us is not None else "")
+    told = f"{row.median_us:.4g} us"
+    if row.warm_us is not None:
+        told += f" ({row.warm_us:.4g} warm)"
+    return told if row.watts is None else f"{told} ({row.watts:.4g} W)"
 
 
 def _competitor(spec: OpSpec, name: str) -> Competitor:
@@ -163,6 +182,7 @@ class _ProblemRun:
     options: BenchOptions
     stamp: Stamp
     say: Callable[[str], None]
+    meter: Meter | None = None  # of what is measured sustained
 
     def measure(self, competitors: Mapping[str, Competitor]) -> list[Measurement]:
         """Ours, the competitors that can run the problem, and the roofline."""
@@ -197,8 +217,12 @@ class _ProblemRun:
 
     def tuning_context(self, competitor: str, arrays: tuple) -> TuningContext:
         o = self.options
-        of_problem = (self.stamp["op"], self.label, competitor, o.gpu.name)
-        known = [settings_in(row.config) for row in o.earlier if (row.op, row.problem, row.impl, row.gpu) == of_problem]
+        of_problem = (self.stamp["op"].removesuffix(SUSTAINED), self.label, competitor, o.gpu.name)
+        known = [
+            settings_in(row.config)
+            for row in o.earlier
+            if (row.op.removesuffix(SUSTAINED), row.problem, row.impl, row.gpu) == of_problem
+        ]
         return TuningContext(
             problem=self.problem,
             gpu=o.gpu,
@@ -232,8 +256,11 @@ class _ProblemRun:
     # Times
 
     def timed(self, implementations: Sequence[_Implementation]) -> list[Measurement]:
-        """Cold and warm, each in rounds of all implementations in turn."""
+        """Cold and warm, each in rounds of all implementations in turn; or sustained, in longer turns without pause."""
         o, calls = self.options, [each.call for each in implementations]
+        if o.sustained is not None:
+            turns = o.sustained_timer(calls, o.sustained, meter=self.meter)
+            return [self.sustained(each, of_one) for each, of_one in zip(implementations, turns, strict=True)]
         once_us = sum(map(measure.median_us, o.timer(calls, o.gpu, 3)))
         flush_us = measure.FLUSHED * o.gpu.l2_bytes / o.gpu.memory_bytes_per_s * 1e6 + 10  # 10 us is for the launches
         cold = o.timer(calls, o.gpu, measure.rounds_for(o.seconds, once_us + len(calls) * flush_us))
@@ -242,6 +269,12 @@ class _ProblemRun:
             self.measurement(each.impl, each.config, each.error, cold_us, warm_us)
             for each, cold_us, warm_us in zip(implementations, cold, warm, strict=True)
         ]
+
+    def sustained(self, each: _Implementation, turns: Sequence[Turn]) -> Measurement:
+        row = self.measurement(each.impl, each.config, each.error, [turn.us for turn in turns], None)
+        typical = measure.typical(turns)
+        numbers = {name: getattr(typical, name) for name in ("watts", "clock_mhz", "joules")}
+        return dataclasses.replace(row, **{k: None if v is None else six_digits(v) for k, v in numbers.items()})
 
     def roofline(self) -> Measurement:
         """The least time by the datasheet: max(flops / tensor-core rate, bytes / memory bandwidth)."""

@@ -36,7 +36,7 @@ class Sources:
         """The part that is about one op and one GPU; None stands for all of them."""
 
         def wanted(its_op: str, its_gpu: str) -> bool:
-            about = op in (None, its_op.removesuffix(results.GRAD))
+            about = op in (None, results.base_op(its_op))
             return about and (device is None or its_gpu in (device.key, *device.kinds))
 
         return Sources(
@@ -55,7 +55,8 @@ class Sources:
         for _, file in self.files:
             if file.op in specs:
                 rows = plot.rows_of(specs[file.op], gpu.find(file.gpu), file.entries)
-                drawn.setdefault(("tuned", file.op), []).extend(rows)
+                for row in rows:
+                    drawn.setdefault(("tuned", row.op), []).append(row)
         return {key: results.merge(rows) for key, rows in drawn.items() if rows}
 
 

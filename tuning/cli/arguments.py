@@ -18,7 +18,7 @@ _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "floa
 _DTYPES |= {"i32": "int32", "u32": "uint32"}  # collectives only
 
 SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
-    "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "anywhere"),
+    "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "sustained", "anywhere"),
     "grouped_matmul": (
         "moe",
         "training",

@@ -30,6 +30,7 @@ def register(commands: Any) -> None:
         """
         mgpu-tune bench matmul --suite llm --against xla,jax-pallas
         mgpu-tune bench matmul --shape square-4096 --grad
+        mgpu-tune bench matmul --suite sustained --sustained          # without pause, at the clock that the power cap leaves
         mgpu-tune bench grouped_matmul --suite moe --against dense,jax-pallas,tokamax
         mgpu-tune bench grouped_matmul --suite training --against dense,tokamax --grad --peer-seconds 30s
         mgpu-tune bench flash_attention --suite llm --against cudnn,tokamax,jax-pallas
@@ -46,6 +47,14 @@ def register(commands: Any) -> None:
     parser.add_argument("--backend", choices=BACKENDS, help="of ours (default: mosaic, or xla where no kernel runs)")
     parser.add_argument(
         "--seconds", type=seconds, default=1.0, metavar="TIME", help="how long to measure each problem (default 1s)"
+    )
+    parser.add_argument(
+        "--sustained",
+        type=seconds,
+        nargs="?",
+        const=1.0,
+        metavar="TIME",
+        help="in place of bursts, let each run without pause, in three turns of this time (default 1s), and tell its watts",
     )
     parser.add_argument(
         "--peer-seconds",
@@ -76,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     between_gpus = any(spec.devices(problem) > 1 for problem in problems.values())
     against = _against(spec, between_gpus, arguments)
     writable(arguments.output, "--output", folder=True)
-    op = spec.name + results.GRAD * arguments.grad
+    op = spec.name + results.GRAD * arguments.grad + results.SUSTAINED * (arguments.sustained is not None)
     path = results.output_path(arguments.output, datetime.date.today().isoformat(), here.key, op, arguments.what)
     earlier = _measurements_of(arguments.competitors_from) if arguments.competitors_from else []
     kept = _measurements_of(path) if path.exists() else []
@@ -88,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         against=against,
         grad=arguments.grad,
         backend=arguments.backend,
+        sustained=arguments.sustained,
         competitor_seconds=arguments.competitor_seconds,
         earlier=earlier,
     )
@@ -106,8 +116,10 @@ def _hopper_here() -> Gpu:
 
 def _against(spec: OpSpec, between_gpus: bool, arguments: argparse.Namespace) -> list[str]:
     """The names of the competitors: those of --against, else the op's first."""
-    if between_gpus and (arguments.grad or arguments.against not in (None, "xla")):
-        raise UsageError(f"bench {spec.name} times it beside xla, without gradients: leave out --grad and --against")
+    if between_gpus and (arguments.grad or arguments.against not in (None, "xla") or arguments.sustained):
+        raise UsageError(
+            f"bench {spec.name} times it beside xla, without gradients: leave out --grad, --sustained and --against"
+        )
     if not (between_gpus or arguments.against or spec.name in COMPETITORS):
         raise UsageError(f"nothing is known to time beside {spec.name}: bench takes {', '.join(COMPETITORS)}")
     wanted = arguments.against or COMPETITORS.get(spec.name, ("",))[0]

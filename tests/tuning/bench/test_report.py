@@ -109,6 +109,37 @@ def test_many_digits_have_no_exponent() -> None:
     assert cells(long, "square 64")[1] == "123450"
 
 
+def sustained(problem: str = "llama3-8b-qkv-8192 8192x6144x4096 bfloat16 nn", **changes: Any) -> list[Measurement]:
+    """Ours takes 0.7 J at 700 W, XLA 0.77."""
+    joules = {"mgpu_ops": 0.7, "xla": 0.77}
+    found = rows(problem, op="matmul-sustained", **changes)[:2]
+    return [dataclasses.replace(row, watts=700.0, clock_mhz=1400.0, joules=joules[row.impl]) for row in found]
+
+
+def test_what_ran_without_pause_has_watts_and_a_ratio_of_energy() -> None:
+    headings = next(line for line in text(sustained()).splitlines() if "problem" in line)
+    assert [h.strip() for h in headings.strip("┃").split("┃")] == [
+        "problem",
+        "us",
+        "TFLOP/s",
+        "roofline",
+        "W",
+        "x xla",
+        "x J xla",
+    ]
+    assert cells(sustained(), "8192x6144")[-3:] == ["700.0", "1.20", "1.10"]
+    assert cells([*sustained(), *rows()[:2]], "square 64")[-2:] == ["1.20", "-"]
+
+
+def test_the_picture_of_what_ran_without_pause_has_the_ratios_of_time_and_energy(tmp_path: Path) -> None:
+    several = [*sustained(), *sustained("8192x4096x4096 bfloat16 nn"), *rows()]
+    drawn = report.picture(several, tmp_path / "p.png")[1].read_text()
+    for told in ("time of xla over ours", "energy of xla over ours", "above 1 ours takes less", "700 W"):
+        assert drawn.count(f"<!-- {told} -->") + drawn.count(told) >= 1, told
+    without = [dataclasses.replace(row, watts=None, joules=None) for row in sustained()]
+    assert report.picture(without, tmp_path / "q.png")
+
+
 def between(size: int = 1024, op: str = "all_reduce", devices: int = 2, **changes: Any) -> list[Measurement]:
     """Ours, with a workspace and without, and XLA's of a payload."""
     text = f"{devices}x{size}B {size // 2}x{devices} bfloat16"

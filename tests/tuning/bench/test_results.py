@@ -44,7 +44,7 @@ def test_the_columns_of_the_file_are_fixed(tmp_path: Path) -> None:
         header = next(csv.reader(stream))
     assert ",".join(header) == (
         "op,problem,impl,config,median_us,spread_us,tflops,gbs,error,gpu,driver,jax,date,"
-        "warm_us,cudnn,cublas,ptxas,devices,bytes,own_us,around_us,chain_us,bus_gbs"
+        "warm_us,cudnn,cublas,ptxas,devices,bytes,own_us,around_us,chain_us,bus_gbs,watts,clock_mhz,joules"
     )
 
 
@@ -54,6 +54,21 @@ def test_a_file_of_before_the_further_columns_is_read(tmp_path: Path) -> None:
     cut = [",".join(line.split(",")[:13]) for line in path.read_text().splitlines()]
     path.write_text("\n".join(cut))
     assert results.read_csv(path) == [row()]
+
+
+def test_a_sustained_measurement_is_of_the_op_and_tells_watts_clock_and_energy(tmp_path: Path) -> None:
+    ours = row(op="matmul-sustained", problem="64x64x64 bfloat16 nn", watts=695.5, clock_mhz=1402.0, joules=0.5)
+    theirs = dataclasses.replace(ours, impl="xla", median_us=11.0, joules=0.6)
+    results.write_csv([ours, theirs], tmp_path / "rows.csv")
+    assert results.read_csv(tmp_path / "rows.csv") == [ours, theirs]
+    (compared,) = results.comparisons([ours, theirs])
+    assert (compared.ratio("xla"), compared.energy("xla")) == (pytest.approx(1.1), pytest.approx(1.2))
+    (bursts,) = results.comparisons([row(), row("xla")])
+    assert bursts.energy("xla") is None
+    assert results.wrong(dataclasses.replace(ours, error=0.5))
+    assert results.base_op("matmul-sustained") == results.base_op("matmul+grad-sustained") == "matmul"
+    problems = {"p": MATMUL.Problem(64, 64, 64)}
+    assert results.failures([ours], MATMUL, problems, grad=False) == []
 
 
 @pytest.mark.parametrize("text", ["inf", "1e999", "-1.0", "nan"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.tuning import public
 from mgpu_ops.tuning.bench import implementations, results, runner, settings
 from mgpu_ops.tuning.bench.results import Measurement
+from mgpu_ops.tuning.outcome import Turn
 
 SPEC = SPECS["matmul"]
 H200 = gpus.find("h200")
@@ -103,6 +105,30 @@ def test_every_layout_is_right_with_and_without_gradients(layout: str, grad: boo
     rows, _ = run(problems, grad=grad)
     assert [r.impl for r in rows] == ["mgpu_ops", "xla", "roofline"]
     assert results.failures(rows, SPEC, problems, grad=grad) == []
+
+
+def test_what_runs_without_pause_has_a_row_with_watts_and_says_once_where_nvml_tells_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[float, Any]] = []
+
+    def turns(functions: Sequence[Callable[[], Any]], seconds: float, meter: Any) -> list[list[Turn]]:
+        asked.append((seconds, meter))
+        return [[Turn(10.0 * (i + 1) + t, 1400.0, 700.0, 0.007) for t in range(3)] for i in range(len(functions))]
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    several = {"a": MatmulProblem(64, 32, 128), "b": MatmulProblem(64, 64, 128)}
+    found, said = run(several, sustained=2.0, sustained_timer=turns)
+    assert [(r.op, r.impl, r.median_us, r.warm_us) for r in found[:2]] == [
+        ("matmul-sustained", "mgpu_ops", 11.0, None),
+        ("matmul-sustained", "xla", 21.0, None),
+    ]
+    assert {(r.watts, r.clock_mhz, r.joules) for r in found if r.impl != "roofline"} == {(700.0, 1400.0, 0.007)}
+    assert found[0].tflops == pytest.approx(2 * 64 * 32 * 128 / 11e-6 / 1e12, rel=1e-5)
+    assert asked == [(2.0, None)] * 2
+    assert len([line for line in said if "clock, watts and joules are not measured" in line]) == 1
+    assert "mgpu_ops 11 us (700 W), xla 21 us (700 W)" in said[-1]
+    assert results.failures(found, SPEC, several, grad=False) == []
 
 
 def test_a_batch_runs() -> None:
