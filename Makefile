@@ -20,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME
 # No test depends on how fast the machine is: one that takes ten minutes hangs.
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal --timeout 600
 
-.PHONY: help setup test test-all mutants lint types imports unit coverage test-gpu test-oldest test-newest format bench demo site pictures clean distclean
+.PHONY: help setup test test-all mutants lint types imports unit coverage test-gpu test-oldest test-newest format bench demo site release pictures clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -83,6 +83,9 @@ demo: setup  ## a tour of the tuner, on any machine
 site: setup  ## build the documentation into build/site, with warnings as errors
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html -d build/doctrees docs build/site
 	@echo "open build/site/index.html"
+
+release: setup  ## build and check sdist and wheel, and run the demo from the wheel in a clean environment
+	@scripts/release.sh
 
 pictures: setup  ## draw every picture under results/ again from its CSV file or its sweeps
 	@$(BIN)/mgpu-tune plot --from results/*.csv --in-place

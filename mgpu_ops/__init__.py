@@ -78,18 +78,8 @@ _sys.modules[__name__].__class__ = _Package
 
 
 def _version() -> str:
-    """The version of the checkout that this is, installed or not; else that of the installed package."""
-    import importlib.metadata
-    import tomllib
     from pathlib import Path
 
-    try:
-        project = tomllib.loads((Path(__path__[0]).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        if project["name"] == "mgpu-ops":
-            return str(project["version"])
-    except (OSError, ValueError, KeyError):
-        pass
-    try:
-        return importlib.metadata.version("mgpu-ops")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # a copy of the package's folder alone
+    from mgpu_ops.core.version import version_of
+
+    return version_of(Path(__path__[0]).parent)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import mgpu_ops
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -51,6 +53,18 @@ def unpacked_wheel(built: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(built / "wheel")
     return built / "wheel"
+
+
+def version_in(name: str) -> str:
+    return name.removesuffix(".tar.gz").split("-")[1].partition(".d20")[0]  # without the day of uncommitted changes
+
+
+def test_sdist_and_wheel_have_the_version_that_the_checkout_says(built):
+    """The wheel is built from the sdist, where there is no git."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    found = [version_in(path.name) for path in (*built.glob("*.tar.gz"), *built.glob("*.whl"))]
+    assert found == [mgpu_ops.__version__] * 2
 
 
 @pytest.mark.parametrize("name", ["core", "tuning"])

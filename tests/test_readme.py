@@ -24,7 +24,7 @@ from mgpu_ops.tuning import cli
 from scripts import figures
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCS}
 README, SUPPORT = TEXTS["README.md"], TEXTS["docs/support.md"]
 
@@ -221,6 +221,26 @@ def test_what_is_named_exists(name: str) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
         there = (ROOT / name).parent.joinpath(link.partition("#")[0])  # the site's build knows the headings
         assert link.startswith("http") or there.exists(), f"{name} links to {link}, which is not there"
+
+
+def test_the_changelog_has_the_form_that_contributing_describes() -> None:
+    """Releases with dates under Unreleased, newest first; in each, sections by kind, each once, of entries."""
+    releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    heads = [release.partition("\n")[0] for release in releases]
+    assert heads[0] == "[Unreleased]"
+    dated = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - (\d{4}-\d\d-\d\d)", head) for head in heads[1:]]
+    assert all(dated), heads
+    versions = [tuple(map(int, match.groups()[:3])) for match in dated if match]
+    assert versions == sorted(set(versions), reverse=True)
+    for head, release in zip(heads, releases):
+        above, *sections = re.split(r"^### ", release.partition("\n")[2], flags=re.MULTILINE)
+        kinds = [section.partition("\n")[0] for section in sections]
+        assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}, head
+        assert len(set(kinds)) == len(kinds), head
+        assert not above.strip(), head
+        for section in sections:
+            lines = [line for line in section.splitlines()[1:] if line]
+            assert all(line.startswith(("- ", "  ")) for line in lines), f"{head}: an entry begins with '- '"
 
 
 def test_every_file_of_core_is_described() -> None:

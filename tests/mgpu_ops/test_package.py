@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops import api
+from mgpu_ops.core import version
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +33,40 @@ def test_the_package_offers_what_its_api_does() -> None:
     assert set(api.__all__) <= set(dir(mgpu_ops))
 
 
-def test_the_version_is_that_of_the_project() -> None:
-    assert mgpu_ops.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_the_version_is_asked_for_when_it_is_used() -> None:
+    assert mgpu_ops.__version__ == version.version_of(Path(mgpu_ops.__path__[0]).parent)
+
+
+def checkout(folder: Path, name: str = "mgpu-ops") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "pyproject.toml").write_text(f"[project]\nname = {name!r}\n")
+    return folder
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false")
+    subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True)
+
+
+def test_a_checkout_has_the_version_of_its_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = checkout(tmp_path / "here")
+    git(root, "init")
+    commit = ("commit", "--allow-empty", "-m", "x")
+    git(root, *commit)
+    with monkeypatch.context() as patch:
+        patch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another repository
+        assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]{9}", version.version_of(root))
+    git(root, "tag", "v0.1.0")
+    git(root, "tag", "2026-01-01")
+    assert version.version_of(root) == "0.1.0"
+    git(root, *commit)
+    git(root, *commit)
+    assert re.fullmatch(r"0\.1\.1\.dev2\+g[0-9a-f]{9}", version.version_of(root))
+
+
+def test_an_unpacked_sdist_has_the_version_that_it_was_built_with(tmp_path: Path) -> None:
+    (checkout(tmp_path) / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: mgpu-ops\nVersion: 1.2.3\n\n# mgpu_ops\n")
+    assert version.version_of(tmp_path) == "1.2.3"
 
 
 @pytest.mark.parametrize(
@@ -43,11 +75,11 @@ def test_the_version_is_that_of_the_project() -> None:
 def test_the_version_of_an_installed_package_is_its_metadatas(
     beside: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    git(tmp_path, "init")  # a virtual environment may lie in somebody's repository
     if beside is not None:
         (tmp_path / "pyproject.toml").write_text(beside)
-    monkeypatch.setattr(mgpu_ops, "__path__", [str(tmp_path / "mgpu_ops")])
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"mgpu-ops": "1.2.3"}[name])
-    assert mgpu_ops._version() == "1.2.3"
+    assert version.version_of(tmp_path) == "1.2.3"
 
 
 def test_what_does_not_need_jax_does_not_import_it() -> None:
