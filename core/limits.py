@@ -134,3 +134,16 @@ def block_bytes(buffers: Iterable[Buffer], barriers: int) -> int:
     for shape, itemsize in buffers:
         size = -(-size // ALIGNMENT) * ALIGNMENT + math.prod(shape) * itemsize
     return size + BARRIER_BYTES * barriers
+
+
+_LEFT_OVER = 12  # SMs that clusters of more than two blocks cannot fill; measured on an H200 (docs/kernels/matmul.md)
+
+
+def resident_clusters(blocks: int, gpu: Gpu) -> int:
+    """How many clusters of `blocks` blocks run at once, at least, where a block fills an SM.
+
+    A cluster lies within one GPC, and the numbers of SMs of the GPCs are no multiples of 4 or 8: some SMs are left over.
+    """
+    if blocks <= 2:
+        return max(1, gpu.sms // blocks)
+    return max(1, gpu.sms // blocks - math.ceil(_LEFT_OVER / blocks))

@@ -26,6 +26,7 @@ from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.problem import (
     Config,
@@ -251,7 +252,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
     flips = computes_transposed(c)
     p, c = as_computed(p, c)
     cluster = cluster_size(c)
-    work = _Work(p, c, min(gpu.sms // cluster, _clusters_of_tiles(p, c)), flips)
+    work = _Work(p, c, min(resident_clusters(cluster, gpu), _clusters_of_tiles(p, c)), flips)
     out = engine.kernel(
         functools.partial(_kernel, work),
         engine.Launch(

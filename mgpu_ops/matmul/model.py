@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
@@ -18,6 +19,7 @@ from mgpu_ops.matmul.problem import (
     check,
     k_steps,
     partial_problem,
+    smem_bytes,
     supports,
     swizzle_bytes,
     transposed,
@@ -54,6 +56,8 @@ _MULTICAST = 0.84  # of the time is left to loads of an operand that two blocks 
 _LATENCY = 0.83e-6  # s from a TMA request to its data
 _LAUNCH = 1.0e-6  # s
 _PARTS = 3.4  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_SUM = 0.25e-6  # s that a sum in a cluster takes,
+_SUM_OWN, _SUM_PART = 2.6, 3.4  # and times the store of a float32 tile: for the block that adds up, and for each other block
 _STEP_NORM = 4.7  # arithmetic, loads and latency of a step overlap nearly wholly,
 _MEMORY_NORM = 1.7  # all steps and HBM less so
 _STRIP = 8  # tiles: the best width of strips
@@ -68,7 +72,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """
     p, c = as_computed(partial_problem(problem, config), config)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    waves = math.ceil(tiles / (gpu.sms // c.split_k if c.cluster == "k" else gpu.sms))
+    waves = math.ceil(tiles / (resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms))
     efficiency = _RATE * gemm.efficiency(c, _LEAST)
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
@@ -78,7 +82,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     memory = bytes_moved(problem) / gpu.memory_bytes_per_s
     reduction = 0.0
     if c.cluster == "k":
-        reduction = _LATENCY + (c.split_k - 1) * gemm.store_seconds(c, 4, gpu)
+        reduction = waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
     elif c.split_k > 1:
         reduction = _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
     return _LAUNCH + _LATENCY + gemm.together(_MEMORY_NORM, steps, memory) + reduction
@@ -92,48 +96,72 @@ def _loaded(p: Problem, c: Config) -> float:
     return _LOADS * 2 * c.tile_k * (a + b)
 
 
-_TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64), (64, 128), (64, 64))
+_TILES = (
+    *((128, 256), (256, 128), (128, 192), (192, 128), (192, 256), (256, 192)),
+    *((128, 128), (64, 256), (128, 64), (64, 128), (64, 64)),
+)
+_FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
+_SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Configs chosen without measurements, the least modelled `cost` first: one for each tile, split of k and wg_dimension.
 
-    tile_k is one 128-byte swizzle row (64), the pipeline is as deep as shared memory allows, and strips are 8 tiles wide.
-    Raises ValueError where `supports` has a reason.
+    The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. With at most 48 rows, some compute the transposed
+    product. Raises ValueError where `supports` has a reason.
     """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
-    shapes = [
-        (tile_m, tile_n, wg_dimension, cluster, split_k)
-        for tile_m, tile_n in _TILES
-        for wg_dimension in ("n", "m")
-        for cluster in ("none", "m")
-        for split_k in (1, 2, 4, 8)
-    ]
-    best: dict[tuple[Any, ...], Config] = {}
-    for tile_m, tile_n, wg_dimension, cluster, split_k in shapes:
-        for steps in range(8, 1, -1):
-            config = Config(
-                tile_m=tile_m,
-                tile_n=tile_n,
-                tile_k=64,
-                max_concurrent_steps=steps,
-                compute_warpgroups=2 if tile_m * tile_n > 64 * 64 else 1,
-                wg_dimension=wg_dimension,
-                cluster=cluster,
-                raster_dimension="m",
-                raster_width=8,
-                epilogue_tile_n=64 if split_k == 1 and itemsize_of(problem.out_dtype) == 2 else 32,
-                split_k=split_k,
-                memory_registers=40,
-            )
-            if check(problem, config, gpu) is None:
-                key = (tile_m, tile_n, wg_dimension, split_k)
-                if key not in best or cost(problem, config, gpu) < cost(problem, best[key], gpu):
-                    best[key] = config
-                break  # a deeper pipeline is never slower
-    return sorted(best.values(), key=lambda c: cost(problem, c, gpu))
+    best: dict[tuple[Any, ...], tuple[float, Config]] = {}
+    for config in _shapes(problem):
+        found = _deepest(problem, config, gpu)
+        if found is not None:
+            key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k)
+            best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
+    return [config for _, config in sorted(best.values(), key=lambda pair: pair[0])]
+
+
+def _shapes(problem: Problem) -> Iterator[Config]:
+    """Tiles, and how they are divided, with as many steps as any of them may have."""
+    few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)
+    tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in (64, 128)] if few else []
+    tiles += [(m, n, 64) for m, n in _TILES]
+    for tile_m, tile_n, tile_k in tiles:
+        for warpgroups, wg_dimension in _DIVISIONS:
+            if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
+                continue
+            for cluster, split_k in _SPLITS:
+                yield Config(
+                    tile_m=tile_m,
+                    tile_n=tile_n,
+                    tile_k=tile_k,
+                    max_concurrent_steps=12,
+                    compute_warpgroups=warpgroups,
+                    wg_dimension=wg_dimension,
+                    cluster=cluster,
+                    raster_dimension="m",
+                    raster_width=8,
+                    epilogue_tile_n=64,
+                    split_k=split_k,
+                    memory_registers=40,
+                )
+
+
+_DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
+_ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
+
+
+def _deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
+    """The config with as many steps as fit: a deeper pipeline is never slower."""
+    for columns in (64, 32) if config.tile_m >= gemm.ROWS else (64,):
+        for steps in range(min(config.max_concurrent_steps, gpu.smem_per_block // gemm.step_bytes(config)), 1, -1):
+            found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
+            if smem_bytes(problem, found) <= gpu.smem_per_block:
+                if check(problem, found, gpu) is None:
+                    return found
+                break  # as for fewer steps
+    return None
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
