@@ -340,7 +340,7 @@ def _draw_ratios(ax: Axes, panel: Sequence[Comparison], baseline: str, widest: i
         points = [(x + 0.12 * (2 * number - 1), ratio) for x, ratio in enumerate(ratios) if ratio is not None]
         if points:
             look: Any = {"color": _LINES[2 * number], "marker": _MARKERS[number], "label": f"{what} of {baseline} over ours"}
-            ax.scatter(*zip(*points), s=36, lw=0, zorder=3, **look)
+            ax.plot(*zip(*points), ls="", ms=6, zorder=3, **look)
     watts = [f"{each.ours.watts:.0f} W" if each.ours and each.ours.watts is not None else "" for each in panel]
     shared = _shared(panel)
     ticks = ["\n".join(filter(None, (_tick(each, shared), told))) for each, told in zip(panel, watts)]

@@ -273,8 +273,8 @@ class _ProblemRun:
     def sustained(self, each: _Implementation, turns: Sequence[Turn]) -> Measurement:
         row = self.measurement(each.impl, each.config, each.error, [turn.us for turn in turns], None)
         typical = measure.typical(turns)
-        numbers = {name: getattr(typical, name) for name in ("watts", "clock_mhz", "joules")}
-        return dataclasses.replace(row, **{k: None if v is None else six_digits(v) for k, v in numbers.items()})
+        watts, clock, joules = (x and six_digits(x) for x in (typical.watts, typical.clock_mhz, typical.joules))
+        return dataclasses.replace(row, watts=watts, clock_mhz=clock, joules=joules)
 
     def roofline(self) -> Measurement:
         """The least time by the datasheet: max(flops / tensor-core rate, bytes / memory bandwidth)."""

@@ -836,6 +836,19 @@ def test_bench_tells_the_best_competitor_and_what_part_of_dense_is_reached(
     assert (benched[0]["competitor_seconds"], list(benched[0]["earlier"])) == (5.0, [])
 
 
+def test_bench_without_pause_writes_a_file_and_rows_of_their_own(
+    benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
+) -> None:
+    for turn in ((), ("2s",)):
+        done = mgpu_tune("bench", "grouped_matmul", "--shape", SHAPE, "--output", tmp_path, "--json", "--sustained", *turn)
+        assert Path(json.loads(done.out)["files"][0]).name.endswith("-h200-grouped_matmul-sustained.csv")
+    mgpu_tune("bench", "grouped_matmul", "--shape", SHAPE, "--output", tmp_path)
+    assert [options["sustained"] for options in benched] == [1.0, 2.0, None]
+    done = mgpu_tune("bench", "all_reduce", "--devices", 2, "--size", 1024, "--sustained")
+    assert done.code == 2
+    assert "leave out --grad, --sustained and --against" in done.err
+
+
 def test_json_of_bench_has_the_rows_the_summary_and_the_files(
     benched: list[dict[str, Any]], tmp_path: Path, mgpu_tune: Command
 ) -> None:
