@@ -107,8 +107,8 @@ _SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Configs chosen without measurements, the least modelled `cost` first: one for each tile, split of k and wg_dimension.
 
-    The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. With at most 48 rows, some compute the transposed
-    product. Raises ValueError where `supports` has a reason.
+    The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. With at most 48 rows, some compute the
+    transposed product. Raises ValueError where `supports` has a reason.
     """
     reason = supports(problem, gpu)
     if reason is not None:
