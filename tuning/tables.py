@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mgpu_ops.registry.spec import OpSpec
     from mgpu_ops.tuning.outcome import Trial
 
-from mgpu_ops.registry import database
+from mgpu_ops.registry import database, winner
 from mgpu_ops.tuning.terminal import printable
 
 SHOWN = 12  # trials
@@ -46,7 +46,7 @@ def trials_table(trials: Sequence[Trial], baseline: str | None) -> Table:
     return table
 
 
-HEADINGS = ("problem", "us", "x baseline", "x default", "evidence", "date", "config")
+HEADINGS = ("problem", "us", "x baseline", "x default", "runs", "evidence", "date", "config")
 BETWEEN_GPUS = (
     "us of a collective: a call's kernels on the GPU that comes last, or, where these take less than 50 us and the host more, "
     "the host's time for a call; an entry does not say which"
@@ -55,6 +55,8 @@ BETWEEN_GPUS = (
 
 def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
     """An entry under `HEADINGS`: "x" columns are times over ours, above 1 where ours is faster. `spec` is its op's.
+
+    Under "runs" is what a call of the problem runs: "kernel", or "xla" and its time.
 
     Fields that are `omitted`, ("problem" or "config", name), are left out.
     """
@@ -65,8 +67,10 @@ def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]]
     kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
     against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
     default = f"{e.default_us / e.median_us:.3f}" if e.default_us else "-"
-    fields = assignments(config)
-    return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, kind, e.date, fields
+    runs = winner.of_entry(entry, spec) or "-"
+    if runs == "xla" and e.baseline_us:
+        runs = f"xla {e.baseline_us:.1f} us"
+    return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, runs, kind, e.date, assignments(config)
 
 
 def between_gpus(spec: OpSpec) -> bool:
@@ -98,9 +102,10 @@ def entries_table(title: str, entries: Sequence[Entry], spec: OpSpec) -> Table:
         if all(getattr(entry, part).get(field) == value for entry in entries)
     }
     rows = [entry_cells(entry, spec, shared) for entry in entries]
-    same = [
-        several and heading in ("evidence", "date") and len({row[i] for row in rows}) == 1 for i, heading in enumerate(HEADINGS)
-    ]
+    alike = [several and len({row[i] for row in rows}) == 1 for i in range(len(HEADINGS))]
+    same = [is_alike and heading in ("evidence", "date") for is_alike, heading in zip(alike, HEADINGS)]
+    runs = HEADINGS.index("runs")
+    all_kernels = alike[runs] and rows[0][runs] == "kernel"
     told = []
     if first is not None and several:
         problem = problem_text({k: v for k, v in first.problem.items() if ("problem", k) in shared}, spec)
@@ -112,10 +117,11 @@ def entries_table(title: str, entries: Sequence[Entry], spec: OpSpec) -> Table:
     for heading, dropped in zip(HEADINGS, same):
         numbers = heading == "us" or heading[0] == "x"
         width: Any = {"problem": {"min_width": 15}, "config": {"min_width": 22}}.get(heading, {"no_wrap": True})
-        if not dropped:
+        if not dropped and not (all_kernels and heading == "runs"):
             table.add_column(heading, justify="right" if numbers else "left", **width)
     for row in rows:
-        table.add_row(*(cell for cell, dropped in zip(row, same) if not dropped))
+        shown = [cell for i, (cell, dropped) in enumerate(zip(row, same)) if not dropped and not (all_kernels and i == runs)]
+        table.add_row(*shown)
     return table
 
 

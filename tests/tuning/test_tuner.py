@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 import pytest
 
-from mgpu_ops.registry import database, resolution
+from mgpu_ops.registry import database, resolution, winner
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import ranking, search, tuner
 from mgpu_ops.tuning.options import TuneOptions
@@ -417,6 +417,16 @@ def test_the_evidence_tells_what_was_measured_and_where() -> None:
     database.update(database.user_path(GPU.key, "toy"), [result.entry], gpu_key=GPU.key, op="toy")
     resolved = resolution.resolve(SPEC, PROBLEM, GPU)
     assert (resolved.source, resolved.config) == ("user", stored_config(result))
+
+
+def test_where_the_baseline_is_faster_in_the_same_run_the_entry_says_so_and_keeps_the_best_config() -> None:
+    result = tune(FakeDevice(lambda config: 60.0 + slope(config)), trials=100)  # the baseline takes 150
+    assert result.entry is not None
+    assert winner.of_entry(result.entry, SPEC) == "xla"
+    database.update(database.user_path(GPU.key, "toy"), [result.entry], gpu_key=GPU.key, op="toy")
+    found = resolution.resolve(SPEC, PROBLEM, GPU)
+    assert (found.runs, found.config) == ("xla", OPTIMUM)
+    assert found.times == winner.Times(60.0 + slope(OPTIMUM), 150.0, "xla", "measured")
 
 
 def test_a_modelled_entry_says_so_and_has_no_baseline() -> None:

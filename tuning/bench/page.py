@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.core import gpu
-from mgpu_ops.registry import database
+from mgpu_ops.registry import database, winner
 from mgpu_ops.registry.database import Entry, File
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import storage
@@ -212,8 +212,8 @@ def _entries(path: Path, file: File, spec: OpSpec | None) -> tuple[str, str]:
         dict.fromkeys(name for cells in entries for name in cells if name.startswith("x ") and name != "x default")
     )
     columns: list[tuple[str, Kind]] = [("problem", "name"), ("us", "number"), ("TFLOP/s", "number"), ("bus GB/s", "number")]
-    columns += [("of roofline", "share"), *((name, "ratio") for name in ("x default", *baselines)), ("trials", "count")]
-    columns += [("evidence", "short"), ("config", "long"), ("found", "short"), ("remark", "short")]
+    columns += [("of roofline", "share"), *((name, "ratio") for name in ("x default", *baselines)), ("runs", "short")]
+    columns += [("trials", "count"), ("evidence", "short"), ("config", "long"), ("found", "short"), ("remark", "short")]
     told = [f"{len(entries)} problem{'s' * (len(entries) != 1)}", where(str(path))]
     for name in ("evidence", "found", "remark"):
         values = {cells.get(name) for cells in entries}
@@ -231,6 +231,8 @@ def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
     if spec is not None:
         cells = {"problem": plot.problem_label(spec, entry.problem), "remark": database.stale(entry, spec)}
         config = in_order(config, spec.Config)
+        runs = winner.of_entry(entry, spec)
+        cells["runs"] = f"xla {e.baseline_us:.4g} us" if runs == "xla" and e.baseline_us else runs
         drawn = {row.impl: row for row in plot.rows_of(spec, gpu.find(file.gpu), [entry])}
         if results.ROOFLINE in drawn:
             cells |= {"TFLOP/s": drawn[results.OURS].tflops, "of roofline": drawn[results.ROOFLINE].median_us / e.median_us}

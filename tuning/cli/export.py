@@ -128,10 +128,13 @@ def _write(exported: Exported, directory: Path) -> dict[Path, int]:
 
 
 def _write_csv(exported: Exported, path: Path) -> dict[Path, int]:
-    """A row for each entry: GPU, op, then the fields of problem ("problem.m"), config ("config.tile_m") and evidence."""
+    """A row for each entry: GPU, op, the fields of problem ("problem.m"), of config ("config.tile_m"), what runs, evidence."""
     import csv
 
     import msgspec
+
+    import mgpu_ops
+    from mgpu_ops.registry import winner
 
     rows: list[dict[str, Any]] = []
     for (gpu, op), entries in exported.items():
@@ -139,8 +142,9 @@ def _write_csv(exported: Exported, path: Path) -> dict[Path, int]:
             parts = {f"{part}.{k}": v for part in ("problem", "config") for k, v in getattr(entry, part).items()}
             evidence = msgspec.structs.asdict(entry.evidence) | {"gpu": gpu, "device": entry.evidence.gpu}
             del evidence["samples_us"]
-            rows.append({"gpu": gpu, "op": op, **parts, **evidence})
-    groups = ("gpu", "op", "problem", "config")
+            runs = winner.of_entry(entry, mgpu_ops.SPECS[op])
+            rows.append({"gpu": gpu, "op": op, **parts, "runs": runs, **evidence})
+    groups = ("gpu", "op", "problem", "config", "runs")
     columns = dict.fromkeys(column for row in rows for column in row)
     ordered = sorted(columns, key=lambda column: (*groups, column.partition(".")[0]).index(column.partition(".")[0]))
     try:

@@ -113,11 +113,15 @@ def _places(keys: list[Key], into: Path | None) -> dict[Key, Path]:
 def _tell(
     written: list[dict[str, Any]], conflicts: list[tuple[Key, Conflict]], left_out: list[dict[str, Any]], dry_run: bool
 ) -> None:
-    from mgpu_ops.registry import database
+    import mgpu_ops
+    from mgpu_ops.registry import database, winner
     from mgpu_ops.tuning.tables import problem_text
 
     for (gpu, op), (kept, dropped, why) in conflicts:
-        ours, theirs = (f"{e.evidence.median_us:.4g} us {database.kind(e)} on {e.evidence.date}" for e in (kept, dropped))
+        ours, theirs = (
+            f"{e.evidence.median_us:.4g} us {database.kind(e)} on {e.evidence.date}{winner.text(e, mgpu_ops.SPECS[op])}"
+            for e in (kept, dropped)
+        )
         say(f"conflict: {op} on {gpu} {problem_text(kept.problem)}: kept {ours}, dropped {theirs} ({why})")
     for entry in left_out:
         say(f"left out: {entry['op']} on {entry['gpu']} {problem_text(entry['problem'])}: {entry['fault']}")

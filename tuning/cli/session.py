@@ -82,7 +82,7 @@ class Session:
             about = {"op": job.op, "name": job.name, "gpu": device.gpu.key, "kind": device.kind, "database": path}
             self.results.append(about | _document(result))
             bar.console.print(tables.trials_table(result.trials, device.baseline))
-            _say_result(result, job.name, device.kind)
+            _say_result(result, job.spec, job.name, device.kind)
             if result.entry is not None:
                 database.update(path, result.entries, gpu_key=device.gpu.key, op=job.op)
                 say(f"stored as {' and '.join(map(database.kind, result.entries))} in {path}")
@@ -172,8 +172,8 @@ class _BarOfJob:
 # --- Results --------------------------------------------------------------------------------------
 
 
-def _say_result(result: Result, name: str, kind: str) -> None:
-    from mgpu_ops.registry import database
+def _say_result(result: Result, spec: OpSpec, name: str, kind: str) -> None:
+    from mgpu_ops.registry import database, winner
     from mgpu_ops.tuning import ranking
 
     for (fault, detail), number in result.failures.items():
@@ -186,6 +186,8 @@ def _say_result(result: Result, name: str, kind: str) -> None:
     default = f", default {e.default_us:.1f} us" if e.default_us else ""
     kind_of_entry = database.kind(result.entry)
     say(f"best of {len(result.trials)} in {result.seconds:.1f} s: {e.median_us:.1f} us {kind_of_entry}{default}{against}")
+    if versus := winner.text(result.entry, spec):
+        say(versus.removeprefix("; "))
     if e.joules is not None and e.baseline_joules is not None:
         say(f"{e.joules:.4g} J a call, {e.baseline} {e.baseline_joules:.4g} J ({e.baseline_joules / e.joules:.3f}x)")
     if result.confidence is not None and kind == "measured":

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = []
     for path in files:
         faults, old = faults_of(path), stale_of(path) if arguments.stale else []
-        say(f"{path}: {count(len(faults), 'fault') if faults else 'ok'}{_counted(old)}")
+        say(f"{path}: {count(len(faults), 'fault') if faults else 'ok'}{_counted(old)}{_left_to_xla(path)}")
         for line in faults + (old if arguments.details else []):
             say(f"  {line}")
         found.append({"path": path, "faults": faults} | ({"stale": old} if arguments.stale else {}))
@@ -62,6 +62,20 @@ def _counted(old: Sequence[str]) -> str:
     """How many entries of a file there are for each reason."""
     reasons = collections.Counter(line.rpartition(": ")[2] for line in old)
     return "".join(f"; {number} {reason}" for reason, number in reasons.items())
+
+
+def _left_to_xla(path: Path) -> str:
+    """For how many problems of a database file XLA is faster, and runs; `mgpu-tune show` has the times."""
+    import mgpu_ops
+    from mgpu_ops.registry import database, winner
+
+    try:
+        file = database.read(path)
+    except database.DatabaseError:
+        return ""
+    spec = mgpu_ops.SPECS.get(file.op)
+    number = sum(winner.of_entry(entry, spec) == "xla" for entry in file.entries) if spec else 0
+    return f"; {number} of {len(file.entries)} run XLA, which is faster" if number else ""
 
 
 def faults_of(path: Path) -> list[str]:

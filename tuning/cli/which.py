@@ -1,4 +1,4 @@
-"""`mgpu-tune which`: says which config a problem runs with."""
+"""`mgpu-tune which`: says which config a problem runs with, or that XLA runs, and why."""
 
 from __future__ import annotations
 
@@ -46,5 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     for line in resolution.explain(spec, problem, gpu).split("\n"):
         say(line)
-    answer(arguments, asked | {"backend": "mosaic"} | dataclasses.asdict(resolution.resolve(spec, problem, gpu)))
+    found = resolution.resolve(spec, problem, gpu)
+    answer(arguments, asked | {"backend": "mosaic" if found.runs == "kernel" else "xla"} | dataclasses.asdict(found))
     return OK

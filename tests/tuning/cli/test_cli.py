@@ -52,11 +52,11 @@ def only_entry(path: Path | None = None) -> database.Entry:
     return entry
 
 
-def store(path: Path, size: int = 512, *, gpu_key: str = "h200", **changes: Any) -> Path:
+def store(path: Path, size: int = 512, *, gpu_key: str = "h200", xla_us: float = 25.0, **changes: Any) -> Path:
     problem = MatmulProblem(size, size, size)
     evidence = database.Evidence(
         kind="measured", gpu=gpu.find(gpu_key).name, driver="1.2", jax="0.11.2", jaxlib="0.11.2", cuda="13000",
-        kernel_version=MATMUL.version, median_us=12.5, spread_us=0.5, default_us=15.0, baseline="xla", baseline_us=25.0,
+        kernel_version=MATMUL.version, median_us=12.5, spread_us=0.5, default_us=15.0, baseline="xla", baseline_us=xla_us,
         error=0.001, trials=48, seed=0, date="2025-11-20",
     )  # fmt: skip
     config = dataclasses.replace(MATMUL.default(problem, gpu.find(gpu_key)), **changes)
@@ -632,12 +632,12 @@ def test_show_in_a_pipe_has_a_line_for_each_entry_with_named_fields_in_order(
     lines = mgpu_tune("show", "matmul", "--gpu", "h200").out.splitlines()
     start = lines.index(f"matmul on h200, user: {user_file()}")
     headings, *entries = lines[start + 1 : start + 5]
-    assert headings.split() == ["problem", "us", "x", "baseline", "x", "default", "evidence", "date", "config"]
+    assert headings.split() == ["problem", "us", "x", "baseline", "x", "default", "runs", "evidence", "date", "config"]
     assert [line.split()[0] for line in entries] == ["m=64", "m=512", "m=1024"]
     default = dataclasses.asdict(MATMUL.default(MatmulProblem(64, 64, 64), H200))
     told = " ".join(f"{field}={value}" for field, value in default.items())
     assert entries[0].split(maxsplit=4)[:4] == ["m=64", "n=64", "k=64", "dtype=bfloat16"]
-    assert entries[0].endswith(f"  12.5  2.000 xla   1.200      measured: kernel  2025-11-20  {told}")
+    assert entries[0].endswith(f"  12.5  2.000 xla   1.200      kernel  measured: kernel  2025-11-20  {told}")
     assert "│" not in "".join(lines)
 
 
@@ -684,6 +684,26 @@ def test_which_tells_the_winner_why_and_on_what_evidence(mgpu_tune: Command) -> 
     assert "evidence  measured 12.5 us, spread 0.5 us, on NVIDIA H200; 1.2x as fast as the default" in done.out
     assert "2x as fast as xla (25 us)" in done.out
     assert "argument: no config= was given" in done.out
+
+
+def test_every_command_tells_where_xla_is_faster_and_runs(tmp_path: Path, mgpu_tune: Command) -> None:
+    before, after = store(tmp_path / "before.json"), store(tmp_path / "after.json", xla_us=10.0)
+    store(user_file(), xla_us=10.0)
+    times = "kernel 12.5 us, xla 10 us, measured"
+    which = mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200", "--json")
+    assert f"runs      XLA: {times}" in which.err
+    told = json.loads(which.out)
+    assert (told["backend"], told["runs"]) == ("xla", "xla")
+    assert (told["times"]["kernel_us"], told["times"]["baseline_us"]) == (12.5, 10.0)
+    (row,) = (line for line in mgpu_tune("show", "matmul", "--gpu", "h200").out.splitlines() if "m=512 n=512 k=512" in line)
+    assert "  12.5  0.800 xla   1.200      xla 10.0 us  measured: kernel  " in row
+    assert f"runs kernel -> xla: {times}" in mgpu_tune("diff", before, after).out
+    assert mgpu_tune("validate", after).out == f"{after}: ok; 1 of 1 run XLA, which is faster\n"
+    mgpu_tune("export", "matmul", "--gpu", "h200", "--own", "--format", "csv", "--output", tmp_path / "all.csv")
+    heading, first, *_ = (tmp_path / "all.csv").read_text().splitlines()
+    assert dict(zip(heading.split(","), first.split(",")))["runs"] == "xla"
+    merged = mgpu_tune("merge", before, after, "--into", tmp_path / "both.json").out
+    assert f"XLA is faster, and runs: {times}" in merged
 
 
 def test_which_tells_that_a_run_changed_the_winner(mgpu_tune: Command) -> None:
