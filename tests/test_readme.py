@@ -106,10 +106,11 @@ def blocks(text: str, language: str) -> list[tuple[str, str]]:
     return found
 
 
+OWN_TESTS = ("docs/frameworks/", "docs/start-up.md")  # other packages; tests/mgpu_ops/test_startup.py
 PROGRAMS = {
     name: "".join(code for _, code in blocks(text, "python"))
     for name, text in TEXTS.items()
-    if "```python" in text and not name.startswith("docs/frameworks/")  # what needs other packages has tests of its own
+    if "```python" in text and not name.startswith(OWN_TESTS)
 }
 
 
