@@ -1,42 +1,69 @@
-"""Prints how far matmul's model of time is from what was measured: from recorded sweeps and drawn problems under results/.
+"""How far the ops' models of time are from what was measured: over recorded sweeps and drawn problems under results/.
 
-    python scripts/model_error.py > results/DATE-GPU-matmul-model.txt
+    python scripts/model_error.py --picture results/DATE-GPU-model-error > results/DATE-GPU-model-error.txt
 
-The error of a config is |log(modelled / measured)|, about the relative error. What the model chooses is the config of a problem
+The error of a time is |log(modelled / measured)|, about the relative error. What the model chooses is the config of a problem
 with the least modelled time of those that were measured; it is given as its time over that of the fastest.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
+from mgpu_ops import SPECS, MatmulConfig, MatmulProblem
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
+from mgpu_ops.registry.spec import Config, OpSpec, Problem
+from mgpu_ops.tuning.bench import report
 from mgpu_ops.tuning.replay import sweep
 
 RESULTS = Path(__file__).parents[1] / "results"
 DRAWN = RESULTS / "2026-11-22-h200-matmul-drawn.json.gz"
-MATMUL, H200 = spec_of("matmul"), gpu.find("h200")
+DRAWN_AGAIN = RESULTS / "2026-11-22-h200-matmul-drawn-2.jsonl.gz"
+H200 = gpu.find("h200")
 
-Measured = Sequence[tuple[MatmulConfig, float]]  # configs of a problem, and their times in us
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The times of one problem in microseconds: of configs, and of its baseline."""
+
+    op: str
+    source: str  # "sweeps", or what was drawn
+    problem: Problem
+    times: Sequence[tuple[Config, float]]
+    baseline_us: float | None
+
+    @property
+    def spec(self) -> OpSpec:
+        return SPECS[self.op]
 
 
-def sweeps() -> Iterable[tuple[MatmulProblem, Measured]]:
+def measured() -> list[Measured]:
+    """All that there is, of configs whose kernel is the present one."""
+    return [*_sweeps(), *_drawn(), *_drawn_again()]
+
+
+def _sweeps() -> Iterator[Measured]:
     """The recorded sweeps, with a cold L2."""
     for found in sweep.read_all(RESULTS / "replay"):
-        if found.op == "matmul":
-            pairs = zip(found.configs(MATMUL), found.rows, strict=True)
-            yield database.to_problem(MATMUL, found.problem), [(config, row.us) for config, row in pairs if row.kind == "ok"]
+        spec = SPECS[found.op]
+        pairs = [(c, row) for c, row in zip(found.configs(spec), found.rows, strict=True) if row.kind == "ok"]
+        baseline = [row.baseline_us for _, row in pairs if row.baseline_us is not None]
+        times = [(config, row.us) for config, row in pairs]
+        problem = database.to_problem(spec, found.problem)
+        yield Measured(found.op, "sweeps", problem, times, float(np.median(baseline)) if baseline else None)
 
 
-def drawn() -> Iterable[tuple[MatmulProblem, Measured]]:
-    """The drawn problems, with a warm L2. Of the first run without the configs whose copies the kernel has changed since."""
+def _drawn() -> Iterator[Measured]:
+    """Drawn problems, with a warm L2. Of the first run without the configs whose copies the kernel has changed since."""
     for number, run in enumerate(json.loads(gzip.decompress(DRAWN.read_bytes()))["runs"]):
         for entry in run["problems"]:
             p = MatmulProblem(**entry["problem"])
@@ -44,7 +71,17 @@ def drawn() -> Iterable[tuple[MatmulProblem, Measured]]:
             if number == 0:
                 pairs = [(c, us) for c, us in pairs if not _ragged(p, c)]
             if pairs:
-                yield p, pairs
+                yield Measured("matmul", "drawn, warm", p, pairs, entry["xla_us"])
+
+
+def _drawn_again() -> Iterator[Measured]:
+    """Drawn problems, with a cold L2; schedules for few rows and sums in a cluster are among the configs."""
+    for line in gzip.decompress(DRAWN_AGAIN.read_bytes()).splitlines():
+        entry = json.loads(line)
+        pairs = [
+            (MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"] if c.get("us") is not None and not c["spills"]
+        ]
+        yield Measured("matmul", "drawn again, cold", MatmulProblem(**entry["problem"]), pairs, entry["xla_us"])
 
 
 def _ragged(p: MatmulProblem, c: MatmulConfig) -> bool:
@@ -53,20 +90,124 @@ def _ragged(p: MatmulProblem, c: MatmulConfig) -> bool:
     return bool(a or (p.layout[1] == "n" and p.n % 64 and c.tile_n > 64))
 
 
-def summary(name: str, problems: Iterable[tuple[MatmulProblem, Measured]]) -> str:
-    errors, chosen = [], []
-    for problem, measured in problems:
-        us = np.array([time for _, time in measured])
-        modelled = np.array([1e6 * MATMUL.cost(problem, config, H200) for config, _ in measured])
-        errors.extend(np.abs(np.log(modelled / us)))
-        chosen.append(us[np.argmin(modelled)] / us.min())
-    return (
-        f"{name}: {len(chosen)} problems, {len(errors)} configs; error median {np.median(errors):.3f}, 95th percentile "
-        f"{np.quantile(errors, 0.95):.3f}; the model's choice over the fastest: mean {np.exp(np.mean(np.log(chosen))):.3f}, "
-        f"worst {max(chosen):.3f}"
-    )
+# --- Modelled beside measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Modelled:
+    """Modelled and measured times in microseconds, of kernels or of baselines."""
+
+    op: str
+    source: str
+    modelled: np.ndarray
+    measured: np.ndarray
+    problems: int
+    chosen: tuple[float, ...] = ()  # time of the model's choice over the fastest, of each problem
+
+    def __str__(self) -> str:
+        error = np.abs(np.log(self.modelled / self.measured))
+        text = (
+            f"{self.op}, {self.source}: {self.problems} problems, {len(error)} times; error median {np.median(error):.3f}, "
+            f"95th percentile {np.quantile(error, 0.95):.3f}"
+        )
+        if not self.chosen:
+            return text
+        mean = np.exp(np.mean(np.log(self.chosen)))
+        return f"{text}; the model's choice over the fastest: mean {mean:.3f}, worst {max(self.chosen):.3f}"
+
+
+def modelled(every: Iterable[Measured]) -> list[Modelled]:
+    """For each op and source: its kernels, and its baseline where the op has a model of that."""
+    sets: dict[tuple[str, str], list[Measured]] = {}
+    for one in every:
+        sets.setdefault((one.op, one.source), []).append(one)
+    found = [_kernels(*key, of_set) for key, of_set in sets.items()]
+    return found + [_baselines(*key, of_set) for key, of_set in sets.items() if SPECS[key[0]].baseline_cost is not None]
+
+
+def _kernels(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
+    theirs, ours, chosen = [], [], []
+    for one in of_set:
+        us = np.array([time for _, time in one.times])
+        cost = np.array([1e6 * one.spec.cost(one.problem, config, H200) for config, _ in one.times])
+        theirs.append(cost)
+        ours.append(us)
+        chosen.append(float(us[np.argmin(cost)] / us.min()))
+    return Modelled(op, source, np.concatenate(theirs), np.concatenate(ours), len(of_set), tuple(chosen))
+
+
+def _baselines(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
+    cost = SPECS[op].baseline_cost
+    assert cost is not None
+    pairs = [(1e6 * cost(one.problem, H200), one.baseline_us) for one in of_set if one.baseline_us is not None]
+    theirs, ours = np.array(pairs).T
+    return Modelled(f"{op}'s baseline", source, theirs, ours, len(pairs))
+
+
+# --- The picture
+
+_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0")
+_MARKERS = "os^D"
+_ACROSS = 3
+
+
+def picture(found: Sequence[Modelled], stem: Path) -> list[Path]:
+    """Modelled against measured time of each op, as PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ops = list(dict.fromkeys(one.op for one in found))
+    down = -(-len(ops) // _ACROSS)
+    with pyplot.rc_context(report.STYLE):
+        figure, axes = pyplot.subplots(down, _ACROSS, figsize=(12, 0.5 + 3.9 * down), squeeze=False, layout="constrained")
+        for ax in axes.flat[len(ops) :]:
+            ax.set_visible(False)
+        for ax, op in zip(axes.flat, ops):
+            _draw(ax, op, [one for one in found if one.op == op])
+        figure.suptitle(
+            "Modelled and measured times on an H200: on the line they are equal, dotted 25 % apart", x=0.01, ha="left"
+        )
+        paths = report.save_figure(figure, stem.with_name(stem.name + ".png"))
+        pyplot.close(figure)
+    return paths
+
+
+def _draw(ax: Any, op: str, of_op: Sequence[Modelled]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    every = np.concatenate([np.concatenate([one.modelled, one.measured]) for one in of_op])
+    ends = np.array([every.min() / 1.2, every.max() * 1.2])
+    for factor in (0.8, 1.0, 1.25):
+        ax.plot(ends, factor * ends, color="#444444", lw=1.0, ls="-" if factor == 1.0 else ":", zorder=1)
+    for one, colour, marker in zip(of_op, _COLOURS, _MARKERS):
+        look = {"color": colour, "marker": marker, "ms": 3, "mew": 0, "alpha": 0.45, "ls": "", "rasterized": True}
+        ax.plot(one.measured, one.modelled, label=f"{one.source} ({len(one.measured)})", **look)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(ends)
+    ax.set_ylim(ends)
+    ax.set_aspect("equal")
+    subs = (1, 2, 5) if ends[1] < 100 * ends[0] else (1,)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    ax.tick_params(labelsize=8)
+    ax.set_xlabel("measured (us)")
+    ax.set_ylabel("modelled (us)")
+    ax.set_title(op, loc="left", fontsize=10)
+    ax.grid(color="#dddddd")
+    ax.legend(frameon=False, fontsize=8, loc="upper left", markerscale=2)
 
 
 if __name__ == "__main__":
-    print(summary("drawn", drawn()))
-    print(summary("sweeps", sweeps()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, metavar="STEM", help="also draw STEM.png and STEM.svg")
+    arguments = parser.parse_args()
+    shown = modelled(measured())
+    for one in shown:
+        print(one)
+    if arguments.picture:
+        picture(shown, arguments.picture)

@@ -1,0 +1,36 @@
+"""`scripts/model_error.py`: how far the models of time are from what was measured."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from mgpu_ops import SPECS
+from scripts import model_error
+from scripts.model_error import H200, Measured
+
+
+def test_the_error_is_the_logarithm_of_modelled_over_measured_and_the_choice_is_over_the_fastest(tmp_path: Path) -> None:
+    spec = SPECS["matmul"]
+    problem = spec.shapes["square-2048"]
+    by_cost = sorted(spec.candidates(problem, H200), key=lambda c: spec.cost(problem, c, H200))[:3]
+    # The config that the model takes for the fastest is measured at twice its time, the others at 1.1 times theirs.
+    times = [(c, 1e6 * spec.cost(problem, c, H200) * (2.0 if c == by_cost[0] else 1.1)) for c in by_cost]
+    (found,) = [
+        one for one in model_error.modelled([Measured("matmul", "made up", problem, times, None)]) if one.op == "matmul"
+    ]
+    fastest = min(us for _, us in times)
+    assert (found.problems, found.chosen) == (1, (times[0][1] / fastest,))
+    assert f"3 times; error median {math.log(1.1):.3f}" in str(found)
+    assert f"the model's choice over the fastest: mean {times[0][1] / fastest:.3f}" in str(found)
+    assert [path.suffix for path in model_error.picture([found], tmp_path / "p") if path.exists()] == [".png", ".svg"]
+
+
+def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
+    sources = {(one.op, one.source) for one in model_error.measured()}
+    assert {op for op, source in sources if source == "sweeps"} == {op for op in SPECS if SPECS[op].devices(_any(op)) == 1}
+    assert {source for op, source in sources if op == "matmul"} == {"sweeps", "drawn, warm", "drawn again, cold"}
+
+
+def _any(op: str) -> object:
+    return next(iter(SPECS[op].shapes.values()))
