@@ -1,0 +1,318 @@
+"""The programs of docs/frameworks/ run as they stand, and what they run on a Hopper GPU are kernels.
+
+`levanter` and `maxtext` do not run with the jax that this library needs: their pages are held to the signatures that they
+document, by stand-ins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mgpu_ops
+from tests.arrays import normal
+
+FOLDER = Path(__file__).parents[2] / "docs" / "frameworks"
+PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {  # packages, arguments of its step, its ops
+    "flax-nnx": (("flax", "optax"), ("state", "tokens"), {"matmul", "flash_attention", "flash_attention_backward"}),
+    "flax-linen": (("flax", "optax"), ("state", "tokens"), {"matmul", "flash_attention", "flash_attention_backward"}),
+    "optax": (("optax",), ("carry", "batch"), {"matmul", "grouped_matmul", "ragged_contraction"}),
+    "qwix": (("qwix",), ("state", "x"), {"matmul", "flash_attention"}),
+}
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def program_of(page: str) -> str:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", (FOLDER / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    return program
+
+
+def run(page: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """The names that a page's program leaves, and what it prints."""
+    for package in PROGRAMS[page][0]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    module = types.ModuleType(f"program_of_{page.replace('-', '_')}")
+    sys.modules[module.__name__] = module  # dataclasses of a program look themselves up there
+    try:
+        exec(program_of(page), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
+    return module.__dict__, capsys.readouterr().out
+
+
+def test_every_page_is_run_or_held_to_a_signature() -> None:
+    assert {path.stem for path in FOLDER.glob("*.md")} == {*PROGRAMS, "levanter", "maxtext"}
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # those of the packages
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_a_pages_program_learns_and_reaches_the_kernels(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names, said = run(page, capsys)
+    _, arguments, ops = PROGRAMS[page]
+    captured = mgpu_ops.capture(names["step"], "h200")(*(names[name] for name in arguments))
+    assert {use.op for use in captured.problems} == ops
+    assert captured.problems == captured.uses, "some of it runs through XLA"
+    if page == "qwix":
+        assert float(re.search(r"(0\.\d+) of the bytes", said)[1]) < 0.6  # type: ignore[index]
+        assert names["error"] < 0.03
+    else:
+        assert said.startswith("loss ")
+        assert np.mean(names["losses"][-2:]) < 0.6 * names["losses"][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_a_pages_program_does_on_the_gpu_what_it_does_through_xla(
+    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "mosaic")  # which raises where a kernel cannot run
+    kernels, _ = run(page, capsys)
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "xla")
+    xla, _ = run(page, capsys)
+    if page == "qwix":
+        out, wanted = (np.asarray(names["out"], np.float32) for names in (kernels, xla))
+        np.testing.assert_allclose(out, wanted, atol=0.03 * np.abs(wanted).max())
+    else:
+        np.testing.assert_allclose(kernels["losses"], xla["losses"], rtol=0.05, atol=0.02)
+
+
+# --- Haliax and Levanter: stand-ins with their signatures
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    name: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedArray:
+    """haliax.NamedArray, as far as the page uses it."""
+
+    array: Any
+    axes: tuple[Axis, ...]
+
+    def resolve_axis(self, axis: Axis | str) -> Axis:
+        return next(a for a in self.axes if a.name == getattr(axis, "name", axis))
+
+    def rearrange(self, axes: tuple[Any, ...]) -> NamedArray:
+        named = [self.resolve_axis(axis) for axis in axes if axis is not ...]
+        order = [*(a for a in self.axes if a not in named), *named] if ... in axes else named
+        return NamedArray(self.array.transpose([self.axes.index(axis) for axis in order]), tuple(order))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    is_causal: bool = False
+    causal_offset: Any = None
+    explicit_mask: Any = None
+    segment_ids: tuple[NamedArray, NamedArray] | None = None
+    sliding_window: int | None = None
+
+
+@dataclasses.dataclass
+class Levanter:
+    attention: types.ModuleType
+    ragged_dot: types.ModuleType
+    own: list[str]  # options of the calls that were left to Levanter
+
+
+@pytest.fixture
+def levanter(monkeypatch: pytest.MonkeyPatch) -> Levanter:
+    """The modules that the page names, after its program has run."""
+    modules = {}
+    for name in ("haliax", "haliax.nn", "haliax.nn.ragged_dot", "levanter", "levanter.layers", "levanter.layers.attention"):
+        modules[name] = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, modules[name])
+    own: list[str] = []
+
+    def theirs(
+        QPos,
+        KPos,
+        Key,
+        query,
+        key,
+        value,
+        mask=None,
+        bias=None,
+        attention_dtype=None,
+        precision=None,
+        use_flash=None,
+        attn_backend=None,
+        flash_block_size=None,
+        dropout=0.0,
+        *,
+        logits_soft_cap=None,
+        scaling_factor=None,
+        inference=True,
+        prng=None,
+        attn_sink=None,
+    ) -> str:
+        own.append("called")
+        return "Levanter's own"
+
+    modules["haliax"].named = NamedArray  # type: ignore[attr-defined]
+    modules["levanter.layers.attention"].dot_product_attention = theirs  # type: ignore[attr-defined]
+    modules["levanter.layers.attention"].AttentionMask = AttentionMask  # type: ignore[attr-defined]
+    exec(program_of("levanter"), {"__name__": "program"})
+    return Levanter(modules["levanter.layers.attention"], modules["haliax.nn.ragged_dot"], own)
+
+
+SIZES = {"batch": 2, "position": 16, "key_position": 16, "kv_head": 2, "q_heads_per_group": 3, "head_size": 8}
+BATCH, QPOS, KPOS, HEADS, GROUP, KEY = (Axis(name, size) for name, size in SIZES.items())
+
+
+def named(seed: int, *axes: Axis) -> NamedArray:
+    return NamedArray(normal(seed, *(axis.size for axis in axes)).astype(BF16), axes)
+
+
+QUERY, KEYS, VALUES = (  # in the orders of Levanter's attention layer
+    named(0, BATCH, HEADS, GROUP, QPOS, KEY),
+    named(1, BATCH, HEADS, KPOS, KEY),
+    named(2, BATCH, HEADS, KPOS, KEY),
+)
+
+
+def by_hand(scale: float, mask: Any, soft_cap: float | None = None) -> jax.Array:
+    q, k, v = (x.array.astype(F32) for x in (QUERY, KEYS, VALUES))
+    scores = scale * jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision="highest")
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    return jnp.einsum("bhgqk,bhkd->bhgqd", weights, v, precision="highest")
+
+
+ROWS = np.arange(16)
+CAUSAL = ROWS[:, None] >= ROWS
+IDS = np.stack([ROWS // 5, ROWS // 8])
+PACKED = (NamedArray(jnp.asarray(IDS), (BATCH, QPOS)), NamedArray(jnp.asarray(IDS), (BATCH, KPOS)))
+SAME = (IDS[:, :, None] == IDS[:, None, :])[:, None, None]
+MASKS: dict[str, tuple[AttentionMask | None, Any]] = {
+    "none": (None, True),
+    "causal": (AttentionMask(is_causal=True), CAUSAL),
+    "a window": (AttentionMask(is_causal=True, sliding_window=4), CAUSAL & (ROWS[:, None] - ROWS < 4)),
+    "packed": (AttentionMask(is_causal=True, segment_ids=PACKED), CAUSAL & SAME),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_levanters_attention_is_computed_by_ours(case: str, levanter: Levanter, assert_near: Any) -> None:
+    mask, seen = MASKS[case]
+    ours = levanter.attention.dot_product_attention
+    out = ours(QPOS, KPOS, KEY, QUERY, KEYS, VALUES, mask, inference=True, scaling_factor=0.25, logits_soft_cap=2.0)
+    assert levanter.own == []
+    assert out.axes == QUERY.axes
+    assert_near(out.array, by_hand(0.25, seen, 2.0), 2e-2)
+
+
+def test_what_ours_does_not_take_goes_to_levanters_own(levanter: Levanter) -> None:
+    def call(query: NamedArray = QUERY, mask: Any = None, **options: Any) -> Any:
+        return levanter.attention.dot_product_attention(QPOS, KPOS, KEY, query, KEYS, VALUES, mask, **options)
+
+    other: list[dict[str, Any]] = [
+        {"bias": QUERY},
+        {"dropout": 0.1},
+        {"attn_sink": QUERY},
+        {"attention_dtype": F32},
+        {"mask": QUERY},
+        {"mask": AttentionMask(explicit_mask=QUERY)},
+        {"mask": AttentionMask(is_causal=True, causal_offset=QUERY)},
+        {"query": named(0, BATCH, QPOS, KEY)},
+        {"query": named(0, BATCH, HEADS, GROUP, Axis("position", 8), KEY)},
+    ]
+    assert [call(**options) for options in other] == ["Levanter's own"] * len(other)
+
+
+def test_haliaxs_products_are_ours(levanter: Levanter, assert_near: Any) -> None:
+    rows, experts = normal(0, 12, 16).astype(BF16), normal(1, 3, 16, 8).astype(BF16)
+    sizes = jnp.array([4, 0, 8], jnp.int32)
+    wanted = jax.lax.ragged_dot(rows, experts, sizes)
+    assert_near(levanter.ragged_dot.ragged_dot(rows, experts, sizes, False, "auto"), wanted, 8e-3)
+
+    def dense(x: jax.Array, weight: jax.Array) -> jax.Array:  # as haliax.dot does, with the output first in a weight
+        return jnp.einsum("bsi,oi->bso", x, weight, _dot_general=mgpu_ops.dot_general)
+
+    x, weight = normal(2, 2, 4, 16).astype(BF16), normal(3, 8, 16).astype(BF16)
+    assert_near(dense(x, weight), jnp.einsum("bsi,oi->bso", x, weight), 8e-3)
+    (use,) = mgpu_ops.capture(dense, "h200")(x, weight).problems
+    assert (use.op, use.problem.layout) == ("matmul", "nt")
+
+
+# --- MaxText: a stand-in with the signature of its call site
+
+
+class AttentionType(enum.Enum):
+    GLOBAL = "global"
+    LOCAL_SLIDING = "local_sliding"
+    CHUNK = "chunk"
+
+
+class AttentionOp:
+    def __init__(self, attention_type: AttentionType, sliding_window_size: int | None = None, dropout_rate: float = 0.0):
+        self.attention_type, self.sliding_window_size, self.dropout_rate = attention_type, sliding_window_size, dropout_rate
+        self.attn_logits_soft_cap: float | None = None
+
+    def cudnn_flash_attention(
+        self, query, key, value, decoder_segment_ids, segment_positions, model_mode="train", sinks=None
+    ) -> Any:
+        return "MaxText's own"
+
+
+@pytest.fixture
+def maxtext(monkeypatch: pytest.MonkeyPatch) -> type[AttentionOp]:
+    op = type("AttentionOp", (AttentionOp,), {})
+    for name in ("maxtext", "maxtext.layers", "maxtext.layers.attention_op"):
+        module = types.ModuleType(name)
+        module.AttentionOp = op  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(jax.lax, "ragged_dot", jax.lax.ragged_dot)  # the program puts ours there
+    exec(program_of("maxtext"), {"__name__": "program"})
+    return op
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_maxtexts_attention_is_computed_by_ours(window: int | None, maxtext: Any, assert_near: Any) -> None:
+    op = maxtext(AttentionType.GLOBAL if window is None else AttentionType.LOCAL_SLIDING, window)
+    q = QUERY.array.reshape(2, 6, 16, 8).swapaxes(1, 2)
+    k, v = (x.array.swapaxes(1, 2) for x in (KEYS, VALUES))
+    out = op.cudnn_flash_attention(q, k, v, jnp.asarray(IDS), jnp.asarray(IDS), "train")
+    seen = CAUSAL & SAME if window is None else CAUSAL & SAME & (ROWS[:, None] - ROWS < window)
+    assert_near(out.swapaxes(1, 2).reshape(QUERY.array.shape), by_hand(1.0, seen), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ((AttentionType.CHUNK,), {}),
+        ((AttentionType.GLOBAL, None, 0.1), {}),
+        ((AttentionType.GLOBAL,), {"model_mode": "autoregressive"}),
+        ((AttentionType.GLOBAL,), {"sinks": 1}),
+    ],
+)
+def test_what_ours_does_not_take_goes_to_maxtexts_own(op: tuple[Any, ...], options: dict[str, Any], maxtext: Any) -> None:
+    assert maxtext(*op).cudnn_flash_attention(1, 2, 3, None, None, **options) == "MaxText's own"
+
+
+def test_maxtexts_experts_are_ours(maxtext: Any) -> None:
+    rows, experts = normal(0, 12, 16).astype(BF16), normal(1, 3, 16, 8).astype(BF16)
+
+    def experts_of(sizes: jax.Array) -> jax.Array:  # by the keywords of its call
+        return jax.lax.ragged_dot(lhs=rows, rhs=experts, group_sizes=sizes, preferred_element_type=BF16)
+
+    (use,) = mgpu_ops.capture(experts_of, "h200")(jnp.array([4, 0, 8], jnp.int32)).problems
+    assert use.op == "grouped_matmul"
