@@ -33,7 +33,8 @@ from mgpu_ops.tuning.search import Search, stored_config
 from mgpu_ops.tuning.worker import WorkerError
 
 FINALISTS = 8
-SUSTAINED = 8  # of the finalists run without pause, beside the default, the incumbent and the baseline: half a minute of turns
+SUSTAINED = 8  # configs run without pause, beside the default, the incumbent and the baseline: half a minute of turns
+_WITHIN = 1.1  # of the fastest time in bursts: what is slower does not run without pause
 _RESERVE = 0.1  # of the budget, kept for the ranking
 _log = logging.getLogger("mgpu_ops")
 
@@ -288,16 +289,37 @@ def _turns(
     """
     if best is None or options.objective == "burst" or not isinstance(device, Sustains):
         return None
-    samples = best.times.samples
-    fastest = sorted(samples, key=lambda config: measure.median_us(samples[config]))[:SUSTAINED]
     worked = {trial.config for trial in done if trial.outcome.kind == "ok"}
     kept = (spec.default(problem, device.gpu), _sustained_incumbent(spec, problem, device))
+    configs = [*_to_sustain(best, _fastest_first(done)), *(c for c in kept if c in worked)]
     try:
-        found = device.sustained(list(dict.fromkeys([*fastest, *(c for c in kept if c in worked)])), options.turn)
+        found = device.sustained(list(dict.fromkeys(configs)), options.turn)
     except WorkerError as error:
         _log.warning("%s %s: %s: the entry is of bursts", spec.name, problem, error)
         return None
     return found if found.turns else None
+
+
+def _to_sustain(best: _Best, fastest_first: Sequence[Trial]) -> list[Config]:
+    """`SUSTAINED` configs: half are the fastest by the ranking, and the others the fastest of other kinds.
+
+    Of another kind is what differs in two fields or more, such as tile and cluster: it may take less energy, and be the fastest
+    at the power cap, where it is a little slower in bursts.
+    """
+    samples = best.times.samples
+    chosen = sorted(samples, key=lambda config: measure.median_us(samples[config]))[: SUSTAINED // 2]
+    limit = _WITHIN * (fastest_first[0].outcome.us or 0.0)
+    near = [trial.config for trial in fastest_first if (trial.outcome.us or 0.0) <= limit]
+    for config in near:
+        if len(chosen) < SUSTAINED and all(_fields_apart(config, other) > 1 for other in chosen):
+            chosen.append(config)
+    return list(dict.fromkeys([*chosen, *near, *samples]))[:SUSTAINED]
+
+
+def _fields_apart(a: Config, b: Config) -> int:
+    """How many fields of two configs differ."""
+    theirs = dataclasses.asdict(b)
+    return sum(value != theirs[name] for name, value in dataclasses.asdict(a).items())
 
 
 def _sustained_incumbent(spec: OpSpec, problem: Problem, device: Device) -> Config | None:

@@ -306,6 +306,21 @@ def test_with_the_objective_sustained_turns_decide_and_the_entry_tells_power_and
     assert len(device.sustained_configs) == 9
 
 
+def test_half_of_what_runs_without_pause_is_of_other_kinds_than_the_fastest() -> None:
+    def fields_apart(a: Config, b: Config) -> int:
+        return sum(x != y for x, y in zip(dataclasses.astuple(a), dataclasses.astuple(b)))
+
+    device = Sustaining(judgement=lambda config: 1000 + slope(config))  # so that many are within a tenth of the fastest
+    result = tune(device, trials=80, objective="sustained")
+    times = {t.config: t.outcome.us or math.inf for t in result.trials}
+    *configs, default = device.sustained_configs
+    assert default == DEFAULT
+    assert set(configs[:4]) <= set(sorted(times, key=lambda c: times[c])[:8])
+    others = configs[4:]
+    assert all(fields_apart(a, b) > 1 for i, a in enumerate(others) for b in [*configs[:4], *others[:i]])
+    assert max(times[c] for c in configs) <= 1.1 * min(times.values())
+
+
 def test_the_incumbent_of_an_objective_is_the_stored_entry_of_that_objective() -> None:
     first = tune(Sustaining(hungry=OPTIMUM), trials=80, objective="sustained")
     database.update(database.user_path(GPU.key, "toy"), first.entries, gpu_key=GPU.key, op="toy")
