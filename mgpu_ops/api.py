@@ -43,7 +43,7 @@ type OpName = Literal[
 
 
 def explain(op: OpName, problem: Any, gpu: str | None = None) -> str:
-    """Which stored config `op` runs `problem` with, and why, as text.
+    """Whether `op` runs `problem` in the kernel or through XLA, with both times, with which config, and why; as text.
 
     Args:
       op: one of `mgpu_ops.SPECS`: "matmul", "flash_attention", "all_reduce" ...

@@ -130,11 +130,12 @@ def flash_attention(
       soft_cap: scores become soft_cap * tanh(scale q . k / soft_cap), before the bias.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, -inf
         for a row that sees nothing. Differentiable.
-      deterministic: the gradients are bitwise equal from run to run; slower.
+      deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
       config, backward_config: run the kernels with these instead of the database's.
       backend: "mosaic" (the kernels; a Hopper GPU), "interpret" (the kernels in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
-        and otherwise "xla", logging once why.
+        and otherwise "xla", logging once why. Where cuDNN is known to be faster and computes the same, it runs instead of the
+        kernel, the backward pass (unless `return_lse`) apart from the forward one; not where a backend or a config is named.
 
     Returns:
       [batch, q_tokens, q_heads, v_head_dim] of q's dtype: zeros, with zero gradients, for a row that sees nothing. Scores below

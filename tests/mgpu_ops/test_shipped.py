@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.attention.problem import Problem, padded
-from mgpu_ops.collectives.problem import XLA
 from mgpu_ops.core import aot, gpu
-from mgpu_ops.registry import database, resolution
+from mgpu_ops.registry import database, resolution, winner
+from mgpu_ops.registry.spec import baseline_of
 from tests import thorough
 
 FILES = sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json"))
@@ -43,10 +45,6 @@ def timeless(config: Any) -> Any:
     return replace(config, section_waves=1) if hasattr(config, "section_waves") else config
 
 
-def leaves_it_to_xla(config: Any) -> bool:
-    return getattr(config, "algorithm", None) == XLA
-
-
 def kernels() -> dict[str, tuple[str, Any, Any, str]]:
     """The distinct (op, problem, config, GPU) of all files; of several sizes, the smallest."""
     found: dict[Any, tuple[str, Any, Any, str]] = {}
@@ -55,7 +53,7 @@ def kernels() -> dict[str, tuple[str, Any, Any, str]]:
         for entry in database.read(path).entries:
             problem = database.to_problem(spec, entry.problem)
             config = database.to_config(spec, entry.config)
-            if leaves_it_to_xla(config):
+            if spec.leaves_to_xla(config):
                 continue
             # Sizes are constants of a kernel, but what it needs of the GPU does not depend on them.
             key = (path.parent.name, path.stem, *kind_of(path.stem, problem), timeless(config))
@@ -123,8 +121,40 @@ def test_every_entry_is_what_its_problem_gets(path):
     spec = spec_of(path.stem)
     device = gpu.find(path.parent.name)
     for entry in database.read(path).entries:
-        found = resolution.resolve(spec, database.to_problem(spec, entry.problem), device)
+        problem, config = database.to_problem(spec, entry.problem), database.to_config(spec, entry.config)
+        found = resolution.resolve(spec, problem, device)
         assert found.source == "shipped"
+        assert found.config == (spec.default(problem, device) if spec.leaves_to_xla(config) else config)
+        assert found.runs == winner.of_entry(entry, spec)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_call_runs_xla_where_its_entry_has_it_at_least_1_percent_faster_and_nowhere_else(path):
+    spec = spec_of(path.stem)
+    for entry in database.read(path).entries:
+        e = entry.evidence
+        same = baseline_of(spec, database.to_problem(spec, entry.problem)).differs is None
+        faster = same and e.baseline_us is not None and e.median_us >= 1.01 * e.baseline_us
+        no_kernel = spec.leaves_to_xla(database.to_config(spec, entry.config))
+        assert winner.of_entry(entry, spec) == ("xla" if faster or no_kernel else "kernel")
+
+
+def test_a_matmul_that_xla_won_is_xlas_own_and_the_kernel_runs_for_who_names_it(monkeypatch):
+    ran = []
+
+    def run(problem, config, device, *arrays, interpret):
+        ran.append(config)
+        return spec_of("matmul").reference(problem, *arrays)
+
+    monkeypatch.setattr(sys.modules["mgpu_ops.matmul"], "SPEC", replace(spec_of("matmul"), run=run))
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 28672)))
+    found = resolution.resolve(spec_of("matmul"), MatmulProblem(4096, 28672, 4096), gpu.find("h200"))
+    assert (found.source, found.runs) == ("shipped", "xla")
+    with gpu.target("h200"):
+        jax.eval_shape(mgpu_ops.matmul, a, b)
+        assert ran == []
+        jax.eval_shape(functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
+    assert ran == [found.config]
 
 
 def assert_compiles(spec: Any, problem: Any, config: Any, device: Any) -> None:

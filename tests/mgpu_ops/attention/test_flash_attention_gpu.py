@@ -496,10 +496,30 @@ def test_shard_map_and_its_gradients_on_two_gpus(spec, assert_close):
 
 
 def test_default_backend_is_the_kernels():
-    arrays = qkv(Shape(1, 256, 256, 2, 2, 64), BF16)
-    assert "mosaic_gpu" in jax.jit(flash_attention).lower(*arrays).as_text()
-    pulled = jax.jit(jax.grad(lambda *x: flash_attention(*x).astype(F32).sum(), argnums=(0, 1, 2))).lower(*arrays).as_text()
+    arrays = qkv(Shape(16, 512, 512, 32, 8, 128), BF16)  # stored, and faster than cuDNN
+    attend = functools.partial(flash_attention, causal=True)
+    assert "mosaic_gpu" in jax.jit(attend).lower(*arrays).as_text()
+    pulled = jax.jit(jax.grad(lambda *x: attend(*x).astype(F32).sum(), argnums=(0, 1, 2))).lower(*arrays).as_text()
     assert "mgpu_ops_flash_attention_backward" in pulled
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 520, 520, 4, 2, 128), Shape(1, 300, 300, 2, 2, 64)], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"causal": True, "window": (99, None)}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("through", [[FORWARD.name], [BACKWARD.name], [FORWARD.name, BACKWARD.name]], ids="+".join)
+def test_cudnn_in_the_place_of_either_pass_or_of_both_computes_the_same(shape, kwargs, through, assert_close):
+    arrays = qkv(shape, BF16)
+
+    def run(backend: str | None) -> Any:
+        out, pull = jax.vjp(lambda *x: flash_attention(*x, backend=backend, **kwargs), *arrays)
+        return out, *pull(normal(7, *out.shape, dtype=out.dtype))
+
+    kernels = jax.jit(lambda: run("mosaic"))()
+    with use_configs(dict.fromkeys(through, "xla")):
+        compiled = jax.jit(lambda: run(None)).lower().compile()
+    calls = {FORWARD.name: '"__cudnn$fmhaSoftmax"', BACKWARD.name: '"__cudnn$fmhaSoftmaxBackward"'}
+    assert all(calls[name] in compiled.as_text() for name in through)
+    for found, wanted in zip(compiled(), kernels, strict=True):
+        assert_close(found, wanted, BF16, roundings=2)
 
 
 @contextlib.contextmanager

@@ -254,8 +254,16 @@ def test_shard_map_and_its_gradients_on_one_device(assert_matmul, assert_near):
 
 
 def test_default_backend_is_the_kernel():
-    a, b = MATMUL.inputs(P(256, 256, 256), jax.random.key(0))
+    a, b = MATMUL.inputs(MATMUL.shapes["llama3-8b-out-128"], jax.random.key(0))  # stored, and faster than cuBLAS
     assert "mosaic_gpu" in jax.jit(matmul).lower(a, b).as_text()
+
+
+def test_where_xla_was_faster_the_call_runs_it_to_the_same_end(assert_near):
+    a, b = MATMUL.inputs(P(4096, 4096, 256, layout="tn"), jax.random.key(0))
+    with use_configs({"matmul": "xla"}):
+        run = jax.jit(functools.partial(matmul, transpose_a=True)).lower(a, b)
+    assert "mosaic_gpu" not in run.as_text()
+    assert_near(run.compile()(a, b), matmul(a, b, transpose_a=True, backend="mosaic"), 8e-3)
 
 
 def test_use_configs_and_the_argument_run_other_kernels_to_the_same_end(assert_matmul):
