@@ -67,7 +67,7 @@ def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]]
     kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
     against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
     default = f"{e.default_us / e.median_us:.3f}" if e.default_us else "-"
-    runs = winner.of_entry(entry, spec) or "-"
+    runs: str = winner.of_entry(entry, spec) or "-"
     if runs == "xla" and e.baseline_us:
         runs = f"xla {e.baseline_us:.1f} us"
     return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, runs, kind, e.date, assignments(config)

@@ -1,7 +1,7 @@
 """Kernel or XLA: which of the two a call runs, where its op has a baseline that computes the same.
 
-An entry that was measured has both times, of one run in which the two took turns: kernel times with a cold L2, or times of a
-call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The entry stores the fastest config of the kernel all the
+An entry that was measured has both times, of one run in which the two took turns: kernel times with a cold L2, times of calls
+without pause in a sustained entry, or times of a call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The entry stores the fastest config of the kernel all the
 same, which a call with `backend="mosaic"` runs.
 
 Where a problem has no such entry, XLA wins where it is faster by `MODELLED_MARGIN`:
