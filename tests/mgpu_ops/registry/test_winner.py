@@ -105,6 +105,14 @@ def test_where_an_entry_says_that_the_baseline_was_faster_the_call_runs_it() -> 
     assert call() == ("kernel", 2)
 
 
+def test_bursts_and_calls_without_pause_may_have_different_winners(monkeypatch: pytest.MonkeyPatch) -> None:
+    store(64, 12.0, 10.0)
+    store(64, 14.0, 15.0, objective="sustained")
+    assert call() == ("library", "x")
+    monkeypatch.setenv("MGPU_OPS_OBJECTIVE", "sustained")
+    assert call() == ("kernel", 2)
+
+
 @pytest.mark.parametrize(("library_us", "what"), [(100.0 / 1.0101, "library"), (100.0 / 1.009, "kernel"), (100.0, "kernel")])
 def test_less_than_one_percent_is_noise_and_the_kernel_stays(library_us: float, what: str) -> None:
     assert winner.MEASURED_MARGIN == 1.01
