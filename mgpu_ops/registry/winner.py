@@ -1,8 +1,8 @@
 """Kernel or XLA: which of the two a call runs, where its op has a baseline that computes the same.
 
 An entry that was measured has both times, of one run in which the two took turns: kernel times with a cold L2, times of calls
-without pause in a sustained entry, or times of a call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The entry
-stores the fastest config of the kernel all the same, which a call with `backend="mosaic"` runs.
+without pause in a sustained entry, or times of a call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The
+entry stores the fastest config of the kernel all the same, which a call with `backend="mosaic"` runs.
 
 Where a problem has no such entry, XLA wins where it is faster by `MODELLED_MARGIN`:
 - by the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`), or,
