@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
     SHAPES,
@@ -211,6 +212,7 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
+    baseline_cost=xla.cost,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "launch", "matmul", "reference", "smem_bytes"]

@@ -1,0 +1,69 @@
+"""A model of the time that XLA takes for a matmul: with cuBLAS or Triton, whichever its autotuner finds the faster.
+
+Before that XLA may split k into parts, a batch of products whose results it adds up (`SplitkRewriter` in openxla/xla). Parts
+are powers of two and begin at multiples of 16 bytes. Where k cannot be divided so, XLA copies both operands to arrays with a
+longer k first, and that takes three times as long as the product itself. The kernel needs no such copy.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mgpu_ops.core import gemm
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul.problem import Problem, bytes_moved
+
+# Fitted to 200 drawn problems of an H200 (docs/kernels/matmul.md).
+_LAUNCH = 2.8e-6  # s
+_RATE = 0.85  # of the datasheet's FLOP/s
+_MEMORY = 0.92  # of HBM's rate
+_STORE = 1.0e-6  # s for the first loads and the store of a tile of 128 x 128
+_NORM = 5.2  # arithmetic and HBM overlap (`gemm.together`)
+_TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.49))  # rows, columns, and what is left of the rate
+_SUM_LAUNCH = 1.5e-6  # s of the kernel that adds up the parts of k
+_SUM_RATE = 0.6  # of HBM's rate, at which float32 parts are written and read
+_PADDED = 4.3  # times the time of HBM take the copies and the product after them
+
+# When XLA splits k: as the tile that its heuristic reckons with, and what adding up the parts costs it in steps of k.
+_SPLIT_TILE = (96, 192)
+_SPLIT_STEPS = 400.0
+_SPLIT_STEPS_PER_ELEMENT = 8e-4  # of the parts
+_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+_ALIGNED = 8  # elements of 16 bits in 16 bytes
+
+
+def cost(problem: Problem, gpu: Gpu) -> float:
+    """Modelled time of XLA in seconds, |...| as in `model.cost`.
+
+    time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile;
+    with a k that must be padded, at least `_PADDED` times the time of HBM.
+    """
+    p, parts = problem, split_k(problem, gpu)
+    memory = bytes_moved(p) / gpu.memory_bytes_per_s
+    summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
+    arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in _TILES)
+    seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY)
+    if p.k % (_ALIGNED * parts):
+        seconds = max(seconds, _PADDED * memory)
+    return _LAUNCH + seconds
+
+
+def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gpu: Gpu) -> float:
+    """The time of all waves of output tiles of one size."""
+    waves = math.ceil(p.batch * parts * math.ceil(p.m / rows) * math.ceil(p.n / columns) / gpu.sms)
+    flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
+    area = rows * columns / 128**2
+    return waves * (flops * gpu.sms / (left * _RATE * gpu.bf16_flops) + _STORE * area)
+
+
+def split_k(problem: Problem, gpu: Gpu) -> int:
+    """Into how many parts XLA probably splits k: it weighs shorter waves of tiles against adding up the parts."""
+    p = problem
+    rows, columns = _SPLIT_TILE
+    tiles = p.batch * math.ceil(p.m / rows) * math.ceil(p.n / columns)
+
+    def steps(parts: int) -> float:
+        added = _SPLIT_STEPS + _SPLIT_STEPS_PER_ELEMENT * p.batch * parts * p.m * p.n if parts > 1 else 0.0
+        return math.ceil(tiles * parts / gpu.sms) * p.k / parts + added
+
+    return min(_SPLITS, key=steps)
