@@ -348,6 +348,8 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
         query.note("xla", reason)
         return found
     times = winner.measured(found.entry, baseline) if found.entry is not None and near is None else None
+    if times is not None and found.source == "family":
+        times = dataclasses.replace(times, how="family")
     times = times or winner.expected(spec, problem, found.config, gpu, baseline)
     if times is None and near is not None and (there := winner.measured(near[0].entry, baseline)):
         times = winner.expected_from(there, near[1], spec.cost(problem, found.config, gpu) * 1e6)

@@ -4,7 +4,8 @@ An entry that was measured has both times, of one run in which the two took turn
 without pause in a sustained entry, or times of a call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The
 entry stores the fastest config of the kernel all the same, which a call with `backend="mosaic"` runs.
 
-Where a problem has no such entry, XLA wins where it is faster by `MODELLED_MARGIN`:
+An entry of another GPU of the family must have it faster by `MODELLED_MARGIN`. Where a problem has no entry, XLA wins where it
+is faster by as much:
 - by the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`), or,
 - for an op that does not model its baseline, by the entry of a near problem, the one that the config is from or that is the
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
@@ -21,7 +22,7 @@ from mgpu_ops.registry.database import Entry, to_config, to_problem
 from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_of
 
 MEASURED_MARGIN = 1.01  # times as fast as the kernel XLA must be in an entry's run: less is noise
-MODELLED_MARGIN = 1.03  # times as fast it must be by a model or a near problem: in unclear cases the kernel runs
+MODELLED_MARGIN = 1.03  # times as fast it must be elsewhere, or by a model: in unclear cases the kernel runs
 
 type Winner = Literal["kernel", "xla"]
 
@@ -30,13 +31,14 @@ type Winner = Literal["kernel", "xla"]
 class Times:
     """The time of the kernel and that of the baseline, in microseconds, and how they are known.
 
-    how: "measured" in one run, "modelled", or "near": the kernel's modelled, the baseline's in proportion to a near problem's.
+    how: "measured" in one run on this GPU, or on another of its "family"; "modelled"; or "near": the kernel's modelled, the
+      baseline's in proportion to a near problem's.
     """
 
     kernel_us: float
     baseline_us: float
     baseline: str
-    how: Literal["measured", "modelled", "near"]
+    how: Literal["measured", "family", "modelled", "near"]
 
     @property
     def margin(self) -> float:
@@ -48,7 +50,7 @@ class Times:
         return "xla" if self.kernel_us >= self.margin * self.baseline_us else "kernel"
 
     def __str__(self) -> str:
-        how = "by a near problem" if self.how == "near" else self.how
+        how = {"near": "by a near problem", "family": "measured on another GPU"}.get(self.how, self.how)
         return f"kernel {self.kernel_us:.4g} us, {self.baseline} {self.baseline_us:.4g} us, {how}"
 
 

@@ -81,7 +81,7 @@ def store(
     }  # fmt: skip
     path = path or database.user_path(GPU.key, "toy")
     entry = database.to_entry(Problem(m), Config(tile), Evidence(**(fields | changes)))
-    database.update(path, [entry], gpu_key=GPU.key, op="toy")
+    database.update(path, [entry], gpu_key=gpus.find(entry.evidence.gpu).key, op="toy")
     return path
 
 
@@ -118,6 +118,15 @@ def test_less_than_one_percent_is_noise_and_the_kernel_stays(library_us: float, 
     assert winner.MEASURED_MARGIN == 1.01
     store(64, 100.0, library_us)
     assert call()[0] == what
+
+
+@pytest.mark.parametrize(("library_us", "what"), [(100.0 / 1.031, "library"), (100.0 / 1.029, "kernel")])
+def test_an_entry_of_another_gpu_of_the_family_counts_as_a_model_does(library_us: float, what: str) -> None:
+    cousin = gpus.find("h100-sxm")
+    path = database.user_path(cousin.key, "toy")
+    store(64, 100.0, library_us, path=path, gpu=cousin.name)
+    assert call()[0] == what
+    assert "measured on another GPU" in resolution.explain(SPEC, Problem(64), GPU)
 
 
 def test_who_names_the_kernel_gets_it_with_the_tuned_config_though_the_baseline_was_faster() -> None:
