@@ -32,7 +32,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.typing import DTypeLike
 
-from mgpu_ops.core import inflight, jax_patches, ptxas, threads, tma
+from mgpu_ops.core import cluster, inflight, jax_patches, ptxas, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 from mgpu_ops.core.tile_scheduler import Int
 
@@ -97,6 +97,47 @@ class ClusterSum:
             return [all_blocks, all_blocks]
         inbox = plgpu.SMEM(self.inbox(), jnp.float32, transforms=operand_transforms(self.shape[1], jnp.float32))
         return [inbox, plgpu.Barrier(num_arrivals=self.blocks - 1, num_barriers=self.warpgroups), all_blocks]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterColumns:
+    """Scratch type: the blocks of a cluster share out the columns of their tiles, once in a kernel of one warpgroup.
+
+    Every block has a float32 tile [64, columns], of which the first `rows` rows matter, with a number for each row. Afterwards
+    block b of `blocks` along `axis`, the cluster's only one, has columns [b, b + 1) * columns / blocks of all tiles, and all
+    numbers. They come through distributed shared memory (`core/cluster.py`), into memory that `before`, other scratch types by
+    name, had until then. A kernel receives a handle, `_ClusterColumns`.
+    """
+
+    columns: int
+    rows: int
+    blocks: int
+    axis: str
+    before: Mapping[str, Any]
+
+    @property
+    def own(self) -> int:
+        """Columns of a block, a multiple of 8."""
+        return self.columns // self.blocks
+
+    def inbox(self) -> tuple[int, ...]:
+        """The shape of what a cluster's blocks receive: to each, from each; its columns, and the number of the row."""
+        return (self.blocks, self.blocks, 64, self.own + 1) if self.blocks > 1 else ()
+
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _ClusterColumns:
+        return _SimulatedClusterColumns(self, received, *scratch) if interpret else _ClusterColumns(self, *scratch)
+
+    def scratch(self, interpret: bool) -> list[Any]:
+        """Interpreted, the inbox is in global memory."""
+        before = dict(self.before)
+        if interpret:
+            return [before, plgpu.ClusterBarrier(collective_axes=(self.axis,), num_arrivals=1)] if self.blocks > 1 else [before]
+        inbox = [
+            plgpu.SMEM((self.blocks, 64, self.own), jnp.float32),
+            plgpu.SMEM((self.blocks, 64), jnp.float32),
+            plgpu.SMEM((cluster.BARRIER_WORDS,), jnp.int32),
+        ]
+        return [plgpu.RefUnion(before, inbox) if self.blocks > 1 else before]
 
 
 _interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
@@ -196,6 +237,55 @@ class _SimulatedClusterSum(_ClusterSum):
         plgpu.barrier_wait(self._arrived)
         for part in range(self._kind.blocks - 1):
             yield self._inbox[lax.axis_index("block"), part, lax.axis_index("wg")]
+
+
+type Exchange = Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]  # `_ClusterColumns.exchange`
+
+
+class _ClusterColumns:
+    """What a kernel has of a `ClusterColumns`: `before`, refs until `exchange`."""
+
+    def __init__(self, kind: ClusterColumns, memory: Any):
+        self._kind = kind
+        self.before, self._inbox = memory if kind.blocks > 1 else (memory, None)
+
+    def exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """This block's columns of each block's tile [64, columns], and each block's numbers [64], in the order of the blocks.
+
+        Every block of the cluster calls it, when no copy or wgmma uses `before` any more. Nothing may use it afterwards.
+        """
+        return [(tile, numbers)] if self._kind.blocks == 1 else self._exchange(tile, numbers)
+
+    def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        tiles, others, _ = self._inbox
+        cluster.send_columns(tile, numbers, self._kind.rows, self._kind.blocks, tuple(self._inbox))
+        layout = plgpu.Layout.WGMMA
+        return [
+            (
+                plgpu.load(tiles.at[i], layout=layout, optimized=False),
+                plgpu.load(others.at[i], layout=layout.reduce(1), optimized=False),
+            )
+            for i in range(self._kind.blocks)
+        ]
+
+
+class _SimulatedClusterColumns(_ClusterColumns):
+    """In the interpreter, which has no distributed shared memory: tiles go through global memory, [clusters, *inbox]."""
+
+    def __init__(self, kind: ClusterColumns, received: Any, before: Any, all_blocks: Any = None):
+        self._kind, self._received, self._all_blocks = kind, received, all_blocks
+        self.before = before
+
+    def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        own, rows, me = self._kind.own, pl.ds(0, self._kind.rows), lax.axis_index(self._kind.axis)
+        inboxes = self._received.at[lax.axis_index("block")]
+        for block in range(self._kind.blocks):
+            inbox = inboxes.at[block, me]
+            inbox[rows, pl.ds(0, own)] = tile[: self._kind.rows, block * own : (block + 1) * own]
+            inbox[rows, pl.ds(own, 1)] = numbers[: self._kind.rows, None]
+        plgpu.barrier_arrive(self._all_blocks)
+        plgpu.barrier_wait(self._all_blocks)
+        return [(inboxes[me, i, :, pl.ds(0, own)], inboxes[me, i, :, own]) for i in range(self._kind.blocks)]
 
 
 def accumulated(acc: Any, in_flight: int) -> jax.Array:
@@ -412,6 +502,27 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
     store(values, ref)
 
 
+def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
+    """dst[offsets[i] + j] = values[i, j] in global memory, for the rows i of a warpgroup's 64 whose offset is not negative.
+
+    values: [64, columns], or [64] for one column, in wgmma's layout. dst: rank 1. Columns and offsets are even if there are several.
+    """
+    columns = 1 if values.ndim == 1 else values.shape[1]
+    if _interpreting.get():
+
+        def row(i: jax.Array, _: None) -> None:
+            start = lax.dynamic_index_in_dim(offsets, i, keepdims=False)
+            pl.when(start >= 0)(lambda: _set(dst, start, columns, lax.dynamic_index_in_dim(values, i, keepdims=False)))
+
+        lax.fori_loop(0, 64, row, None)
+        return
+    cluster.store_scattered(values, dst, offsets)
+
+
+def _set(dst: Any, start: jax.Array, columns: int, values: jax.Array) -> None:
+    dst[pl.ds(start, columns)] = values.reshape(columns)
+
+
 def interpreting() -> bool:
     """Whether the kernel that is being traced is for the interpreter."""
     return _interpreting.get()
@@ -482,7 +593,7 @@ def kernel(
         threads.provide(math.prod(launch.cluster.values()) * launch.warpgroups + 1)
     else:
         ptxas.prefer_newest()
-    ours = {k: t for k, t in scratch_types.items() if isinstance(t, (Accumulators, ClusterSum))}
+    ours = {k: t for k, t in scratch_types.items() if isinstance(t, (Accumulators, ClusterSum, ClusterColumns))}
     buffers = {k: ours[k].scratch(interpret) if k in ours else t for k, t in scratch_types.items()}
     inboxes: dict[str, jax.ShapeDtypeStruct] = {}  # interpreted, further outputs, which the caller does not see
     if interpret:
@@ -501,7 +612,7 @@ def kernel(
 
     run = plgpu.kernel(
         fresh_body,
-        out_type=(out_type, *inboxes.values()) if inboxes else out_type,
+        out_type=(*(out_type if isinstance(out_type, tuple) else (out_type,)), *inboxes.values()) if inboxes else out_type,
         scratch_types=buffers,
         grid=tuple(launch.grid.values()),
         grid_names=tuple(launch.grid),
@@ -520,7 +631,9 @@ def kernel(
         # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
         values = [x for x in arrays if not isinstance(jax.typeof(x), AbstractRef)]
         outputs = run(*arrays)
-        return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], outputs[0] if inboxes else outputs)
+        if inboxes:
+            outputs = tuple(outputs[: -len(inboxes)]) if isinstance(out_type, tuple) else outputs[0]
+        return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], outputs)
 
     return call
 

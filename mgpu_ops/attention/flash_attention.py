@@ -332,7 +332,10 @@ def _run(
     problem: Problem, config: Config, gpu: gpus.Gpu, *arrays: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """The forward kernel with `config`, which `check` must pass, on q, k, v and `Inputs.arrays()`."""
-    from mgpu_ops.attention.forward import launch
+    if config.kv_splits:
+        from mgpu_ops.attention.decode import launch
+    else:
+        from mgpu_ops.attention.forward import launch
 
     return launch(problem, config, gpu, *arrays, interpret=interpret)
 

@@ -17,6 +17,8 @@ from mgpu_ops.attention import reference
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     HEAD_DIMS,
+    KV_SPLITS,
+    ONE_WARPGROUP,
     ROWS,
     BackwardConfig,
     BackwardProblem,
@@ -25,6 +27,10 @@ from mgpu_ops.attention.problem import (
     check,
     check_backward,
     padded,
+    split_blocks,
+    split_smem_bytes,
+    split_stages,
+    splits_keys,
     supports,
     supports_backward,
 )
@@ -38,7 +44,7 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more, four packed segments, a bias."""
+    """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more (at least one), four packed segments, a bias."""
     p = problem
     keys = jax.random.split(key, 8)
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
@@ -48,7 +54,8 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
     if p.lengths:
         rest += [
-            jax.random.randint(k, (p.batch,), n // 2, n + 1) for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)
+            jax.random.randint(k, (p.batch,), max(1, n // 2), n + 1)
+            for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)
         ]
     if p.segments:
         rest += [jnp.broadcast_to(jnp.arange(n) * 4 // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
@@ -70,13 +77,18 @@ def backward_inputs(problem: BackwardProblem, key: jax.Array) -> tuple[jax.Array
 # --- Forward --------------------------------------------------------------------------------------------------------
 
 
+_FEW_TOKENS = 16  # query tokens: up to here keys are split
 _SECTION_WAVES = (1, 2, 4, 8, 1024)  # the last: all heads together
 _SECTION = 4  # of candidates: `cost` does not know the L2
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of Config, in order; `check` says which combinations run."""
-    del problem, gpu
+    del gpu
+    if splits_keys_by_default(problem):
+        choices: dict[str, Sequence[Any]] = {name: (value,) for name, value in ONE_WARPGROUP.items()}
+        choices |= {"tile_kv": (64, 128), "max_concurrent_steps": (2, 3, 4, 5, 6, 7), "kv_splits": KV_SPLITS}
+        return {field.name: choices[field.name] for field in dataclasses.fields(Config)}
     return {
         "compute_warpgroups": (1, 2, 3),
         "tile_kv": (64, 128, 192, 256),
@@ -85,7 +97,13 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "section_waves": _SECTION_WAVES,
         "memory_registers": (24, 32, 40, 56),
         "pv_wait": ("early", "late"),
+        "kv_splits": (0,),
     }
+
+
+def splits_keys_by_default(problem: Problem) -> bool:
+    """Whether it has few query tokens, and the kernel with `kv_splits` runs it."""
+    return problem.q_tokens <= _FEW_TOKENS and splits_keys(problem) is None
 
 
 # The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
@@ -101,11 +119,13 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
 
     For each number of consumers, tile_kv and q_slots, the deepest pipeline of up to three stages: two load while consumers work
-    on one.
+    on one. For few query tokens `_split_candidates`.
     """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
+    if splits_keys_by_default(problem):
+        return _split_candidates(problem, gpu)
     found = [_MEASURED[padded(problem.head_dim)]]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
         pipelines = [
@@ -122,6 +142,8 @@ def default(problem: Problem, gpu: Gpu) -> Config:
     Or the best candidate, where that one cannot run, has a warpgroup more than there are rows for, or is modelled well behind.
     """
     best, *_ = ranked = candidates(problem, gpu)
+    if best.kv_splits:
+        return best
     measured = _MEASURED[padded(problem.head_dim)]
     if measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
         return best
@@ -146,6 +168,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """
     p, c = problem, config
     _require(supports(p, gpu))
+    if c.kv_splits:
+        return _split_cost(p, c, gpu)
     rows, d = ROWS * c.compute_warpgroups, padded(p.head_dim)
     scores = rows * c.tile_kv
     products = 4 * scores * d / _rate(gpu)
@@ -160,6 +184,51 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     tile = _TILE + _MASKED * masked + _REFILL * (c.q_slots == 1)
     work = _shared_out(_kv_blocks(p, rows, c.tile_kv) * step + tile, p.batch * p.q_heads, gpu)
     return rates.LAUNCH + max(work, reference.bytes_moved(p) / _hbm(gpu))
+
+
+# None of these was fitted to a measurement.
+_BLOCK = 2.5e-6  # s from a block's start to its first scores, and from its last output to its end
+_EXCHANGE = 1.5e-6  # s in which the blocks of a cluster add up their outputs
+_ADDED_UP = 3e-6  # s of XLA's kernel that adds up those of several clusters
+_UNEVEN = 1.25  # times as long as each step by itself: blocks that share an SM or the memory hold each other up now and then
+_WAITS = 0.25e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
+
+
+def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """For each number of splits and of thread blocks that share an SM, the deepest pipeline."""
+    found = []
+    for kv_splits, tile_kv, shared in itertools.product(KV_SPLITS, (64, 128), (2, 1, 3)):
+        steps = range(7, 1, -1)
+        pipelines = [Config(tile_kv=tile_kv, max_concurrent_steps=n, kv_splits=kv_splits, **ONE_WARPGROUP) for n in steps]
+        legal = (c for c in pipelines if check(problem, c, gpu) is None and _blocks_of_an_sm(problem, c, gpu) >= shared)
+        found += list(legal)[:1]
+    return sorted(dict.fromkeys(found), key=lambda c: (cost(problem, c, gpu), c.kv_splits))
+
+
+def _blocks_of_an_sm(p: Problem, c: Config, gpu: Gpu) -> int:
+    """How many thread blocks with `kv_splits` an SM holds by their shared memory, of which each takes a kilobyte more than it says."""
+    return (gpu.smem_per_block + 1024) // (split_smem_bytes(p, c) + 1024)
+
+
+def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
+    """Modelled time of the kernel with `kv_splits`: at least that of HBM, and of the blocks, a wave of them after the other.
+
+    A step of a block takes the longest of three: its products and its softmax, which overlap with nothing in the block; its share
+    of what its SM loads; and the latency of a load over the bytes in flight.
+    """
+    d, group, (cluster, parts) = padded(p.head_dim), p.q_heads // p.kv_heads, split_blocks(c)
+    tiles = math.ceil(p.q_tokens * group / ROWS)
+    blocks, at_once = p.batch * p.kv_heads * tiles * c.kv_splits, min(4, _blocks_of_an_sm(p, c, gpu)) * gpu.sms
+    shared = math.ceil(min(blocks, at_once) / gpu.sms)  # blocks of an SM at a time
+    steps = math.ceil(int(_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
+    scores, loaded = ROWS * c.tile_kv, 4 * c.tile_kv * d
+    compute = 4 * scores * d / _rate(gpu)
+    compute += (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * ROWS * d) / _LANES) / gpu.clock_hz
+    in_flight = (sum(split_stages(c)) - 2) / 2  # steps
+    step = max(compute + _WAITS, shared * compute, shared * loaded / _load_rate(gpu), rates.LOAD_LATENCY / in_flight)
+    work = math.ceil(blocks / at_once) * (_BLOCK + steps * step * _UNEVEN)
+    moved = reference.bytes_moved(p) / _hbm(gpu) + _BLOCK
+    return rates.LAUNCH + max(work, moved) + _EXCHANGE * (cluster > 1) + _ADDED_UP * (parts > 1)
 
 
 def distance(x: Problem, y: Problem) -> float | None:

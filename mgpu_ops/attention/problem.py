@@ -96,6 +96,9 @@ class Config:
     memory_registers: registers of a producer thread. The consumers share the rest.
     pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block, or "early", where ptxas
       puts it.
+    kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A thread block
+      is then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
+      max_concurrent_steps can be chosen beside it.
     """
 
     compute_warpgroups: int
@@ -105,6 +108,7 @@ class Config:
     section_waves: int
     memory_registers: int
     pv_wait: str
+    kv_splits: int = 0
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -136,7 +140,14 @@ def _of(model: str, batch: int, tokens: int, **mask: Any) -> Problem:
     return _mha(heads.head_dim, batch, tokens, heads.q_heads, heads.kv_heads, causal=True, **mask)
 
 
-SHAPES: dict[str, Problem] = {
+def _decode(model: str, batch: int, kv_tokens: int, q_tokens: int = 1, **mask: Any) -> Problem:
+    """The last tokens of a sequence of `kv_tokens`. One alone needs no causal mask: it sees them all."""
+    heads = MODELS[model].attention["attention"]
+    causal = q_tokens > 1 or "window_left" in mask
+    return Problem(batch, q_tokens, kv_tokens, heads.q_heads, heads.kv_heads, heads.head_dim, causal=causal, **mask)
+
+
+_LONG: dict[str, Problem] = {
     "bert-large-512": _mha(64, 32, 512, 16),
     "gpt2-1024-causal": _of("gpt2", 16, 1024),
     "whisper-cross-448x1500": Problem(16, 448, 1500, 20, 20, 64),
@@ -158,12 +169,28 @@ SHAPES: dict[str, Problem] = {
     "gemma2-9b-8192-causal": _of("gemma2-9b", 1, 8192),
     "gemma2-9b-8192-window": _of("gemma2-9b", 1, 8192, window_left=4095),
 }
-SUITES: dict[str, Sequence[str]] = {
-    "llm": list(SHAPES),
-    **{f"d{d}": [name for name, p in SHAPES.items() if p.head_dim == d] for d in (64, 128, 256)},
+_DECODE: dict[str, Problem] = {
+    "llama3-8b-decode-1x8192": _decode("llama3-8b", 1, 8192),
+    "llama3-8b-decode-1x131072": _decode("llama3-8b", 1, 131072),
+    "llama3-8b-decode-16x8192": _decode("llama3-8b", 16, 8192),
+    "llama3-8b-decode-64x1024": _decode("llama3-8b", 64, 1024),
+    "llama3-8b-decode-256x1024": _decode("llama3-8b", 256, 1024),
+    "llama3-8b-verify-16x8192": _decode("llama3-8b", 16, 8192, 8),
+    "llama3-70b-decode-1x32768": _decode("llama3-70b", 1, 32768),
+    "llama3-70b-decode-64x8192-lengths": _decode("llama3-70b", 64, 8192, lengths=True),
+    "qwen3-235b-a22b-decode-16x32768": _decode("qwen3-235b-a22b", 16, 32768),
+    "mistral-7b-decode-64x8192-window": _decode("mistral-7b", 64, 8192, window_left=4095),
+    "gemma2-9b-decode-16x8192": _decode("gemma2-9b", 16, 8192),
+    "gpt2-decode-64x1024": _decode("gpt2", 64, 1024),
 }
-BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in SHAPES.items()}
-BACKWARD_SUITES = SUITES
+SHAPES = _LONG | _DECODE
+SUITES: dict[str, Sequence[str]] = {
+    "llm": list(_LONG),
+    **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
+    "decode": list(_DECODE),
+}
+BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in _LONG.items()}
+BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name != "decode"}
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
@@ -209,6 +236,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if reason is not None:
         return reason
     p, c = problem, config
+    if c.kv_splits:
+        return _check_split(p, c, gpu)
     if c.compute_warpgroups not in (1, 2, 3):
         return f"compute_warpgroups={c.compute_warpgroups} is not 1, 2 or 3"
     if c.tile_kv % PANEL or not PANEL <= c.tile_kv <= 256:
@@ -231,6 +260,61 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             "use a smaller tile_kv or fewer consumer warpgroups"
         )
     return limits.check_smem(smem_bytes(p, c), gpu)
+
+
+ONE_WARPGROUP = {"compute_warpgroups": 1, "q_slots": 1, "section_waves": 1, "memory_registers": 24, "pv_wait": "early"}
+KV_SPLITS = (1, 2, 4, 8, 16, 32)
+CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have
+PACKED_ROWS = 256  # of a head of keys: beyond, there are tiles enough without splitting keys
+
+
+def split_blocks(config: Config) -> tuple[int, int]:
+    """Over how many thread blocks of a cluster, and over how many clusters, keys are split."""
+    return min(config.kv_splits, CLUSTER), max(1, config.kv_splits // CLUSTER)
+
+
+def split_stages(config: Config) -> tuple[int, int]:
+    """Stages of the keys and of the values of a thread block of the kernel with `kv_splits`."""
+    return config.max_concurrent_steps, config.max_concurrent_steps - 1
+
+
+def splits_keys(problem: Problem) -> str | None:
+    """Why no config with `kv_splits` can run `problem`, or None."""
+    p = problem
+    if p.bias != "none" or p.segments:
+        return "kv_splits takes no bias, mask or segments: use kv_splits=0"
+    rows = p.q_tokens * (p.q_heads // p.kv_heads)
+    if rows > PACKED_ROWS:
+        return f"kv_splits is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: use kv_splits=0"
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] // CLUSTER > MAX_SIZE:
+        return f"the output of {p.batch} batch entries has more elements than kv_splits counts in 32 bits: use kv_splits=0"
+    return None
+
+
+def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
+    if reason := splits_keys(p):
+        return reason
+    if c.kv_splits not in KV_SPLITS:
+        return f"kv_splits={c.kv_splits} is not one of {', '.join(map(str, (0, *KV_SPLITS)))}"
+    for name, value in ONE_WARPGROUP.items():
+        if getattr(c, name) != value:
+            return f"{name}={getattr(c, name)!r} must be {value!r} with kv_splits={c.kv_splits}: a block is one warpgroup there"
+    if c.tile_kv not in (64, 128):
+        return f"tile_kv={c.tile_kv} must be 64 or 128 with kv_splits={c.kv_splits}"
+    if not 2 <= c.max_concurrent_steps <= 16:
+        return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16"
+    if padded(p.head_dim) // 2 + c.tile_kv * 3 // 4 > 200:
+        return f"tile_kv={c.tile_kv} leaves no registers for the output of head_dim={p.head_dim}: use 64"
+    return limits.check_smem(split_smem_bytes(p, c), gpu)
+
+
+def split_smem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory of a thread block of the kernel with `kv_splits`. What a cluster receives lies where keys lay."""
+    c, d, (cluster, _) = config, padded(problem.head_dim), split_blocks(config)
+    keys = limits.block_bytes([((stages, c.tile_kv, d), 2) for stages in split_stages(c)], 0)
+    inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
+    buffers: list[limits.Buffer] = [((max(keys, inbox),), 1), ((ROWS, d), 2), ((MOSAIC_SCRATCH,), 1)]
+    return limits.block_bytes(buffers, barriers=1 + sum(split_stages(c)))
 
 
 def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:

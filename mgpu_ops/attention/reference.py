@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.mask import mask_of, some_see_nothing, zero_unseen
+from mgpu_ops.attention.mask import keys_seen, mask_of, some_see_nothing, zero_unseen
 from mgpu_ops.attention.problem import BackwardProblem, Problem
 from mgpu_ops.core.limits import itemsize_of
 
@@ -171,9 +171,10 @@ def backward_tolerance(problem: BackwardProblem) -> float:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Each input read once and each output written once."""
+    """Each input read once, of keys and values what some row sees, and each output written once."""
     p = problem
-    queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * p.kv_tokens * p.kv_heads
+    first, end = keys_seen(p, max(1, p.q_tokens))  # by all rows together
+    queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * int((end - first).sum()) * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
     return 2 * (queries + keys) * p.head_dim * itemsize_of(p.dtype) + 4 * queries + bias
 

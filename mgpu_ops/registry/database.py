@@ -207,8 +207,11 @@ def to_problem(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
 
 
 def to_config(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
-    """`spec.Config` of an entry; ValueError for a missing, unknown or wrongly typed field."""
-    return fit(spec.Config, fields)
+    """`spec.Config` of an entry; ValueError for a missing, unknown or wrongly typed field.
+
+    A field with a default may be missing: the entry is older than the field (`OpSpec`).
+    """
+    return fit(spec.Config, fields, older=True)
 
 
 def to_entry(problem: Problem, config: Config, evidence: Evidence) -> Entry:
@@ -216,13 +219,17 @@ def to_entry(problem: Problem, config: Config, evidence: Evidence) -> Entry:
     return Entry(dataclasses.asdict(problem), dataclasses.asdict(config), evidence)
 
 
-def fit(cls: type, fields: Mapping[str, Any]) -> Any:
-    """A frozen dataclass from all its fields; ValueError for a missing, unknown or wrongly typed one."""
+def fit(cls: type, fields: Mapping[str, Any], *, older: bool = False) -> Any:
+    """A frozen dataclass from all its fields; ValueError for a missing, unknown or wrongly typed one.
+
+    older: those that have a default may be missing.
+    """
     # msgspec ignores unknown fields of a dataclass and fills missing ones from their defaults.
     names = {field.name for field in dataclasses.fields(cls)}
+    later = {field.name for field in dataclasses.fields(cls) if older and field.default is not dataclasses.MISSING}
     what = f"{cls.__name__.lower()} {dict(fields)}"
-    if names != fields.keys():
-        missing, unknown = sorted(names - fields.keys()), sorted(fields.keys() - names)
+    if not names - later <= fields.keys() <= names:
+        missing, unknown = sorted(names - later - fields.keys()), sorted(fields.keys() - names)
         raise ValueError(f"{what} lacks {missing} and has unknown {unknown}: tune again")
     try:
         return msgspec.convert(dict(fields), cls)

@@ -1,0 +1,354 @@
+"""The forward kernel of attention for few query tokens and many keys: decoding, and checking drafted tokens.
+
+What takes the time is to read the keys and values once from memory, so that they are read once for all query heads that share
+them, and by as many thread blocks as there is room for:
+
+- *Packed rows.* The 64 rows of a tile are (query token, query head of the group) pairs: row t * group + g. The tensor cores
+  would multiply 64 rows anyway.
+- *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, each a run of neighbours. Those of a
+  cluster, up to eight, then send each other the columns of their outputs through distributed shared memory
+  (`engine.ClusterColumns`), and each stores its columns of the sum: there is no second pass over memory. More than eight write
+  one partial output for each cluster, which XLA adds up: a few rows.
+- A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM: while
+  one waits or takes exponentials, another loads.
+
+Weights, masks and online softmax are those of `forward.py`.
+Sources: Flash-Decoding (Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html); PTX ISA ("st.async", wgmma).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_head, swizzled
+from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows
+from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms
+from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
+from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded, split_blocks, split_stages
+from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
+from mgpu_ops.core import engine
+from mgpu_ops.core.gpu import Gpu
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """The arguments of the kernel: arrays outside of it, refs in global memory within."""
+
+    q: Any  # packed rows, [batch * kv_heads * rows, head_dim] as `engine.load_rows` takes them
+    k: Any
+    v: Any
+    optional: OptionalRefs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packing:
+    """Which query token and head a packed row is, and which tile of which head of keys a thread block works on."""
+
+    problem: Problem
+
+    @property
+    def group(self) -> int:
+        return self.problem.q_heads // self.problem.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a head of keys."""
+        return self.problem.q_tokens * self.group
+
+    @property
+    def tiles(self) -> int:
+        return math.ceil(self.rows / ROWS)
+
+    @property
+    def entries(self) -> int:
+        """Tiles of all heads of keys of all batch entries."""
+        return self.problem.batch * self.problem.kv_heads * self.tiles
+
+    def position(self, entry: jax.Array) -> Position:
+        """Batch entry, head of keys and first packed row of a tile. Tiles of one head are neighbours, then heads."""
+        p = self.problem
+        head, tile = lax.div(entry, jnp.int32(self.tiles)), lax.rem(entry, jnp.int32(self.tiles))
+        return Position(lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads)), tile * ROWS)
+
+    def row_numbers(self, at: Position) -> jax.Array:
+        """The packed rows of a tile, [64]."""
+        return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + at.token
+
+    def tokens(self, rows: jax.Array) -> jax.Array:
+        """The query tokens of packed rows."""
+        return rows if self.group == 1 else lax.div(rows, jnp.full_like(rows, self.group))
+
+    def token_range(self, at: Position) -> tuple[jax.Array, jax.Array]:
+        """The first query token of a tile, and how many it has."""
+        first = lax.div(at.token, jnp.int32(self.group))
+        last = lax.div(jnp.minimum(at.token + ROWS, self.rows) - 1, jnp.int32(self.group))
+        return first, last - first + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _ThreadBlock:
+    """One thread block: a tile of packed rows, and its share of the kv blocks."""
+
+    p: Problem
+    c: Config
+    packing: _Packing
+    x: Operands
+    at: Position  # batch entry, head of keys and first packed row of the tile
+    part: jax.Array  # which cluster of those that share the tile
+    order: BlockOrder  # of the kv blocks of this thread block; either list may be empty
+    terms: MaskTerms
+    smem: dict[str, Any]
+    full: dict[str, Any]  # barriers: one for q, one for each stage of k and of v
+    s_acc: Any
+    o_acc: Any
+
+    @staticmethod
+    def of(p: Problem, c: Config, x: Operands, smem: dict[str, Any], full: dict[str, Any], accs: Sequence[Any]) -> _ThreadBlock:
+        packing, (cluster, parts) = _Packing(p), split_blocks(c)
+        number = lax.axis_index("block")
+        part, entry = lax.div(number, jnp.int32(packing.entries)), lax.rem(number, jnp.int32(packing.entries))
+        at = packing.position(entry)
+        seen = x.kv_range(at.batch, *packing.token_range(at), c.tile_kv)
+        order = BlockOrder(_share(seen, part * cluster + lax.axis_index("split"), cluster * parts))
+        return _ThreadBlock(p, c, packing, x, at, part, order, x.mask_terms(at.batch), smem, full, *accs)
+
+    # --- Copies
+
+    def load_queries(self) -> None:
+        """Starts the copies of the tile's packed rows. Rows beyond the last arrive as zeros."""
+        start = (self.at.batch * self.p.kv_heads + self.at.head) * self.packing.rows
+        for panel in range(self.p.head_dim // PANEL):
+            dst = self.smem["q"].at[panel]
+            engine.load_rows(self.x.q, start + self.at.token, start + self.packing.rows, panel * PANEL, dst, self.full["q"])
+
+    def load_first(self) -> None:
+        """Starts the copies of as many keys and values as there are stages."""
+        k_stages, v_stages = split_stages(self.c)
+
+        def load(step: jax.Array, _: None) -> None:
+            self._load("k", step)
+            pl.when(step < v_stages)(lambda: self._load("v", step))
+
+        lax.fori_loop(0, jnp.minimum(self.steps, k_stages), load, None)
+
+    def _load(self, what: Literal["k", "v"], step: jax.Array) -> None:
+        stage, first = self._stage(what, step), Position(self.at.batch, self.at.head, self._kv_block(step) * self.c.tile_kv)
+        dst, full = self.smem[what].at[stage], self.full[what].at[stage]
+        if what == "k":
+            self.x.load_keys(self.x.k, first, dst, full)
+        else:
+            self.x.load_block(self.x.v, "kv", first, dst, full)
+
+    def _refill(self, what: Literal["k", "v"], step: jax.Array) -> None:
+        """Starts a copy to the stage that `step` was the last to read."""
+        engine.warpgroup_barrier()  # each warp has waited for its own part of the product only
+        following = step + self._stages(what)
+        pl.when(following < self.steps)(lambda: self._load(what, following))
+
+    def _stages(self, what: Literal["k", "v"]) -> int:
+        return split_stages(self.c)[0 if what == "k" else 1]
+
+    def _stage(self, what: Literal["k", "v"], step: jax.Array) -> jax.Array:
+        return lax.rem(step, jnp.int32(self._stages(what)))
+
+    @property
+    def steps(self) -> Any:
+        return self.order.blocks.end - self.order.blocks.first
+
+    def _kv_block(self, step: jax.Array) -> jax.Array:
+        """Blocks with a mask first, then those without."""
+        masked = self.order.masked
+        return jnp.where(step < masked, self.order.masked_block(step), self.order.unmasked_block(step - masked))
+
+    # --- The loop over kv blocks
+
+    def attend(self) -> OnlineSoftmax:
+        """Adds the weights times values of all kv blocks to the output; returns row max and row sum."""
+        softmax = OnlineSoftmax.start()
+        plgpu.barrier_wait(self.full["q"])
+        if self.p.masks(self.c.tile_kv):
+            softmax = lax.fori_loop(0, self.order.masked, functools.partial(self._step, True), softmax)
+        return lax.fori_loop(self.order.masked, self.steps, functools.partial(self._step, False), softmax)
+
+    def _step(self, masked: bool, step: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
+        k_stage, v_stage = self._stage("k", step), self._stage("v", step)
+        # 1. Scores.
+        plgpu.barrier_wait(self.full["k"].at[k_stage])
+        self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
+        for panel in range(self.p.head_dim // PANEL):
+            engine.wgmma(self.s_acc, self.smem["q"].at[panel], engine.transpose_ref(self.smem["k"].at[k_stage, panel]))
+        s = engine.accumulated(self.s_acc, 0)
+        self._refill("k", step)
+        # 2. Weights.
+        weights, softmax, rescale = softmax.update(self._scores(s, step, masked), self.p.dtype)
+        self.o_acc[...] = engine.accumulated(self.o_acc, 0) * along_rows(rescale, self.o_acc.shape)
+        # 3. Weights times values.
+        plgpu.barrier_wait(self.full["v"].at[v_stage])
+        engine.wgmma(self.o_acc, weights, self.smem["v"].at[v_stage])
+        engine.wgmma_wait(0)
+        self._refill("v", step)
+        return softmax
+
+    def _scores(self, s: jax.Array, step: jax.Array, masked: bool) -> Scores:
+        options = self.x.inputs.options
+        factor = options[0] * LOG2E
+        if self.p.soft_cap:
+            s, factor = self.x.capped(s), options[1] * LOG2E
+        if masked:
+            s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
+        return Scores(s, factor)
+
+    def _sees(self, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Which rows see which keys of a kv block."""
+        keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN) + self._kv_block(step) * self.c.tile_kv
+        rows: Any = 0
+        if self.p.q_tokens > 1:
+            rows = along_rows(self.packing.tokens(self.packing.row_numbers(self.at)), shape)
+        return self.terms.sees(rows, along_columns(keys, shape))
+
+    # --- The way out
+
+    def store(self, softmax: OnlineSoftmax, columns: engine.Exchange, out: Any, lse: Any) -> None:
+        """Adds up the outputs of the cluster, and stores this thread block's columns of the sum."""
+        rows = self.packing.row_numbers(self.at)
+        if self.p.lengths:  # query tokens from there on are padding
+            padding = self.packing.tokens(rows) >= self.terms.q_end
+            softmax = OnlineSoftmax(softmax.row_max, jnp.where(padding, 0.0, softmax.row_sum))
+        partial = softmax.normalise(engine.accumulated(self.o_acc, 0), some_see_nothing=True)
+        parts = columns(partial, softmax.row_max + jnp.log2(softmax.row_sum))  # -inf where the row sum is 0
+        total, log_sum = _merged(parts)
+        at, p = self._offsets(rows), self.p
+        first = lax.axis_index("split") * total.shape[1]
+        engine.store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
+        by_head = jnp.where(at < 0, at, self._lse_offsets(rows))
+        pl.when(lax.axis_index("split") == 0)(lambda: engine.store_scattered(log_sum, lse, by_head))
+
+    def _offsets(self, rows: jax.Array) -> jax.Array:
+        """Which row of [parts, batch, q_tokens, q_heads] a packed row is; -1 for none."""
+        p, (_, token, head) = self.p, self._indices(rows)
+        entry = self.part * p.batch + self.at.batch
+        return jnp.where(rows < self.packing.rows, (entry * p.q_tokens + token) * p.q_heads + head, -1)
+
+    def _lse_offsets(self, rows: jax.Array) -> jax.Array:
+        """Which row of [parts, batch, q_heads, q_tokens]."""
+        p, (_, token, head) = self.p, self._indices(rows)
+        entry = self.part * p.batch + self.at.batch
+        return (entry * p.q_heads + head) * p.q_tokens + token
+
+    def _indices(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Batch entry, query token and query head of packed rows."""
+        token = self.packing.tokens(rows)
+        return self.at.batch, token, self.at.head * self.packing.group + rows - token * self.packing.group
+
+
+def _share(blocks: BlockRange, mine: Any, shares: int) -> BlockRange:
+    """One of `shares` runs of blocks that differ in length by one at most, and may be empty."""
+    count = blocks.end - blocks.first
+    first, end = (blocks.first + lax.div(count * n, jnp.int32(shares)) for n in (mine, mine + 1))
+    whole = jnp.clip(blocks.whole, first, end)
+    return BlockRange(first, whole, jnp.clip(blocks.whole_end, whole, end), end)
+
+
+def _merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """The output over all keys, from those over some keys each: (output, log2 of the row's sum of exponentials, -inf for none).
+
+    The logarithm of the sum likewise. Outputs are [rows, columns], logarithms [rows].
+    """
+    largest = functools.reduce(jnp.maximum, (lse for _, lse in parts))
+    largest = jnp.maximum(largest, LOWEST)  # -inf less -inf would be NaN
+    weights = [jnp.exp2(lse - largest) for _, lse in parts]
+    total: Any = functools.reduce(lambda x, y: x + y, weights)
+    inverse = jnp.where(total == 0, 0.0, 1.0 / total)
+    shape = parts[0][0].shape
+    outs = (out * along_rows(weight * inverse, shape) for (out, _), weight in zip(parts, weights, strict=True))
+    return functools.reduce(lambda x, y: x + y, outs), largest + jnp.log2(total)
+
+
+def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel, as `forward.launch`."""
+    del gpu
+    head_dim, p = p.head_dim, dataclasses.replace(_without_needless_bounds(p), head_dim=padded(p.head_dim))
+    q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
+    packing, (cluster, parts) = _Packing(p), split_blocks(c)
+    optional, _ = optional_refs(Inputs.of(p, arrays[3:]), "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
+    packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
+    refs = _Refs(engine.rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
+    arrays, tree = jax.tree.flatten(refs)
+
+    def body(*refs: Any, accumulators: Any, memory: Any, q: Any, barriers: dict[str, Any]) -> None:
+        of, (out, lse) = jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :]
+        x = Operands(p, of.q, of.k, of.v, of.optional)
+
+        def run(*accs: Any) -> None:
+            block = _ThreadBlock.of(p, c, x, {"q": q, **memory.before}, barriers, accs)
+            block.load_queries()
+            block.load_first()
+            block.store(block.attend(), memory.exchange, out, lse)
+
+        accumulators.scope(run)
+
+    rows = p.batch * p.q_tokens * p.q_heads * parts
+    out, lse = engine.kernel(
+        body,
+        engine.Launch(
+            "mgpu_ops_flash_decoding",
+            {"block": parts * packing.entries},
+            warpgroups=1,
+            cluster={"split": cluster},
+            approx_math=True,
+            interpret=interpret,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((rows * p.head_dim,), p.dtype if parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        scratch_types=_scratch(p, c),
+    )(*arrays)
+    out, lse = out.reshape(parts, *q.shape), lse.reshape(parts, p.batch, p.q_heads, p.q_tokens)
+    out, lse = _added_up(out, lse) if parts > 1 else (out[0], lse[0])
+    return out.astype(p.dtype)[..., :head_dim], jnp.where(lse == -jnp.inf, jnp.inf, lse)
+
+
+def _scratch(p: Problem, c: Config) -> dict[str, Any]:
+    (k_stages, v_stages), panels = split_stages(c), p.head_dim // PANEL
+    stored = {
+        "k": swizzled((k_stages, panels, c.tile_kv, PANEL), p.dtype),
+        "v": swizzled((v_stages, c.tile_kv, p.head_dim), p.dtype),
+    }
+    return {
+        "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), 1),
+        "memory": engine.ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), split_blocks(c)[0], "split", stored),
+        "q": swizzled((panels, ROWS, PANEL), p.dtype),
+        "barriers": {
+            "q": plgpu.Barrier(num_arrivals=panels),
+            "k": plgpu.Barrier(num_arrivals=panels, num_barriers=k_stages),
+            "v": plgpu.Barrier(num_barriers=v_stages),
+        },
+    }
+
+
+def _without_needless_bounds(p: Problem) -> Problem:
+    """The only query is aligned with the last key: no bound to the right hides anything from it."""
+    alone = p.q_tokens == 1 and p.align == "bottom_right"
+    return dataclasses.replace(p, causal=False, window_right=-1) if alone else p
+
+
+def _added_up(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_merged` through XLA: outs [parts, batch, q_tokens, q_heads, head_dim], lses [parts, batch, q_heads, q_tokens]."""
+    parts, *shape, head_dim = outs.shape
+    by_row = outs.reshape(parts, -1, head_dim), lses.swapaxes(2, 3).reshape(parts, -1)
+    out, lse = _merged(list(zip(*by_row, strict=True)))
+    batch, tokens, heads = shape
+    return out.reshape(*shape, head_dim), lse.reshape(batch, tokens, heads).swapaxes(1, 2)
