@@ -1,7 +1,7 @@
 """Distributed shared memory by hand: what the thread blocks of a cluster send each other, without a fence for each message.
 
-Mosaic's own `async_store_smem` arrives at the receiver's barrier with every tile, and waits each time until all stores before it
-are visible on the whole GPU. Here a receiver declares once how many bytes will come. Ops call `engine.ClusterColumns`.
+Mosaic's own `async_store_smem` arrives at the receiver's barrier with every tile, and waits each time until all stores before
+it are visible on the whole GPU. Here a receiver declares once how many bytes will come. Ops call `engine.ClusterColumns`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BARRIER_WORDS = 2  # 32-bit words of an mbarrier
 def send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, inbox: tuple[Any, Any, Any]) -> None:
     """Sends each block of the cluster its columns of the first `rows` rows of `tile`, with `numbers`; waits for those of all.
 
-    tile: float32 [64, columns], numbers: float32 [64], in wgmma's layout. The inbox of a block, in shared memory: float32 [blocks,
-    64, columns / blocks] and [blocks, 64], by sender, and int32 [BARRIER_WORDS] for a barrier. It may lie where other data were;
-    before it is used, the blocks wait for each other. Once in a kernel, by the one warpgroup of every block of the cluster, which
-    has one axis. Source: PTX ISA, "mbarrier", "barrier.cluster", "st.async".
+    tile: float32 [64, columns], numbers: float32 [64], in wgmma's layout. The inbox of a block, in shared memory: float32
+    [blocks, 64, columns / blocks] and [blocks, 64], by sender, and int32 [BARRIER_WORDS] for a barrier. It may lie where other
+    data were: before it is used, the blocks wait for each other. Once in a kernel, by the one warpgroup of every block of the
+    cluster, which has one axis. Source: PTX ISA, "mbarrier", "barrier.cluster", "st.async".
     """
     layout = plgpu.Layout.WGMMA
     own = tile.shape[1] // blocks

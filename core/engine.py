@@ -505,7 +505,8 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
 def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
     """dst[offsets[i] + j] = values[i, j] in global memory, for the rows i of a warpgroup's 64 whose offset is not negative.
 
-    values: [64, columns], or [64] for one column, in wgmma's layout. dst: rank 1. Columns and offsets are even if there are several.
+    values: [64, columns] with columns a multiple of 8, or [64] for one column, in wgmma's layout. dst: rank 1. Offsets are even
+    where there are several columns.
     """
     columns = 1 if values.ndim == 1 else values.shape[1]
     if _interpreting.get():

@@ -3,10 +3,10 @@
 What takes the time is to read the keys and values once from memory, so that they are read once for all query heads that share
 them, and by as many thread blocks as there is room for:
 
-- *Packed rows.* The 64 rows of a tile are (query token, query head of the group) pairs: row t * group + g. The tensor cores
-  would multiply 64 rows anyway.
-- *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, each a run of neighbours. Those of a
-  cluster, up to eight, then send each other the columns of their outputs through distributed shared memory
+- *Packed rows.* The 64 rows of a tile are pairs of a query token and a query head of the group: row t * group + g. The tensor
+  cores would multiply 64 rows anyway.
+- *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, to each some neighbours. Those of a
+  cluster, up to eight, then send each other columns of their outputs through distributed shared memory
   (`engine.ClusterColumns`), and each stores its columns of the sum: there is no second pass over memory. More than eight write
   one partial output for each cluster, which XLA adds up: a few rows.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM: while
@@ -220,20 +220,21 @@ class _ThreadBlock:
 
     # --- The way out
 
-    def store(self, softmax: OnlineSoftmax, columns: engine.Exchange, out: Any, lse: Any) -> None:
+    def store(self, softmax: OnlineSoftmax, exchange: engine.Exchange, out: Any, log_sums: Any) -> None:
         """Adds up the outputs of the cluster, and stores this thread block's columns of the sum."""
         rows = self.packing.row_numbers(self.at)
         if self.p.lengths:  # query tokens from there on are padding
             padding = self.packing.tokens(rows) >= self.terms.q_end
             softmax = OnlineSoftmax(softmax.row_max, jnp.where(padding, 0.0, softmax.row_sum))
         partial = softmax.normalise(engine.accumulated(self.o_acc, 0), some_see_nothing=True)
-        parts = columns(partial, softmax.row_max + jnp.log2(softmax.row_sum))  # -inf where the row sum is 0
+        lse = jnp.where(softmax.row_sum == 0, -jnp.inf, softmax.row_max + jnp.log2(softmax.row_sum))
+        parts = exchange(partial, lse)
         total, log_sum = _merged(parts)
         at, p = self._offsets(rows), self.p
         first = lax.axis_index("split") * total.shape[1]
         engine.store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
         by_head = jnp.where(at < 0, at, self._lse_offsets(rows))
-        pl.when(lax.axis_index("split") == 0)(lambda: engine.store_scattered(log_sum, lse, by_head))
+        pl.when(lax.axis_index("split") == 0)(lambda: engine.store_scattered(log_sum, log_sums, by_head))
 
     def _offsets(self, rows: jax.Array) -> jax.Array:
         """Which row of [parts, batch, q_tokens, q_heads] a packed row is; -1 for none."""

@@ -44,7 +44,7 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more (at least one), four packed segments, a bias."""
+    """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more, of one at least, segments, a bias."""
     p = problem
     keys = jax.random.split(key, 8)
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
@@ -206,15 +206,15 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def _blocks_of_an_sm(p: Problem, c: Config, gpu: Gpu) -> int:
-    """How many thread blocks with `kv_splits` an SM holds by their shared memory, of which each takes a kilobyte more than it says."""
+    """How many thread blocks with `kv_splits` an SM holds. Each takes a kilobyte of shared memory more than it asks for."""
     return (gpu.smem_per_block + 1024) // (split_smem_bytes(p, c) + 1024)
 
 
 def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     """Modelled time of the kernel with `kv_splits`: at least that of HBM, and of the blocks, a wave of them after the other.
 
-    A step of a block takes the longest of three: its products and its softmax, which overlap with nothing in the block; its share
-    of what its SM loads; and the latency of a load over the bytes in flight.
+    A step of a block takes the longest of three: its products and its softmax, which overlap with nothing in the block; its
+    share of what its SM loads; and the latency of a load over the bytes in flight.
     """
     d, group, (cluster, parts) = padded(p.head_dim), p.q_heads // p.kv_heads, split_blocks(c)
     tiles = math.ceil(p.q_tokens * group / ROWS)

@@ -96,8 +96,8 @@ class Config:
     memory_registers: registers of a producer thread. The consumers share the rest.
     pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block, or "early", where ptxas
       puts it.
-    kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A thread block
-      is then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
+    kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A block is
+      then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
       max_concurrent_steps can be chosen beside it.
     """
 

@@ -45,8 +45,8 @@ class Baseline:
 class OpSpec:
     """Everything that a call, the tuner and the contract tests need to know of one op.
 
-    `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. Of a Config, only fields have a default
-    that came later: the one that entries without them were measured with.
+    `Problem` and `Config` are frozen dataclasses whose fields are `int`, `str` or `bool`. Only fields of a Config that
+    came later have a default: what entries without them were measured with.
     All functions are pure; none touches a GPU except `run` and `reference`. A Problem with a field that no call has (of
     another type, negative) raises ValueError when it is made. For any other Problem `supports`, `check` and `distance` return;
     `default`, `cost` and `baseline_cost` may raise ValueError if `supports` gives a reason.

@@ -54,7 +54,7 @@ ADDED_LATER = {"flash_attention": {"kv_splits": 0}}
 
 @every_spec
 def test_config_has_no_defaults(spec):
-    """A stored entry that lacks a field is an error, not a guess. It may lack one that came later, and means what it was then."""
+    """A stored entry that lacks a field is an error, not a guess: but for one that came later, and says what was then."""
     fields = dataclasses.fields(spec.Config)
     assert {f.name: f.default for f in fields if f.default is not dataclasses.MISSING} == ADDED_LATER.get(spec.name, {})
 

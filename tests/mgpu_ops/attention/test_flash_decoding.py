@@ -1,0 +1,158 @@
+"""flash_attention with few query tokens: heads packed into the rows of a tile, keys split over thread blocks (`kv_splits`)."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mgpu_ops import flash_attention, spec_of
+from mgpu_ops.attention.problem import KV_SPLITS, ONE_WARPGROUP, split_smem_bytes
+from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.registry import database
+from tests import thorough
+from tests.mgpu_ops.attention import cases
+from tests.mgpu_ops.attention.cases import BASE, FUSED_64, Shape
+from tests.mgpu_ops.attention.test_flash_attention_interpret import assert_forward, changed
+from tests.mgpu_ops.interpreter import quiet_interpreter
+
+FORWARD, H200 = spec_of("flash_attention"), gpu.find("h200")
+P = FORWARD.Problem
+ONE = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=1, **ONE_WARPGROUP)
+SPLIT = {n: replace(ONE, kv_splits=n) for n in KV_SPLITS}
+
+# --- interpreted
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "one block, grouped heads, a pipeline that wraps, float16": (P(2, 1, 330, 4, 2, 64, "float16"), ONE),
+    "two clusters, fewer kv blocks than thread blocks, rows that fill two tiles, causal, window, soft cap": (
+        P(1, 3, 500, 46, 2, 64, causal=True, window_left=200, soft_cap=True),
+        replace(SPLIT[16], max_concurrent_steps=2),
+    ),
+    "a cluster, head_dim padded": (P(1, 1, 700, 3, 1, 72, causal=True), replace(SPLIT[2], max_concurrent_steps=2)),
+    "lengths, causal, tiles of 128 keys": (
+        P(3, 2, 300, 2, 1, 64, causal=True, lengths=True),
+        replace(SPLIT[4], tile_kv=128, max_concurrent_steps=2),
+    ),
+    "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),
+    "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
+}
+IN_ALL = [
+    "one block, grouped heads, a pipeline that wraps, float16",
+    "lengths, causal, tiles of 128 keys",
+    "a cluster, head_dim padded",
+    "head_dim of 256",
+    "fewer keys than query tokens, so that the first see none",
+]
+
+
+@pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
+def test_split_keys_are_right_and_have_no_race(name, assert_near):
+    assert_forward(*CASES[name], assert_near)
+
+
+def test_entries_without_keys_and_nan_in_padding(assert_near):
+    problem = P(3, 1, 200, 4, 2, 64, lengths=True)
+    arrays = changed(problem, lengths=(jnp.asarray([1, 1, 0], jnp.int32), jnp.asarray([0, 70, 200], jnp.int32)))
+    dirty = functools.partial(nan_in_padding, lengths=(0, 70, 200))
+    assert_forward(problem, SPLIT[2], assert_near, arrays, padding=dirty)
+
+
+def nan_in_padding(arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> tuple[Any, ...]:
+    q, *kv = arrays
+    padding = np.arange(kv[0].shape[1]) >= np.asarray(lengths)[:, None]
+    return q.at[2].set(jnp.nan), *(jnp.where(padding[..., None, None], jnp.nan, x).astype(x.dtype) for x in kv)
+
+
+@thorough.only_in_all
+def test_gradient_through_split_keys(assert_near):
+    arrays = cases.qkv(Shape(1, 2, 150, 4, 2, 64), "bfloat16")
+    f = functools.partial(
+        flash_attention, causal=True, backend="interpret", config=SPLIT[2], backward_config=FUSED_64, return_lse=True
+    )
+    with quiet_interpreter():
+        (out, lse), pull = jax.vjp(f, *arrays)
+        out_grad, lse_grad = cases.normal(7, *out.shape, dtype=out.dtype), cases.normal(8, *lse.shape, dtype=lse.dtype)
+        gradients = pull((out_grad, lse_grad))
+    assert not engine.races_found()
+    wanted = cases.truth(*arrays, causal=True, out_grad=out_grad, lse_grad=lse_grad)
+    for found, name in zip((out, *gradients), ["out", "q", "k", "v"]):
+        assert_near(found, wanted[name], 3e-2)
+
+
+# --- compiled for a GPU
+
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+COMPILED: dict[str, tuple[Any, Any]] = {
+    "head_dim of 64": (P(4, 1, 8192, 12, 12, 64), replace(SPLIT[8], max_concurrent_steps=6)),
+    "head_dim of 128, lengths, window, query tokens": (
+        P(4, 5, 8191, 56, 8, 128, causal=True, lengths=True, window_left=4095),
+        SPLIT[16],
+    ),
+    "head_dim of 256, soft cap": (P(4, 1, 8192, 16, 8, 256, soft_cap=True, lengths=True), SPLIT[2]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", thorough.cases(COMPILED, ["head_dim of 64", "head_dim of 256, soft cap"]))
+def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
+    problem, config = COMPILED[name]
+    assert FORWARD.check(problem, config, H200) is None
+    arrays = jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(FORWARD.run, problem, config, H200), *arrays)
+    assert (report.spills, report.serialized) == (0, "")
+    assert report.smem_bytes == split_smem_bytes(problem, config)
+    assert "HGMMA" in report.sass
+    # Outputs go to the other blocks' shared memory, without a fence for each: the blocks wait once, beside Mosaic's own time.
+    assert "STAS" in report.sass
+    assert len(re.findall("UCGABAR_WAIT", report.sass)) == 2
+    assert "MEMBAR" not in report.sass
+
+
+# --- which problems it is for
+
+
+@pytest.mark.parametrize("name", FORWARD.shapes)
+def test_keys_are_split_by_default_for_few_query_tokens_alone(name):
+    problem = FORWARD.shapes[name]
+    assert (FORWARD.default(problem, H200).kv_splits > 0) == (problem.q_tokens <= 16) == (name in FORWARD.suites["decode"])
+
+
+def test_few_heads_and_many_keys_fill_the_gpu():
+    problem = P(1, 1, 131072, 32, 8, 128)
+    assert problem.kv_heads * FORWARD.default(problem, H200).kv_splits >= H200.sms * 0.9
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "reason"),
+    [
+        (P(1, 1, 100, 1, 1, 64, bias="bfloat16"), {}, "bias, mask or segments: use kv_splits=0"),
+        (P(1, 1, 100, 1, 1, 64, segments=True), {}, "bias, mask or segments: use kv_splits=0"),
+        (P(1, 65, 100, 4, 1, 64), {}, "256 query tokens times query heads of a head of keys, not 260"),
+        (P(1, 1, 100, 1, 1, 64), {"kv_splits": 3}, "kv_splits=3 is not one of 0, 1, 2, 4, 8, 16, 32"),
+        (P(1, 1, 100, 1, 1, 64), {"tile_kv": 192}, "tile_kv=192 must be 64 or 128"),
+        (P(1, 1, 100, 1, 1, 64), {"compute_warpgroups": 2}, "compute_warpgroups=2 must be 1 with kv_splits=1"),
+        (P(1, 1, 100, 1, 1, 256), {"tile_kv": 128}, "leaves no registers"),
+        (P(1, 1, 100, 1, 1, 256), {"max_concurrent_steps": 4}, "bytes of shared memory exceed"),
+    ],
+)
+def test_what_cannot_be_split_says_why(problem, changes, reason):
+    assert reason in FORWARD.check(problem, replace(ONE, **changes), H200)
+
+
+def test_bias_segments_and_many_rows_run_without_splits():
+    for problem in (P(1, 1, 9, 1, 1, 64, bias="bfloat16"), P(1, 1, 9, 1, 1, 64, segments=True), P(1, 16, 9, 64, 1, 64)):
+        assert FORWARD.default(problem, H200).kv_splits == 0
+
+
+def test_an_entry_of_before_there_were_splits_means_none():
+    fields = {name: value for name, value in vars(BASE).items() if name != "kv_splits"}
+    assert database.to_config(FORWARD, fields) == BASE
+    with pytest.raises(ValueError, match=r"lacks \['pv_wait'\]"):
+        database.to_config(FORWARD, {name: value for name, value in fields.items() if name != "pv_wait"})
