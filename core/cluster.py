@@ -18,7 +18,7 @@ FLOAT = 4  # bytes
 BARRIER_WORDS = 2  # 32-bit words of an mbarrier
 
 
-def send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, inbox: tuple[Any, Any, Any]) -> None:
+def send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, inbox: list[Any]) -> None:
     """Sends each block of the cluster its columns of the first `rows` rows of `tile`, with `numbers`; waits for those of all.
 
     tile: float32 [64, columns], numbers: float32 [64], in wgmma's layout. The inbox of a block, in shared memory: float32

@@ -247,7 +247,9 @@ class _ClusterColumns:
 
     def __init__(self, kind: ClusterColumns, memory: Any):
         self._kind = kind
-        self.before, self._inbox = memory if kind.blocks > 1 else (memory, None)
+        self.before: dict[str, Any]
+        self._inbox: list[Any]
+        self.before, self._inbox = memory if kind.blocks > 1 else (memory, [])
 
     def exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """This block's columns of each block's tile [64, columns], and each block's numbers [64], in the order of the blocks.
@@ -258,7 +260,7 @@ class _ClusterColumns:
 
     def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         tiles, others, _ = self._inbox
-        cluster.send_columns(tile, numbers, self._kind.rows, self._kind.blocks, tuple(self._inbox))
+        cluster.send_columns(tile, numbers, self._kind.rows, self._kind.blocks, self._inbox)
         layout = plgpu.Layout.WGMMA
         return [
             (

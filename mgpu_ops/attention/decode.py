@@ -9,8 +9,8 @@ them, and by as many thread blocks as there is room for:
   cluster, up to eight, then send each other columns of their outputs through distributed shared memory
   (`engine.ClusterColumns`), and each stores its columns of the sum: there is no second pass over memory. More than eight write
   one partial output for each cluster, which XLA adds up: a few rows.
-- A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM: while
-  one waits or takes exponentials, another loads.
+- A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
+  while one waits or takes exponentials, another loads.
 
 Weights, masks and online softmax are those of `forward.py`.
 Sources: Flash-Decoding (Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html); PTX ISA ("st.async", wgmma).
@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_head, swizzled
-from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows
+from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
 from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded, split_blocks, split_stages
@@ -183,7 +183,7 @@ class _ThreadBlock:
         return lax.fori_loop(self.order.masked, self.steps, functools.partial(self._step, False), softmax)
 
     def _step(self, masked: bool, step: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
-        k_stage, v_stage = self._stage("k", step), self._stage("v", step)
+        k_stage, v_stage = opaque(self._stage("k", step)), opaque(self._stage("v", step))
         # 1. Scores.
         plgpu.barrier_wait(self.full["k"].at[k_stage])
         self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
@@ -214,7 +214,7 @@ class _ThreadBlock:
         """Which rows see which keys of a kv block."""
         keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN) + self._kv_block(step) * self.c.tile_kv
         rows: Any = 0
-        if self.p.q_tokens > 1:
+        if self.p.q_tokens > 1 and self.terms.bounds() != (None, None):
             rows = along_rows(self.packing.tokens(self.packing.row_numbers(self.at)), shape)
         return self.terms.sees(rows, along_columns(keys, shape))
 
@@ -230,6 +230,8 @@ class _ThreadBlock:
         lse = jnp.where(softmax.row_sum == 0, -jnp.inf, softmax.row_max + jnp.log2(softmax.row_sum))
         parts = exchange(partial, lse)
         total, log_sum = _merged(parts)
+        if split_blocks(self.c)[1] == 1:  # else there are other parts to come
+            log_sum = _result(log_sum)
         at, p = self._offsets(rows), self.p
         first = lax.axis_index("split") * total.shape[1]
         engine.store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
@@ -238,20 +240,20 @@ class _ThreadBlock:
 
     def _offsets(self, rows: jax.Array) -> jax.Array:
         """Which row of [parts, batch, q_tokens, q_heads] a packed row is; -1 for none."""
-        p, (_, token, head) = self.p, self._indices(rows)
+        p, (token, head) = self.p, self._indices(rows)
         entry = self.part * p.batch + self.at.batch
         return jnp.where(rows < self.packing.rows, (entry * p.q_tokens + token) * p.q_heads + head, -1)
 
     def _lse_offsets(self, rows: jax.Array) -> jax.Array:
         """Which row of [parts, batch, q_heads, q_tokens]."""
-        p, (_, token, head) = self.p, self._indices(rows)
+        p, (token, head) = self.p, self._indices(rows)
         entry = self.part * p.batch + self.at.batch
         return (entry * p.q_heads + head) * p.q_tokens + token
 
-    def _indices(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Batch entry, query token and query head of packed rows."""
+    def _indices(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Query token and query head of packed rows."""
         token = self.packing.tokens(rows)
-        return self.at.batch, token, self.at.head * self.packing.group + rows - token * self.packing.group
+        return token, self.at.head * self.packing.group + rows - token * self.packing.group
 
 
 def _share(blocks: BlockRange, mine: Any, shares: int) -> BlockRange:
@@ -286,10 +288,10 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     optional, _ = optional_refs(Inputs.of(p, arrays[3:]), "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     refs = _Refs(engine.rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
-    arrays, tree = jax.tree.flatten(refs)
+    flat, tree = jax.tree.flatten(refs)
 
-    def body(*refs: Any, accumulators: Any, memory: Any, q: Any, barriers: dict[str, Any]) -> None:
-        of, (out, lse) = jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :]
+    def body(*given: Any, accumulators: Any, memory: Any, q: Any, barriers: dict[str, Any]) -> None:
+        of, (out, lse) = jax.tree.unflatten(tree, given[: len(flat)]), given[len(flat) :]
         x = Operands(p, of.q, of.k, of.v, of.optional)
 
         def run(*accs: Any) -> None:
@@ -316,10 +318,10 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         scratch_types=_scratch(p, c),
-    )(*arrays)
+    )(*flat)
     out, lse = out.reshape(parts, *q.shape), lse.reshape(parts, p.batch, p.q_heads, p.q_tokens)
     out, lse = _added_up(out, lse) if parts > 1 else (out[0], lse[0])
-    return out.astype(p.dtype)[..., :head_dim], jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    return out.astype(p.dtype)[..., :head_dim], lse
 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
@@ -352,4 +354,9 @@ def _added_up(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     by_row = outs.reshape(parts, -1, head_dim), lses.swapaxes(2, 3).reshape(parts, -1)
     out, lse = _merged(list(zip(*by_row, strict=True)))
     batch, tokens, heads = shape
-    return out.reshape(*shape, head_dim), lse.reshape(batch, tokens, heads).swapaxes(1, 2)
+    return out.reshape(*shape, head_dim), _result(lse).reshape(batch, tokens, heads).swapaxes(1, 2)
+
+
+def _result(lse: jax.Array) -> jax.Array:
+    """As backward wants it: +inf for a row that sees nothing."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse)

@@ -48,7 +48,7 @@ class MaskTerms:
         left, right = self.problem.left, self.problem.right
         return None if left is None else self.offset - left, None if right is None else self.offset + right
 
-    def kv_range(self, row: Int, rows: int, tile_kv: int) -> BlockRange:
+    def kv_range(self, row: Int, rows: Int, tile_kv: int) -> BlockRange:
         """The kv blocks that the rows [row, row + rows) visit. Each of these rows sees all of a whole block."""
         low, high = self.bounds()
         last = jnp.minimum(row + rows, self.q_end) - 1

@@ -44,7 +44,7 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random normal q, k and v, and `Inputs.arrays()`: lengths of half the tokens or more, of one at least, segments, a bias."""
+    """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias."""
     p = problem
     keys = jax.random.split(key, 8)
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))

@@ -98,7 +98,7 @@ class Operands:
             )
         return MaskTerms.of(p, q_end, kv_end)
 
-    def kv_range(self, b: Int, row: Int, rows: int, tile_kv: int) -> BlockRange:
+    def kv_range(self, b: Int, row: Int, rows: Int, tile_kv: int) -> BlockRange:
         """`MaskTerms.kv_range`, less the blocks at both ends in which no key shares a segment with one of the rows."""
         return self._within_segments(b, row, rows, self.mask_terms(b).kv_range(row, rows, tile_kv))
 
@@ -106,7 +106,7 @@ class Operands:
         """`MaskTerms.q_range`, less the blocks at both ends in which no row shares a segment with one of the keys."""
         return self._within_segments(b, key, keys, self.mask_terms(b).q_range(key, keys, tile_q))
 
-    def _within_segments(self, b: Int, token: Int, tokens: int, blocks: BlockRange) -> BlockRange:
+    def _within_segments(self, b: Int, token: Int, tokens: Int, blocks: BlockRange) -> BlockRange:
         shared = self.optional.segment_blocks
         if shared is None:
             return blocks

@@ -262,7 +262,13 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return limits.check_smem(smem_bytes(p, c), gpu)
 
 
-ONE_WARPGROUP = {"compute_warpgroups": 1, "q_slots": 1, "section_waves": 1, "memory_registers": 24, "pv_wait": "early"}
+ONE_WARPGROUP: dict[str, Any] = {
+    "compute_warpgroups": 1,
+    "q_slots": 1,
+    "section_waves": 1,
+    "memory_registers": 24,
+    "pv_wait": "early",
+}
 KV_SPLITS = (1, 2, 4, 8, 16, 32)
 CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have
 PACKED_ROWS = 256  # of a head of keys: beyond, there are tiles enough without splitting keys

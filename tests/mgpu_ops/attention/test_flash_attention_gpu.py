@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import FlashAttentionConfig, flash_attention, spec_of, use_configs
+from mgpu_ops.attention.problem import ONE_WARPGROUP
 from mgpu_ops.core import gpu
 from tests.mgpu_ops.attention import cases
 from tests.mgpu_ops.attention.cases import Shape, normal, qkv
@@ -214,6 +215,54 @@ def test_nan_stays_in_its_batch_entry_and_with_the_heads_that_share_keys(shape):
         heads = 1 if name == "lse" else 2
         kept = slice(first if name in ("out", "lse", "q") else 1)
         np.testing.assert_array_equal(*(jnp.moveaxis(y, heads, 0)[kept] for y in (by_head[name], x)))
+
+
+# --- few query tokens: keys split over thread blocks
+
+DECODING: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "one token, 4 heads of queries a head of keys": (Shape(3, 1, 5000, 8, 2, 128), {}),
+    "one token, lengths": (Shape(4, 1, 3000, 8, 1, 64), {"kv_lengths": [3000, 0, 1, 1733], "causal": True}),
+    "one token, window, soft cap": (Shape(2, 1, 2100, 4, 2, 256), {"window": (700, None), "soft_cap": 20.0}),
+    "one token, one head each, head_dim padded": (Shape(2, 1, 777, 3, 3, 80), {}),
+    "eight tokens, causal, rows that fill two tiles": (Shape(2, 8, 2500, 12, 1, 128), {"causal": True}),
+    "sixteen tokens, lengths, causal, window": (
+        Shape(2, 16, 1500, 4, 2, 64),
+        {"q_lengths": [16, 5], "kv_lengths": [1500, 300], "causal": True, "window": (400, None)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kv_splits", [1, 8, 16])
+@pytest.mark.parametrize("name", DECODING)
+def test_split_keys_are_right_and_so_are_their_gradients(name, kv_splits, assert_close):
+    shape, kwargs = DECODING[name]
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=kv_splits, **ONE_WARPGROUP)
+    arrays = qkv(shape, BF16)
+    assert_true(with_gradients(arrays, config=config, **kwargs), arrays, assert_close, **kwargs)
+
+
+def test_split_keys_have_the_same_bits_in_every_run_and_nan_in_padding_has_no_say():
+    q, k, v = qkv(Shape(32, 1, 4096, 32, 8, 128), BF16)
+    lengths = np.random.default_rng(0).integers(0, 4097, 32)
+    padding = (np.arange(4096) >= lengths[:, None])[..., None, None]
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=8, **ONE_WARPGROUP)
+    run = jax.jit(functools.partial(flash_attention, kv_lengths=lengths, config=config, backend="mosaic", return_lse=True))
+    first = run(q, k, v)
+    for _ in range(20):
+        for x, y in zip(run(q, *(jnp.where(padding, jnp.asarray(jnp.nan, BF16), x) for x in (k, v))), first):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", FORWARD.suites["decode"])
+def test_default_of_a_decoding_problem_is_right(name):
+    problem = FORWARD.shapes[name]
+    arrays = jax.jit(functools.partial(FORWARD.inputs, problem))(jax.random.key(0))
+    config = FORWARD.default(problem, gpu.current())
+    run = jax.jit(functools.partial(FORWARD.run, problem, config, gpu.current())).lower(*arrays).compile()
+    poison(arrays[0])
+    found, wanted = run(*arrays), jax.jit(functools.partial(FORWARD.reference, problem))(*arrays)
+    for x, y in zip(found, wanted):
+        np.testing.assert_allclose(float64(x), float64(y), rtol=0.05, atol=0.01)
 
 
 def draw(spec: Any, seed: int) -> tuple[Any, Any]:
