@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mgpu_ops
+from tests import browser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,3 +75,11 @@ def test_the_site_is_whole_and_loads_nothing_from_a_network(site: Path) -> None:
             assert there.exists() or address.startswith("data:"), f"{page.name} loads {address}, which is not there"
     for style in (site / "_static").rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text()), f"{style.name} loads from a network"
+
+
+def test_every_page_fits_a_narrow_window_and_the_first_a_wide_one_without_an_error(site: Path, tmp_path: Path) -> None:
+    with browser.started(tmp_path / "profile") as shown:
+        for page, width in [(site / "index.html", 1280), *((page, 400) for page in sorted(site.rglob("*.html")))]:
+            shown.open(page, width)
+            assert shown.overflow() == 0, f"{page.relative_to(site)} at {width} pixels"
+        assert shown.errors == []

@@ -1,13 +1,14 @@
-"""One HTML page: what is tuned, what failed, and pictures. The file loads nothing and runs no script.
+"""One HTML page: what is tuned, what failed, and pictures, op by op. The file loads nothing and runs one script, page.js.
 
 Names of problems, GPUs and files, and reasons of failures, may come from elsewhere. `_text` escapes all text of the page.
-Pictures are embedded as images, in which a browser runs no script, and a content security policy forbids the rest. Folders
-of the machine that made the page are left out.
+Pictures are embedded as images, in which a browser runs no script. A content security policy names the hash of page.js, which
+filters and sorts tables, and forbids the rest. Folders of the machine that made the page are left out.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import math
 import re
@@ -25,65 +26,84 @@ from mgpu_ops.tuning.bench.sources import Sources
 from mgpu_ops.tuning.tables import assignments, in_order
 from mgpu_ops.tuning.terminal import printable
 
-_STYLE = """
-:root { color-scheme: light }
-* { box-sizing: border-box }
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1240px; margin: 0 auto; padding: 1.2em 1em 3em;
-  overflow-wrap: anywhere }
-h1 { font-size: 1.7em; margin: .3em 0 .1em }
-h2 { font-size: 1.3em; margin: 2em 0 .4em; border-bottom: 2px solid #0b6e99 }
-h3 { font-size: 1.05em; margin: 1.4em 0 .3em }
-a { color: #0b5f85 }
-nav { background: #f4f7f9; padding: .4em 1em; font-size: .93em }
-nav ul { columns: 18em; padding: 0; margin: .4em 0; list-style: none }
-nav li { break-inside: avoid } nav .under { padding-left: 1.2em }
-.quiet { color: #5a5a5a; font-size: .92em } .good { color: #1e6b28 } .bad { color: #b3261e }
-figure { margin: .5em 0 1.3em } figcaption { color: #5a5a5a; font-size: 13px; margin: .3em 0 }
-.wide { overflow-x: auto; border: 1px solid #ddd; border-radius: 4px }
-table { border-collapse: collapse; font-size: 13px; min-width: 100%; overflow-wrap: normal }
-th, td { border-bottom: 1px solid #e4e4e4; padding: .28em .7em; text-align: left; vertical-align: top }
-tbody tr:last-child td { border-bottom: 0 } tbody tr:nth-child(even) td { background: #fafafa }
-th { background: #eef2f4; white-space: nowrap } .short { white-space: nowrap }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-.long { min-width: 54em } .name { min-width: 15em }
-img { display: block; min-width: 640px; max-width: 100%; height: auto }
-summary { cursor: pointer; padding: .2em 0 }
-"""
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_FOLDER = Path(__file__).parent
+_STYLE, _SCRIPT = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 
-Kind = str  # of a column: "short", "name", "long", "count", "number", "ratio", "of", "share", "error"
+Kind = str  # of a column: "short", "name", "long", "count", "number", "ratio", "of", "share", "error", "range"
+Picture = tuple[str, str, Sequence[Path]]  # the op, what it shows, its files
 
 
-def page(found: Sources, specs: Mapping[str, OpSpec], pictures: Iterable[tuple[str, Sequence[Path]]], date: str) -> str:
-    """The page as text. `pictures` are (what each shows, its files); the SVG is embedded."""
-    title, taken = "mgpu_ops: what is tuned", set[str]()
-    groups = [
-        ("Tuned", [_entries(path, file, specs.get(file.op)) for path, file in _in_op_order(found.files, specs)]),
-        ("Benchmarks", _benchmarks(found.rows)),
-        ("Failures", _failures(found.runs)),
-        ("Pictures", [_picture(what, paths) for what, paths in pictures]),
-    ]
-    contents, body = [("summary", "Summary", False)], [f"<h2 id='summary'>Summary</h2>\n{_summary(found, specs)}"]
-    for name, sections in groups:
-        if not sections:
-            continue
-        contents.append((place := plot.slug(name.lower(), taken), name, False))
-        body.append(f"<h2 id='{_text(place)}'>{_text(name)}</h2>\n")
-        for heading, inside in sections:
-            contents.append((place := plot.slug(f"{name.lower()}-{heading}", taken), heading, True))
-            body.append(f"<h3 id='{_text(place)}'>{_text(heading)}</h3>\n{inside}")
+def page(found: Sources, specs: Mapping[str, OpSpec], pictures: Iterable[Picture], date: str) -> str:
+    """The page as text: a summary, then what there is of each op. Of a picture the SVG is embedded."""
+    title = "mgpu_ops: what is tuned"
+    sections = _sections(found, specs, list(pictures))
+    taken = {"summary"}
+    places = {op: plot.slug(op, taken) for op in sections}
+    links = "".join(f"<li><a href='#{_text(place)}'>{_text(op)}</a></li>" for op, place in places.items())
+    body = [f"<section id='summary'><h2>Summary</h2>\n{_summary(found, specs)}</section>\n"]
+    for op, parts in sections.items():
+        inside = "".join(f"<h3>{_text(heading)}</h3>\n{text}" for heading, text in parts)
+        body.append(f"<section id='{_text(places[op])}'><h2>{_text(op)}</h2>\n{inside}</section>\n")
     sources = ", ".join(map(where, found.places)) or "nothing"
-    top = [
-        f"<h1>{_text(title)}</h1>\n<p class='quiet'>Made on {_text(date)}</p>\n{_contents(contents)}",
-        *body,
-        f"<h2>Sources</h2>\n<p class='quiet'>{_text(sources)}</p>\n",
-    ]
     return (
         "<!doctype html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
         f'<meta http-equiv="Content-Security-Policy" content="{_text(_POLICY)}">\n'
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{''.join(top)}\n</body>\n</html>\n"
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{_text(title)}</h1>\n<p class='quiet'>Made on {_text(date)}</p>\n{_cards(found, specs)}"
+        f"<nav aria-label='Contents'><ul><li><a href='#summary'>Summary</a></li>{links}</ul></nav>\n"
+        "<div class='tools' hidden><label for='filter'>Filter</label>"
+        "<input id='filter' type='search' autocomplete='off' placeholder='words that a row has, such as llama3 128'>"
+        "<span class='quiet' role='status'></span></div>\n"
+        f"{''.join(body)}<h2>Sources</h2>\n<p class='quiet'>{_text(sources)}</p>\n"
+        f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
     )
+
+
+def _sections(found: Sources, specs: Mapping[str, OpSpec], pictures: Sequence[Picture]) -> dict[str, list[tuple[str, str]]]:
+    """Of each op, in the ops' order, its parts as (heading, HTML); the gradients' benchmarks are with their op."""
+    parts: dict[str, list[tuple[str, str]]] = {}
+
+    def add(op: str, heading: str, text: str) -> None:
+        parts.setdefault(op.removesuffix(results.GRAD), []).append((heading, text))
+
+    first = [picture for picture in pictures if picture[1].startswith(("TFLOP/s", "time and bus"))]
+    for op, what, paths in first:
+        add(op, what, _picture(what, paths))
+    for path, file in _in_op_order(found.files, specs):
+        add(file.op, *_entries(path, file, specs.get(file.op)))
+    for op, heading, text in _benchmarks(found.rows):
+        add(op, heading, text)
+    for op, heading, text in _failures(found.runs):
+        add(op, heading, text)
+    for op, what, paths in pictures:
+        if (op, what, paths) not in first:
+            add(op, what, f"<details><summary>show</summary>{_picture(what, paths)}</details>\n")
+    return {op: parts[op] for op in sorted(parts, key=lambda op: report.place(op, ""))}
+
+
+def _cards(found: Sources, specs: Mapping[str, OpSpec]) -> str:
+    """The numbers to read first."""
+    entries = [(entry, specs.get(file.op)) for _, file in found.files for entry in file.entries]
+    stale = sum(spec is not None and database.stale(entry, spec) is not None for entry, spec in entries)
+    tried, failed = sum(len(run.trials) for run in found.runs), sum(sum(run.failures.values()) for run in found.runs)
+    timed = len({(row.op, row.problem, row.gpu) for row in found.rows})
+    numbers = [
+        (len(entries), "tuned problems", ""),
+        (sum(entry.evidence.kind == "modelled" for entry, _ in entries), "of them modelled, not measured", "warn"),
+        (stale, "of them out of date", "warn"),
+        (timed, "benchmarked problems", ""),
+        (len(found.runs), "searches", ""),
+        (tried, "trials", ""),
+        (failed, "of them failed", ""),
+    ]
+    shown = [(number, what, look) for number, what, look in numbers if number]
+    made = "".join(
+        f"<div class='card {look}'><b>{number:,}</b><span>{_text(what)}</span></div>" for number, what, look in shown
+    )
+    return f"<div class='cards'>{made}</div>\n" if made else ""
 
 
 def where(place: str) -> str:
@@ -112,14 +132,6 @@ def _text(anything: Any) -> str:
 # --- Tables ---------------------------------------------------------------------------------------
 
 
-def _contents(entries: Iterable[tuple[str, str, bool]]) -> str:
-    shown = []
-    for place, name, under in entries:
-        link = f"<a href='#{_text(place)}'>{_text(name)}</a>"
-        shown.append(f"<li class='under'>{link}</li>" if under else f"<li>{link}</li>")
-    return f"<nav aria-label='Contents'><ul>\n{chr(10).join(shown)}\n</ul></nav>\n"
-
-
 def _table(caption: str, columns: Sequence[tuple[str, Kind]], rows: Sequence[Sequence[Any]]) -> str:
     """A table as HTML. None is a dash; the numbers of a column have the same number of decimals; empty columns are left out.
 
@@ -127,7 +139,9 @@ def _table(caption: str, columns: Sequence[tuple[str, Kind]], rows: Sequence[Seq
     """
     kept = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)] or list(range(len(columns)))
     formats = {i: _format(columns[i][1], [row[i] for row in rows if _is_number(row[i])]) for i in kept}
-    head = "".join(f"<th scope='col'{_class(columns[i][1])}>{_text(columns[i][0])}</th>" for i in kept)
+    head = "".join(
+        f"<th scope='col'{_class(columns[i][1])}><button type='button'>{_text(columns[i][0])}</button></th>" for i in kept
+    )
     body = "\n".join(f"<tr>{''.join(_cell(row[i], columns[i][1], formats[i]) for i in kept)}</tr>" for row in rows)
     return (
         f"<figure><figcaption>{_text(caption)}</figcaption>\n"
@@ -155,10 +169,34 @@ def _class(kind: Kind, also: str = "") -> str:
 def _cell(value: Any, kind: Kind, shown: Callable[[float], str]) -> str:
     if isinstance(value, results.Measurement):  # a result that is not right
         return f"<td{_class(kind, 'bad')}>wrong ({_text(f'{value.error:.2g}')})</td>"
+    if kind == "range" and value is not None:
+        return _range(*value)
     if not _is_number(value):
-        return f"<td{_class(kind)}>{_text('-' if value is None else value)}</td>"
+        text = "-" if value is None else str(value)
+        whole = f" title='{_text(text)}'" if kind == "long" else ""  # it is cut off, and shown whole by a click
+        return f"<td{_class(kind)}{whole}>{_named(text) if kind == 'name' else _text(text)}</td>"
     also = ("good" if value >= 1 else "bad") if kind == "ratio" else ""
-    return f"<td{_class(kind, also)}>{_text(shown(value))}</td>"
+    return f"<td{_class(kind, also)} data-v='{value:.6g}'>{_text(shown(value))}</td>"
+
+
+def _named(problem: str) -> str:
+    """A problem whose first word is a name, and its dimensions below it."""
+    name, _, rest = problem.partition(" ")
+    if not rest or re.match(r"\d+x\d|\w+=", name):
+        return _text(problem)
+    return f"{_text(name)}<small>{_text(rest)}</small>"
+
+
+def _range(worst: float, mean: float, best: float) -> str:
+    """Ratios on a logarithmic axis from 0.5 to 2 with a line at 1: a bar from the worst to the best, a mark at the mean."""
+
+    def at(ratio: float) -> float:
+        return 50 + 50 * max(-1.0, min(1.0, math.log2(ratio)))
+
+    told = f"{worst:.2f} to {best:.2f}, mean {mean:.2f}"
+    bar = f"<i style='left:{at(worst):.1f}%;width:{max(0.5, at(best) - at(worst)):.1f}%'></i>"
+    mark = f"<b class='{'good' if mean >= 1 else 'bad'}' style='left:{at(mean):.1f}%'></b>"
+    return f"<td class='range' data-v='{mean:.6g}'><div class='axis' role='img' aria-label='{told}'>{bar}{mark}</div></td>"
 
 
 # --- What is on the page --------------------------------------------------------------------------
@@ -170,38 +208,51 @@ def _in_op_order(files: Iterable[tuple[Path, File]], specs: Mapping[str, OpSpec]
 
 
 def _summary(found: Sources, specs: Mapping[str, OpSpec]) -> str:
-    shown, tuned = "", []
-    columns: list[tuple[str, Kind]]
+    shown = _what_is_tuned(found, specs) + _beside_others(found, specs)
+    if found.runs:
+        tried, failed = sum(len(run.trials) for run in found.runs), sum(sum(run.failures.values()) for run in found.runs)
+        searches = f"{len(found.runs)} search{'es' * (len(found.runs) != 1)}"
+        shown += f"<p>{_text(f'{searches} with {tried} trials, of which {failed} failed.')}</p>\n"
+    return shown or "<p>Nothing is tuned, benchmarked or searched.</p>\n"
+
+
+def _what_is_tuned(found: Sources, specs: Mapping[str, OpSpec]) -> str:
+    """A line for each database."""
+    tuned = []
     for path, file in _in_op_order(found.files, specs):
         spec = specs.get(file.op)
         kinds = [entry.evidence.kind for entry in file.entries]
         stale = sum(spec is not None and database.stale(entry, spec) is not None for entry in file.entries)
         tuned.append((file.op, file.gpu, where(str(path)), len(kinds), kinds.count("measured"), kinds.count("modelled"), stale))
-    if tuned:
-        columns = [("op", "short"), ("GPU", "short"), ("database", "short")]
-        columns += [(name, "count") for name in ("problems", "measured", "modelled", "out of date")]
-        total = sum(row[3] for row in tuned)
-        shown += _table(f"What is tuned: {total} problem{'s' * (total != 1)}", columns, tuned)
+    columns: list[tuple[str, Kind]] = [("op", "short"), ("GPU", "short"), ("database", "short")]
+    columns += [(name, "count") for name in ("problems", "measured", "modelled", "out of date")]
+    total = sum(row[3] for row in tuned)
+    return _table(f"What is tuned: {total} problem{'s' * (total != 1)}", columns, tuned) if tuned else ""
+
+
+def _beside_others(found: Sources, specs: Mapping[str, OpSpec]) -> str:
+    """A line for each op and what it is compared with: means, extremes and how often ours is the faster one."""
     rivals, measures = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
     rates = sorted(found.rates(specs).items(), key=lambda item: (report.place(item[0][1], ""), item[0][0]))
     for (what, op), measured in rates:
         of = results.yardsticks(results.comparisons(measured))
         for s in results.summary(measured):
             source = "benchmark" if what == "bench" else "tuning"
-            row = (op, s.competitor, s.problems, s.geomean, s.worst, f"{s.wins} of {s.problems}", s.wrong or None)
-            (measures if s.competitor in of else rivals).append((*row, source, s.gpu, s.worst_problem or None))
-    told = {"ratio": "Times of others over ours: above 1 where ours is faster"}
+            span = (s.worst, s.geomean, s.best) if s.problems and s.competitor not in of else None
+            row = (op, s.competitor, s.problems, s.geomean, span, s.worst, f"{s.wins} of {s.problems}", s.wrong or None)
+            (measures if s.competitor in of else rivals).append(
+                (*row, source, s.gpu, s.worst_problem.partition(" ")[0] or None)
+            )
+    bar = "The bar, on an axis from 0.5 to 2, goes from the worst problem to the best; the mark is the mean."
+    told = {"ratio": f"Times of others over ours: above 1 where ours is faster. {bar}"}
     told["of"] = "The part that ours reaches of the speed of a yardstick, something else that costs as much"
+    shown = ""
     for kind, rows in (("ratio", rivals), ("of", measures)):
-        columns = [("op", "short"), ("against", "short"), ("problems", "count"), ("geometric mean", kind), ("worst", kind)]
-        columns += [("as fast or faster", "number"), ("wrong results", "count"), ("measured in", "short"), ("GPU", "short")]
-        shown += _table(told[kind], [*columns, ("worst problem", "short")], rows) if rows else ""
-    number = sum(len(run.trials) for run in found.runs)
-    if found.runs:
-        failed = sum(sum(run.failures.values()) for run in found.runs)
-        searches = f"{len(found.runs)} search{'es' * (len(found.runs) != 1)}"
-        shown += f"<p>{_text(f'{searches} with {number} trials, of which {failed} failed.')}</p>\n"
-    return shown or "<p>Nothing is tuned, benchmarked or searched.</p>\n"
+        columns: list[tuple[str, Kind]] = [("op", "short"), ("against", "short"), ("problems", "count")]
+        columns += [("geometric mean", kind), ("worst to best", "range"), ("worst", kind), ("as fast or faster", "number")]
+        columns += [("wrong results", "count"), ("measured in", "short"), ("GPU", "short"), ("worst problem", "short")]
+        shown += _table(told[kind], columns, rows) if rows else ""
+    return shown
 
 
 def _entries(path: Path, file: File, spec: OpSpec | None) -> tuple[str, str]:
@@ -221,7 +272,7 @@ def _entries(path: Path, file: File, spec: OpSpec | None) -> tuple[str, str]:
             told += filter(None, values)
             columns = [column for column in columns if column[0] != name]
     rows = [[cells.get(name) for name, _ in columns] for cells in entries]
-    return f"{file.op} on {file.gpu}", _table("; ".join(told), columns, rows)
+    return f"Tuned on {file.gpu}", _table("; ".join(told), columns, rows)
 
 
 def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
@@ -250,7 +301,7 @@ def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
     }
 
 
-def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str]]:
+def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str, str]]:
     """A table for each op and GPU: ours, and each competitor's time and its ratio to ours."""
     sets: dict[tuple[str, str], list[results.Measurement]] = {}
     for row in results.merge(rows):
@@ -272,7 +323,8 @@ def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str]]:
             values = list(dict.fromkeys(filter(None, (getattr(row, name) for row in of_set))))
             told += [", ".join(values) if name == "date" else f"{name} {', '.join(values)}"] if values else []
         cells = [_cells(each, competitors) for each in report.ordered(every)]
-        shown.append((f"{op} on {its_gpu}", _table("; ".join(told), columns, cells)))
+        what = "Forward and backward timed" if op.endswith(results.GRAD) else "Timed"
+        shown.append((op, f"{what} on {its_gpu}", _table("; ".join(told), columns, cells)))
     return shown
 
 
@@ -300,7 +352,7 @@ def _cells(comparison: results.Comparison, competitors: Sequence[str]) -> list[A
     return [*cells, comparison.ours.error if comparison.ours else None, comparison.ours.config if comparison.ours else None]
 
 
-def _failures(runs: Sequence[plot.Run]) -> list[tuple[str, str]]:
+def _failures(runs: Sequence[plot.Run]) -> list[tuple[str, str, str]]:
     """A table for each op: how many trials of each problem failed, and why."""
     shown = []
     for op in dict.fromkeys(run.op for run in runs):
@@ -314,12 +366,11 @@ def _failures(runs: Sequence[plot.Run]) -> list[tuple[str, str]]:
         searches = f"{len(of_op)} search{'es' * (len(of_op) != 1)}"
         told = f"{sum(row[3] for row in rows)} of {tried} trials of {searches} failed"
         columns = [("problem", "name"), ("GPU", "short"), ("kind", "short"), ("trials", "count"), ("reason", "long")]
-        shown.append((op, _table(told, columns, rows) if rows else f"<p>{_text(told)}.</p>\n"))
+        shown.append((op, "Failures", _table(told, columns, rows) if rows else f"<p>{_text(told)}.</p>\n"))
     return shown
 
 
-def _picture(what: str, paths: Sequence[Path]) -> tuple[str, str]:
+def _picture(what: str, paths: Sequence[Path]) -> str:
     (drawn,) = (path for path in paths if path.suffix == ".svg")
     data = base64.b64encode(drawn.read_bytes()).decode()
-    image = f"<img alt='{_text(what)}' src='data:image/svg+xml;base64,{data}'>"
-    return what, f"<details open><summary>show or hide</summary><figure><div class='wide'>{image}</div></figure></details>\n"
+    return f"<figure><div class='wide'><img alt='{_text(what)}' src='data:image/svg+xml;base64,{data}'></div></figure>\n"

@@ -345,8 +345,8 @@ def rates(rows: Sequence[Measurement], stem: Path) -> list[Path]:
 
 def draw(
     runs: Sequence[Run], rows: Mapping[tuple[str, str], Sequence[Measurement]], directory: Path
-) -> Iterator[tuple[str, list[Path]]]:
-    """All pictures there are, as (what it shows, its PNG and SVG).
+) -> Iterator[tuple[str, str, list[Path]]]:
+    """All pictures there are, as (op, what it shows, its PNG and SVG).
 
     Of each run its convergence, if it has an order, and time against each parameter; the failures of each op; and the rates
     of `rows`, by (what, op).
@@ -359,16 +359,16 @@ def draw(
     for (what, op), group in sorted(rows.items(), key=lambda item: (item[0][0], report.place(item[0][1], ""))):
         between = any(row.devices is not None for row in group)
         told, word = ("time and bus bandwidth", "bandwidth") if between else ("TFLOP/s", "tflops")
-        yield f"{told} of {op}, {what}", rates(group, stem(op, what, word))
+        yield op, f"{told} of {op}, {what}", rates(group, stem(op, what, word))
     for op in dict.fromkeys(run.op for run in runs):
         of_op = [run for run in runs if run.op == op]
         if any(run.failures for run in of_op):
-            yield f"failures of {op}", failures(of_op, stem(op, "failures"))
+            yield op, f"failures of {op}", failures(of_op, stem(op, "failures"))
         for run in of_op:
             if run.ordered and run.best is not None:
-                yield f"convergence of {run.title}", convergence(run, stem(op, run.problem, "convergence"))
+                yield op, f"convergence of {run.title}", convergence(run, stem(op, run.problem, "convergence"))
             if run.varying:
-                yield f"parameters of {run.title}", parameters(run, stem(op, run.problem, "parameters"))
+                yield op, f"parameters of {run.title}", parameters(run, stem(op, run.problem, "parameters"))
 
 
 def slug(text: str, taken: set[str]) -> str:

@@ -355,6 +355,7 @@ class Summary:
     wrong: int  # problems that are left out, as a result is wrong
     warm_geomean: float = math.nan  # as geomean, with a warm L2; NaN where that was not measured
     part: str = ""  # which of the op's problems, "" for all: as "m >= 2048"
+    best: float = math.nan
 
     @property
     def losses(self) -> int:
@@ -452,6 +453,7 @@ def _summary(competitor: str, ran: Sequence[Comparison], part: str) -> Summary:
         wrong=len(ran) - len(ratios),
         warm_geomean=_geomean([ratio for each in ran if (ratio := each.ratio(competitor, warm=True)) is not None]),
         part=part,
+        best=max((ratio for ratio, _ in ratios), default=math.nan),
     )
 
 

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = find(arguments)
     pictures = []
     try:
-        for what, paths in plot.draw(found.runs, found.rates(mgpu_ops.SPECS), arguments.output):
+        for _, what, paths in plot.draw(found.runs, found.rates(mgpu_ops.SPECS), arguments.output):
             pictures.append({"what": what, "files": paths})
             say(f"{what}: {', '.join(map(str, paths))}")
     except OSError as e:

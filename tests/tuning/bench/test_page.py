@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import errno
+import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -30,10 +32,12 @@ MATMUL = spec_of("matmul")
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "div", "table", "thead", "tbody", "tr", "th", "td",
-    "details", "summary", "figure", "figcaption", "img", "nav", "ul", "li", "a",
+    "details", "summary", "figure", "figcaption", "img", "nav", "ul", "li", "a", "section", "span", "small", "b", "i", "button",
+    "label", "input", "script",
 }  # fmt: skip
 ATTRIBUTES = {"lang", "charset", "http-equiv", "content", "class", "alt", "src", "open", "name", "href", "id"}
-ATTRIBUTES |= {"scope", "tabindex", "role", "aria-label"}
+ATTRIBUTES |= {"scope", "tabindex", "role", "aria-label", "hidden", "for", "type", "autocomplete", "placeholder", "title"}
+ATTRIBUTES |= {"style", "data-v"}  # of numbers alone
 
 
 class Reader(HTMLParser):
@@ -84,21 +88,24 @@ def check_safe(text: str) -> Reader:
     assert set(seen.tags) <= TAGS
     assert {name for name, _ in seen.attributes} <= ATTRIBUTES
     assert all(value and value.startswith("data:image/svg+xml;base64,") for name, value in seen.attributes if name == "src")
+    assert seen.tags.count("script") == 1
+    assert text.count(f"<script>{page._SCRIPT}</script>") == 1
+    numbers = re.compile(r"(?:(?:left|width):)?-?[\d.]+(?:e[+-]?\d+)?%?(?:;width:[\d.]+%)?")
+    assert all(numbers.fullmatch(value or "") for name, value in seen.attributes if name in ("style", "data-v"))
     ids = [value for name, value in seen.attributes if name == "id"]
     assert len(set(ids)) == len(ids)
-    assert {f"#{value}" for value in ids} == {value for name, value in seen.attributes if name == "href"}
+    assert {f"#{value}" for value in ids} - {"#filter"} == {value for name, value in seen.attributes if name == "href"}
     return seen
 
 
 def test_everything_that_others_name_is_shown_as_text(tmp_path: Path) -> None:
     picture = tmp_path / "x.svg"
     picture.write_text("<svg/>")
-    text = page.page(found_with(EVIL), SPECS, [(EVIL, [tmp_path / "x.png", picture])], EVIL)
+    text = page.page(found_with(EVIL), SPECS, [(EVIL, EVIL, [tmp_path / "x.png", picture])], EVIL)
     seen = check_safe(text)
     shown = "\n".join(seen.texts)
     # places, op, file, problem, config, evidence, rows, failures, pictures
     assert shown.count("<script>alert(1)</script>") >= 15
-    assert "<script" not in text
     assert "<img src=x" not in text
 
 
@@ -109,9 +116,12 @@ def test_no_text_becomes_a_tag(tmp_path_factory: pytest.TempPathFactory, text: s
     assert seen.tags.count("h1") == 1
 
 
-def test_the_page_allows_no_script_and_no_network() -> None:
+def test_the_page_allows_its_own_script_and_no_other_and_no_network() -> None:
     text = page.page(Sources(), SPECS, [], "2025-01-31")
-    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in {value for _, value in Reader(text).attributes}
+    digest = base64.b64encode(hashlib.sha256(Path(page.__file__).with_name("page.js").read_bytes()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy in {value for _, value in Reader(text).attributes}
+    assert "</script" not in page._SCRIPT
     assert "http://" not in text
     assert "https://" not in text
 
@@ -123,7 +133,7 @@ def test_the_page_tells_times_rates_failures_and_what_is_stale() -> None:
     found = Sources(["here"], [plot.Run("matmul", "p", "NVIDIA H200", "measured", tuple(trials))], [(Path("f.json"), file)])
     cells = Reader(page.page(found, SPECS, [], "2025-01-31")).texts
     rate = MATMUL.flops(problem) / 12.5 / 1e6
-    for cell in ("matmul on h200", "512x512x512 bfloat16 nn", "12.5", f"{rate:.1f}", "1.200", "x xla", "2.000"):
+    for cell in ("Tuned on h200", "512x512x512 bfloat16 nn", "12.5", f"{rate:.1f}", "1.200", "x xla", "2.000"):
         assert cell in cells
     assert any(cell.startswith("tuned with jax 0.0.1, not") for cell in cells)
     assert {"3 of 4 trials of 1 search failed", "crash", "3", "illegal address"} <= set(cells)
@@ -142,11 +152,12 @@ def test_a_summary_on_top_has_the_mean_and_the_worst_against_each_competitor() -
     ]
     seen = check_safe(page.page(Sources(rows=rows), SPECS, [], "2025-01-31"))
     texts = seen.texts
-    assert texts.index("Summary") < texts.index("Benchmarks")
+    assert texts.index("Summary") < texts.index("Timed on NVIDIA H200")
     mean = f"{(1.2 * 0.9) ** 0.5:.3f}"
     row = next(i for i, text in enumerate(texts) if text == "xla")
     assert texts[row - 1 : row + 5] == ["matmul", "xla", "2", mean, "0.900", "1 of 2"]
-    assert "q 8x8x16" in texts[row : row + 12]
+    assert "0.90 to 1.20, mean 1.04" in {value for name, value in seen.attributes if name == "aria-label"}
+    assert "q" in texts[row : row + 12]
     assert "The part that ours reaches of the speed of a yardstick, something else that costs as much" in texts
     of = next(i for i, text in enumerate(texts) if text == "dense")
     assert texts[of - 1 : of + 5] == ["matmul", "dense", "1", "0.500", "0.500", "0 of 1"]
@@ -155,7 +166,7 @@ def test_a_summary_on_top_has_the_mean_and_the_worst_against_each_competitor() -
 def test_the_contents_link_to_every_section_and_every_table_has_a_caption() -> None:
     found = found_with("x")
     seen = check_safe(page.page(found, SPECS, [], "2025-01-31"))  # each link leads somewhere, each section has one
-    assert seen.tags.count("a") >= 6
+    assert seen.tags.count("a") >= 3
     assert seen.tags.count("figcaption") == seen.tags.count("table")
     assert seen.tags.index("nav") < seen.tags.index("h2")
 
@@ -268,4 +279,3 @@ def test_a_hostile_database_makes_a_harmless_report(tmp_path: Path, mgpu_tune: C
     assert done.code == 0
     text = (tmp_path / "report.html").read_text()
     check_safe(text)
-    assert "<script" not in text
