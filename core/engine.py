@@ -32,7 +32,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.typing import DTypeLike
 
-from mgpu_ops.core import cluster, inflight, jax_patches, ptxas, threads, tma
+from mgpu_ops.core import cluster, inflight, jax_patches, ptxas, regions, threads, tma
 from mgpu_ops.core.mesh import same_mesh_axes
 from mgpu_ops.core.tile_scheduler import Int
 
@@ -608,7 +608,7 @@ def kernel(
         refs = refs[: len(refs) - len(inboxes)]
         for key, t in ours.items():
             scratch[key] = t.handle(scratch[key], received.get(key), interpret)
-        with _interpreted(interpret), inflight.watched():
+        with _interpreted(interpret), inflight.watched(), regions.named_primitives():
             if not interpret:
                 _mark()
             body(*refs, **scratch)
@@ -625,7 +625,9 @@ def kernel(
         thread_name="wg",
         kernel_name=launch.name,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=launch.approx_math
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=launch.approx_math,
+            **({} if interpret else regions.compiler_params(launch.name, launch.warpgroups)),
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )

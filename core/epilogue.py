@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine
+from mgpu_ops.core import engine, regions
 
 
+@regions.region("store")
 def store_tile(
     values: Any,
     staging: Any,

@@ -20,7 +20,7 @@ from mgpu_ops.attention.mask import BlockOrder, q_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
 
@@ -187,6 +187,7 @@ class ThreadBlock:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         engine.barrier_arrive(self.kv_pipeline.empty.at[opaque_zero()])
 
+    @regions.region("softmax")
     def weights(self, tile: ScoreTile, s: jax.Array, wg: Int) -> tuple[jax.Array, jax.Array | None]:
         """The weights 2^(scores - lse) from products of keys and queries, 0 where not visible.
 
@@ -220,6 +221,7 @@ class ThreadBlock:
         dst = self.refs.dq.at[part, at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
         engine.add_tile(src, dst)
 
+    @regions.region("store")
     def store(self, ref: Any, at: Position, staging: Any, values: jax.Array) -> None:
         """Starts the copies of dk or dv of the 64 keys from `at` on, through `staging` [panels, 64, PANEL]."""
         p, start, zero = self.p, at.batch * self.p.kv_tokens, opaque_zero()

@@ -38,7 +38,7 @@ from mgpu_ops.attention.mask import BlockOrder, kv_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
 from mgpu_ops.attention.score_mask import ScoreMask
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 
@@ -215,6 +215,7 @@ class _Consumer:
             values = smem["v"].at[v_stage, panel]
             engine.wgmma(self.dp_acc, smem["do"].at[panel, rows, :], engine.transpose_ref(values))
 
+    @regions.region("softmax")
     def _weights(
         self, s: jax.Array, at: Position, lse: jax.Array, stage: jax.Array, rows: pl.Slice
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -227,6 +228,7 @@ class _Consumer:
             weights = self.mask.hide_by_segment(weights, 0.0, q_ids, load_per_column(smem["segments"].at[stage]))
         return weights, slope
 
+    @regions.region("store")
     def _store(self, at: Position, dq: jax.Array) -> None:
         """Starts the copies of dq to global memory, from the place of the queries, which are done with."""
         block, p = self.block, self.block.p

@@ -46,7 +46,7 @@ from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
@@ -339,6 +339,7 @@ class _Rows:
 
     # --- The way out
 
+    @regions.region("store")
     def store(self, out: jax.Array, softmax: OnlineSoftmax) -> None:
         """Starts the copies of output and lse to global memory. They run on beside the next output tile."""
         block, p, at, wg = self.block, self.block.p, self.at, self.consumer.wg

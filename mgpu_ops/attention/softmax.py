@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.layouts import PER_ROW, along_rows
 from mgpu_ops.attention.problem import ROWS
+from mgpu_ops.core import regions
 from mgpu_ops.core.tile_scheduler import Int
 
 LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
@@ -46,6 +47,7 @@ class OnlineSoftmax:
     def start() -> OnlineSoftmax:
         return OnlineSoftmax(*(plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), PER_ROW) for x in (LOWEST, 0.0)))
 
+    @regions.region("softmax")
     def update(self, scores: Scores, dtype: Any) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
         """With one more kv block: its weights 2^(score - row max) in `dtype`, the new state, and the rescale factor."""
         row_max = jnp.maximum(self.row_max, scores.scaled(jnp.max(scores.values, axis=1)))

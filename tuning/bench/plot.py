@@ -244,7 +244,7 @@ def convergence(run: Run, stem: Path) -> list[Path]:
     run = _shown(run)
     if run.best is None:
         raise ValueError(f"{run.title}: no trial worked, so there is no time to draw")
-    with _figure(1, 1, (9.0, 4.6), run.title) as (figure, axes):
+    with figure_of(1, 1, (9.0, 4.6), run.title) as (figure, axes):
         ax = axes[0][0]
         numbered = list(enumerate(run.trials, 1))
         for place, origin in enumerate(dict.fromkeys(trial.origin for trial in run.trials)):
@@ -268,7 +268,7 @@ def convergence(run: Run, stem: Path) -> list[Path]:
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_title(f"best {_us(run.best.us)} at trial {so_far.index(min(so_far)) + 1} of {len(numbered)}", **_SMALL)
         figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
-        return _save(figure, stem)
+        return save(figure, stem)
 
 
 def parameters(run: Run, stem: Path) -> list[Path]:
@@ -282,7 +282,7 @@ def parameters(run: Run, stem: Path) -> list[Path]:
         raise ValueError(f"{run.title}: all trials that worked have one config, so no parameter varies")
     across = min(4, len(fields))
     down = math.ceil(len(fields) / across)
-    with _figure(down, across, (3.0 * across + 0.6, 2.5 * down + 0.9), run.title) as (figure, axes):
+    with figure_of(down, across, (3.0 * across + 0.6, 2.5 * down + 0.9), run.title) as (figure, axes):
         panels = [ax for row in axes for ax in row]
         for ax, field in zip(panels, fields):
             values = sorted({t.config.get(field) for t in run.ok}, key=lambda v: (str(type(v)), v))
@@ -302,7 +302,7 @@ def parameters(run: Run, stem: Path) -> list[Path]:
         told = [f"{len(run.ok)} trials; line: best of each value; diamond: best of all, {_us(best.us)}"]
         told += _wrapped("always " + " ".join(fixed), 45 * across) if fixed else []
         figure.supxlabel("\n".join(told), fontsize=8)
-        return _save(figure, stem)
+        return save(figure, stem)
 
 
 def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
@@ -313,7 +313,7 @@ def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
     shown, rest = failing[:_ROWS], failing[_ROWS:]
     several = len({run.op for run in shown}) > 1
     title = "failed trials by kind" if several else f"{shown[0].op}: failed trials by kind"
-    with _figure(1, 1, (9.0, 1.7 + 0.36 * len(shown)), title) as (figure, axes):
+    with figure_of(1, 1, (9.0, 1.7 + 0.36 * len(shown)), title) as (figure, axes):
         ax = axes[0][0]
         counts = [_by_kind(run) for run in shown]
         left = [0] * len(shown)
@@ -335,7 +335,7 @@ def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
         if rest:
             ax.set_title(f"and {sum(r.failures.total() for r in rest)} of {len(rest)} more problems", **_SMALL)
         figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
-        return _save(figure, stem)
+        return save(figure, stem)
 
 
 def rates(rows: Sequence[Measurement], stem: Path) -> list[Path]:
@@ -385,7 +385,7 @@ _SMALL: dict[str, Any] = {"loc": "left", "fontsize": 9, "color": "#444444"}
 
 
 @contextlib.contextmanager
-def _figure(down: int, across: int, size: tuple[float, float], title: str) -> Iterator[tuple[Figure, Any]]:
+def figure_of(down: int, across: int, size: tuple[float, float], title: str) -> Iterator[tuple[Figure, Any]]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -405,7 +405,7 @@ def _figure(down: int, across: int, size: tuple[float, float], title: str) -> It
             pyplot.close(figure)
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
+def save(figure: Figure, stem: Path) -> list[Path]:
     return report.save_figure(figure, stem.with_name(stem.name + ".png"))
 
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "plot": "draw pictures of searches, tuned problems and benchmarks, as PNG and SVG",
     "report": "write one HTML page: what is tuned, what failed, and pictures",
     "bench": "time an op beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
+    "profile": "record what the warpgroups of a kernel do over time: a picture, and a trace for Perfetto (needs a Hopper GPU)",
     "sweep": "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
     "replay": "run searches on recorded sweeps, without a GPU, and show how far from the optimum each sampler ends",
     "demo": "a tour on any machine: tune one matmul, store its config, call it, print its error",

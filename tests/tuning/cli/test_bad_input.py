@@ -20,7 +20,7 @@ from mgpu_ops import spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database, places
 from mgpu_ops.tuning import many, tuner
-from mgpu_ops.tuning.bench import runner, sources
+from mgpu_ops.tuning.bench import runner, sources, timeline
 from mgpu_ops.tuning.cli import capture
 from mgpu_ops.tuning.fleet import merge
 from mgpu_ops.tuning.replay import replay
@@ -148,6 +148,7 @@ WORK: dict[str, tuple[tuple[Any, ...], str, bool]] = {  # request, option of the
     "replay": (("replay", "--from", "."), "--picture", False),
     "sweep": (("sweep", "--suite", "replay"), "--output", True),
     "bench": (("bench", "matmul", "--m", 512, "--n", 512, "--k", 512), "--output", True),
+    "profile": (("profile", "matmul", "--m", 512, "--n", 512, "--k", 512), "--output", True),
 }
 
 
@@ -161,7 +162,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for owner, name in (
         (tuner, "tune"), (database, "update"), (sources, "find"), (merge, "best"), (replay, "play_all"), (runner, "run"),
-        (many, "each"), (capture, "_captured"),
+        (many, "each"), (capture, "_captured"), (timeline, "record"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, work)
     monkeypatch.setattr("mgpu_ops.tuning.cli.sweep.has_gpu", lambda: True)
