@@ -70,7 +70,7 @@ def matmul(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
-        and otherwise "xla", logging once why.
+        and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
 
     Returns:
       [m, n] of out_dtype. A zero-size k gives zeros, as in `jax.numpy.matmul`.
