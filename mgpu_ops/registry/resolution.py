@@ -190,7 +190,7 @@ def resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
     key = (spec.name, problem, gpu.key, result.source, result.config, result.runs)
     if result.source != "argument" and key not in _logged:
         _logged.add(key)
-        versus = "" if result.runs == "kernel" else f"; XLA is faster{_versus(result)}"
+        versus = "" if result.runs == "kernel" else f"; XLA runs{_versus(result)}"
         logging.getLogger("mgpu_ops").info(
             "%s %s on %s: %s from %s%s", spec.name, problem, gpu.key, result.config, _place(result), versus
         )
@@ -355,7 +355,8 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
         times = winner.expected_from(there, near[1], spec.cost(problem, found.config, gpu) * 1e6)
     if times is None:
         query.note("xla", f"no time of {baseline.name} is known for this problem or one near it")
-        return found
+        stored = found.entry is not None or near is not None
+        return found if stored else dataclasses.replace(found, runs=spec.unmeasured)
     query.note("xla", f"{times}: XLA wins if it is faster by {times.margin - 1:.0%}")
     return dataclasses.replace(found, runs=times.winner, times=times)
 
@@ -467,8 +468,14 @@ def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
 
 
 def _versus(result: Resolution) -> str:
-    """ ": kernel 12.3 us, xla 11.9 us, measured", or nothing."""
-    return "" if result.times is None else f": {result.times}"
+    """ ": kernel 12.3 us, xla 11.9 us, measured", or why XLA runs without such times; nothing for a kernel without them."""
+    if result.times is not None:
+        return f": {result.times}"
+    if result.runs == "kernel":
+        return ""
+    return {"default": ": nothing is tuned", "job": ": so chose another process", "override": ": use_configs says so"}.get(
+        result.source, ": the config that was found says so, without the kernel's time"
+    )
 
 
 def _place(result: Resolution) -> str:

@@ -204,6 +204,15 @@ def test_without_an_entry_or_a_model_the_kernel_runs() -> None:
     assert call() == ("kernel", 1)
 
 
+def test_an_op_may_leave_to_xla_what_nobody_measured() -> None:
+    cautious = dataclasses.replace(SPEC, unmeasured="xla")
+    assert call(spec=cautious) == ("library", "x")
+    assert "runs      XLA: nothing is tuned" in resolution.explain(cautious, Problem(64), GPU)
+    assert call(spec=cautious, backend="mosaic") == ("kernel", 1)
+    store(128, 10.0, None)
+    assert call(spec=cautious) == ("kernel", 2)
+
+
 def test_what_was_measured_takes_precedence_over_the_model() -> None:
     store(64, 10.0, 12.0)
     assert call(spec=with_model(0.5)) == ("kernel", 2)
@@ -229,7 +238,7 @@ def test_explain_and_the_log_tell_both_times_and_who_runs(caplog: pytest.LogCapt
     assert 'config    Config(tile=2), which backend="mosaic" runs' in told
     with caplog.at_level(logging.INFO, "mgpu_ops"):
         call()
-    assert "; XLA is faster: kernel 12 us, library 10 us, measured" in caplog.messages[0]
+    assert "; XLA runs: kernel 12 us, library 10 us, measured" in caplog.messages[0]
     store(64, 10.0, 12.0)
     assert "runs      the kernel: kernel 10 us, library 12 us, measured" in resolution.explain(SPEC, Problem(64), GPU)
     assert "modelled" in resolution.explain(with_model(0.5), Problem(2048), GPU)

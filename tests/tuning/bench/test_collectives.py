@@ -133,7 +133,7 @@ def test_what_the_tuner_left_to_xla_is_measured_so(monkeypatch):
     """A named transport would run a kernel all the same."""
     problem = CollectiveProblem(512, 2)
     for runs in ("xla", "kernel"):
-        found = types.SimpleNamespace(runs=runs)
+        found = types.SimpleNamespace(runs=runs, source="shipped", times=None)
         monkeypatch.setattr(collective_bench.resolution, "resolve", lambda *_, found=found: found)
         asked = {}
         monkeypatch.setattr(
