@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, regions
@@ -19,6 +22,7 @@ def store_tile(
     *,
     transpose: bool = False,
     add: Callable[[Any, int, Callable[[Any], None]], None] | None = None,
+    finish: Callable[[Any, Any, int, int], Any] | None = None,
 ) -> None:
     """Stores `values` [rows, columns] of one warpgroup in epilogue tiles, through the buffers of `staging`.
 
@@ -27,6 +31,7 @@ def store_tile(
     transpose: the buffers hold epilogue tiles of the transposed values, [buffers, columns, rows].
     add(part, number, store): calls `store` with what is to be stored in place of `part`, epilogue tile `number` of the values;
       or does not, where another block stores it.
+    finish(part, buffer, i, j): what is stored in place of `part`, the epilogue tile at (i, j), through this buffer.
 
     While one buffer is copied out, the next is written. The last copies run on after the return, so a kernel ends with
     `plgpu.wait_smem_to_gmem(0)`.
@@ -42,6 +47,8 @@ def store_tile(
         # Wait until the buffer's last copy has read it. The first tile waits for all copies of the output tile before:
         # they started a whole main loop ago.
         plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
+        if finish is not None:
+            part = finish(part, staging.at[buffer], *tiles[number])
         if transpose:  # registers then hold two neighbours of a column, which lie side by side in the transposed tile
             part = plgpu.layout_cast(part.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             engine.transpose_ref(staging.at[buffer])[...] = part
@@ -56,3 +63,10 @@ def store_tile(
             store(number, part)
         else:
             add(part, number, functools.partial(store, number))
+
+
+def along(ref: Any, start: Any, shape: tuple[int, ...], axis: int) -> Any:
+    """Elements of the vector `ref` from `start` on, float32, as values of `shape` in wgmma's layout that vary along `axis`."""
+    vector = ref.at[pl.ds(start, shape[axis])]
+    values = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+    return lax.broadcast_in_dim(values.astype(jnp.float32), shape, (axis,))

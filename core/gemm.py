@@ -113,9 +113,9 @@ def check_epilogue(c: Tiled, unit: int) -> str | None:
     return None
 
 
-def check_accumulator(c: Tiled, registers: int) -> str | None:
-    """The accumulator fits into the `registers` of a consumer thread."""
-    accumulator = accumulator_registers(c)
+def check_accumulator(c: Tiled, registers: int, accumulators: int = 1) -> str | None:
+    """So many accumulators fit into the `registers` of a consumer thread."""
+    accumulator = accumulators * accumulator_registers(c)
     if accumulator + _ADDRESSES > registers:
         return (
             f"the accumulator takes {accumulator} registers a thread and addresses about {_ADDRESSES} more, but "
@@ -133,12 +133,16 @@ class Storage:
 
     epilogue_buffers: of each consumer warpgroup. out_itemsize: bytes of an element of the output.
     received: float32 epilogue tiles that each consumer warpgroup has room for, of other blocks of its cluster.
+    barriers: beside those of the pipeline and of the cluster's sum.
+    b_tiles: tiles of B of a pipeline stage.
     """
 
     config: Tiled
     epilogue_buffers: int
     out_itemsize: int
     received: int = 0
+    barriers: int = 0
+    b_tiles: int = 1
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -151,7 +155,7 @@ class Storage:
         """All of it, with a full and an empty barrier for each stage."""
         c, stages = self.config, self.config.max_concurrent_steps
         a, b = ((stages, c.tile_m, c.tile_k), 2), ((stages, c.tile_k, c.tile_n), 2)
-        buffers, barriers = [a, (self.out_shape, self.out_itemsize), b], 2 * stages
+        buffers, barriers = [a, (self.out_shape, self.out_itemsize), *[b] * self.b_tiles], 2 * stages + self.barriers
         if self.received:  # they arrived at each warpgroup; they were taken
             buffers.append(((c.compute_warpgroups, self.received, ROWS, c.epilogue_tile_n), 4))
             barriers += c.compute_warpgroups + 1

@@ -24,14 +24,16 @@ BACKWARD = {"flash_attention": "flash_attention_backward"}  # the ops whose grad
 
 
 def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
-    call = partial(
-        mgpu_ops.matmul,
-        out_dtype=problem.out_dtype,
-        transpose_a=problem.layout[0] == "t",
-        transpose_b=problem.layout[1] == "t",
-        backend=backend,
-    )
-    return call if problem.batch == 1 else jax.vmap(call)
+    p = problem
+    options: dict[str, Any] = {"activation": p.activation, "out_dtype": p.out_dtype, "backend": backend}
+    options |= {"transpose_a": p.layout[0] == "t", "transpose_b": p.layout[1] == "t"}
+
+    def call(a: jax.Array, b: jax.Array, *extra: jax.Array) -> jax.Array:
+        arrays = iter(extra)
+        bias, residual = (next(arrays) if there else None for there in (p.bias, p.residual))
+        return mgpu_ops.matmul(a, b, bias=bias, residual=residual, **options)
+
+    return call
 
 
 def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:

@@ -273,10 +273,10 @@ def stored_entry(spec: OpSpec, problem: Problem, gpu: Gpu, kind: str, objective:
 
     None if there is none that can run.
     """
-    fields = dataclasses.asdict(problem)
+    key = database.key_of_fields(dataclasses.asdict(problem))
     for entry in _stored(spec.name, gpu):
-        e = entry.evidence
-        if (entry.problem, e.kind, e.objective, e.kernel_version) == (fields, kind, objective, spec.version):
+        e, its = entry.evidence, database.key_of_fields(entry.problem)
+        if (its, e.kind, e.objective, e.kernel_version) == (key, kind, objective, spec.version):
             with contextlib.suppress(ValueError):  # of fields that somebody edited
                 if spec.check(problem, database.to_config(spec, entry.config), gpu) is None:
                     return entry

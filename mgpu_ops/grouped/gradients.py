@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core import mesh
+from mgpu_ops.core.activations import activate
 from mgpu_ops.grouped import grouped_matmul, ragged_contraction
 
 
@@ -21,14 +22,14 @@ def _matmul_forward(
     out = grouped_matmul.product(linear, lhs, rhs, sizes, bias)
     if call.activation == "none":
         return out, (lhs, rhs, sizes, bias, None)
-    return grouped_matmul.activate(call.activation, out), (lhs, rhs, sizes, bias, out)
+    return activate(call.activation, out), (lhs, rhs, sizes, bias, out)
 
 
 def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dlhs = g rhs^T by group, drhs = lhs^T g by group, dbias = the groups' sums of g."""
     lhs, rhs, sizes, bias, linear = saved
     if linear is not None:
-        (g,) = jax.vjp(functools.partial(grouped_matmul.activate, call.activation), linear)[1](g)
+        (g,) = jax.vjp(functools.partial(activate, call.activation), linear)[1](g)
     g = g.astype(lhs.dtype)
     name, t = lhs.dtype.name, call.transpose_rhs
     dlhs = grouped_matmul.product(grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend), g, rhs, sizes)

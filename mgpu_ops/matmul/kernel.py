@@ -23,17 +23,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
-from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.activations import in_registers
+from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     as_computed,
     cluster_size,
     computes_transposed,
+    has_epilogue,
     k_steps,
     partial_problem,
     storage,
@@ -43,7 +46,7 @@ from mgpu_ops.matmul.problem import (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class Work:
     """What a launch computes, and by how many blocks or, where config.cluster is not "none", clusters.
 
     Problem and config are those of `as_computed`. transposed: tiles are of out^T, and are transposed again when stored.
@@ -56,7 +59,21 @@ class _Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
+class _Refs:
+    """Arrays in global memory, as the product `as_computed` has them. bias and residual: None where there is none.
+
+    A bias is as long as its side of all tiles; residual has the shape of out.
+    """
+
+    a: Any
+    b: Any
+    bias: Any
+    residual: Any
+    out: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
     """An output tile: the product of the batch, the part of k, and its row and column counted in tiles. All traced int32."""
 
     batch: jax.Array
@@ -65,7 +82,7 @@ class _Tile:
     column: Int
 
 
-def _tile(work: _Work, step: jax.Array) -> _Tile:
+def _tile(work: Work, step: jax.Array) -> Tile:
     """The `step`-th output tile of this block.
 
     The two blocks of a cluster along m or n take tiles next to each other. Those of a cluster along k take one tile, and each
@@ -92,11 +109,11 @@ def _tile(work: _Work, step: jax.Array) -> _Tile:
         part = lax.axis_index("cluster")
     elif c.split_k > 1:
         batch, part = lax.div(batch, jnp.int32(c.split_k)), lax.rem(batch, jnp.int32(c.split_k))
-    return _Tile(batch, part, row, column)
+    return Tile(batch, part, row, column)
 
 
-def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
-    """Producer: what step (tile, k) loads, a tile of A and one of B in the layout that they are stored in.
+def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
+    """Producer: what step (tile, k) loads, a tile of A and one of each B in the layout that they are stored in.
 
     TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster
     along m or n need the same tile of one operand: each loads half of it and multicasts that half to both.
@@ -105,7 +122,7 @@ def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
 
-    def spec(ref: Any, tile: tuple[int, int], index: Callable[[_Tile, jax.Array], tuple[Int, Int]], shared: bool) -> Any:
+    def spec(ref: Any, tile: tuple[int, int], index: Callable[[Tile, jax.Array], tuple[Int, Int]], shared: bool) -> Any:
         batched = ref.ndim == 3
 
         def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
@@ -122,22 +139,22 @@ def _load(work: _Work, a_ref: Any, b_ref: Any) -> list[Any]:
             collective_axes=("cluster",) if shared else (),
         )
 
-    def a_index(at: _Tile, k: jax.Array) -> tuple[Int, Int]:
+    def a_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
         return (k, at.row) if a_t else (at.row, k)
 
-    def b_index(at: _Tile, k: jax.Array) -> tuple[Int, Int]:
+    def b_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
         return (at.column, k) if b_t else (k, at.column)
 
     a_tile = (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k)
     b_tile = (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
     return [
         spec(a_ref, a_tile, a_index, shared=c.cluster == "n"),
-        spec(b_ref, b_tile, b_index, shared=c.cluster == "m"),
+        *(spec(b_ref, b_tile, b_index, shared=c.cluster == "m") for b_ref in b_refs),
     ]
 
 
-def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
-    """Consumer: acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile."""
+def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
+    """Consumer: starts acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile."""
     a_t, b_t = transposed(p)
     wg_m, wg_n = warpgroup_tile(c)
     row, column = tile_scheduler.warpgroup_origin(c)
@@ -150,62 +167,139 @@ def _multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None
         engine.transpose_ref(a_smem) if a_t else a_smem,
         engine.transpose_ref(b_smem) if b_t else b_smem,
     )
-    # The stage may be refilled when this returns, so no wgmma may still read it.
-    engine.wgmma_wait(0)
 
 
-def _store(work: _Work, t: jax.Array, acc: Any, out_smem: Any, out_ref: Any, cluster_sum: Any) -> None:
-    """Consumer: rounds the accumulator of the block's tile number t to the output's dtype and stores it.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where this warpgroup's part of the output tile number t begins, and how its epilogue tiles lie in global memory."""
 
-    TMA clips what lies outside the array. The last tile of a row may begin within the one before (`engine.block_start`). Both
-    then store the same values there. In a cluster along k the first block stores the sum of all blocks' accumulators.
+    work: Work
+    product: jax.Array  # number of the product, or of its part
+    row: Int
+    column: Int
+
+    @staticmethod
+    def of(work: Work, t: jax.Array) -> Place:
+        """The last tile of a row may begin within the one before (`engine.block_start`); both store the same values there."""
+        p, c, tile = work.problem, work.config, _tile(work, t)
+        row, column = tile_scheduler.warpgroup_origin(c)
+        a_t, b_t = transposed(p)
+        swizzle = swizzle_bytes(p, c)
+        # Where the operand's rows run along m or n, the tile begins where `load`'s block of that operand does.
+        first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
+        first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
+        product = tile.batch if c.cluster == "k" else tile.batch * c.split_k + tile.part
+        return Place(work, product, first_row + row, first_column + column)
+
+    def block(self, ref: Any, i: int, j: int) -> Any:
+        """The epilogue tile that begins at row i and column j of this part, in an array like the output."""
+        c = self.work.config
+        rows, columns = pl.ds(self.row + i, ROWS), pl.ds(self.column + j, c.epilogue_tile_n)
+        if self.work.transposed:
+            rows, columns = columns, rows
+        if ends_with_rows(self.work.problem, c):
+            return engine.block_anywhere(ref, self.product, rows, columns)
+        return ref.at[(self.product, rows, columns) if ref.ndim == 3 else (rows, columns)]
+
+
+def _load_residual(work: Work, t: jax.Array, refs: _Refs, out_smem: Any, arrived: Any) -> None:
+    """Consumer: starts to load the residual of tile t into the epilogue's buffers, one for each epilogue tile."""
+    place, wg = Place.of(work, t), lax.axis_index("wg")
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffers, long ago
+    for number, (i, j) in enumerate(epilogue_origins(work.config)):
+        engine.copy_gmem_to_smem(place.block(refs.residual, i, j), out_smem.at[wg, number], arrived.at[wg])
+
+
+def epilogue_origins(c: Config) -> list[tuple[int, int]]:
+    """First row and column of the epilogue tiles of a warpgroup, in the order in which they are stored."""
+    rows, columns = warpgroup_tile(c)
+    return [(i, j) for i in range(0, rows, ROWS) for j in range(0, columns, c.epilogue_tile_n)]
+
+
+def _finish(work: Work, refs: _Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
+    """Consumer: activation(values + bias) + residual of an epilogue tile, in float32; the residual lies in its buffer."""
+    if refs.bias is not None:
+        bias = refs.bias.at[place.product] if refs.bias.ndim == 2 else refs.bias
+        first, axis = (place.row, 0) if work.transposed else (place.column, 1)  # the output's columns
+        values += along(bias, first + at[axis], values.shape, axis)
+    values = in_registers(work.problem.activation, values)
+    if refs.residual is not None:
+        if work.transposed:
+            residual = plgpu.load(engine.transpose_ref(buffer), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            residual = plgpu.layout_cast(residual, plgpu.Layout.WGMMA)
+        else:
+            residual = buffer[...]
+        values += residual.astype(jnp.float32)
+    return values
+
+
+def _store(
+    work: Work, t: jax.Array, acc: Any, refs: _Refs, *, out_smem: Any, cluster_sum: Any = None, residual_arrived: Any = None
+) -> None:
+    """Consumer: rounds what the epilogue makes of the accumulator of tile number t to the output's dtype and stores it.
+
+    TMA clips what lies outside the array. In a cluster along k the first block stores the sum of all blocks' accumulators.
     """
-    p, c, tile = work.problem, work.config, _tile(work, t)
-    row, column = tile_scheduler.warpgroup_origin(c)
-    a_t, b_t = transposed(p)
-    swizzle = swizzle_bytes(p, c)
-    # Where the operand's rows run along m or n, the tile begins where `_load`'s block of that operand does.
-    first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
-    first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
+    p, c, place = work.problem, work.config, Place.of(work, t)
 
     def copy(staged: Any, i: int, j: int) -> None:
-        rows = pl.ds(first_row + row + i, ROWS)
-        columns = pl.ds(first_column + column + j, c.epilogue_tile_n)
-        if work.transposed:
-            rows, columns = columns, rows
-        product = tile.batch if c.cluster == "k" else tile.batch * c.split_k + tile.part
-        if _ends_with_rows(p, c):
-            plgpu.copy_smem_to_gmem(staged, engine.block_anywhere(out_ref, product, rows, columns))
-        else:
-            plgpu.copy_smem_to_gmem(staged, out_ref.at[(product, rows, columns) if out_ref.ndim == 3 else (rows, columns)])
+        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+
+    def finish(part: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
+        return _finish(work, refs, place, part, buffer, (i, j))
 
     # The cluster's accumulators are added up an epilogue tile at a time: there is room for one of each block.
     def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
         cluster_sum.add(part, t * epilogue_tiles(c) + number, store)
 
-    values = acc[...].astype(out_ref.dtype if cluster_sum is None else jnp.float32)
-    buffers = out_smem.at[lax.axis_index("wg")]
-    store_tile(values, buffers, copy, transpose=work.transposed, add=None if cluster_sum is None else add)
+    if refs.residual is not None:
+        _if_it_stores(c, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
+    wide = cluster_sum is not None or has_epilogue(p)
+    store_tile(
+        acc[...].astype(jnp.float32 if wide else refs.out.dtype),
+        out_smem.at[lax.axis_index("wg")],
+        copy,
+        transpose=work.transposed,
+        add=None if cluster_sum is None else add,
+        finish=finish if has_epilogue(p) else None,
+    )
+
+
+def _if_it_stores(c: Config, then: Callable[[], None]) -> None:
+    """Runs `then` in the blocks that store output tiles: of a cluster along k, the first."""
+    if c.cluster == "k":
+        pl.when(lax.axis_index("cluster") == 0)(then)
+    else:
+        then()
 
 
 def _kernel(
-    work: _Work, a_ref: Any, b_ref: Any, out_ref: Any, *, accumulator: Any, out_smem: Any, cluster_sum: Any = None
+    work: Work, *refs: Any, accumulator: Any, out_smem: Any, cluster_sum: Any = None, residual_arrived: Any = None
 ) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
+    of = _refs(p, *refs)
+    epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
     steps = k_steps(p, c)
-    own_tiles = tile_scheduler.tiles_of_block(_clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
 
     # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
     def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, acc: Any) -> Any:
         t, k = indices
-        _multiply(p, c, acc, a_smem, b_smem)
+        if p.residual:  # it arrives while the second half of k is multiplied
+
+            @pl.when(k == steps // 2)
+            def _() -> None:
+                _if_it_stores(c, lambda: _load_residual(work, t, of, out_smem, residual_arrived))
+
+        multiply(p, c, acc, a_smem, b_smem)
+        engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
 
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
-            _store(work, t, acc, out_smem, out_ref, cluster_sum)
+            _store(work, t, acc, of, **epilogue)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         return acc
@@ -219,17 +313,23 @@ def _kernel(
     plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(own_tiles, steps),
-        in_specs=_load(work, a_ref, b_ref),
+        in_specs=load(work, of.a, of.b),
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
         wg_axis="wg",
         compute_context=consumer,
-    )(a_ref, b_ref)
+    )(of.a, of.b)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
-def _ends_with_rows(p: Problem, c: Config) -> bool:
+def _refs(p: Problem, a: Any, b: Any, *rest: Any) -> _Refs:
+    *extra, out = rest
+    bias = extra.pop(0) if p.bias else None
+    return _Refs(a, b, bias, extra.pop(0) if p.residual else None, out)
+
+
+def ends_with_rows(p: Problem, c: Config) -> bool:
     """Whether the last tile along m or n ends with the array, and so may begin anywhere (`engine.block_start`)."""
     a_t, b_t = transposed(p)
     panel = swizzle_bytes(p, c) // 2
@@ -237,22 +337,27 @@ def _ends_with_rows(p: Problem, c: Config) -> bool:
     return (a_t and along_m is not None) or (not b_t and along_n is not None)
 
 
-def _clusters_of_tiles(p: Problem, c: Config) -> int:
+def clusters_of_tiles(p: Problem, c: Config) -> int:
     """How many output tiles, or pairs of them in clusters along m or n, there are."""
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     return tiles // (2 if c.cluster in ("m", "n") else 1)
 
 
-def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Runs the kernel on A and B as they are stored, each with or without a leading batch dimension."""
-    out_dtype, batched = p.out_dtype, 3 in (a.ndim, b.ndim)
+def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+    """Runs the kernel on A and B as they are stored, then bias and residual where the problem has them.
+
+    Each has a leading batch dimension, or is shared by all products.
+    """
+    whole, extra = p, by_name(p, arrays[2:])
+    batched = any(x.ndim > rank for x, rank in zip(arrays, ranks(p), strict=True))
     p = partial_problem(p, c)
     m, n, parts = p.m, p.n, 1 if c.cluster == "k" else c.split_k
     shape = (p.batch, m, n) if batched or parts > 1 else (m, n)
     flips = computes_transposed(c)
     p, c = as_computed(p, c)
     cluster = cluster_size(c)
-    work = _Work(p, c, min(resident_clusters(cluster, gpu), _clusters_of_tiles(p, c)), flips)
+    work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
+    anywhere = (1, p.batch, m, n)
     out = engine.kernel(
         functools.partial(_kernel, work),
         engine.Launch(
@@ -260,17 +365,32 @@ def launch(p: Problem, c: Config, gpu: Gpu, a: jax.Array, b: jax.Array, *, inter
             grid={"block": work.blocks},
             cluster={"cluster": cluster},
             warpgroups=c.compute_warpgroups + 1,
+            approx_math=p.activation != "none",
             interpret=interpret,
         ),
-        out_type=jax.ShapeDtypeStruct((1, p.batch, m, n) if _ends_with_rows(p, c) else shape, p.out_dtype),
+        out_type=jax.ShapeDtypeStruct(anywhere if ends_with_rows(p, c) else shape, p.out_dtype),
         scratch_types=_scratch(work),
-    )(*((b, a) if flips else (a, b))).reshape(shape)
+    )(*(arrays[1::-1] if flips else arrays[:2]), *_extra(work, extra, anywhere)).reshape(shape)
     if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
-        out = out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3).astype(out_dtype)
+        out = with_epilogue(whole, out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3), **extra)
     return out
 
 
-def _scratch(work: _Work) -> dict[str, Any]:
+def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
+    """bias and residual as the kernel reads them: a bias up to the end of the last tile, a residual [1, ...] where out is."""
+    p, c, found = work.problem, work.config, []
+    if p.bias:
+        length, tile = (p.m, c.tile_m) if work.transposed else (p.n, c.tile_n)
+        found.append(jnp.pad(extra["bias"], [(0, 0)] * (extra["bias"].ndim - 1) + [(0, -length % tile)]))
+    if p.residual:
+        residual = extra["residual"]
+        if ends_with_rows(p, c):
+            residual = jnp.broadcast_to(residual, shape[1:])[None]
+        found.append(residual)
+    return found
+
+
+def _scratch(work: Work) -> dict[str, Any]:
     """Accumulators, the buffers of the epilogue, and what adds up the parts of k of a cluster."""
     p, c = work.problem, work.config
     *buffers, rows, columns = storage(p, c).out_shape
@@ -281,6 +401,8 @@ def _scratch(work: _Work) -> dict[str, Any]:
             (*buffers, *tile), jnp.dtype(p.out_dtype), transforms=engine.operand_transforms(tile[1], p.out_dtype)
         ),
     }
+    if p.residual:
+        scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
     if c.cluster == "k":
         scratch["cluster_sum"] = engine.ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch

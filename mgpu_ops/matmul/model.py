@@ -172,11 +172,13 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 def distance(x: Problem, y: Problem) -> float | None:
     """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
 
-    The sum of |log2| of the ratios of m, n, k and batch, and a small step for another 16-bit dtype or layout, which tile alike.
+    The sum of |log2| of the ratios of m, n, k and batch, and a small step for another 16-bit dtype, layout or epilogue, which
+    tile alike: what was tuned for a plain product carries over to the same one with an epilogue.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
         return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.5 * (x.layout != y.layout)
+    near += 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation) + 0.1 * (x.residual != y.residual)
     return near if near <= 4.0 else None

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from mgpu_ops.core import gemm, limits
+from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import (
     MAX_SIZE,
@@ -27,7 +28,7 @@ from mgpu_ops.models import MODELS
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """`batch` products of A[m, k] and B[k, n].
+    """`batch` products of A[m, k] and B[k, n], out = activation(A B + bias) + residual.
 
     m, n, k: rows of A, columns of B, and what is summed over.
     dtype: of A and B, "bfloat16" or "float16" in the kernel.
@@ -35,6 +36,9 @@ class Problem:
     layout: how A and B are stored, "n" as written, "t" transposed (A as [k, m], B as [n, k]); "nt" is A as written and B
       transposed.
     batch: how many products; an operand without this dimension is shared by all.
+    bias: whether bias[n] is added to each row.
+    activation: of `core.activations`.
+    residual: whether an array of the result's shape and dtype is added last.
     """
 
     m: int
@@ -44,6 +48,9 @@ class Problem:
     out_dtype: str = "bfloat16"
     layout: str = "nn"
     batch: int = 1
+    bias: bool = False
+    activation: str = "none"
+    residual: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,6 +135,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     reason = supports_dtypes(problem.dtype, problem.out_dtype, gpu)
     if reason is not None:
         return reason
+    if problem.activation not in ACTIVATIONS:
+        return f"activation {problem.activation!r} is not one of {', '.join(ACTIVATIONS)}"
     if problem.layout not in LAYOUTS:
         return f"layout {problem.layout!r} is not one of {', '.join(LAYOUTS)}"
     reason = supports_sizes(problem, ("m", "n", "k", "batch"))
@@ -167,15 +176,22 @@ _CHOICES = {"cluster": ("none", "m", "n", "k"), "raster_dimension": ("m", "n")}
 def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Config], str | None]) -> str | None:
     """`check` of a product and a config `as_computed`, whose choices are legal."""
     return (
+        check_schedule(p, c, check_output)
+        or gemm.check_accumulator(c, consumer_registers(c, gpu))
+        or limits.check_smem(storage(p, c).bytes, gpu)
+    )
+
+
+def check_schedule(p: Problem, c: Config, check_output: Callable[[Problem, Config], str | None] | None = None) -> str | None:
+    """Tiles, pipeline and copies exist for a problem and a config `as_computed`; what they take of an SM is asked apart."""
+    return (
         gemm.check_tile(c)
         or gemm.check_pipeline(c)
         or _check_order(p, c)
         or _check_swizzle(p, c)
         or gemm.check_epilogue(c, 8)
-        or check_output(partial_problem(p, c), c)
+        or (check_output or _check_ragged_output)(partial_problem(p, c), c)
         or _check_ragged_operands(p, c)
-        or gemm.check_accumulator(c, _consumer_registers(c, gpu))
-        or limits.check_smem(storage(p, c).bytes, gpu)
     )
 
 
@@ -291,16 +307,25 @@ def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
     return replace(p, m=p.n, n=p.m, layout=("n" if b_t else "t") + ("n" if a_t else "t")), c
 
 
+def has_epilogue(p: Problem) -> bool:
+    """Whether anything is done with a product before it is stored."""
+    return p.bias or p.residual or p.activation != "none"
+
+
 def cluster_size(c: Config) -> int:
     """Blocks of a cluster."""
     return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
 
 
 def partial_problem(p: Problem, c: Config) -> Problem:
-    """What the kernel itself stores: with split_k, unless a cluster adds up, `c.split_k` float32 parts of each product."""
+    """What the kernel itself stores: with split_k, unless a cluster adds up, `c.split_k` float32 parts of each product.
+
+    The second kernel, which adds them up, has the epilogue then.
+    """
     if c.split_k == 1 or c.cluster == "k":
         return p
-    return replace(p, out_dtype="float32", batch=p.batch * c.split_k)
+    plain = replace(p, bias=False, activation="none", residual=False)
+    return replace(plain, out_dtype="float32", batch=p.batch * c.split_k)
 
 
 def k_steps(p: Problem, c: Config) -> int:
@@ -308,7 +333,7 @@ def k_steps(p: Problem, c: Config) -> int:
     return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
 
 
-def _consumer_registers(c: Config, gpu: Gpu) -> int:
+def consumer_registers(c: Config, gpu: Gpu) -> int:
     """Registers of a consumer thread, as `emit_pipeline_warp_specialized` sets them: in steps of 8, 255 at most."""
     per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
@@ -328,10 +353,15 @@ def _largest_swizzle(row_bytes: int) -> int:
 
 
 def storage(problem: Problem, config: Config) -> gemm.Storage:
-    """The shared memory of a block, of a config `as_computed`. Each consumer warpgroup has up to two epilogue buffers."""
-    buffers = min(2, gemm.epilogue_tiles(config))
-    itemsize = itemsize_of(partial_problem(problem, config).out_dtype)
-    return gemm.Storage(config, buffers, itemsize, cluster_size(config) - 1 if config.cluster == "k" else 0)
+    """The shared memory of a block, of a config `as_computed`. Each consumer warpgroup has up to two epilogue buffers.
+
+    With a residual it has all: the residual of the whole tile is loaded into them while the product is computed.
+    """
+    stored, tiles = partial_problem(problem, config), gemm.epilogue_tiles(config)
+    received = cluster_size(config) - 1 if config.cluster == "k" else 0
+    barriers = config.compute_warpgroups if stored.residual else 0
+    buffers = tiles if stored.residual else min(2, tiles)
+    return gemm.Storage(config, buffers, itemsize_of(stored.out_dtype), received, barriers)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
@@ -350,18 +380,25 @@ def flops(problem: Problem) -> int:
 def bytes_moved(problem: Problem) -> int:
     """Each input read once and each output written once."""
     p = problem
-    return p.batch * ((p.m + p.n) * p.k * itemsize_of(p.dtype) + p.m * p.n * itemsize_of(p.out_dtype))
+    outputs = (1 + p.residual) * p.m * p.n * itemsize_of(p.out_dtype)
+    return p.batch * ((p.m + p.n) * p.k * itemsize_of(p.dtype) + outputs) + p.bias * p.n * itemsize_of(p.dtype)
 
 
-def inputs(problem: Problem, key: Any) -> tuple[jax.Array, jax.Array]:
-    """Random normal operands, stored as `problem.layout` says."""
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """Random normal operands, stored as `problem.layout` says; then a bias of their dtype and a residual, where it has them.
+
+    With an epilogue, B is divided by the square root of k, as weights are: the product is as large as bias and residual.
+    """
     p = problem
     a_t, b_t = transposed(p)
     lead = (p.batch,) if p.batch > 1 else ()
     key_a, key_b = jax.random.split(key)
     a = jax.random.normal(key_a, (*lead, p.k, p.m) if a_t else (*lead, p.m, p.k), p.dtype)
     b = jax.random.normal(key_b, (*lead, p.n, p.k) if b_t else (*lead, p.k, p.n), p.dtype)
-    return a, b
+    shapes = [((p.n,), p.dtype)] * p.bias + [((*lead, p.m, p.n), p.out_dtype)] * p.residual
+    keys = jax.random.split(jax.random.fold_in(key, 1), 2)
+    b = b / math.sqrt(p.k) if has_epilogue(p) else b
+    return a, b, *(jax.random.normal(k, *x) for k, x in zip(keys, shapes, strict=False))
 
 
 def tolerance(problem: Problem) -> float:

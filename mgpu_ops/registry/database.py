@@ -220,13 +220,15 @@ def to_entry(problem: Problem, config: Config, evidence: Evidence) -> Entry:
 
 
 def fit(cls: type, fields: Mapping[str, Any], *, older: bool = False) -> Any:
-    """A frozen dataclass from all its fields; ValueError for a missing, unknown or wrongly typed one.
+    """A frozen dataclass from its fields; ValueError for a missing, unknown or wrongly typed one.
 
-    older: those that have a default may be missing.
+    A field whose default says that there is nothing, False or "none", may be missing: entries may be older than the field.
+    older: so may any other that has a default.
     """
     # msgspec ignores unknown fields of a dataclass and fills missing ones from their defaults.
     names = {field.name for field in dataclasses.fields(cls)}
-    later = {field.name for field in dataclasses.fields(cls) if older and field.default is not dataclasses.MISSING}
+    defaults = {field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
+    later = {name for name, default in defaults.items() if older or _is_nothing(default)}
     what = f"{cls.__name__.lower()} {dict(fields)}"
     if not names - later <= fields.keys() <= names:
         missing, unknown = sorted(names - later - fields.keys()), sorted(fields.keys() - names)
@@ -255,9 +257,17 @@ def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A key that equal problems share; those of 1 and of True differ. Any two keys can be ordered."""
+    """A key that equal problems share; those of 1 and of True differ. Any two keys can be ordered.
+
+    A field that says that there is nothing counts as one that is missing (`fit`).
+    """
     # A list first: a generator takes twice as long, and an update does this for every entry.
-    return tuple([(k, type(v).__name__, v) for k, v in sorted(fields.items())])
+    return tuple([(k, type(v).__name__, v) for k, v in sorted(fields.items()) if not _is_nothing(v)])
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a field's value says that a problem has none of it: no bias, no activation."""
+    return value is False or value == "none"
 
 
 def _identity(entry: Entry) -> tuple[Any, ...]:

@@ -24,11 +24,15 @@ def _assert_near(out: Any, wanted: Any, tolerance: float) -> None:
     assert error.max() < tolerance
 
 
-def _assert_matmul(problem: Any, out: Any, a: Any, b: Any) -> None:
-    """`out` has `problem`'s dtype and is within the op's tolerance of NumPy's float64 product."""
+def _assert_matmul(problem: Any, out: Any, a: Any, b: Any, *extra: Any) -> None:
+    """`out` has `problem`'s dtype and is within the op's tolerance of NumPy's float64 product and epilogue."""
     a, b = (x.swapaxes(-1, -2) if t == "t" else x for x, t in zip((a, b), problem.layout))
     assert out.dtype == problem.out_dtype
-    _assert_near(out, float64(a) @ float64(b), SPECS["matmul"].tolerance(problem))
+    arrays = iter(map(float64, extra))
+    wanted = float64(a) @ float64(b)
+    wanted = ragged.ACTIVATIONS[problem.activation](wanted + next(arrays) if problem.bias else wanted)
+    wanted = wanted + next(arrays) if problem.residual else wanted
+    _assert_near(out, wanted, SPECS["matmul"].tolerance(problem))
 
 
 def _assert_grouped(problem: Any, sizes: Any, out: Any, *arrays: Any) -> None:
@@ -52,7 +56,7 @@ def assert_near() -> Callable[[Any, Any, float], None]:
 
 
 @pytest.fixture
-def assert_matmul() -> Callable[[Any, Any, Any, Any], None]:
+def assert_matmul() -> Callable[..., None]:
     return _assert_matmul
 
 

@@ -253,11 +253,12 @@ SOUND = {  # what of it a field may well hold
     "soft_cap": (True,),
     "deterministic": (True,),
     "bias_grad": (True,),
+    "residual": (True,),
 }
 
 
 def nonsensical(spec: Any) -> list[tuple[str, Any]]:
-    """A field and a value that no call gives it; what of `bias` is sound is so in grouped_matmul, where it is a bool."""
+    """A field and a value that no call gives it; True is a sound `bias` of products, where it is a bool."""
     kinds = get_type_hints(spec.Problem)
     sound = SOUND | ({"bias": (True,)} if kinds.get("bias") is bool else {})
     return [

@@ -151,7 +151,8 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "how each operand is stored: n as [m, k] and [k, n] (default nn), t transposed",
         },
         "groups": _SIZE | {"help": "how many groups, such as experts, the m rows are divided into"},
-        "activation": {"choices": ("none", "relu", "silu", "gelu"), "help": "applied to the output (default none)"},
+        "activation": {"choices": ("none", "relu", "silu", "gelu", "gelu_erf"), "help": "applied to the output (default none)"},
+        "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype"},
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",
@@ -162,7 +163,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "const": True,
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "add a bias to the output of each group; of attention, to the scores, in this dtype (default: --dtype)",
+            "help": "add a bias to the output, of each group; of attention, to the scores, in this dtype (default: --dtype)",
         },
     },
     "flash_attention, flash_attention_backward (--batch and --bias too)": {

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
                 found.append(file | {"fault": e.reason})
                 continue
             found.append(file | {"entries": entries})
-            tuned.setdefault(spec.name, set()).update(f"{key} {sorted(entry.problem.items())}" for entry in entries)
+            tuned.setdefault(spec.name, set()).update(f"{key} {database.key_of_fields(entry.problem)}" for entry in entries)
             _show(spec, f"{spec.name} on {key}, {whose}: {path}", entries)
     if not found:
         say(f"nothing is tuned for {', '.join(keys)}: `mgpu-tune run` stores in {database.user_path(keys[0], specs[0].name)}")

@@ -103,12 +103,8 @@ def _by_problem(several: Iterable[Iterable[Entry]]) -> dict[Any, list[Entry]]:
     found: dict[Any, list[Entry]] = {}
     for entries in several:
         for entry in entries:
-            found.setdefault(_problem(entry), []).append(entry)
+            found.setdefault(database.key_of_fields(entry.problem), []).append(entry)
     return found
-
-
-def _problem(entry: Entry) -> tuple[Any, ...]:
-    return tuple((k, type(v).__name__, v) for k, v in sorted(entry.problem.items()))
 
 
 def _kept(of_problem: Sequence[Entry]) -> list[Entry]:
@@ -192,7 +188,7 @@ def differences(before: Mapping[Key, Iterable[Entry]], after: Mapping[Key, Itera
     found = []
     for gpu_key, op in sorted({*before, *after}):
         old, new = (
-            {(_problem(e), database.kind(e)): e for e in database.merge((), side.get((gpu_key, op), ()))}
+            {(database.key_of_fields(e.problem), database.kind(e)): e for e in database.merge((), side.get((gpu_key, op), ()))}
             for side in (before, after)
         )
         for identity in sorted({*old, *new}):

@@ -276,9 +276,9 @@ def extras(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Any]:
     for other in (problem, *others):
         named += [spec.default(other, gpu), *spec.candidates(other, gpu)[:ANALYTIC]]
     shipped = [location.path for location in database.existing_files([gpu.key], spec.name) if location.owner == "shipped"]
-    fields = dataclasses.asdict(problem)
+    key = database.key_of_fields(dataclasses.asdict(problem))
     for entry in (entry for path in shipped for entry in database.read(path).entries):
-        if entry.problem == fields and entry.evidence.kernel_version == spec.version:
+        if database.key_of_fields(entry.problem) == key and entry.evidence.kernel_version == spec.version:
             named.append(database.to_config(spec, entry.config))
     return [config for config in dict.fromkeys(named) if spec.check(problem, config, gpu) is None]
 

@@ -21,16 +21,15 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
+from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance
 from mgpu_ops.grouped.grouped_matmul.problem import (
-    ACTIVATIONS,
     SHAPES,
     SUITES,
-    Activation,
     Problem,
     bytes_moved,
     check,
@@ -81,7 +80,7 @@ def grouped_matmul(
         or a sum above m raises; where they are traced, a negative one counts as 0 and groups end at row m. Nothing is read or
         written out of bounds whatever they are.
       bias: [groups, n] floats, added in float32. Default: none.
-      activation: "none", "relu", "silu" or "gelu" (the tanh approximation), applied in float32 before rounding.
+      activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf", applied in float32 before rounding.
       out_dtype: of the result; lhs's dtype by default, or "float32".
       transpose_rhs: rhs is stored transposed; it is read in place, not copied.
       spread: how sizes are usually spread over the groups, which decides which tuned config runs and nothing else: "even",
@@ -119,14 +118,12 @@ def grouped_matmul(
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias has dtype {bias.dtype}: grouped_matmul takes floats; cast it first")
         bias = bias.astype(np.promote_types(bias.dtype, np.float32))
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     call = Call(
         transpose_rhs=bool(transpose_rhs),
         out_dtype=checked_out_dtype(out_dtype, lhs.dtype),
-        activation=activation,
+        activation=checked_activation(activation),
         spread=checked_spread(spread),
         config=config,
         backend=dispatch.requested_backend(backend),
@@ -198,13 +195,6 @@ def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype
 def product(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`grouped_matmul` of arguments that were checked. `gradients.py` makes it differentiable."""
     return _batchable(call)(lhs, rhs, sizes, *(() if bias is None else (bias,)))
-
-
-def activate(activation: str, x: jax.Array) -> jax.Array:
-    """The activation of x, computed in float32 at least, in x's dtype."""
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
-    functions = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
-    return functions[activation](wide).astype(x.dtype) if activation != "none" else x
 
 
 @functools.cache

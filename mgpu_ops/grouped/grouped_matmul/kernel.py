@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
-from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.activations import in_registers
+from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.tile_scheduler import GroupTile
@@ -105,17 +106,8 @@ class _Stages:
     def with_epilogue(self, values: jax.Array, group: jax.Array, column: jax.Array) -> jax.Array:
         """activation(values + bias) in float32."""
         if self.refs.bias is not None:
-            columns = self.refs.bias.at[group, pl.ds(column, values.shape[1])]
-            bias = plgpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            values += lax.broadcast_in_dim(bias, values.shape, (1,))
-        activation = self.problem.activation
-        if activation == "relu":
-            return jnp.maximum(values, 0.0)
-        if activation == "silu":
-            return values / (1.0 + jnp.exp(-values))
-        if activation == "gelu":  # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
-            return values * (0.5 + 0.5 * jnp.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values * values * values)))
-        return values
+            values += along(self.refs.bias.at[group], column, values.shape, 1)
+        return in_registers(self.problem.activation, values)
 
     def finish(self, end: jax.Array, staging: Any) -> None:
         """Stores zeros to the rows from `end` on, which belong to no group: in epilogue tiles, of which each consumer of each

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
@@ -65,9 +66,6 @@ SUITES: dict[str, Sequence[str]] = {
 }
 
 # --- What can run ---------------------------------------------------------------------------------------------------
-
-type Activation = Literal["none", "relu", "silu", "gelu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation.__value__)
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:

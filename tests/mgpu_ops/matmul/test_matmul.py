@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -133,6 +134,169 @@ def test_given_config_gives_the_same_values(assert_near):
     a, b = operands("nn", 130, 136, 72)
     out = matmul(a, b, config=SMALL, backend="interpret")
     assert_near(out, float32_matmul("nn")(a, b), tolerance(BF16))
+
+
+# --- leading dimensions, as in jax.numpy.matmul
+
+SHAPES = {  # a, b
+    "rows of one product": ((2, 3, 24, 16), (16, 40)),
+    "a batch": ((2, 3, 24, 16), (2, 3, 16, 40)),
+    "a shared": ((24, 16), (3, 16, 40)),
+    "batches that are broadcast": ((2, 1, 24, 16), (3, 16, 40)),
+    "a vector a": ((16,), (16, 40)),
+    "a vector a, a batch": ((16,), (3, 16, 40)),
+    "a vector b": ((24, 16), (16,)),
+    "vectors": ((16,), (16,)),
+    "rows and a vector b": ((2, 24, 16), (16,)),
+    "an empty batch": ((0, 24, 16), (0, 16, 40)),
+    "no rows": ((2, 0, 16), (16, 40)),
+    "nothing to sum": ((2, 24, 0), (0, 40)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_leading_dimensions_and_vectors_are_those_of_jnp(name):
+    a, b = (normal(i, *shape) for i, shape in enumerate(SHAPES[name]))
+    out, wanted = matmul(a, b, out_dtype=F32), jnp.matmul(a.astype(F32), b.astype(F32))
+    assert out.dtype == F32
+    assert out.shape == wanted.shape
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tn", "nt"])
+def test_batches_are_stored_transposed(layout, assert_near):
+    a, b = operands(layout, 24, 40, 16, 2, 3)
+    for x, y in ((a, b), (a[0, 0], b), (a, b[0, 0])):
+        assert_near(call(layout, "xla")(x, y), float32_matmul(layout)(x, y), tolerance(BF16))
+
+
+@pytest.mark.parametrize("name", ["rows of one product", "a batch", "a vector a, a batch"])
+def test_leading_dimensions_through_the_kernel(name, assert_near):
+    a, b = (normal(i, *shape) for i, shape in enumerate(SHAPES[name]))
+    assert_near(matmul(a, b, backend="interpret"), jnp.matmul(a.astype(F32), b.astype(F32)), tolerance(BF16))
+
+
+@pytest.mark.parametrize("shapes", [SHAPES["rows of one product"], SHAPES["a batch"], SHAPES["a shared"]], ids=str)
+def test_leading_dimensions_are_one_launch_and_no_copy(shapes):
+    a, b = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes)
+    with gpu.target("h200"):
+        text = jax.jit(call("nn", "mosaic")).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert {op for op in re.findall(r"stablehlo\.(\w+)", text) if op != "custom_call"} <= {"reshape"}
+
+
+@pytest.mark.parametrize("name", ["rows of one product", "a batch", "batches that are broadcast", "a vector b"])
+def test_gradients_have_the_operands_leading_dimensions(name, assert_near):
+    a, b = (normal(i, *shape) for i, shape in enumerate(SHAPES[name]))
+
+    def gradients(product: Callable[..., jax.Array], *args: jax.Array) -> Any:
+        return jax.grad(lambda a, b: (product(a, b).astype(F32) ** 2).sum(), argnums=(0, 1))(*args)
+
+    wanted = gradients(jnp.matmul, a.astype(F32), b.astype(F32))
+    for x, y in zip(gradients(matmul, a, b), wanted):
+        assert_near(x, y, 3e-2)  # the product is rounded before it is squared, and sums over a batch add bfloat16s
+
+
+# --- epilogues
+
+ACTIVATED = [None, "relu", "silu", "gelu", "gelu_erf"]
+
+
+def with_epilogue(activation: str | None, *arrays: jax.Array) -> jax.Array:
+    a, b, bias, residual = (x.astype(F32) for x in arrays)
+    functions = {None: lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
+    functions["gelu_erf"] = functools.partial(jax.nn.gelu, approximate=False)
+    return functions[activation](jnp.matmul(a, b, precision="highest") + bias) + residual
+
+
+def ours(activation: str | None, backend: str, *arrays: jax.Array) -> jax.Array:
+    a, b, bias, residual = arrays
+    return matmul(a, b, bias=bias, activation=activation, residual=residual, backend=backend)
+
+
+def layer(*lead: int) -> tuple[jax.Array, ...]:
+    return normal(0, *lead, 72, 64), normal(1, 64, 136) / 8, normal(2, 136, dtype=F32), normal(3, *lead, 72, 136)
+
+
+@pytest.mark.parametrize("activation", ACTIVATED)
+def test_bias_is_added_before_the_activation_and_the_residual_after(activation, assert_near):
+    assert_near(ours(activation, "xla", *layer()), with_epilogue(activation, *layer()), tolerance(BF16))
+
+
+def test_epilogue_through_the_kernel_with_leading_dimensions(assert_near):
+    assert_near(ours("gelu", "interpret", *layer(2)), with_epilogue("gelu", *layer(2)), tolerance(BF16))
+
+
+def test_residual_broadcasts_and_vectors_have_epilogues():
+    a, b, bias, _ = layer()
+    wanted = jax.nn.relu(a[0].astype(F32) @ b.astype(F32) + bias) + 1
+    out = matmul(a[0], b, bias=bias, activation="relu", residual=jnp.ones((), F32), preferred_element_type=F32)
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "activation"), [*(("xla", f) for f in ACTIVATED), ("interpret", "silu")])
+def test_gradients_of_an_epilogue_are_those_in_float32(backend, activation, assert_near):
+    arrays, weights = layer(), normal(4, 72, 136, dtype=F32)
+
+    def gradients(f: Callable[..., jax.Array], *args: jax.Array) -> Any:
+        return jax.jit(jax.grad(lambda *args: (f(*args).astype(F32) * weights).sum(), argnums=(0, 1, 2, 3)))(*args)
+
+    wanted = gradients(functools.partial(with_epilogue, activation), *(x.astype(F32) for x in arrays))
+    for x, y, argument in zip(gradients(functools.partial(ours, activation, backend), *arrays), wanted, arrays):
+        assert x.dtype == argument.dtype
+        assert_near(x, y, 2e-2)  # the activation's argument and the cotangent are rounded to bfloat16
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+def test_a_gradient_keeps_the_activations_argument_and_nothing_else_of_its_size(backend):
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer()]
+
+    def kept(activation: str | None) -> list[tuple[int, ...]]:
+        with gpu.target("h200"):
+            _, vjp = jax.eval_shape(lambda *arrays: jax.vjp(functools.partial(ours, activation, backend), *arrays), *shapes)
+        return [x.shape for x in jax.tree.leaves(vjp) if x.shape == (72, 136)]
+
+    assert kept(None) == []
+    assert kept("gelu") == [(72, 136)]
+
+
+EACH = {"bias": 2, "residual": 3, "a": 0, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "names", [["bias"], ["residual"], ["a"], ["a", "residual"], ["b", "bias"], ["a", "b", "bias", "residual"]]
+)
+def test_vmap_maps_any_of_the_arrays(names, assert_near):
+    axes = tuple(0 if name in names else None for name in ("a", "b", "bias", "residual"))
+    arrays = [jnp.stack([x, x[::-1]]) if axis == 0 else x for x, axis in zip(layer(), axes)]
+    out = jax.vmap(functools.partial(ours, "silu", "xla"), axes)(*arrays)
+    assert_near(out, jax.vmap(functools.partial(with_epilogue, "silu"), axes)(*arrays), tolerance(BF16))
+    nested = jax.vmap(jax.vmap(functools.partial(ours, "silu", "xla"), axes), axes)
+    twice = [jnp.stack([x, 2 * x]) if axis == 0 else x for x, axis in zip(arrays, axes)]
+    wanted = jax.vmap(jax.vmap(functools.partial(with_epilogue, "silu"), axes), axes)(*twice)
+    assert_near(nested(*twice), wanted, tolerance(BF16))
+
+
+def test_gradients_of_an_epilogue_through_shard_map(assert_near):
+    a, b, bias, residual = layer()
+    rows, whole = PartitionSpec("x"), PartitionSpec()
+    specs = {"in_specs": (rows, whole, whole, rows), "out_specs": rows}
+    sharded = jax.shard_map(functools.partial(ours, "gelu", "xla"), mesh=mesh(2), **specs)
+    grads = jax.grad(lambda *args: sharded(*args).astype(F32).sum(), argnums=(0, 1, 2, 3))(a, b, bias, residual)
+    wide = [x.astype(F32) for x in (a, b, bias, residual)]
+    wanted = jax.grad(lambda *args: with_epilogue("gelu", *args).sum(), argnums=(0, 1, 2, 3))(*wide)
+    for x, y in zip(grads, wanted):
+        assert_near(x, y, 2e-2)
+
+
+def test_what_was_tuned_for_a_plain_product_carries_over_to_its_epilogue():
+    plain = MatmulProblem(4096, 6144, 4096)
+    fused = replace(plain, bias=True, activation="gelu")
+    tuned = mgpu_ops.explain("matmul", plain, gpu="h200").splitlines()
+    found = mgpu_ops.explain("matmul", fused, gpu="h200").splitlines()
+    assert "shipped" in tuned[2]
+    assert "near, distance 0.1" in found[2]
+    assert found[1] == tuned[1]
 
 
 # --- transforms
@@ -571,13 +735,38 @@ X = jax.ShapeDtypeStruct
 @pytest.mark.parametrize(
     ("a", "b", "kwargs", "error", "message"),
     [
-        (X((8,), BF16), X((8, 8), BF16), {}, ValueError, r"a has shape \(8,\).*rank 2.*jax.vmap"),
+        (X((), BF16), X((8, 8), BF16), {}, ValueError, "a is a scalar: matmul takes arrays of rank 1 or more; multiply by it"),
+        (X((8,), BF16), X((8, 8), BF16), {"transpose_a": True}, ValueError, r"transpose_a=True.*a vector has no transpose"),
+        (X((3, 8, 8), BF16), X((2, 8, 8), BF16), {}, ValueError, r"a\(3, 8, 8\) and b\(2, 8, 8\) do not broadcast"),
         (
             X((8, 8), BF16),
-            X((2, 8, 8), BF16),
-            {},
+            X((8, 8), BF16),
+            {"bias": np.ones(4)},
             ValueError,
-            r"b has shape \(2, 8, 8\).*rank 2.*jax.vmap",
+            r"bias has shape \(4,\): it must be \[n\] = \(8,\)",
+        ),
+        (X((8, 8), BF16), X((8, 8), BF16), {"bias": np.ones(8, int)}, TypeError, "bias has dtype int.*cast it first"),
+        (X((8, 8), BF16), X((8, 8), BF16), {"activation": "swish"}, ValueError, "activation='swish' is not one of none, relu"),
+        (
+            X((8, 8), BF16),
+            X((8, 8), BF16),
+            {"residual": np.ones((8, 8), np.float32)},
+            ValueError,
+            "residual is float32 and the result bfloat16: cast it, or pass its dtype as out_dtype",
+        ),
+        (
+            X((8, 8), F32),
+            X((8, 8), F32),
+            {"residual": np.ones((2, 8, 8), np.float32)},
+            ValueError,
+            r"residual has shape \(2, 8, 8\): it must broadcast to the result's, \(8, 8\)",
+        ),
+        (
+            X((8, 8), BF16),
+            X((8, 8), BF16),
+            {"out_dtype": F32, "preferred_element_type": BF16},
+            ValueError,
+            "out_dtype=float32 and preferred_element_type=bfloat16 are one argument",
         ),
         (X((8, 16), BF16), X((24, 8), BF16), {}, ValueError, r"\(8, 16\).*\(24, 8\).*k: 16 != 24"),
         (

@@ -11,6 +11,7 @@ import pytest
 from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.matmul.problem import smem_bytes
+from tests import thorough
 from tests.configs import BASE
 
 pytestmark = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -22,6 +23,18 @@ def compiled(problem: MatmulProblem, config: MatmulConfig) -> aot.Report:
     assert MATMUL.check(problem, config, H200) is None
     arrays = jax.eval_shape(functools.partial(MATMUL.inputs, problem), jax.random.key(0))
     return aot.compile_for(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays)
+
+
+@pytest.mark.parametrize("activation", thorough.cases(["gelu", "gelu_erf", "silu"], ["gelu", "silu"]))
+def test_an_epilogue_takes_two_slow_instructions_an_element_and_no_spills(activation):
+    problem = MatmulProblem(4096, 14336, 4096, bias=True, activation=activation, residual=True)
+    config = MATMUL.default(problem, H200)
+    report = compiled(problem, config)
+    (kernel,) = report.kernels
+    assert report.spills == 0
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    elements = config.tile_m * config.tile_n // config.compute_warpgroups // 128  # of a thread
+    assert 2 * elements <= kernel.sass.count("MUFU") <= 2 * elements + 8  # an exponential, a reciprocal square root
 
 
 def test_few_rows_lie_along_the_narrow_side_of_wgmma():

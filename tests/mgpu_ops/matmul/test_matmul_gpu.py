@@ -253,6 +253,24 @@ def test_shard_map_and_its_gradients_on_one_device(assert_matmul, assert_near):
         assert_near(x, y, 1e-6)
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu", "gelu_erf"])
+@pytest.mark.parametrize("sides", [(264, 520, 392), (17, 1024, 4096), (4096, 512, 256)], ids=str)
+def test_epilogue_on_every_schedule(sides, activation, assert_matmul):
+    device = gpu.current()
+    for out_dtype in ("bfloat16", "float32"):
+        problem = P(*sides, out_dtype=out_dtype, bias=True, activation=activation, residual=True)
+        arrays = jax.jit(functools.partial(MATMUL.inputs, problem))(jax.random.key(0))
+        default = MATMUL.default(problem, device)
+        few_rows = replace(default, tile_m=16, tile_n=64, compute_warpgroups=1, epilogue_tile_n=64, cluster="none", split_k=1)
+        changes = [{}, {"split_k": 2, "cluster": "none"}, {"split_k": 2, "cluster": "k"}, {"wg_dimension": "m", "cluster": "n"}]
+        configs = [few_rows, *(replace(default, **change) for change in changes)]
+        runs = [config for config in configs if MATMUL.check(problem, config, device) is None]
+        assert len(runs) >= 2
+        for config in runs:
+            out = jax.jit(functools.partial(MATMUL.run, problem, config, device))(*arrays)
+            assert_matmul(problem, out, *arrays)
+
+
 def test_default_backend_is_the_kernel():
     a, b = MATMUL.inputs(MATMUL.shapes["llama3-8b-out-128"], jax.random.key(0))  # stored, and faster than cuBLAS
     assert "mosaic_gpu" in jax.jit(matmul).lower(a, b).as_text()

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
 from mgpu_ops.core import engine, gpu
@@ -34,6 +35,8 @@ def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax
         run = jax.jit(functools.partial(MATMUL.run, problem, config, gpu, interpret=True))
         return run(*arrays).block_until_ready()
 
+
+ALL = {"bias": True, "activation": "gelu", "residual": True}
 
 # Where n is no multiple of a swizzle row (64 elements), `check` wants epilogue tiles that wide.
 CASES = {
@@ -134,6 +137,24 @@ CASES = {
         P(32, 192, 136, "float16", "float32"),
         replace(FEW_ROWS, cluster="k", split_k=2),
     ),
+    # epilogues
+    "bias, gelu and residual, tails, one warpgroup": (P(200, 136, 72, **ALL), ONE),
+    "bias of columns that end with the row": (P(200, 328, 136, **ALL), replace(BASE, tile_n=128)),
+    "bias and residual in a cluster, columns shared": (
+        P(200, 320, 192, bias=True, residual=True),
+        replace(BASE, cluster="m", wg_dimension="n"),
+    ),
+    "residual, one step of k": (P(200, 136, 64, residual=True, activation="gelu_erf"), ONE),
+    "silu, A transposed": (P(192, 264, 136, layout="tn", activation="silu"), BASE),
+    "relu, float32": (
+        P(200, 136, 136, out_dtype="float32", activation="relu", residual=True),
+        replace(ONE, epilogue_tile_n=32),
+    ),
+    "epilogue after the sum of two parts": (P(72, 136, 200, **ALL), replace(ONE, split_k=2, epilogue_tile_n=32)),
+    "epilogue of a sum in a cluster, a batch": (P(72, 136, 328, batch=2, **ALL), replace(ONE, cluster="k", split_k=2)),
+    "transposed, bias, gelu and residual": (P(17, 712, 136, **ALL), replace(FEW_ROWS, max_concurrent_steps=2)),
+    "transposed, epilogue of a sum in a cluster": (P(9, 456, 1000, **ALL), replace(FEW_ROWS, cluster="k", split_k=4)),
+    "transposed, float32 residual": (P(16, 192, 136, "float16", "float32", residual=True, bias=True), FEW_ROWS),
     # dtypes
     "float16": (P(200, 192, 128, "float16", "float16"), BASE),
     "float16 to float32": (
@@ -173,6 +194,11 @@ IN_ALL = [  # what others show together or one by one
     "bfloat16 to float32, tails",
     "201 rows, wide tiles",
     "wide tiles shared in a cluster",
+    "silu, A transposed",
+    "relu, float32",
+    "epilogue after the sum of two parts",
+    "epilogue of a sum in a cluster, a batch",
+    "transposed, float32 residual",
 ]
 
 
@@ -206,6 +232,24 @@ def test_one_operand_without_the_batch_is_read_by_every_product(layout, assert_m
     a, b = inputs(MATMUL, problem)
     assert_matmul(problem, interpret(problem, ONE, (a[0], b)), a[:1], b)
     assert_matmul(problem, interpret(problem, ONE, (a, b[0])), a, b[:1])
+
+
+@pytest.mark.parametrize("shared", ["bias", "residual"])
+def test_products_of_a_batch_share_bias_and_residual_or_have_their_own(shared, assert_matmul):
+    problem = P(72, 136, 72, batch=2, bias=True, residual=True)
+    a, b, bias, residual = inputs(MATMUL, problem)
+    own = jax.numpy.stack([bias, bias[::-1]])
+    given, added = (bias, residual) if shared == "bias" else (own, residual[0])
+    out = interpret(problem, ONE, (a, b, given, added))
+    assert_matmul(problem, out, a, b, given if given.ndim == 1 else given[:, None], added)
+    assert not engine.races_found()
+
+
+def test_detector_finds_a_residual_that_is_loaded_into_a_buffer_still_being_stored(monkeypatch):
+    wait = plgpu.wait_smem_to_gmem
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only=False: None if wait_read_only else wait(n))
+    problem, config = P(512, 128, 64, residual=True), ONE  # several tiles a block
+    assert has_a_race(lambda: interpret(problem, config, inputs(MATMUL, problem)))
 
 
 def test_default_config_is_right_on_a_gpu_of_full_size(assert_matmul):

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core.gpu import find
 from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.database import DatabaseError, Entry, Evidence, File
@@ -341,6 +342,17 @@ def test_a_database_error_survives_pickling():
         Path("a/b.json"),
         "is odd",
     )
+
+
+def test_an_entry_older_than_a_field_is_one_that_has_none_of_it():
+    """An epilogue was no part of a matmul's problem once; files of then count as they are."""
+    spec, problem = spec_of("matmul"), MatmulProblem(64, 64, 64)
+    new = dataclasses.asdict(problem)
+    old = {name: value for name, value in new.items() if name not in ("bias", "activation", "residual")}
+    assert database.to_problem(spec, old) == problem
+    assert database.key_of_fields(old) == database.key_of_fields(new)
+    assert database.key_of_fields(new) != database.key_of_fields(new | {"bias": True})
+    assert database.key_of_fields(new) != database.key_of_fields(new | {"activation": "gelu"})
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_a_wrong_request_prints_no_json(mgpu_tune: Command) -> None:
         (("run", "matmul", "--m", "512", "--gpu", "h200"), "--n and --k missing"),
         (("run", "matmul", "--dtype", "bf16", "--gpu", "h200"), "--m, --n and --k missing"),
         ((*RUN, "--groups", "8"), "matmul problems have no groups: the fields are "),
-        ((*RUN, "--bias"), "matmul problems have no bias: the fields are "),
+        ((*RUN, "--bias", "bf16"), "--bias of matmul takes no dtype: leave bfloat16 out"),
         (
             ("run", "grouped_matmul", *SIDES, "--gpu", "h200"),
             "--groups missing: a grouped_matmul problem has --m, --n, --k and",
