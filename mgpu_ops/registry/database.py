@@ -253,7 +253,7 @@ def encode(file: File) -> bytes:
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
     """All entries, sorted; a later one replaces an earlier one of its problem, kind and objective."""
     entries = {_identity(entry): entry for entries in (old, new) for entry in entries}
-    return tuple(entries[identity] for identity in sorted(entries))
+    return tuple(sorted(entries.values(), key=lambda entry: (_ordered(entry.problem), entry.evidence.kind)))
 
 
 def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -261,8 +261,12 @@ def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
 
     A field that says that there is nothing counts as one that is missing (`fit`).
     """
+    return _ordered({name: value for name, value in fields.items() if not _is_nothing(value)})
+
+
+def _ordered(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     # A list first: a generator takes twice as long, and an update does this for every entry.
-    return tuple([(k, type(v).__name__, v) for k, v in sorted(fields.items()) if not _is_nothing(v)])
+    return tuple([(k, type(v).__name__, v) for k, v in sorted(fields.items())])
 
 
 def _is_nothing(value: Any) -> bool:
