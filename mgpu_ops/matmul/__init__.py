@@ -34,6 +34,7 @@ from mgpu_ops.matmul.problem import (
     check,
     flops,
     inputs,
+    plain,
     smem_bytes,
     supports,
     tolerance,
@@ -345,6 +346,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=xla.cost,
+    plain=plain,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "launch", "matmul", "reference", "smem_bytes"]

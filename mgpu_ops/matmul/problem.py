@@ -312,6 +312,11 @@ def has_epilogue(p: Problem) -> bool:
     return p.bias or p.residual or p.activation != "none"
 
 
+def plain(p: Problem) -> Problem:
+    """The same product without an epilogue."""
+    return replace(p, bias=False, activation="none", residual=False)
+
+
 def cluster_size(c: Config) -> int:
     """Blocks of a cluster."""
     return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
@@ -324,8 +329,7 @@ def partial_problem(p: Problem, c: Config) -> Problem:
     """
     if c.split_k == 1 or c.cluster == "k":
         return p
-    plain = replace(p, bias=False, activation="none", residual=False)
-    return replace(plain, out_dtype="float32", batch=p.batch * c.split_k)
+    return replace(plain(p), out_dtype="float32", batch=p.batch * c.split_k)
 
 
 def k_steps(p: Problem, c: Config) -> int:

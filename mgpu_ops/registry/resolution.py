@@ -309,6 +309,7 @@ def _stored(query: _Query) -> Resolution:
     """The best entry of the user's, the shipped and the family's files that can run, or the default."""
     spec, problem, gpu, _ = query
     key, wanted = key_of_fields(dataclasses.asdict(problem)), objective()
+    plain = key_of_fields(dataclasses.asdict(spec.plain(problem)))
     ranked = []
     for level, (source, owner, path) in enumerate(_stored_files(gpu, spec.name)):
         for stored in _stored_entries(query, source, owner, path):
@@ -324,11 +325,12 @@ def _stored(query: _Query) -> Resolution:
     nearest: tuple[StoredEntry, float] | None = None
     for (near, _, distance, _, _), source, stored in sorted(ranked, key=lambda candidate: candidate[0]):
         reason = stored.fault or spec.check(problem, stored.config, gpu)
-        if reason is None and near:
+        as_own = near and stored.key == plain
+        if reason is None and near and not as_own:
             nearest, reason = nearest or (stored, distance), _behind(query, stored)
         if reason is None:
             found = Resolution(stored.config, source, stored.path, stored.entry, distance if near else None)
-            return _decided(query, found, (stored, distance) if near else None)
+            return _decided(query, found, (stored, distance) if near and not as_own else None)
         failed += near
         if failed <= 3:  # enough to see why
             query.note(source, f"{stored.path}: {title(stored.entry)} passed over: {reason}")
