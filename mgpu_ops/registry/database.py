@@ -253,7 +253,7 @@ def encode(file: File) -> bytes:
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
     """All entries, sorted; a later one replaces an earlier one of its problem, kind and objective."""
     entries = {_identity(entry): entry for entries in (old, new) for entry in entries}
-    return tuple(sorted(entries.values(), key=lambda entry: (_ordered(entry.problem), entry.evidence.kind)))
+    return tuple(sorted(entries.values(), key=lambda e: (_ordered(e.problem), e.evidence.kind, e.evidence.objective)))
 
 
 def key_of_fields(fields: Mapping[str, Any]) -> tuple[Any, ...]:
