@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import PartitionSpec
 
 from mgpu_ops import FlashAttentionProblem, flash_attention, spec_of
 from mgpu_ops.attention import cudnn
@@ -62,6 +64,18 @@ def test_where_cudnn_wins_the_forward_and_the_backward_pass_are_jaxs_own_calls_o
         jaxs = forward_and_backward(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **theirs))
     assert [name for name, _ in found] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert found == jaxs
+
+
+@pytest.mark.usefixtures("cudnn_here")
+def test_under_shard_map_vmap_and_checkpoint_cudnn_is_called_for_both_passes() -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.local_devices()[:2])
+    attend = functools.partial(flash_attention, causal=True, scale=0.4)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
+    mapped = lambda q, k, v: jax.vmap(attend)(q[:, None], k[:, None], v[:, None])[:, 0]  # noqa: E731
+    for function in (sharded, mapped, jax.checkpoint(attend)):
+        with resolution.use_configs(XLA_ALWAYS):
+            calls = [name for name, _ in forward_and_backward(function)]
+        assert {name for name in calls if "cudnn" in name} == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 
 
 @pytest.mark.usefixtures("cudnn_here")
