@@ -60,6 +60,7 @@ _SUM = 0.25e-6  # s that a sum in a cluster takes,
 _SUM_OWN, _SUM_PART = 2.6, 3.4  # and times the store of a float32 tile: for the block that adds up, and for each other block
 _STEP_NORM = 4.7  # arithmetic, loads and latency of a step overlap nearly wholly,
 _MEMORY_NORM = 1.7  # all steps and HBM less so
+_HOT, _HEATING = 0.06, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
 
 
@@ -79,6 +80,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
     store = _LOADS * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
+    steps *= slowdown(steps)
     memory = bytes_moved(problem) / gpu.memory_bytes_per_s
     reduction = 0.0
     if c.cluster == "k":
@@ -86,6 +88,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     elif c.split_k > 1:
         reduction = _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
     return _LAUNCH + _LATENCY + gemm.together(_MEMORY_NORM, steps, memory) + reduction
+
+
+def slowdown(seconds: float) -> float:
+    """What becomes of a time at the clock of a short burst: within milliseconds the power cap lowers the clock."""
+    return 1.0 + _HOT * min(1.0, seconds / _HEATING)
 
 
 def _loaded(p: Problem, c: Config) -> float:

@@ -11,6 +11,7 @@ import math
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul.model import slowdown
 from mgpu_ops.matmul.problem import Problem, bytes_moved
 
 # Fitted to 200 drawn problems of an H200 (docs/kernels/matmul.md).
@@ -42,8 +43,9 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in _TILES)
+    arithmetic *= slowdown(arithmetic)
     seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY)
-    if p.k % (_ALIGNED * parts):
+    if p.k % (_ALIGNED * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
     return _LAUNCH + seconds
 
