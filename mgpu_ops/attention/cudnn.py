@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -123,11 +124,17 @@ def _window(problem: Problem) -> int | None:
 
 
 def baseline(problem: Problem) -> Baseline | None:
-    """cuDNN's forward pass, of the forward op's inputs, for the problems it takes."""
+    """cuDNN's forward pass, of the forward op's inputs, for the problems it takes: with the lse where a call may run it."""
     if refuses(problem) is not None:
         return None
-    run = lambda problem, q, k, v, options, *extra: attention(problem, q, k, v, *extra)  # noqa: E731
-    return Baseline("cudnn", run, differs=differs(problem), missing=missing)
+    return Baseline("cudnn", _timed, differs=differs(problem), missing=missing)
+
+
+def _timed(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, options: jax.Array, *extra: jax.Array) -> Any:
+    """cuDNN's forward pass with the scale of `model.inputs`."""
+    if differs(problem) is None:
+        return forward(problem, 1 / math.sqrt(problem.head_dim), q, k, v)
+    return attention(problem, q, k, v, *extra)
 
 
 def backward_baseline(problem: BackwardProblem) -> Baseline | None:

@@ -40,7 +40,10 @@ def forward_and_backward(function: Callable[..., jax.Array]) -> list[str]:
         return out, *pull(g)
 
     with gpu.target("h200"):
-        text = jax.jit(both).trace(Q, K, K, Q).lower(lowering_platforms=("cuda",)).as_text()
+        return custom_calls(jax.jit(both).trace(Q, K, K, Q).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def custom_calls(text: str) -> list[tuple[str, str]]:
     return re.findall(r"custom_call @(\S+?)\(.*?\) (\{.*\})", text)
 
 
@@ -125,6 +128,18 @@ def test_cudnn_takes_the_kernels_place_only_where_it_computes_the_same(changes: 
         baseline = spec.baseline(problem)
         assert baseline.name == "cudnn"
         assert baseline.differs is None if reason is None else reason in baseline.differs
+
+
+@pytest.mark.usefixtures("cudnn_here")
+def test_what_the_tuner_times_is_what_a_call_would_run() -> None:
+    spec = spec_of("flash_attention")
+    arrays = jax.eval_shape(functools.partial(spec.inputs, PROBLEM), jax.random.key(0))
+    timed = functools.partial(spec.baseline(PROBLEM).run, PROBLEM)
+    with gpu.target("h200"):
+        text = jax.jit(timed).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    with resolution.use_configs(XLA_ALWAYS):
+        called = forward_and_backward(functools.partial(flash_attention, causal=True))
+    assert custom_calls(text) == called[:1]
 
 
 def test_deterministic_gradients_stay_with_the_kernel() -> None:
