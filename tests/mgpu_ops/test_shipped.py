@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import mgpu_ops
@@ -147,13 +146,25 @@ def test_a_matmul_that_xla_won_is_xlas_own_and_the_kernel_runs_for_who_names_it(
         return spec_of("matmul").reference(problem, *arrays)
 
     monkeypatch.setattr(sys.modules["mgpu_ops.matmul"], "SPEC", replace(spec_of("matmul"), run=run))
-    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 28672)))
-    found = resolution.resolve(spec_of("matmul"), MatmulProblem(4096, 28672, 4096), gpu.find("h200"))
+    spec, device = spec_of("matmul"), gpu.find("h200")
+    entries = database.read(database.shipped_path("h200", "matmul")).entries
+    problem = next(MatmulProblem(**entry.problem) for entry in entries if winner.of_entry(entry, spec) == "xla")
+    a, b = (
+        jax.ShapeDtypeStruct(shape[::-1] if stored == "t" else shape, problem.dtype)
+        for shape, stored in zip(((problem.m, problem.k), (problem.k, problem.n)), problem.layout)
+    )
+    call = functools.partial(
+        mgpu_ops.matmul,
+        transpose_a=problem.layout[0] == "t",
+        transpose_b=problem.layout[1] == "t",
+        out_dtype=problem.out_dtype,
+    )
+    found = resolution.resolve(spec, problem, device)
     assert (found.source, found.runs) == ("shipped", "xla")
     with gpu.target("h200"):
-        jax.eval_shape(mgpu_ops.matmul, a, b)
+        jax.eval_shape(call, a, b)
         assert ran == []
-        jax.eval_shape(functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
+        jax.eval_shape(functools.partial(call, backend="mosaic"), a, b)
     assert ran == [found.config]
 
 

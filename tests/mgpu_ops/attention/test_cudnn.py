@@ -152,9 +152,10 @@ def test_a_gpu_without_cudnn_runs_the_kernel_and_explain_says_why(monkeypatch: p
     spec = spec_of("flash_attention_backward")
     problem = spec.shapes["llama3-8b-32768-causal"]
     h200 = gpu.find("h200")
-    assert resolution.resolve(spec, problem, h200).runs == "xla"
+    with resolution.use_configs(XLA_ALWAYS):
+        assert resolution.resolve(spec, problem, h200).runs == "xla"
     monkeypatch.setattr(jax_names, "why_no_cudnn", lambda: "cuDNN cannot be loaded")
-    with gpu.target("h200"):
+    with gpu.target("h200"), resolution.use_configs(XLA_ALWAYS):
         assert resolution.resolve(spec, problem, h200).runs == "kernel"
         assert "cudnn cannot run instead: cuDNN cannot be loaded" in resolution.explain(spec, problem, h200)
 

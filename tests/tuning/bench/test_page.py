@@ -139,6 +139,12 @@ def test_the_page_tells_times_rates_failures_and_what_is_stale() -> None:
     assert {"3 of 4 trials of 1 search failed", "crash", "3", "illegal address"} <= set(cells)
 
 
+def test_the_page_tells_where_xla_is_faster_and_its_time() -> None:
+    for us, runs in ((10.0, "xla 10 us"), (25.0, "kernel")):
+        file = database.File(1, "h200", "matmul", (entry(gpu=H200.name, baseline="xla", baseline_us=us),))
+        assert runs in Reader(page.page(Sources(files=[(Path("f.json"), file)]), SPECS, [], "2025-01-31")).texts
+
+
 def bench_row(impl: str, us: float, problem: str = "p 8x8x8", **changes: Any) -> results.Measurement:
     stamp = {"gpu": "NVIDIA H200", "driver": "580", "jax": "0.11.2", "date": "2025-01-31"}
     row = results.Measurement("matmul", problem, impl, "c", us, 0.1, 5000 / us, 1.0, 1e-3, **stamp)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContracti
 from mgpu_ops.attention import cudnn, reference
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.registry import database, winner
 from mgpu_ops.tuning import public
 from mgpu_ops.tuning.bench import implementations, results, runner, settings
 from mgpu_ops.tuning.bench.results import Measurement
@@ -158,6 +160,15 @@ def test_our_row_says_which_config_ran_and_where_it_came_from() -> None:
     assert f"tile_m={config.tile_m} tile_n={config.tile_n}" in rows[0].config
     assert rows[0].config.partition("; source=")[2] in ("default", "near", "shipped")
     assert rows[0].error <= 8e-3
+
+
+def test_the_config_of_a_call_that_xla_won_is_xla_with_both_times() -> None:
+    entries = database.read(database.shipped_path("h200", "matmul")).entries
+    problem = next(MatmulProblem(**entry.problem) for entry in entries if winner.of_entry(entry, SPEC) == "xla")  # type: ignore[arg-type]
+    told = runner.config_text(SPEC, problem, H200)
+    assert re.fullmatch(r"xla, kernel [\d.]+ us, xla [\d.]+ us, measured; source=shipped", told)
+    assert "tile_m=" in runner.config_text(SPEC, problem, H200, "mosaic")
+    assert runner.config_text(SPEC, problem, H200, "xla") == "backend=xla"
 
 
 def test_our_row_says_when_it_went_through_xla(monkeypatch: pytest.MonkeyPatch) -> None:
