@@ -41,6 +41,7 @@ html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_search_summary = False  # it would fetch pages, which a browser refuses to a page of a folder
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b5f85", "color-brand-content": "#0b5f85"},
     "dark_css_variables": {"color-brand-primary": "#6cc0e5", "color-brand-content": "#6cc0e5"},
