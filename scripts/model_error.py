@@ -123,7 +123,8 @@ def modelled(every: Iterable[Measured]) -> list[Modelled]:
     for one in every:
         sets.setdefault((one.op, one.source), []).append(one)
     found = [_kernels(*key, of_set) for key, of_set in sets.items()]
-    return found + [_baselines(*key, of_set) for key, of_set in sets.items() if SPECS[key[0]].baseline_cost is not None]
+    told = {key: [one for one in of_set if one.baseline_us is not None] for key, of_set in sets.items()}
+    return found + [_baselines(*key, of_set) for key, of_set in told.items() if of_set and SPECS[key[0]].baseline_cost]
 
 
 def _kernels(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
@@ -140,7 +141,7 @@ def _kernels(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
 def _baselines(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
     cost = SPECS[op].baseline_cost
     assert cost is not None
-    pairs = [(1e6 * cost(one.problem, H200), one.baseline_us) for one in of_set if one.baseline_us is not None]
+    pairs = [(1e6 * cost(one.problem, H200), one.baseline_us) for one in of_set]
     theirs, ours = np.array(pairs).T
     return Modelled(f"{op}'s baseline", source, theirs, ours, len(pairs))
 

@@ -46,21 +46,21 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 
 # Fitted to nine recorded sweeps and 102 drawn problems of an H200 (docs/kernels/matmul.md).
-_RATE = 1.12  # of rates.POWER: bursts draw less power than what a program sustains
-_LEAST = 0.86  # of the rate is left with the narrowest tiles
-_ONE_WARPGROUP = 0.75  # of the rate is left with one consumer: nothing multiplies while it stores or waits
-_SWIZZLE_64 = 0.77  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
-_LOADS = 0.88  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_ACROSS_LINES = 1.5  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
-_MULTICAST = 0.84  # of the time is left to loads of an operand that two blocks share
-_LATENCY = 0.83e-6  # s from a TMA request to its data
-_LAUNCH = 1.0e-6  # s
-_PARTS = 3.4  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
-_SUM = 0.25e-6  # s that a sum in a cluster takes,
-_SUM_OWN, _SUM_PART = 2.6, 3.4  # and times the store of a float32 tile: for the block that adds up, and for each other block
-_STEP_NORM = 4.7  # arithmetic, loads and latency of a step overlap nearly wholly,
-_MEMORY_NORM = 1.7  # all steps and HBM less so
-_HOT, _HEATING = 0.06, 2e-3  # how much longer a product takes under the power cap, and s until then
+_RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
+_LEAST = 0.73  # of the rate is left with the narrowest tiles
+_ONE_WARPGROUP = 0.67  # of the rate is left with one consumer: nothing multiplies while it stores or waits
+_SWIZZLE_64 = 0.86  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_LOADS = 0.84  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_ACROSS_LINES = 1.53  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
+_MULTICAST = 0.78  # of the time is left to loads of an operand that two blocks share
+_LATENCY = 0.80e-6  # s from a TMA request to its data
+_LAUNCH = 1.4e-6  # s
+_PARTS = 3.2  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_SUM = 0.6e-6  # s that a sum in a cluster takes,
+_SUM_OWN, _SUM_PART = 1.75, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
+_STEP_NORM = 4.4  # arithmetic, loads and latency of a step overlap nearly wholly,
+_MEMORY_NORM = 1.8  # all steps and HBM less so
+_HOT, _HEATING = 0.12, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
 
 

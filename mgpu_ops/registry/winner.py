@@ -4,12 +4,12 @@ An entry that was measured has both times, of one run in which the two took turn
 without pause in a sustained entry, or times of a call between GPUs. XLA wins where it was faster by `MEASURED_MARGIN`. The
 entry stores the fastest config of the kernel all the same, which a call with `backend="mosaic"` runs.
 
-An entry of another GPU of the family must have it faster by `MODELLED_MARGIN`. Where a problem has no entry, XLA wins where it
-is faster by as much:
-- by the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`), or,
-- for an op that does not model its baseline, by the entry of a near problem, the one that the config is from or that is the
+An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Where a problem has no entry, what decides is
+- the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`): the kernel runs where it is faster by
+  `MODELLED_MARGIN`, so that in unclear cases a call takes as long as it would without this library; or,
+- for an op that does not model its baseline, the entry of a near problem, the one that the config is from or that is the
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
-Otherwise the kernel runs.
+Where nothing is known of the baseline, the kernel runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from mgpu_ops.registry.database import Entry, to_config, to_problem
 from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_of
 
 MEASURED_MARGIN = 1.01  # times as fast as the kernel XLA must be in an entry's run: less is noise
-MODELLED_MARGIN = 1.03  # times as fast it must be elsewhere, or by a model: in unclear cases the kernel runs
+FAMILY_MARGIN = 1.03  # times as fast it must be on another GPU
+NEAR_MARGIN = 1.0  # by a near problem, whichever is faster
+MODELLED_MARGIN = 0.95  # by the models, XLA wins unless the kernel takes less than 0.95 of its time (docs/kernels/matmul.md)
 
 type Winner = Literal["kernel", "xla"]
 
@@ -43,7 +45,12 @@ class Times:
     @property
     def margin(self) -> float:
         """How many times as fast as the kernel the baseline must be to win."""
-        return MEASURED_MARGIN if self.how == "measured" else MODELLED_MARGIN
+        return {
+            "measured": MEASURED_MARGIN,
+            "family": FAMILY_MARGIN,
+            "near": NEAR_MARGIN,
+            "modelled": MODELLED_MARGIN,
+        }[self.how]
 
     @property
     def winner(self) -> Winner:
