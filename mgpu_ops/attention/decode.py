@@ -6,9 +6,9 @@ them, and by as many thread blocks as there is room for:
 - *Packed rows.* The 64 rows of a tile are pairs of a query token and a query head of the group: row t * group + g. The tensor
   cores would multiply 64 rows anyway.
 - *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, to each some neighbours. Those of a
-  cluster, up to eight, then send each other columns of their outputs through distributed shared memory
-  (`engine.ClusterColumns`), and each stores its columns of the sum: there is no second pass over memory. More than eight write
-  one partial output for each cluster, which XLA adds up: a few rows.
+  cluster then send each other columns of their outputs through distributed shared memory (`engine.ClusterColumns`), and each
+  stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, which XLA adds up:
+  a few rows.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
   while one waits or takes exponentials, another loads.
 
@@ -35,7 +35,7 @@ from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_hea
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
-from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded, split_blocks, split_stages
+from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded, split_stages
 from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
@@ -116,12 +116,12 @@ class _ThreadBlock:
 
     @staticmethod
     def of(p: Problem, c: Config, x: Operands, smem: dict[str, Any], full: dict[str, Any], accs: Sequence[Any]) -> _ThreadBlock:
-        packing, (cluster, parts) = _Packing(p), split_blocks(c)
+        packing = _Packing(p)
         number = lax.axis_index("block")
         part, entry = lax.div(number, jnp.int32(packing.entries)), lax.rem(number, jnp.int32(packing.entries))
         at = packing.position(entry)
         seen = x.kv_range(at.batch, *packing.token_range(at), c.tile_kv)
-        order = BlockOrder(_share(seen, part * cluster + lax.axis_index("split"), cluster * parts))
+        order = BlockOrder(_share(seen, part * c.kv_cluster + lax.axis_index("split"), c.kv_splits))
         return _ThreadBlock(p, c, packing, x, at, part, order, x.mask_terms(at.batch), smem, full, *accs)
 
     # --- Copies
@@ -230,7 +230,7 @@ class _ThreadBlock:
         lse = jnp.where(softmax.row_sum == 0, -jnp.inf, softmax.row_max + jnp.log2(softmax.row_sum))
         parts = exchange(partial, lse)
         total, log_sum = _merged(parts)
-        if split_blocks(self.c)[1] == 1:  # else there are other parts to come
+        if self.c.kv_cluster == self.c.kv_splits:  # else there are other parts to come
             log_sum = _result(log_sum)
         at, p = self._offsets(rows), self.p
         first = lax.axis_index("split") * total.shape[1]
@@ -284,7 +284,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     del gpu
     head_dim, p = p.head_dim, dataclasses.replace(_without_needless_bounds(p), head_dim=padded(p.head_dim))
     q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
-    packing, (cluster, parts) = _Packing(p), split_blocks(c)
+    packing, parts = _Packing(p), c.kv_splits // c.kv_cluster
     optional, _ = optional_refs(Inputs.of(p, arrays[3:]), "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     refs = _Refs(engine.rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
@@ -309,7 +309,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "mgpu_ops_flash_decoding",
             {"block": parts * packing.entries},
             warpgroups=1,
-            cluster={"split": cluster},
+            cluster={"split": c.kv_cluster},
             approx_math=True,
             interpret=interpret,
         ),
@@ -332,7 +332,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     }
     return {
         "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), 1),
-        "memory": engine.ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), split_blocks(c)[0], "split", stored),
+        "memory": engine.ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
         "q": swizzled((panels, ROWS, PANEL), p.dtype),
         "barriers": {
             "q": plgpu.Barrier(num_arrivals=panels),

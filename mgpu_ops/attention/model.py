@@ -17,18 +17,19 @@ from mgpu_ops.attention import reference
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     HEAD_DIMS,
+    KV_CLUSTERS,
     KV_SPLITS,
     ONE_WARPGROUP,
+    PORTABLE_CLUSTER,
     ROWS,
     BackwardConfig,
     BackwardProblem,
     Config,
     Problem,
+    blocks_of_an_sm,
     check,
     check_backward,
     padded,
-    split_blocks,
-    split_smem_bytes,
     split_stages,
     splits_keys,
     supports,
@@ -87,7 +88,12 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     del gpu
     if splits_keys_by_default(problem):
         choices: dict[str, Sequence[Any]] = {name: (value,) for name, value in ONE_WARPGROUP.items()}
-        choices |= {"tile_kv": (64, 128), "max_concurrent_steps": (2, 3, 4, 5, 6, 7), "kv_splits": KV_SPLITS}
+        choices |= {
+            "tile_kv": (64, 128),
+            "max_concurrent_steps": (2, 3, 4, 5, 6, 7),
+            "kv_splits": KV_SPLITS,
+            "kv_cluster": KV_CLUSTERS,
+        }
         return {field.name: choices[field.name] for field in dataclasses.fields(Config)}
     return {
         "compute_warpgroups": (1, 2, 3),
@@ -98,6 +104,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "memory_registers": (24, 32, 40, 56),
         "pv_wait": ("early", "late"),
         "kv_splits": (0,),
+        "kv_cluster": (1,),
     }
 
 
@@ -186,6 +193,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     return rates.LAUNCH + max(work, reference.bytes_moved(p) / _hbm(gpu))
 
 
+_IN_CLUSTERS = 120 / 132  # of the SMs hold clusters of 4 or 8 (results/2026-11-22-h200-resident-clusters.txt)
 # None of these was fitted to a measurement.
 _BLOCK = 2.5e-6  # s from a block's start to its first scores, and from its last output to its end
 _EXCHANGE = 1.5e-6  # s in which the blocks of a cluster add up their outputs
@@ -195,19 +203,14 @@ _WAITS = 0.25e-6  # s of a step in which a warpgroup waits: for barriers, and fo
 
 
 def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """For each number of splits and of thread blocks that share an SM, the deepest pipeline."""
+    """For each number of splits and of blocks that share an SM, the deepest pipeline, and clusters that any GPU has."""
     found = []
     for kv_splits, tile_kv, shared in itertools.product(KV_SPLITS, (64, 128), (2, 1, 3)):
-        steps = range(7, 1, -1)
-        pipelines = [Config(tile_kv=tile_kv, max_concurrent_steps=n, kv_splits=kv_splits, **ONE_WARPGROUP) for n in steps]
-        legal = (c for c in pipelines if check(problem, c, gpu) is None and _blocks_of_an_sm(problem, c, gpu) >= shared)
+        blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=min(kv_splits, PORTABLE_CLUSTER))
+        pipelines = [Config(max_concurrent_steps=n, **blocks) for n in range(7, 1, -1)]
+        legal = (c for c in pipelines if check(problem, c, gpu) is None and blocks_of_an_sm(problem, c, gpu) >= shared)
         found += list(legal)[:1]
     return sorted(dict.fromkeys(found), key=lambda c: (cost(problem, c, gpu), c.kv_splits))
-
-
-def _blocks_of_an_sm(p: Problem, c: Config, gpu: Gpu) -> int:
-    """How many thread blocks with `kv_splits` an SM holds. Each takes a kilobyte of shared memory more than it asks for."""
-    return (gpu.smem_per_block + 1024) // (split_smem_bytes(p, c) + 1024)
 
 
 def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
@@ -216,9 +219,10 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     A step of a block takes the longest of three: its products and its softmax, which overlap with nothing in the block; its
     share of what its SM loads; and the latency of a load over the bytes in flight.
     """
-    d, group, (cluster, parts) = padded(p.head_dim), p.q_heads // p.kv_heads, split_blocks(c)
+    d, group = padded(p.head_dim), p.q_heads // p.kv_heads
     tiles = math.ceil(p.q_tokens * group / ROWS)
-    blocks, at_once = p.batch * p.kv_heads * tiles * c.kv_splits, min(4, _blocks_of_an_sm(p, c, gpu)) * gpu.sms
+    blocks, at_once = p.batch * p.kv_heads * tiles * c.kv_splits, min(4, blocks_of_an_sm(p, c, gpu)) * gpu.sms
+    at_once = int(at_once * (_IN_CLUSTERS if c.kv_cluster > 2 else 1.0))
     shared = math.ceil(min(blocks, at_once) / gpu.sms)  # blocks of an SM at a time
     steps = math.ceil(int(_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 4 * c.tile_kv * d
@@ -228,7 +232,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     step = max(compute + _WAITS, shared * compute, shared * loaded / _load_rate(gpu), rates.LOAD_LATENCY / in_flight)
     work = math.ceil(blocks / at_once) * (_BLOCK + steps * step * _UNEVEN)
     moved = reference.bytes_moved(p) / _hbm(gpu) + _BLOCK
-    return rates.LAUNCH + max(work, moved) + _EXCHANGE * (cluster > 1) + _ADDED_UP * (parts > 1)
+    return rates.LAUNCH + max(work, moved) + _EXCHANGE * (c.kv_cluster > 1) + _ADDED_UP * (c.kv_splits > c.kv_cluster)
 
 
 def distance(x: Problem, y: Problem) -> float | None:

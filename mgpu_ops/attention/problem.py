@@ -99,6 +99,7 @@ class Config:
     kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A block is
       then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
       max_concurrent_steps can be chosen beside it.
+    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. XLA adds up those of the clusters.
     """
 
     compute_warpgroups: int
@@ -109,6 +110,7 @@ class Config:
     memory_registers: int
     pv_wait: str
     kv_splits: int = 0
+    kv_cluster: int = 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -238,6 +240,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = problem, config
     if c.kv_splits:
         return _check_split(p, c, gpu)
+    if c.kv_cluster != 1:
+        return f"kv_cluster={c.kv_cluster} must be 1 with kv_splits=0"
     if c.compute_warpgroups not in (1, 2, 3):
         return f"compute_warpgroups={c.compute_warpgroups} is not 1, 2 or 3"
     if c.tile_kv % PANEL or not PANEL <= c.tile_kv <= 256:
@@ -270,13 +274,9 @@ ONE_WARPGROUP: dict[str, Any] = {
     "pv_wait": "early",
 }
 KV_SPLITS = (1, 2, 4, 8, 16, 32)
-CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have
+KV_CLUSTERS = (1, 2, 4, 8, 16)
+PORTABLE_CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have, however large they are
 PACKED_ROWS = 256  # of a head of keys: beyond, there are tiles enough without splitting keys
-
-
-def split_blocks(config: Config) -> tuple[int, int]:
-    """Over how many thread blocks of a cluster, and over how many clusters, keys are split."""
-    return min(config.kv_splits, CLUSTER), max(1, config.kv_splits // CLUSTER)
 
 
 def split_stages(config: Config) -> tuple[int, int]:
@@ -292,7 +292,7 @@ def splits_keys(problem: Problem) -> str | None:
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
         return f"kv_splits is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: use kv_splits=0"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] // CLUSTER > MAX_SIZE:
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] > MAX_SIZE:
         return f"the output of {p.batch} batch entries has more elements than kv_splits counts in 32 bits: use kv_splits=0"
     return None
 
@@ -302,6 +302,10 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
         return reason
     if c.kv_splits not in KV_SPLITS:
         return f"kv_splits={c.kv_splits} is not one of {', '.join(map(str, (0, *KV_SPLITS)))}"
+    if c.kv_cluster not in KV_CLUSTERS or c.kv_splits % c.kv_cluster:
+        return f"kv_cluster={c.kv_cluster} must be 1, 2, 4, 8 or 16 and divide kv_splits={c.kv_splits}"
+    if padded(p.head_dim) // c.kv_cluster < 8:
+        return f"kv_cluster={c.kv_cluster} leaves each block fewer than 8 columns of head_dim={p.head_dim}: use 8"
     for name, value in ONE_WARPGROUP.items():
         if getattr(c, name) != value:
             return f"{name}={getattr(c, name)!r} must be {value!r} with kv_splits={c.kv_splits}: a block is one warpgroup there"
@@ -311,12 +315,19 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16"
     if padded(p.head_dim) // 2 + c.tile_kv * 3 // 4 > 200:
         return f"tile_kv={c.tile_kv} leaves no registers for the output of head_dim={p.head_dim}: use 64"
+    if c.kv_cluster > PORTABLE_CLUSTER and blocks_of_an_sm(p, c, gpu) < 2:
+        return f"kv_cluster={c.kv_cluster} needs blocks of which an SM holds two: use fewer steps, or a cluster of 8"
     return limits.check_smem(split_smem_bytes(p, c), gpu)
+
+
+def blocks_of_an_sm(problem: Problem, config: Config, gpu: Gpu) -> int:
+    """How many thread blocks with `kv_splits` an SM holds. Each takes a kilobyte of shared memory more than it asks for."""
+    return (gpu.smem_per_block + 1024) // (split_smem_bytes(problem, config) + 1024)
 
 
 def split_smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block of the kernel with `kv_splits`. What a cluster receives lies where keys lay."""
-    c, d, (cluster, _) = config, padded(problem.head_dim), split_blocks(config)
+    c, d, cluster = config, padded(problem.head_dim), config.kv_cluster
     keys = limits.block_bytes([((stages, c.tile_kv, d), 2) for stages in split_stages(c)], 0)
     inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
     buffers: list[limits.Buffer] = [((max(keys, inbox),), 1), ((ROWS, d), 2), ((MOSAIC_SCRATCH,), 1)]

@@ -232,11 +232,11 @@ DECODING: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kv_splits", [1, 8, 16])
+@pytest.mark.parametrize(("kv_splits", "kv_cluster"), [(1, 1), (8, 8), (16, 8)])
 @pytest.mark.parametrize("name", DECODING)
-def test_split_keys_are_right_and_so_are_their_gradients(name, kv_splits, assert_close):
+def test_split_keys_are_right_and_so_are_their_gradients(name, kv_splits, kv_cluster, assert_close):
     shape, kwargs = DECODING[name]
-    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=kv_splits, **ONE_WARPGROUP)
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=kv_splits, kv_cluster=kv_cluster, **ONE_WARPGROUP)
     arrays = qkv(shape, BF16)
     assert_true(with_gradients(arrays, config=config, **kwargs), arrays, assert_close, **kwargs)
 
@@ -245,12 +245,19 @@ def test_split_keys_have_the_same_bits_in_every_run_and_nan_in_padding_has_no_sa
     q, k, v = qkv(Shape(32, 1, 4096, 32, 8, 128), BF16)
     lengths = np.random.default_rng(0).integers(0, 4097, 32)
     padding = (np.arange(4096) >= lengths[:, None])[..., None, None]
-    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=8, **ONE_WARPGROUP)
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=8, kv_cluster=8, **ONE_WARPGROUP)
     run = jax.jit(functools.partial(flash_attention, kv_lengths=lengths, config=config, backend="mosaic", return_lse=True))
     first = run(q, k, v)
     for _ in range(20):
         for x, y in zip(run(q, *(jnp.where(padding, jnp.asarray(jnp.nan, BF16), x) for x in (k, v))), first):
             np.testing.assert_array_equal(x, y)
+
+
+def test_a_cluster_of_16_is_right(assert_close):
+    """More than every GPU must have: Mosaic asks the driver for it, and ends the process where it is refused."""
+    arrays = qkv(Shape(1, 1, 65536, 32, 8, 128), BF16)
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=16, kv_cluster=16, **ONE_WARPGROUP)
+    assert_true(with_gradients(arrays, config=config), arrays, assert_close)
 
 
 @pytest.mark.parametrize("name", FORWARD.suites["decode"])

@@ -25,7 +25,7 @@ from tests.mgpu_ops.interpreter import quiet_interpreter
 FORWARD, H200 = spec_of("flash_attention"), gpu.find("h200")
 P = FORWARD.Problem
 ONE = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=1, **ONE_WARPGROUP)
-SPLIT = {n: replace(ONE, kv_splits=n) for n in KV_SPLITS}
+SPLIT = {n: replace(ONE, kv_splits=n, kv_cluster=min(n, 8)) for n in KV_SPLITS}
 
 # --- interpreted
 
@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Any, Any]] = {
         P(3, 2, 300, 2, 1, 64, causal=True, lengths=True),
         replace(SPLIT[4], tile_kv=128, max_concurrent_steps=2),
     ),
+    "no cluster, all added up by XLA": (P(1, 1, 300, 2, 1, 64), replace(ONE, kv_splits=4)),
     "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),
     "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
 }
@@ -47,6 +48,7 @@ IN_ALL = [
     "one block, grouped heads, a pipeline that wraps, float16",
     "lengths, causal, tiles of 128 keys",
     "a cluster, head_dim padded",
+    "no cluster, all added up by XLA",
     "head_dim of 256",
     "fewer keys than query tokens, so that the first see none",
 ]
@@ -95,12 +97,15 @@ COMPILED: dict[str, tuple[Any, Any]] = {
         P(4, 5, 8191, 56, 8, 128, causal=True, lengths=True, window_left=4095),
         SPLIT[16],
     ),
+    "a cluster of 16": (P(1, 1, 65536, 32, 8, 128), replace(SPLIT[16], kv_cluster=16)),
     "head_dim of 256, soft cap, query tokens": (P(4, 4, 8192, 16, 8, 256, soft_cap=True, lengths=True), SPLIT[2]),
 }
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", thorough.cases(COMPILED, ["head_dim of 64", "head_dim of 256, soft cap, query tokens"]))
+@pytest.mark.parametrize(
+    "name", thorough.cases(COMPILED, ["head_dim of 64", "a cluster of 16", "head_dim of 256, soft cap, query tokens"])
+)
 def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     problem, config = COMPILED[name]
     assert FORWARD.check(problem, config, H200) is None
@@ -136,6 +141,14 @@ def test_few_heads_and_many_keys_fill_the_gpu():
         (P(1, 1, 100, 1, 1, 64, segments=True), {}, "bias, mask or segments: use kv_splits=0"),
         (P(1, 65, 100, 4, 1, 64), {}, "256 query tokens times query heads of a head of keys, not 260"),
         (P(1, 1, 100, 1, 1, 64), {"kv_splits": 3}, "kv_splits=3 is not one of 0, 1, 2, 4, 8, 16, 32"),
+        (P(1, 1, 100, 1, 1, 64), {"kv_cluster": 2}, "kv_cluster=2 must be 1, 2, 4, 8 or 16 and divide kv_splits=1"),
+        (P(1, 1, 100, 1, 1, 64), {"kv_splits": 0, "kv_cluster": 2}, "kv_cluster=2 must be 1 with kv_splits=0"),
+        (P(1, 1, 100, 1, 1, 64), {"kv_splits": 16, "kv_cluster": 16}, "fewer than 8 columns of head_dim=64"),
+        (
+            P(1, 1, 100, 1, 1, 128),
+            {"kv_splits": 16, "kv_cluster": 16, "max_concurrent_steps": 7},
+            "kv_cluster=16 needs blocks of which an SM holds two",
+        ),
         (P(1, 1, 100, 1, 1, 64), {"tile_kv": 192}, "tile_kv=192 must be 64 or 128"),
         (P(1, 1, 100, 1, 1, 64), {"compute_warpgroups": 2}, "compute_warpgroups=2 must be 1 with kv_splits=1"),
         (P(1, 1, 100, 1, 1, 256), {"tile_kv": 128}, "leaves no registers"),
@@ -152,7 +165,7 @@ def test_bias_segments_and_many_rows_run_without_splits():
 
 
 def test_an_entry_of_before_there_were_splits_means_none():
-    fields = {name: value for name, value in vars(BASE).items() if name != "kv_splits"}
+    fields = {name: value for name, value in vars(BASE).items() if name not in ("kv_splits", "kv_cluster")}
     assert database.to_config(FORWARD, fields) == BASE
     with pytest.raises(ValueError, match=r"lacks \['pv_wait'\]"):
         database.to_config(FORWARD, {name: value for name, value in fields.items() if name != "pv_wait"})
