@@ -33,6 +33,8 @@ WORDS: dict[str, tuple[str, ...]] = {  # a request of every command that it take
     "proxy": ("--storage", "postgresql://h/d"),
     "dashboard": ("--storage", "x.journal"),
     "capture": ("program:step",),
+    "compile": ("program:step", "--gpu", "h200"),
+    "profile": ("matmul", *SIDES, "--output", "profiles"),
     "show": ("matmul", "--gpu", "h200"),
     "which": ("matmul", *SIDES, "--gpu", "h200"),
     "validate": (SHIPPED,),
@@ -118,7 +120,7 @@ def test_without_an_extra_every_command_works_or_names_it_before_anything_is_don
     assert done.returncode == 0, done.stderr
     codes = dict(re.findall(r"^# (\w+) (\d)$", done.stdout, re.MULTILINE))
     said = dict(zip(codes, re.split(r"^# \w+\n", done.stderr, flags=re.MULTILINE), strict=False))
-    works = {"capture", "which", "validate", "merge", "diff", "export"}
+    works = {"capture", "compile", "which", "validate", "merge", "diff", "export"}
     assert {command for command, code in codes.items() if code == "0"} == works
     for command in codes.keys() - works:
         (line,) = said[command].splitlines()
