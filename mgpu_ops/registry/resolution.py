@@ -359,7 +359,7 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
         query.note("xla", f"no time of {baseline.name} is known for this problem or one near it")
         stored = found.entry is not None or near is not None
         return found if stored else dataclasses.replace(found, runs=spec.unmeasured)
-    query.note("xla", f"{times}: XLA wins if it is faster by {times.margin - 1:.0%}")
+    query.note("xla", f"{times}: XLA runs where the kernel takes {times.margin:g} of its time or more")
     return dataclasses.replace(found, runs=times.winner, times=times)
 
 
