@@ -31,7 +31,7 @@ import torch as pt
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from mgpu_ops.grouped.grouped_matmul.problem import Activation
+    from mgpu_ops.core.activations import Activation
     from mgpu_ops.grouped.sizes import Spread
     from mgpu_ops.registry.dispatch import Backend
 
@@ -42,18 +42,21 @@ def matmul(
     a: pt.Tensor,
     b: pt.Tensor,
     *,
+    bias: pt.Tensor | None = None,
+    activation: Activation | None = None,
+    residual: pt.Tensor | None = None,
     out_dtype: pt.dtype | None = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     backend: Backend | None = None,
 ) -> pt.Tensor:
-    """out[m, n] = sum_k A[m, k] B[k, n], as `mgpu_ops.matmul`: a is [m, k] or, with `transpose_a`, [k, m]; b likewise.
+    """activation(A B + bias) + residual, as `mgpu_ops.matmul`: a is [..., m, k], or [..., k, m] with `transpose_a`; b likewise.
 
     Tensors of one device and dtype. A weight of `torch.nn.Linear`, [n, k], is read in place with `transpose_b=True`.
-    Differentiable once with respect to both. Raises what `mgpu_ops.matmul` raises.
+    Differentiable once with respect to all tensors. Raises what `mgpu_ops.matmul` raises.
     """
     options = {"out_dtype": _name(out_dtype), "transpose_a": transpose_a, "transpose_b": transpose_b, "backend": backend}
-    return _run(jax_matmul, {"a": a, "b": b}, options)
+    return _run(jax_matmul, {"a": a, "b": b, "bias": bias, "residual": residual}, options | {"activation": activation})
 
 
 def grouped_matmul(

@@ -31,7 +31,8 @@ def near(out: Any, wanted: Any, tolerance: float) -> None:
 
 
 def grads(out: Any, *tensors: Any) -> tuple[Any, ...]:
-    return torch.autograd.grad(torch.sin(out.float()).sum(), tensors)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.device)
+    return torch.autograd.grad((out.float() * cotangent).sum(), tensors)
 
 
 def attention(q: Any, k: Any, v: Any, causal: bool = True) -> Any:
@@ -57,6 +58,13 @@ def matmul(device: str, size: int) -> Case:
     return ours.matmul(a, w, transpose_b=True), a.float() @ w.float().T, (a, w)
 
 
+def fused_matmul(device: str, size: int) -> Case:
+    a, b, bias = tensor(0, size, 64, device=device), tensor(1, 64, 32, device=device), tensor(2, 32, device=device)
+    residual = tensor(3, size, 32, device=device)
+    wanted = torch.relu(a.float() @ b.float() + bias.float()) + residual.float()
+    return ours.matmul(a, b, bias=bias, activation="relu", residual=residual), wanted, (a, b, bias, residual)
+
+
 def wide_matmul(device: str, size: int) -> Case:
     a, b = tensor(0, 64, size, device=device), tensor(1, 64, 32, device=device)
     out = ours.matmul(a, b, transpose_a=True, out_dtype=F32)
@@ -77,7 +85,7 @@ def flash(device: str, size: int) -> Case:
     return ours.flash_attention(q, k, v, causal=True), attention(q, k, v), (q, k, v)
 
 
-CASES: list[Callable[[str, int], Case]] = [matmul, wide_matmul, grouped, flash]
+CASES: list[Callable[[str, int], Case]] = [matmul, fused_matmul, wide_matmul, grouped, flash]
 
 
 @pytest.mark.parametrize("case", CASES)
