@@ -5,6 +5,7 @@ Kernels are lowered and compiled for an H100. What only a GPU can show is whethe
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import mgpu_ops
 from mgpu_ops.core import aot
 
 ROOT = Path(__file__).parents[2]
+needs_flatbuffers = pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="flatbuffers is not installed")
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 STEP = """
@@ -129,6 +131,7 @@ print(json.dumps([[list(x.shape) for x in exported.out_avals], "mgpu_ops" in sys
 """
 
 
+@needs_flatbuffers
 @needs_compiler
 def test_a_process_without_mgpu_ops_compiles_an_exported_program(tmp_path: Path) -> None:
     """Forward and backward kernels, exported without a GPU; the other process has neither this library nor its database."""
@@ -138,6 +141,7 @@ def test_a_process_without_mgpu_ops_compiles_an_exported_program(tmp_path: Path)
     assert answer == [[[1, 256, 2, 64], [128, 128], [4, 128, 64]], False, True]
 
 
+@needs_flatbuffers
 def test_the_page_exports_a_program_as_it_says(tmp_path: Path) -> None:
     first, second = blocks("Export a program")
     names = {"jax": jax, "jnp": jnp, "mgpu_ops": mgpu_ops, "path": tmp_path / "step"}
@@ -192,6 +196,7 @@ print(json.dumps({"alone": alone, "hits": found, "error": max(errors)}))
 """
 
 
+@needs_flatbuffers
 @pytest.mark.gpu
 def test_an_exported_program_runs_and_the_next_process_finds_it_compiled(tmp_path: Path) -> None:
     """Exported in a process that sees no GPU; run in two that have no mgpu_ops until they compute what is expected."""
