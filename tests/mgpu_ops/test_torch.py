@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import mgpu_ops  # noqa: E402
 import mgpu_ops.torch as ours  # noqa: E402
+from scripts import torch_times  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's own
 BF16, F32 = torch.bfloat16, torch.float32
@@ -200,6 +201,19 @@ def test_the_page_runs_as_it_stands() -> None:
     names: dict[str, Any] = {}
     exec(program, names)
     assert all(p.grad is not None for p in names["layer"].parameters())
+
+
+def test_the_times_beside_torch_are_told_as_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    assert torch_times.main(["--small", "--seconds", "0.01"]) == 0
+    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["op", "problem", "pass", "impl", "median_us", "spread_us"]
+    assert {(row[0], row[3]) for row in rows[1:]} == {
+        ("matmul", "mgpu_ops"),
+        ("matmul", "torch.matmul"),
+        ("flash_attention", "mgpu_ops"),
+        ("flash_attention", "scaled_dot_product_attention"),
+    }
+    assert all(float(row[4]) > 0 for row in rows[1:])
 
 
 def test_the_module_is_found_by_its_name() -> None:
