@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -52,8 +54,23 @@ _NAMED = re.compile(r"(?<!\[)`((?:docs|results)/[\w./+-]+\.\w+)`(?!\])")
 _FIELD = re.compile(r"^((?:\w+(?:, )?)+): ")
 
 
+def commands() -> str:
+    """The help of each command of mgpu-tune."""
+    from mgpu_ops.tuning import cli
+
+    os.environ["COLUMNS"] = "88"  # by which argparse wraps
+    texts = []
+    for name, what in cli.COMMANDS.items():
+        parser = cli._parser([name])
+        (choices,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        texts.append(f"## {name}\n\n{what[:1].upper()}{what[1:]}.\n\n```text\n{choices[name].format_help()}```\n")
+    return "\n".join(texts)
+
+
 def links(app: Any, name: str, source: list[str]) -> None:
     """Where a page names a file of results/ or another page in passing, as `results/...`, it links to it."""
+    if name == "reference/commands":
+        source[0] = source[0].replace("<!-- commands -->\n", commands())
     up = "../" * (name.count("/") + 1)
 
     def link(match: re.Match[str]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mgpu_ops
+from mgpu_ops.tuning import cli
 from tests import browser
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +67,8 @@ def test_the_site_is_whole_and_loads_nothing_from_a_network(site: Path) -> None:
     reference = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
     ids = {html.unescape(name) for name in re.findall(r'id="mgpu_ops\.(\w+)"', reference)}
     assert ids == set(mgpu_ops.__all__)
+    told = (site / "reference/commands.html").read_text()
+    assert all(f'<section id="{name}">' in told and f"usage: mgpu-tune {name} " in told for name in cli.COMMANDS)
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.rglob("*.md")))  # and the index and the search
     for page in pages:
