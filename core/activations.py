@@ -86,10 +86,11 @@ def with_derivative(activation: str, x: jax.Array) -> tuple[jax.Array, jax.Array
     if activation == "silu":
         s = _sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
-    if activation == "gelu":
-        s = _sigmoid(2 * _TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
-        inner = 2 * _TANH_SCALE * (1.0 + 3 * _TANH_CUBIC * x * x)
-        return x * s, s * (1.0 + x * (1.0 - s) * inner)
+    if activation == "gelu":  # x sigmoid(x q), q = a + b x^2; the derivative of x q is 3 q - 2 a
+        q = 2 * _TANH_SCALE * (1.0 + _TANH_CUBIC * x * x)
+        s = _sigmoid(x * q)
+        y = x * s
+        return y, s + y * (1.0 - s) * (3.0 * q - 4 * _TANH_SCALE)
     if activation == "gelu_erf":
         cdf = _normal_cdf(x)
         return x * cdf, cdf + x * (jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi)))

@@ -25,6 +25,9 @@ from mgpu_ops.matmul import Config as MatmulConfig
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.dot_general import dot_general
+from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
+from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
+from mgpu_ops.matmul.gated import gated_matmul
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.database import DatabaseError
@@ -32,6 +35,7 @@ from mgpu_ops.registry.resolution import use_configs
 
 type OpName = Literal[
     "matmul",
+    "gated_matmul",
     "grouped_matmul",
     "ragged_contraction",
     "flash_attention",
@@ -106,6 +110,8 @@ __all__ = [
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
     "FlashAttentionProblem",
+    "GatedMatmulConfig",
+    "GatedMatmulProblem",
     "GroupedMatmulConfig",
     "GroupedMatmulProblem",
     "MatmulConfig",
@@ -120,6 +126,7 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "flash_attention",
+    "gated_matmul",
     "grouped_matmul",
     "matmul",
     "ragged_contraction",

@@ -8,9 +8,18 @@ from mgpu_ops.collectives import SPECS as _COLLECTIVES
 from mgpu_ops.grouped.grouped_matmul import SPEC as _GROUPED_MATMUL
 from mgpu_ops.grouped.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.matmul import SPEC as _MATMUL
+from mgpu_ops.matmul.gated import SPEC as _GATED_MATMUL
 from mgpu_ops.registry.spec import OpSpec
 
-_OPS = (_MATMUL, _GROUPED_MATMUL, _RAGGED_CONTRACTION, _FLASH_ATTENTION, _FLASH_ATTENTION_BACKWARD, *_COLLECTIVES.values())
+_OPS = (
+    _MATMUL,
+    _GATED_MATMUL,
+    _GROUPED_MATMUL,
+    _RAGGED_CONTRACTION,
+    _FLASH_ATTENTION,
+    _FLASH_ATTENTION_BACKWARD,
+    *_COLLECTIVES.values(),
+)
 SPECS: dict[str, OpSpec] = {spec.name: spec for spec in _OPS}
 
 

@@ -31,13 +31,14 @@ def describe(problem: Any) -> str:
     "8192x8192x32x8x128 bfloat16 window_left=4095 causal".
     """
     fields = dataclasses.asdict(problem)
-    usual = {f.name: f.default for f in dataclasses.fields(problem) if f.name not in _WORDS}
+    of_op = {f.name: f.default for f in dataclasses.fields(problem)}
+    usual = {name: default for name, default in of_op.items() if name not in _WORDS}
     batch, groups, dtype = fields.pop("batch", 1), fields.pop("groups", None), fields.pop("dtype", None)
     out_dtype = fields.pop("out_dtype", dtype)
     needed = {key for key, default in usual.items() if default is dataclasses.MISSING}
     sizes = "x".join(str(value) for key, value in fields.items() if key in needed)
     dtypes = dtype if dtype == out_dtype else f"{dtype}->{out_dtype}"
-    words = [fields[key] for key in fields if key in _WORDS and fields[key] != "none"]
+    words = [fields[key] for key in fields if key in _WORDS and not (key == "activation" and fields[key] == of_op[key])]
     words += [f"{k}={v}" for k, v in fields.items() if k not in needed | _WORDS and type(v) is not bool and v != usual[k]]
     flags = [key for key, value in fields.items() if value is True]
     many = f"batch={batch}" if batch != 1 else None

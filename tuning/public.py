@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import mgpu_ops
-from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
+from mgpu_ops import FlashAttentionProblem, GatedMatmulProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
@@ -34,6 +34,14 @@ def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callabl
         return mgpu_ops.matmul(a, b, bias=bias, residual=residual, **options)
 
     return call
+
+
+def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The public function; for the gradients of gate and up, which users get through `jax.grad`, the op itself."""
+    if problem.gradient:
+        return lambda *arrays: dispatch.run(mgpu_ops.spec_of("gated_matmul"), problem, arrays, config=None, backend=backend)
+    options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "backend": backend}
+    return partial(mgpu_ops.gated_matmul, transpose_w=problem.layout == "nt", **options)
 
 
 def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
@@ -84,6 +92,7 @@ def _flash_attention_backward(
 # op -> call(problem, backend): the public function on the arrays of `arrays_of`
 CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
+    "gated_matmul": _gated_matmul,
     "grouped_matmul": _grouped_matmul,
     "ragged_contraction": _ragged_contraction,
     "flash_attention": _flash_attention,

@@ -30,6 +30,7 @@ H200 = gpu.find("h200")
 
 KERNELS = {  # op, name of the shape, changes to the default config; which between them have all the waits that there are
     "matmul": ("matmul", "square-4096", {}),
+    "gated_matmul": ("gated_matmul", "llama3-8b-4096", {}),
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),
     "forward": ("flash_attention", "mistral-7b-16384-window", {}),

@@ -188,6 +188,8 @@ def test_check_rejects_every_field_that_is_broken_alone(spec, broken):
 UNBOUNDED = {
     ("matmul", 3): {"raster_width", "max_concurrent_steps", "split_k"},
     ("matmul", 10_007): {"raster_width"},
+    ("gated_matmul", 3): {"raster_width", "max_concurrent_steps"},
+    ("gated_matmul", 10_007): {"raster_width"},
     ("grouped_matmul", 3): {"raster_width"},
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
     ("flash_attention", 0): {"kv_splits"},
@@ -254,6 +256,7 @@ SOUND = {  # what of it a field may well hold
     "deterministic": (True,),
     "bias_grad": (True,),
     "residual": (True,),
+    "gradient": (True,),
 }
 
 

@@ -95,6 +95,7 @@ assert not {"jax", "numpy"} & sys.modules.keys()
 
 MODULES = {
     "matmul": "matmul",
+    "gated_matmul": "matmul.gated",
     "grouped_matmul": "grouped.grouped_matmul",
     "ragged_contraction": "grouped.ragged_contraction",
     "flash_attention": "attention.flash_attention",

@@ -30,6 +30,8 @@ sizes, mask = np.array([9, 7]), np.ones((8, 8), bool)
 Arrays = tuple[jax.Array, jax.Array]
 
 assert_type(mgpu_ops.matmul(a, b, out_dtype=np.float32, backend="xla"), jax.Array)
+assert_type(mgpu_ops.matmul(a, b, bias=np.ones(16), activation="silu", residual=a), jax.Array)
+assert_type(mgpu_ops.gated_matmul(a, b, b, activation="gelu"), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), sizes, bias=np.ones((2, 16)), activation="gelu"), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), [9, 7], spread="even"), jax.Array)
 assert_type(mgpu_ops.ragged_contraction(a, b, sizes, out_dtype="float32"), jax.Array)
@@ -56,6 +58,7 @@ MISTAKES = """
 def mistakes(x: jax.Array) -> None:
     mgpu_ops.matmul(x, x, backend="cuda")  # type: ignore[arg-type]
     mgpu_ops.matmul("x", x)  # type: ignore[arg-type]
+    mgpu_ops.gated_matmul(x, x, x, activation="swish")  # type: ignore[arg-type]
     mgpu_ops.grouped_matmul(x, x, x, activation="swish")  # type: ignore[arg-type]
     mgpu_ops.ragged_contraction(x, x, x, spread="wide")  # type: ignore[arg-type]
     mgpu_ops.flash_attention(x, x, x, backend="cuda")  # type: ignore[call-overload]

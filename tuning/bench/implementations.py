@@ -531,6 +531,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         "xla": _baseline("matmul"),
         "jax-pallas": Competitor(_pallas_unavailable, _pallas_prepare, differentiable=False, tuned=True),
     },
+    "gated_matmul": {"xla": _baseline("gated_matmul")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
         "jax-pallas": Competitor(

@@ -19,6 +19,7 @@ _DTYPES |= {"i32": "int32", "u32": "uint32"}  # collectives only
 
 SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "sustained", "anywhere"),
+    "gated_matmul": ("llm", "gradient", "llama3-8b", "llama3-70b", "gemma2-9b"),
     "grouped_matmul": (
         "moe",
         "training",
@@ -38,6 +39,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
 }
 COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside it
     "matmul": ("xla", "jax-pallas"),
+    "gated_matmul": ("xla",),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
     "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
@@ -141,7 +143,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "problem of any op, by its fields": {
         "dtype": {"type": dtype, "help": "of the inputs: bf16 (default) or f16; of collectives also f32, i32 or u32"},
     },
-    "matmul, grouped_matmul, ragged_contraction": {
+    "matmul, gated_matmul, grouped_matmul, ragged_contraction": {
         "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
@@ -151,8 +153,12 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "how each operand is stored: n as [m, k] and [k, n] (default nn), t transposed",
         },
         "groups": _SIZE | {"help": "how many groups, such as experts, the m rows are divided into"},
-        "activation": {"choices": ("none", "relu", "silu", "gelu", "gelu_erf"), "help": "applied to the output (default none)"},
+        "activation": {
+            "choices": ("none", "relu", "silu", "gelu", "gelu_erf"),
+            "help": "applied to the output (default none); of gated_matmul, to the gate (default silu)",
+        },
         "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype"},
+        "gradient": _FLAG | {"help": "of gated_matmul: the gradients of gate and up"},
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",

@@ -52,6 +52,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "llama3-8b-gate_up-128-db",
         "llama3-8b-down-4096-db",
     ),
+    "gated_matmul": ("llama3-8b-128", "llama3-8b-4096-gradient"),
     "grouped_matmul": (
         "mixtral-8x7b-gate_up-2048-even",
         "mixtral-8x7b-down-128-random",
@@ -94,6 +95,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "split_k": (1, 2, 4),
         "memory_registers": (40,),
     },
+    "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "grouped_matmul": _GROUPED,
     "ragged_contraction": _GROUPED,
     "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40), "pv_wait": ("early",)},
@@ -101,6 +103,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
+    "gated_matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "flash_attention": ("memory_registers", "section_waves"),

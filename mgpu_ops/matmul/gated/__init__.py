@@ -1,0 +1,232 @@
+"""gated_matmul: activation(x w_gate) * (x w_up) in one kernel, float32 accumulation, for NVIDIA Hopper.
+
+`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel,
+of matmul's parts. Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh
+from mgpu_ops.core.activations import Activation, activate, checked_activation
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul import matmul
+from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
+from mgpu_ops.matmul.gated.problem import (
+    SHAPES,
+    SUITES,
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+    tolerance,
+)
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    activation: Activation
+    transpose_w: bool
+    out_dtype: str
+    config: Config | None
+    backend: dispatch.Backend | None
+    gradient: bool = False
+
+
+def gated_matmul(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    *,
+    activation: Activation | None = "silu",
+    out_dtype: DTypeLike | None = None,
+    transpose_w: bool = False,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """activation(x w_gate) * (x w_up) in one kernel, accumulated in float32 and rounded once: the first half of a gated layer.
+
+    out[..., n] = activation(sum_k x[..., k] w_gate[k, n]) * sum_k x[..., k] w_up[k, n]
+
+    Args:
+      x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
+      w_gate, w_up: [k, n], or [n, k] with `transpose_w`, of x's dtype.
+      activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
+      out_dtype: of the result; x's dtype by default, or "float32".
+      transpose_w: both weights are stored transposed; they are read in place, not copied.
+      config: runs the forward kernel with this Config instead of the database's.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
+        any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
+        and otherwise "xla", logging once why.
+
+    Returns:
+      [..., n] of out_dtype. It is all of that size that the forward pass writes.
+
+    Works under jit, grad (reverse mode), vmap (one launch where x alone is mapped, else one after the other) and shard_map.
+    The gradient keeps x and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them
+    the gradients of gate and up, two arrays [..., n] of x's dtype; four products of `matmul` follow. So the backward pass takes
+    half as much arithmetic again as one that finds gate and up stored.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run.
+      TypeError: not arrays of floats.
+
+    Source: the kernel's own, in mgpu_ops/matmul/gated/kernel.py; see docs/kernels/gated_matmul.md.
+    """
+    arrays = {name: jnp.asarray(a) for name, a in (("x", x), ("w_gate", w_gate), ("w_up", w_up))}
+    for name, a in arrays.items():
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {a.dtype}: gated_matmul takes floats; cast it first")
+        if a.dtype != arrays["x"].dtype:
+            raise ValueError(f"x is {arrays['x'].dtype} and {name} is {a.dtype}: cast one with .astype")
+        if a.ndim != 2 and (name != "x" or a.ndim == 0):
+            raise ValueError(f"{name} has shape {a.shape}: gated_matmul takes x[..., k] and weights of rank 2; use jax.vmap")
+    rows, gate, up = arrays.values()
+    k, n = gate.shape[::-1] if transpose_w else gate.shape
+    if gate.shape != up.shape:
+        raise ValueError(f"w_gate{gate.shape} and w_up{up.shape} differ: both are [k, n], or [n, k] with transpose_w")
+    if rows.shape[-1] != k:
+        raise ValueError(
+            f"x{rows.shape} and w_gate{gate.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})"
+        )
+    out = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(out, jnp.floating):
+        raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
+    wanted = dispatch.requested_backend(backend)
+    call = _Call(checked_activation(activation), bool(transpose_w), out.name, config, wanted)
+    m = int(np.prod(rows.shape[:-1], dtype=np.int64))
+    return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), gate, up)).reshape(*rows.shape[:-1], n)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(call: _Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+    out: jax.Array = _batchable(call)(x, w_gate, w_up)
+    return out
+
+
+def _forward(call: _Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> Any:
+    return _gated(call, x, w_gate, w_up), (x, w_gate, w_up)
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+    """dgate and dup by the kernel; dx = dgate w_gate^T + dup w_up^T, dw_gate = x^T dgate and dw_up = x^T dup by matmul's."""
+    x, w_gate, w_up = saved
+    again = dataclasses.replace(call, out_dtype=x.dtype.name, config=None, gradient=True)
+    dgate, dup = _batchable(again)(x, w_gate, w_up, g.astype(x.dtype))
+    t = call.transpose_w
+    dx = matmul(dgate, w_gate, transpose_b=not t, backend=call.backend)
+    dx = matmul(dup, w_up, transpose_b=not t, residual=dx, backend=call.backend)
+
+    def dw(of: jax.Array) -> jax.Array:
+        a, b = (of, x) if t else (x, of)
+        return matmul(a, b, transpose_a=True, backend=call.backend)
+
+    return dx, dw(dgate), dw(dup)
+
+
+_gated.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def product(*arrays: jax.Array) -> Any:
+        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    @product.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        marks = (True, True) if call.gradient else True
+        if not (batched[1] or batched[2]) and all((batched[0], *batched[3:])):  # one product with more rows
+            x, w_gate, w_up, *g = arrays
+            out = run(x.reshape(-1, x.shape[-1]), w_gate, w_up, *(y.reshape(-1, y.shape[-1]) for y in g))
+            return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out), marks
+        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
+
+        def one(slices: list[jax.Array]) -> Any:
+            each = iter(slices)
+            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+        return lax.map(one, mapped), marks
+
+    run = jax.jit(product)
+    return run
+
+
+def _problem(call: _Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
+    n = w_gate.shape[0 if call.transpose_w else 1]
+    layout = "nt" if call.transpose_w else "nn"
+    return Problem(x.shape[0], n, x.shape[1], x.dtype.name, call.out_dtype, layout, call.activation, call.gradient)
+
+
+def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *g: jax.Array) -> Any:
+    """The same through XLA: two products (cuBLAS on a GPU) and what is made of them.
+
+    On a GPU gate and up are rounded to out_dtype, as a program written with jnp would.
+    """
+    p = problem
+    wide = np.promote_types(p.dtype, np.float32)
+    kept = jnp.dtype(p.dtype) if p.dtype == p.out_dtype and gpus.current() is not None else wide
+    if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+        x, w_gate, w_up = (a.astype(wide) for a in (x, w_gate, w_up))
+    gate, up = (jnp.matmul(x, w.mT if p.layout == "nt" else w, preferred_element_type=kept) for w in (w_gate, w_up))
+    if not p.gradient:
+        return (activate(p.activation, gate) * up).astype(p.out_dtype)
+    activated, backward = jax.vjp(functools.partial(activate, p.activation), gate)
+    cotangent = g[0].astype(gate.dtype)
+    return backward(cotangent * up)[0].astype(p.out_dtype), (cotangent * activated).astype(p.out_dtype)
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.matmul.gated import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="gated_matmul",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    baseline_cost=baseline_cost,
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "gated_matmul", "launch", "reference", "smem_bytes"]

@@ -1,0 +1,115 @@
+"""Configs worth trying for a gated matmul, and a model of their time: that of one matmul with twice the columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_ops.core import gemm
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.matmul import model as matmul
+from mgpu_ops.matmul import xla
+from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The values of each Config field, in order. `check` tells which combinations run."""
+    del problem, gpu
+    return {
+        "tile_m": (64, 128, 192, 256),
+        "tile_n": (32, 64, 96, 128, 192, 256),
+        "tile_k": (64, 128),
+        "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8),
+        "compute_warpgroups": (1, 2),
+        "wg_dimension": ("m", "n"),
+        "cluster": ("none", "m", "n"),
+        "raster_dimension": ("m", "n"),
+        "raster_width": (1, 2, 4, 8, 16),
+        "epilogue_tile_n": (32, 64, 128),
+        "memory_registers": (24, 40),
+    }
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled time in seconds: of a matmul with the columns of both weights, whose output is smaller or larger."""
+    both = dataclasses.replace(of_one(problem), n=2 * problem.n)
+    wide = dataclasses.replace(as_matmul(config), tile_n=2 * config.tile_n)
+    written = (2 - problem.gradient) * problem.m * problem.n * itemsize_of(problem.out_dtype)
+    extra = bytes_moved(problem) - ((problem.m + 2 * problem.n) * problem.k * 2 + written)
+    memory = bytes_moved(problem) / gpu.memory_bytes_per_s
+    return max(matmul.cost(both, wide, gpu) + extra / gpu.memory_bytes_per_s / 2, memory * 1.01)
+
+
+def baseline_cost(problem: Problem, gpu: Gpu) -> float:
+    """Modelled time in seconds of XLA: of the matmul of both, whose results are written, read and combined."""
+    both = dataclasses.replace(of_one(problem), n=2 * problem.n)
+    combined = (5 if problem.gradient else 3) * problem.m * problem.n * itemsize_of(problem.out_dtype)
+    return xla.cost(both, gpu) + combined / gpu.memory_bytes_per_s
+
+
+_TILES = ((128, 128), (64, 256), (256, 64), (192, 64), (128, 96), (64, 128), (128, 64), (64, 64))
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Configs chosen without measurements, the least modelled `cost` first: one for each tile and wg_dimension.
+
+    The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. ValueError where `supports` has a reason.
+    """
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of gated_matmul fits {problem} on {gpu.name}: {reason}")
+    found = []
+    for tile_m, tile_n in _TILES:
+        for wg_dimension in ("m", "n"):
+            for cluster in ("none", "m", "n"):
+                config = _deepest(problem, tile_m, tile_n, wg_dimension, cluster, gpu)
+                found += [config] if config is not None else []
+    best: dict[tuple[int, int, str], Config] = {}
+    for config in sorted(found, key=lambda c: cost(problem, c, gpu)):
+        best.setdefault((config.tile_m, config.tile_n, config.wg_dimension), config)
+    return list(best.values())
+
+
+def _deepest(problem: Problem, tile_m: int, tile_n: int, wg_dimension: str, cluster: str, gpu: Gpu) -> Config | None:
+    """The config of a tile with as many steps as fit."""
+    for columns in (64, 32):
+        for steps in range(8, 1, -1):
+            config = Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                tile_k=64,
+                max_concurrent_steps=steps,
+                compute_warpgroups=2 if tile_m * tile_n > gemm.ROWS * gemm.ROWS else 1,
+                wg_dimension=wg_dimension,
+                cluster=cluster,
+                raster_dimension="m",
+                raster_width=8,
+                epilogue_tile_n=columns,
+                memory_registers=40,
+            )
+            if smem_bytes(problem, config) <= gpu.smem_per_block:
+                if check(problem, config, gpu) is None:
+                    return config
+                break  # as for fewer steps
+    return None
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """The first of the `candidates`. Raises ValueError where there is none."""
+    return first_of(candidates(problem, gpu), problem, gpu)
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
+
+    The sum of |log2| of the ratios of m, n and k, and a small step for another 16-bit dtype, layout or activation.
+    """
+    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k))
+    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or x.gradient != y.gradient or any(0 in side for side in sides):
+        return None
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.05 * (x.dtype != y.dtype) + 0.5 * (x.layout != y.layout) + 0.05 * (x.activation != y.activation)
+    return near if near <= 4.0 else None

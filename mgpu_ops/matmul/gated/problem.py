@@ -1,0 +1,191 @@
+"""What a gated matmul is (`Problem`), how it may be run (`Config`), and which of them fit together (`supports`, `check`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from mgpu_ops.core import gemm, limits
+from mgpu_ops.core.activations import ACTIVATIONS
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.matmul import problem as matmul
+from mgpu_ops.models import MODELS
+
+# --- What is computed, and how fast -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """out[m, n] = activation(gate) * up with gate = x[m, k] w_gate[k, n] and up = x w_up, or the gradients of gate and up.
+
+    m, n, k: rows of x, columns of each weight, and what is summed over.
+    dtype: of x and the weights, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: "nn", or "nt" where both weights are stored as [n, k].
+    activation: of `core.activations`.
+    gradient: from the result's gradient g[m, n] compute g up activation'(gate) and g activation(gate), both of dtype.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    layout: str = "nn"
+    activation: str = "silu"
+    gradient: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Config:
+    """How a block of the kernel works. Every field is tuned. None changes the result.
+
+    tile_m, tile_n: rows and columns of the output tile of a block, which has as large an accumulator for each of both products.
+    tile_k: depth of one pipeline step, which loads a tile of x and one of each weight.
+    max_concurrent_steps: stages of the pipeline in shared memory.
+    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
+    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
+    cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operands they share once (multicast).
+    raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
+    raster_width: see raster_dimension.
+    epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which results are stored.
+    memory_registers: registers of a producer thread; consumers share the rest.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    max_concurrent_steps: int
+    compute_warpgroups: int
+    wg_dimension: str
+    cluster: str
+    raster_dimension: str
+    raster_width: int
+    epilogue_tile_n: int
+    memory_registers: int
+
+
+_MODELS = {"llama3-8b": "silu", "llama3-70b": "silu", "gemma2-9b": "gelu"}  # Mistral 7B's is that of Llama-3 8B
+_TOKENS = (128, 4096, 8192)
+
+
+def _of_model(name: str, tokens: int) -> Problem:
+    layer = MODELS[name].projections["gate_up"]
+    return Problem(tokens, layer.n // 2, layer.k, activation=_MODELS[name])
+
+
+SHAPES: dict[str, Problem] = {f"{model}-{m}": _of_model(model, m) for model in _MODELS for m in _TOKENS}
+_FORWARD = list(SHAPES)
+SHAPES |= {f"{name}-gradient": replace(SHAPES[name], gradient=True) for name in _FORWARD}
+SUITES: dict[str, Sequence[str]] = {
+    "llm": _FORWARD,
+    "gradient": [name for name in SHAPES if name not in _FORWARD],
+    **{model: [name for name in SHAPES if name.startswith(model)] for model in _MODELS},
+}
+
+# --- What can run ---------------------------------------------------------------------------------------------------
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why no config of the kernel can run `problem` on `gpu`, or None."""
+    p = problem
+    if reason := supports_dtypes(p.dtype, p.out_dtype, gpu):
+        return reason
+    if p.layout not in ("nn", "nt"):
+        return f"layout {p.layout!r} is neither 'nn' nor 'nt'"
+    if p.activation not in ACTIVATIONS:
+        return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
+    if p.gradient and p.out_dtype != p.dtype:
+        return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
+    if reason := supports_sizes(p, ("m", "n", "k")):
+        return reason
+    tiles = math.ceil(p.m / gemm.ROWS) * math.ceil(p.n / gemm.ROWS)
+    if tiles > MAX_SIZE:
+        return f"{tiles} tiles of {gemm.ROWS} x {gemm.ROWS} are more than {MAX_SIZE}: split the rows"
+    weights = ("k", p.k, 2) if p.layout == "nt" else ("n", p.n, 2)
+    output = ("n", p.n, itemsize_of(p.out_dtype))
+    return supports_rows({"x": ("k", p.k, 2), "the weights": weights, "the output": output})
+
+
+def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
+    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES)
+    if reason is not None:
+        return reason
+    p, c = of_one(problem), as_matmul(config)
+    return (
+        matmul.check_schedule(p, c)
+        or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=2)
+        or limits.check_smem(smem_bytes(problem, config), gpu)
+    )
+
+
+_CHOICES = {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n")}
+
+
+# --- What a config takes --------------------------------------------------------------------------------------------
+
+
+def of_one(p: Problem) -> matmul.Problem:
+    """One of both products, as a matmul."""
+    return matmul.Problem(p.m, p.n, p.k, p.dtype, p.out_dtype, p.layout)
+
+
+def as_matmul(c: Config) -> matmul.Config:
+    """The config of one product, as a matmul's."""
+    return matmul.Config(**vars(c), split_k=1)
+
+
+def buffers(p: Problem, c: Config) -> int:
+    """Epilogue buffers of a consumer warpgroup: two at most for a result, and those of `gradient_buffers`."""
+    return min(2, gemm.epilogue_tiles(c)) + gradient_buffers(p, c)
+
+
+def gradient_buffers(p: Problem, c: Config) -> int:
+    """Buffers into which the result's gradient is loaded while the products are computed: all of the tile."""
+    return gemm.epilogue_tiles(c) if p.gradient else 0
+
+
+def smem_bytes(p: Problem, c: Config) -> int:
+    """Bytes of shared memory that a block takes."""
+    barriers = c.compute_warpgroups if p.gradient else 0
+    return gemm.Storage(c, buffers(p, c), itemsize_of(p.out_dtype), barriers=barriers, b_tiles=2).bytes
+
+
+# --- What a problem takes and gives --------------------------------------------------------------------------------
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of both products."""
+    return 4 * problem.m * problem.n * problem.k
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each input read once and each output written once."""
+    p = problem
+    arrays = 3 if p.gradient else 1  # of the result's size
+    return (p.m + 2 * p.n) * p.k * itemsize_of(p.dtype) + arrays * p.m * p.n * itemsize_of(p.out_dtype)
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """x, w_gate and w_up, and the gradient of the result where the problem has one; gate and up are about normal."""
+    p = problem
+    keys = jax.random.split(key, 4)
+    shape = (p.n, p.k) if p.layout == "nt" else (p.k, p.n)
+    weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(p.k) for k in keys[:2]]
+    x = jax.random.normal(keys[2], (p.m, p.k), p.dtype)
+    return x, *weights, *([jax.random.normal(keys[3], (p.m, p.n), p.dtype)] if p.gradient else [])
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms): XLA rounds gate and up too, so four roundings of 16 bits."""
+    return {"bfloat16": 1e-2, "float16": 1.25e-3}.get(problem.out_dtype, 1e-4)

@@ -1,0 +1,255 @@
+"""gated_matmul: values, gradients and transforms, the kernel interpreted on every schedule, and compiled for an H200."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from mgpu_ops import GatedMatmulConfig, gated_matmul, spec_of
+from mgpu_ops import GatedMatmulProblem as P
+from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.core.activations import ACTIVATIONS, activate
+from mgpu_ops.matmul.gated import smem_bytes
+from tests import thorough
+from tests.arrays import inputs, normal
+from tests.mgpu_ops.interpreter import has_a_race, quiet_interpreter, wait_for_all_stores_only
+
+GATED, H200 = spec_of("gated_matmul"), gpu.find("h200")
+FEW_SMS = replace(H200, sms=4)
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+BASE = GatedMatmulConfig(
+    tile_m=128,
+    tile_n=64,
+    tile_k=64,
+    max_concurrent_steps=3,
+    compute_warpgroups=2,
+    wg_dimension="m",
+    cluster="none",
+    raster_dimension="m",
+    raster_width=8,
+    epilogue_tile_n=64,
+    memory_registers=40,
+)
+ONE = replace(BASE, tile_m=64, compute_warpgroups=1)
+
+
+def arrays_of(problem: P) -> list[jax.Array]:
+    """Gate and up are about normal."""
+    x, *weights, g = inputs(GATED, replace(problem, gradient=True))
+    return [x, *((w / np.sqrt(problem.k)).astype(w.dtype) for w in weights), g][: 4 if problem.gradient else 3]
+
+
+def truth(problem: P, *arrays: Any) -> tuple[np.ndarray, ...]:
+    """The result, or the gradients of gate and up, in float64."""
+    x, w_gate, w_up, *g = (np.asarray(a).astype(np.float64) for a in arrays)
+    gate, up = (x @ (w.T if problem.layout == "nt" else w) for w in (w_gate, w_up))
+    with jax.enable_x64(True):
+        activated, vjp = jax.vjp(functools.partial(activate, problem.activation), jnp.asarray(gate))
+        if not problem.gradient:
+            return (np.asarray(activated) * up,)
+        return np.asarray(vjp(jnp.asarray(g[0] * up))[0]), g[0] * np.asarray(activated)
+
+
+# --- the kernel, interpreted
+
+
+def interpret(problem: P, config: GatedMatmulConfig, arrays: Any) -> Any:
+    assert GATED.check(problem, config, FEW_SMS) is None
+    with quiet_interpreter():
+        out = jax.jit(functools.partial(GATED.run, problem, config, FEW_SMS, interpret=True))(*arrays)
+        return jax.block_until_ready(out)
+
+
+CASES = {
+    "tails, one warpgroup": (P(200, 136, 72), ONE),
+    "two warpgroups share rows": (P(200, 320, 192, activation="gelu"), BASE),
+    "two warpgroups share columns": (P(200, 320, 192), replace(BASE, tile_n=128, wg_dimension="n")),
+    "columns that end with the row": (P(200, 328, 136, activation="relu"), replace(BASE, tile_n=128)),
+    "weights shared in a cluster": (P(200, 320, 192), replace(BASE, cluster="m")),
+    "x shared in a cluster, transposed weights": (P(100, 256, 192, layout="nt"), replace(ONE, cluster="n")),
+    "float32": (P(200, 136, 136, out_dtype="float32", activation="gelu_erf"), replace(ONE, epilogue_tile_n=32)),
+    "float16, three epilogue tiles": (P(72, 192, 136, "float16", "float16"), replace(ONE, tile_n=192)),
+    "gradient, tails, one warpgroup": (P(200, 136, 72, gradient=True), ONE),
+    "gradient, several tiles": (P(450, 320, 192, gradient=True, activation="gelu"), replace(BASE, tile_n=128)),
+    "gradient, more epilogue tiles than buffers": (
+        P(128, 192, 64, gradient=True, activation="relu"),
+        replace(BASE, tile_n=192, wg_dimension="m", max_concurrent_steps=2, epilogue_tile_n=32),
+    ),
+    "gradient, columns that end with the row": (
+        P(200, 328, 136, gradient=True),
+        replace(BASE, tile_n=128, wg_dimension="n"),
+    ),
+    "gradient, cluster, transposed weights": (
+        P(200, 320, 192, layout="nt", gradient=True, activation="none"),
+        replace(BASE, cluster="m"),
+    ),
+}
+IN_ALL = [
+    "two warpgroups share rows",
+    "weights shared in a cluster",
+    "float16, three epilogue tiles",
+    "gradient, tails, one warpgroup",
+    "gradient, columns that end with the row",
+]
+
+
+@pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
+def test_kernel_is_right_and_has_no_race(name, assert_near):
+    problem, config = CASES[name]
+    arrays = arrays_of(problem)
+    for out, wanted in zip(jax.tree.leaves(interpret(problem, config, arrays)), truth(problem, *arrays), strict=True):
+        assert out.dtype == problem.out_dtype
+        assert_near(out, wanted, GATED.tolerance(problem) / 2)  # the kernel rounds once
+    assert not engine.races_found()
+
+
+def test_detector_finds_a_gradient_that_does_not_wait_for_its_buffer(monkeypatch):
+    wait_for_all_stores_only(monkeypatch)
+    problem, config = CASES["gradient, more epilogue tiles than buffers"]
+    assert has_a_race(lambda: interpret(problem, config, arrays_of(problem)))
+
+
+# --- the kernel, compiled
+
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+SHIPPED = [f"{model}-{m}{kind}" for model in ("llama3-8b", "gemma2-9b") for m in (128, 4096) for kind in ("", "-gradient")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", thorough.cases(SHIPPED, set(SHIPPED) - {"llama3-8b-128", "gemma2-9b-4096-gradient"}))
+def test_a_step_is_eight_products_and_one_wait_and_nothing_spills(name):
+    problem = GATED.shapes[name]
+    config = GATED.default(problem, H200)
+    arrays = jax.eval_shape(functools.partial(GATED.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(GATED.run, problem, config, H200), *arrays)
+    (kernel,) = report.kernels
+    assert report.spills == 0
+    assert report.smem_bytes == smem_bytes(problem, config)
+    first, *_, last = (match.start() for match in re.finditer("HGMMA", kernel.sass))
+    products = config.tile_k // 16 * 2 * (config.tile_m // 64 if config.wg_dimension == "n" else config.tile_m // 128)
+    assert kernel.sass.count("HGMMA") == products
+    assert "DEPBAR" not in kernel.sass[first:last]  # they are all in flight together
+
+
+# --- the function
+
+
+def written_out(activation: str, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+    x, w_gate, w_up = (a.astype(F32) for a in (x, w_gate, w_up))
+    product = functools.partial(jnp.matmul, precision="highest")
+    return activate(activation, product(x, w_gate)) * product(x, w_up)
+
+
+def layer(*lead: int) -> tuple[jax.Array, ...]:
+    return normal(0, *lead, 72, 64, dtype=BF16), *(normal(i, 64, 136, dtype=BF16) / 8 for i in (1, 2))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_is_that_of_the_gate(activation, assert_near):
+    out = gated_matmul(*layer(), activation=activation, backend="xla")
+    assert out.dtype == BF16
+    assert_near(out, written_out(activation, *layer()), 1e-2)
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(("backend", "transpose"), [("xla", False), ("xla", True), ("interpret", False)])
+def test_gradients_are_those_in_float32(backend, transpose, assert_near):
+    x, w_gate, w_up = layer(2)
+    weights = normal(3, 2, 72, 136)
+
+    def ours(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+        gate, up = (w.T if transpose else w for w in (w_gate, w_up))
+        return gated_matmul(x, gate, up, transpose_w=transpose, backend=backend)
+
+    def gradients(f: Callable[..., jax.Array], *args: jax.Array) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *a: (f(*a).astype(F32) * weights).sum(), argnums=(0, 1, 2)))(*args)[1]
+
+    wanted = gradients(functools.partial(written_out, "silu"), *(a.astype(F32) for a in (x, w_gate, w_up)))
+    for y, z, argument in zip(gradients(ours, x, w_gate, w_up), wanted, (x, w_gate, w_up)):
+        assert y.dtype == argument.dtype
+        assert_near(y, z, 2e-2)  # the gradients of gate and up are rounded to bfloat16
+
+
+def test_the_forward_pass_writes_and_the_gradient_keeps_nothing_of_the_results_size_but_the_result():
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in layer()]
+    with gpu.target("h200"):
+        f = functools.partial(gated_matmul, backend="mosaic")
+        text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        _, vjp = jax.eval_shape(lambda *arrays: jax.vjp(f, *arrays), *shapes)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert {op for op in re.findall(r"stablehlo\.(\w+)", text) if op != "custom_call"} <= {"reshape"}
+    assert {x.shape for x in jax.tree.leaves(vjp)} == {(72, 64), (64, 136)}
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (0, 0, None)], ids=str)
+def test_vmap_maps_any_of_the_arrays(axes, assert_near):
+    arrays = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(layer(), axes)]
+    ours = functools.partial(gated_matmul, backend="xla")
+    out = jax.vmap(ours, axes)(*arrays)
+    assert_near(out, jax.vmap(functools.partial(written_out, "silu"), axes)(*arrays), 1e-2)
+    grads = jax.grad(lambda *a: jax.vmap(ours, axes)(*a).astype(F32).sum(), argnums=(0, 1, 2))(*arrays)
+    wide = [a.astype(F32) for a in arrays]
+    wanted = jax.grad(lambda *a: jax.vmap(functools.partial(written_out, "silu"), axes)(*a).sum(), argnums=(0, 1, 2))(*wide)
+    for y, z in zip(grads, wanted):
+        assert_near(y, z, 3e-2)
+
+
+def test_gradients_through_shard_map_over_rows(assert_near):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, whole = PartitionSpec("x"), PartitionSpec()
+    f = jax.shard_map(functools.partial(gated_matmul, backend="xla"), mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+    grads = jax.grad(lambda *a: f(*a).astype(F32).sum(), argnums=(0, 1, 2))(*layer())
+    wanted = jax.grad(lambda *a: written_out("silu", *a).sum(), argnums=(0, 1, 2))(*(a.astype(F32) for a in layer()))
+    for y, z in zip(grads, wanted):
+        assert_near(y, z, 2e-2)
+
+
+X, W = np.zeros((8, 16), BF16), np.zeros((16, 24), BF16)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "error", "message"),
+    [
+        ((X, W, W[:, :8]), {}, ValueError, r"w_gate\(16, 24\) and w_up\(16, 8\) differ"),
+        ((X, W.T, W.T), {}, ValueError, r"x\(8, 16\) and w_gate\(24, 16\) differ in k: 16 != 24 \(transpose_w=False\)"),
+        ((X, W[None], W), {}, ValueError, r"w_gate has shape \(1, 16, 24\): .* use jax.vmap"),
+        ((X, W, W.astype(F16)), {}, ValueError, "x is bfloat16 and w_up is float16: cast one with .astype"),
+        ((X.astype(int), W, W), {}, TypeError, "x has dtype int.*cast it first"),
+        ((X, W, W), {"activation": "swish"}, ValueError, "activation='swish' is not one of none, relu"),
+        ((X, W, W), {"out_dtype": int}, TypeError, "out_dtype int.* is not a float"),
+        ((X, W, W), {"config": {"tile_m": 64}}, TypeError, "pass a mgpu_ops.GatedMatmulConfig"),
+        ((X, W[:, :4], W[:, :4]), {"backend": "interpret"}, ValueError, "n=4 needs 16-byte rows of the weights"),
+    ],
+)
+def test_error_names_the_value_the_rule_and_the_way_out(arrays, options, error, message):
+    with pytest.raises(error, match=message):
+        gated_matmul(*arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "reason"),
+    [
+        (P(512, 512, 512), {}, None),
+        (P(512, 512, 512), {"tile_m": 32}, "must be a multiple of 64"),
+        (P(512, 512, 512), {"tile_n": 256, "max_concurrent_steps": 2}, "the accumulator takes 256 registers"),
+        (P(512, 512, 512), {"tile_n": 128, "max_concurrent_steps": 5}, "bytes of shared memory exceed"),
+        (P(512, 512, 512, gradient=True), {"tile_n": 128, "max_concurrent_steps": 4}, "bytes of shared memory exceed"),
+        (P(512, 512, 512), {"cluster": "k"}, "cluster='k' is not one of"),
+        (P(512, 512, 512, out_dtype="float32", gradient=True), {}, "gradients have the inputs' dtype"),
+    ],
+    ids=str,
+)
+def test_a_config_runs_or_the_reason_names_the_rule(problem, changes, reason):
+    found = GATED.check(problem, replace(BASE, **changes), H200)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
