@@ -88,7 +88,7 @@ def test_what_is_shipped_for_the_problem_is_measured() -> None:
     spec = mgpu_ops.spec_of("matmul")
     problem = spec.shapes["llama3-8b-qkv-128"]
     entries = database.read(database.shipped_path("h200", "matmul")).entries
-    (shipped,) = (e.config for e in entries if e.problem == dataclasses.asdict(problem))
+    (shipped,) = (e.config for e in entries if database.to_problem(spec, e.problem) == problem)
     assert spec.Config(**shipped) in sweep.extras(spec, problem, GPU)
 
 

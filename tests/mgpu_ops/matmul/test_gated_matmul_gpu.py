@@ -1,0 +1,67 @@
+"""gated_matmul on a Hopper GPU: what the interpreter and the compiler cannot show."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mgpu_ops import GatedMatmulConfig, gated_matmul, spec_of
+from mgpu_ops import GatedMatmulProblem as P
+from mgpu_ops.core import gpu
+from mgpu_ops.core.activations import activate
+
+pytestmark = pytest.mark.gpu
+
+GATED = spec_of("gated_matmul")
+F32 = jnp.float32
+
+
+def truth(problem: Any, *arrays: jax.Array) -> Any:
+    """In float32, of exact products."""
+    x, w_gate, w_up, *g = (a.astype(F32) for a in arrays)
+    product = functools.partial(jnp.matmul, precision="highest")
+    gate, up = (product(x, w.mT if problem.layout == "nt" else w) for w in (w_gate, w_up))
+    activated, vjp = jax.vjp(functools.partial(activate, problem.activation), gate)
+    return (*vjp(g[0] * up), g[0] * activated) if problem.gradient else activated * up
+
+
+def draw(seed: int) -> tuple[Any, Any]:
+    """A problem of any kind and a legal config for it."""
+    rng = random.Random(seed)
+    unit, dtype, gradient = rng.choice([8, 64]), rng.choice(["bfloat16", "float16"]), rng.random() < 0.5
+    n, k = (unit * rng.randint(1, 1500 // unit) for _ in "nk")
+    out = dtype if gradient else rng.choice([dtype, "float32"])
+    activation = rng.choice(["none", "relu", "silu", "gelu", "gelu_erf"])
+    problem = P(rng.randint(1, 1500), n, k, dtype, out, rng.choice(["nn", "nt"]), activation, gradient)
+    device = gpu.current()
+    drawn = (GatedMatmulConfig(**{f: rng.choice(v) for f, v in GATED.space(problem, device).items()}) for _ in range(50_000))
+    return problem, next(c for c in drawn if GATED.check(problem, c, device) is None)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_legal_config_is_right_everywhere(seed, assert_near):
+    problem, config = draw(seed)
+    arrays = jax.jit(functools.partial(GATED.inputs, problem))(jax.random.key(seed))
+    run = jax.jit(functools.partial(GATED.run, problem, config, gpu.current())).lower(*arrays).compile()
+    jnp.full(4 * max(2**20, problem.m * problem.n), jnp.nan, problem.out_dtype).block_until_ready()  # what is freed holds NaN
+    for out, wanted in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(truth(problem, *arrays)), strict=True):
+        assert out.dtype == problem.out_dtype
+        assert_near(out, wanted, GATED.tolerance(problem))
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-128", "llama3-8b-4096", "gemma2-9b-4096"])
+def test_gradients_of_a_layer_are_those_of_xla(name, assert_near):
+    problem = GATED.shapes[name]
+    arrays = jax.jit(functools.partial(GATED.inputs, problem))(jax.random.key(0))
+
+    def gradients(backend: str) -> Any:
+        f = functools.partial(gated_matmul, activation=problem.activation, backend=backend)
+        return jax.jit(jax.value_and_grad(lambda *a: (f(*a).astype(F32) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)[1]
+
+    for ours, theirs in zip(gradients("mosaic"), gradients("xla")):
+        assert_near(ours, theirs, 4e-2)
