@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 import mgpu_ops
 from mgpu_ops.core import gpu
 from mgpu_ops.tuning.bench import timeline
 
+Image = pytest.importorskip("PIL.Image")  # comes with matplotlib, which draws
 Range = tuple[str, float, float]  # region, begin, end in cycles
 
 
