@@ -173,7 +173,8 @@ _TMA_RANK = 5  # dimensions of a tensor map, at most
 
 def _clipped(gmem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms) -> Transforms:
     """The transforms of a copy whose block may begin beyond an array of one tile: with `_ClippedTiles`."""
-    if len(gmem_slice) != gmem.type.rank or gmem.type.rank + 2 > _TMA_RANK:
+    *lead, _, _ = gmem.type.shape
+    if len(gmem_slice) != gmem.type.rank or sum(size > 1 for size in lead) + 4 > _TMA_RANK:
         return gmem_transform
     match gmem_transform:
         case (launch_context.TileTransform(tiling=(_, _) as tiling, rounding=rounding),):
