@@ -171,30 +171,37 @@ def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where this warpgroup's part of the output tile number t begins, and how its epilogue tiles lie in global memory."""
+    """Where this warpgroup's part of the output tile number t begins, and how its epilogue tiles lie in global memory.
+
+    product: its number, or that of its part. first: row and column of the block's tile. share: of the warpgroup's part in it.
+    """
 
     work: Work
-    product: jax.Array  # number of the product, or of its part
-    row: Int
-    column: Int
+    product: jax.Array
+    first: tuple[Int, Int]
+    share: tuple[Int, Int]
 
     @staticmethod
     def of(work: Work, t: jax.Array) -> Place:
         """The last tile of a row may begin within the one before (`engine.block_start`); both store the same values there."""
         p, c, tile = work.problem, work.config, _tile(work, t)
-        row, column = tile_scheduler.warpgroup_origin(c)
+        share = tile_scheduler.warpgroup_origin(c)
         a_t, b_t = transposed(p)
         swizzle = swizzle_bytes(p, c)
         # Where the operand's rows run along m or n, the tile begins where `load`'s block of that operand does.
         first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
         first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
         product = tile.batch if c.cluster == "k" else tile.batch * c.split_k + tile.part
-        return Place(work, product, first_row + row, first_column + column)
+        return Place(work, product, (first_row, first_column), share)
+
+    def start(self, axis: int, offset: int) -> Int:
+        """The row (axis 0) or column at an offset from where this part begins."""
+        return self.first[axis] + self.share[axis] + offset
 
     def block(self, ref: Any, i: int, j: int) -> Any:
         """The epilogue tile that begins at row i and column j of this part, in an array like the output."""
         c = self.work.config
-        rows, columns = pl.ds(self.row + i, ROWS), pl.ds(self.column + j, c.epilogue_tile_n)
+        rows, columns = pl.ds(self.start(0, i), ROWS), pl.ds(self.start(1, j), c.epilogue_tile_n)
         if self.work.transposed:
             rows, columns = columns, rows
         if ends_with_rows(self.work.problem, c):
@@ -220,8 +227,8 @@ def _finish(work: Work, refs: _Refs, place: Place, values: jax.Array, buffer: An
     """Consumer: activation(values + bias) + residual of an epilogue tile, in float32; the residual lies in its buffer."""
     if refs.bias is not None:
         bias = refs.bias.at[place.product] if refs.bias.ndim == 2 else refs.bias
-        first, axis = (place.row, 0) if work.transposed else (place.column, 1)  # the output's columns
-        values += along(bias, first + at[axis], values.shape, axis)
+        axis = 0 if work.transposed else 1  # the output's columns
+        values += along(bias, place.start(axis, at[axis]), values.shape, axis)
     values = in_registers(work.problem.activation, values)
     if refs.residual is not None:
         if work.transposed:
