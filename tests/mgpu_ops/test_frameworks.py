@@ -56,7 +56,7 @@ def test_every_page_is_run_or_held_to_a_signature() -> None:
     assert {path.stem for path in FOLDER.glob("*.md")} == {*PROGRAMS, "levanter", "maxtext"}
 
 
-@pytest.mark.filterwarnings("default::DeprecationWarning")  # those of the packages
+@pytest.mark.filterwarnings("default")  # those of the packages
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_a_pages_program_learns_and_reaches_the_kernels(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     names, said = run(page, capsys)
@@ -73,7 +73,7 @@ def test_a_pages_program_learns_and_reaches_the_kernels(page: str, capsys: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_a_pages_program_does_on_the_gpu_what_it_does_through_xla(
     page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
