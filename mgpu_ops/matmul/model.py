@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -171,6 +172,7 @@ def _deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     return None
 
 
+@functools.lru_cache(maxsize=256)  # `resolve` compares each near entry with it
 def default(problem: Problem, gpu: Gpu) -> Config:
     """The first of the `candidates`. Raises ValueError where there is none."""
     return first_of(candidates(problem, gpu), problem, gpu)
