@@ -173,11 +173,11 @@ def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
 class Place:
     """Where this warpgroup's part of the output tile number t begins, and how its epilogue tiles lie in global memory.
 
-    product: its number, or that of its part. first: row and column of the block's tile. share: of the warpgroup's part in it.
+    first: row and column of the block's tile. share: of the warpgroup's part in it.
     """
 
     work: Work
-    product: jax.Array
+    tile: Tile
     first: tuple[Int, Int]
     share: tuple[Int, Int]
 
@@ -191,8 +191,12 @@ class Place:
         # Where the operand's rows run along m or n, the tile begins where `load`'s block of that operand does.
         first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
         first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
-        product = tile.batch if c.cluster == "k" else tile.batch * c.split_k + tile.part
-        return Place(work, product, (first_row, first_column), share)
+        return Place(work, tile, (first_row, first_column), share)
+
+    def product(self) -> jax.Array:
+        """The number of the product, or of its part."""
+        c = self.work.config
+        return self.tile.batch if c.cluster == "k" else self.tile.batch * c.split_k + self.tile.part
 
     def start(self, axis: int, offset: int) -> Int:
         """The row (axis 0) or column at an offset from where this part begins."""
@@ -205,8 +209,8 @@ class Place:
         if self.work.transposed:
             rows, columns = columns, rows
         if ends_with_rows(self.work.problem, c):
-            return engine.block_anywhere(ref, self.product, rows, columns)
-        return ref.at[(self.product, rows, columns) if ref.ndim == 3 else (rows, columns)]
+            return engine.block_anywhere(ref, self.product(), rows, columns)
+        return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
 
 
 def _load_residual(work: Work, t: jax.Array, refs: _Refs, out_smem: Any, arrived: Any) -> None:
@@ -226,7 +230,7 @@ def epilogue_origins(c: Config) -> list[tuple[int, int]]:
 def _finish(work: Work, refs: _Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
     """Consumer: activation(values + bias) + residual of an epilogue tile, in float32; the residual lies in its buffer."""
     if refs.bias is not None:
-        bias = refs.bias.at[place.product] if refs.bias.ndim == 2 else refs.bias
+        bias = refs.bias.at[place.product()] if refs.bias.ndim == 2 else refs.bias
         axis = 0 if work.transposed else 1  # the output's columns
         values += along(bias, place.start(axis, at[axis]), values.shape, axis)
     values = in_registers(work.problem.activation, values)
