@@ -20,8 +20,8 @@ import numpy as np
 
 from mgpu_ops import SPECS, MatmulConfig, MatmulProblem
 from mgpu_ops.core import gpu
-from mgpu_ops.registry import database
-from mgpu_ops.registry.spec import Config, OpSpec, Problem
+from mgpu_ops.registry import database, winner
+from mgpu_ops.registry.spec import Config, OpSpec, Problem, baseline_of
 from mgpu_ops.tuning.bench import report
 from mgpu_ops.tuning.replay import sweep
 
@@ -117,11 +117,17 @@ class Modelled:
         return f"{text}; the model's choice over the fastest: mean {mean:.3f}, worst {max(self.chosen):.3f}"
 
 
-def modelled(every: Iterable[Measured]) -> list[Modelled]:
-    """For each op and source: its kernels, and its baseline where the op has a model of that."""
+def by_source(every: Iterable[Measured]) -> dict[tuple[str, str], list[Measured]]:
+    """By op and source."""
     sets: dict[tuple[str, str], list[Measured]] = {}
     for one in every:
         sets.setdefault((one.op, one.source), []).append(one)
+    return sets
+
+
+def modelled(every: Iterable[Measured]) -> list[Modelled]:
+    """For each op and source: its kernels, and its baseline where the op has a model of that."""
+    sets = by_source(every)
     found = [_kernels(*key, of_set) for key, of_set in sets.items()]
     told = {key: [one for one in of_set if one.baseline_us is not None] for key, of_set in sets.items()}
     return found + [_baselines(*key, of_set) for key, of_set in told.items() if of_set and SPECS[key[0]].baseline_cost]
@@ -144,6 +150,24 @@ def _baselines(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
     pairs = [(1e6 * cost(one.problem, H200), one.baseline_us) for one in of_set]
     theirs, ours = np.array(pairs).T
     return Modelled(f"{op}'s baseline", source, theirs, ours, len(pairs))
+
+
+def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
+    """What a call without an entry gains: with the config that the model chooses, or the baseline, as `winner` has it."""
+    gains, kernels = [], 0
+    for one in of_set:
+        config, us = min(one.times, key=lambda pair: one.spec.cost(one.problem, pair[0], H200))
+        times = winner.expected(one.spec, one.problem, config, H200, baseline_of(one.spec, one.problem))
+        if times is None or one.baseline_us is None:
+            continue
+        runs_kernel = times.winner == "kernel"
+        kernels += runs_kernel
+        gains.append(one.baseline_us / us if runs_kernel else 1.0)
+    mean = np.exp(np.mean(np.log(gains)))
+    return (
+        f"{op}, {source}: a call without an entry runs the kernel in {kernels} of {len(gains)} problems; the baseline's time "
+        f"over its own: mean {mean:.3f}, worst {min(gains):.3f}, below 0.97 in {sum(x < 0.97 for x in gains)}"
+    )
 
 
 # --- The picture
@@ -208,8 +232,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, metavar="STEM", help="also draw STEM.png and STEM.svg")
     arguments = parser.parse_args()
-    shown = modelled(measured())
+    every = measured()
+    shown = modelled(every)
     for one in shown:
         print(one)
+    for (op, source), of_set in by_source(every).items():
+        if SPECS[op].baseline_cost and source != "sweeps":  # a sweep's problem has an entry
+            print(calls(op, source, of_set))
     if arguments.picture:
         picture(shown, arguments.picture)

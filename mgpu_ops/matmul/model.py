@@ -52,6 +52,7 @@ _LEAST = 0.73  # of the rate is left with the narrowest tiles
 _ONE_WARPGROUP = 0.67  # of the rate is left with one consumer: nothing multiplies while it stores or waits
 _SWIZZLE_64 = 0.86  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _LOADS = 0.84  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_STORE = 1.4  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 _ACROSS_LINES = 1.53  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
 _MULTICAST = 0.78  # of the time is left to loads of an operand that two blocks share
 _LATENCY = 0.80e-6  # s from a TMA request to its data
@@ -79,7 +80,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
-    store = _LOADS * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
+    store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     steps *= slowdown(steps)
     memory = bytes_moved(problem) / gpu.memory_bytes_per_s

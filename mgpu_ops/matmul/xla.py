@@ -19,16 +19,16 @@ _LAUNCH = 2.8e-6  # s
 _RATE = 0.89  # of the datasheet's FLOP/s
 _MEMORY = 0.93  # of HBM's rate
 _STORE = 1.0e-6  # s for the first loads and the store of a tile of 128 x 128
-_NORM = 5.0  # arithmetic and HBM overlap (`gemm.together`)
+_NORM = 4.0  # arithmetic and HBM overlap (`gemm.together`)
 _TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.49))  # rows, columns, and what is left of the rate
 _SUM_LAUNCH = 0.6e-6  # s of the kernel that adds up the parts of k
 _SUM_RATE = 0.71  # of HBM's rate, at which float32 parts are written and read
 _PADDED = 4.3  # times the time of HBM take the copies and the product after them
 
-# When XLA splits k: as the tile that its heuristic reckons with, and what adding up the parts costs it in steps of k.
-_SPLIT_TILE = (96, 192)
-_SPLIT_STEPS = 400.0
-_SPLIT_STEPS_PER_ELEMENT = 8e-4  # of the parts
+# When XLA splits k: by the tile that its heuristic reckons with, and what adding up the parts costs it in steps of k.
+_SPLIT_TILE = (64, 192)
+_SPLIT_STEPS = 1000.0
+_SPLIT_STEPS_PER_ELEMENT = 2e-4  # of the parts
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 _ALIGNED = 8  # elements of 16 bits in 16 bytes
 
@@ -59,13 +59,13 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
 
 
 def split_k(problem: Problem, gpu: Gpu) -> int:
-    """Into how many parts XLA probably splits k: it weighs shorter waves of tiles against adding up the parts."""
+    """Into how many parts XLA probably splits k: it weighs a GPU full of shorter tiles against adding up the parts."""
     p = problem
     rows, columns = _SPLIT_TILE
     tiles = p.batch * math.ceil(p.m / rows) * math.ceil(p.n / columns)
 
     def steps(parts: int) -> float:
         added = _SPLIT_STEPS + _SPLIT_STEPS_PER_ELEMENT * p.batch * parts * p.m * p.n if parts > 1 else 0.0
-        return math.ceil(tiles * parts / gpu.sms) * p.k / parts + added
+        return max(1.0, tiles * parts / gpu.sms) * p.k / parts + added
 
     return min(_SPLITS, key=steps)
