@@ -13,6 +13,7 @@ from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.matmul import model as matmul
 from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
+from mgpu_ops.matmul.problem import bytes_moved as matmul_bytes
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
@@ -33,14 +34,19 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
+_NARROWEST = 0.73  # of the rate is left to the narrowest wgmma, as in matmul's model
+
+
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled time in seconds: of a matmul with the columns of both weights, whose output is smaller or larger."""
-    both = dataclasses.replace(of_one(problem), n=2 * problem.n)
-    wide = dataclasses.replace(as_matmul(config), tile_n=2 * config.tile_n)
-    written = (2 - problem.gradient) * problem.m * problem.n * itemsize_of(problem.out_dtype)
-    extra = bytes_moved(problem) - ((problem.m + 2 * problem.n) * problem.k * 2 + written)
-    memory = bytes_moved(problem) / gpu.memory_bytes_per_s
-    return max(matmul.cost(both, wide, gpu) + extra / gpu.memory_bytes_per_s / 2, memory * 1.01)
+    """Modelled time in seconds: of a matmul with the columns of both weights, whose output is smaller or larger.
+
+    But a wgmma is as wide as a warpgroup's part of one product.
+    """
+    one, both = as_matmul(config), dataclasses.replace(of_one(problem), n=2 * problem.n)
+    wide = dataclasses.replace(one, tile_n=2 * config.tile_n)
+    narrow = gemm.efficiency(wide, _NARROWEST) / gemm.efficiency(one, _NARROWEST)
+    memory, of_both = (size / gpu.memory_bytes_per_s for size in (bytes_moved(problem), matmul_bytes(both)))
+    return max(narrow * matmul.cost(both, wide, gpu) + (memory - of_both) / 2, 1.01 * memory)
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:

@@ -260,9 +260,6 @@ def test_a_gradient_keeps_the_activations_argument_and_nothing_else_of_its_size(
     assert kept("gelu") == [(72, 136)]
 
 
-EACH = {"bias": 2, "residual": 3, "a": 0, "b": 1}
-
-
 @pytest.mark.parametrize(
     "names", [["bias"], ["residual"], ["a"], ["a", "residual"], ["b", "bias"], ["a", "b", "bias", "residual"]]
 )
