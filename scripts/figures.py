@@ -167,7 +167,16 @@ def flash_attention(results: Path) -> Iterator[str]:
             yield line(f"{what}, head dim {dim}", "cuDNN", [p for p in found if p.shape[-1] == dim], "cudnn")
     yield line("forward", "tokamax, tuned", forward, "tokamax")
     yield line("forward", "the faster of the two", forward, "cudnn", "tokamax")
-    yield from sources(*files(forward, both))
+    decoding = problems(results, "h200-flash_attention-decode")
+    yield line("decoding, the kernel", "cuDNN", decoding, "cudnn")
+    yield from sources(*files(forward, both, decoding))
+
+
+def gated_matmul(results: Path) -> Iterator[str]:
+    forward = problems(results, "h200-gated_matmul-.*")
+    yield from HEAD
+    yield line("forward", "XLA (two products, cuBLAS)", forward, "xla")
+    yield from sources(*files(forward))
 
 
 def size(n: int) -> str:
@@ -211,16 +220,19 @@ def strips(results: Path) -> Iterator[Strip]:
     """An op or two lines of it, each beside the fastest that JAX users have."""
     matmuls, grads = problems(results, "h200-matmul"), problems(results, r"h200-matmul\+grad")
     attention, both = problems(results, "h200-flash_attention"), problems(results, "h200-flash_attention[+-]grad.*")
+    few, gated = problems(results, "h200-flash_attention-decode"), problems(results, "h200-gated_matmul-.*")
     training, decoding = problems(results, "h200-grouped_matmul-training"), problems(results, "h200-grouped_matmul-decoding")
     weights = problems(results, "h200-ragged_contraction")
     yield strip("attention, forward", "faster of cuDNN, tokamax", attention, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
+    yield strip("attention, decoding", "cuDNN", few, "cudnn")
     yield strip("grouped matmul, training", "faster of JAX's, tokamax", training, "jax-pallas", "tokamax")
     yield strip("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
     yield strip("grouped matmul, gradient of weights", "JAX's kernel", weights, "jax-pallas")
     yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
+    yield strip("gated matmul", "XLA (two products)", gated, "xla")
 
     two, four = problems(results, "h200x2-all_reduce"), problems(results, "h200x4-all_reduce")
     workspace = "mgpu_ops, workspace"
@@ -301,6 +313,7 @@ def _panel(title: str, ticks: Sequence[float], members: Sequence[Strip], top: in
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "matmul": matmul,
+    "gated_matmul": gated_matmul,
     "grouped_matmul": grouped_matmul,
     "flash_attention": flash_attention,
     "collectives": collectives,
