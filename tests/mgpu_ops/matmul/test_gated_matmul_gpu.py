@@ -14,6 +14,7 @@ from mgpu_ops import GatedMatmulConfig, gated_matmul, spec_of
 from mgpu_ops import GatedMatmulProblem as P
 from mgpu_ops.core import gpu
 from mgpu_ops.core.activations import activate
+from mgpu_ops.tuning import measure
 
 pytestmark = pytest.mark.gpu
 
@@ -55,13 +56,16 @@ def test_any_legal_config_is_right_everywhere(seed, assert_near):
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-128", "llama3-8b-4096", "gemma2-9b-4096"])
-def test_gradients_of_a_layer_are_those_of_xla(name, assert_near):
+def test_gradients_of_a_layer_are_no_further_from_float32_than_xlas(name):
     problem = GATED.shapes[name]
     arrays = jax.jit(functools.partial(GATED.inputs, problem))(jax.random.key(0))
 
-    def gradients(backend: str) -> Any:
+    def gradients(backend: str, *arrays: jax.Array) -> Any:
         f = functools.partial(gated_matmul, activation=problem.activation, backend=backend)
         return jax.jit(jax.value_and_grad(lambda *a: (f(*a).astype(F32) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)[1]
 
-    for ours, theirs in zip(gradients("mosaic"), gradients("xla")):
-        assert_near(ours, theirs, 4e-2)
+    ours, theirs = (gradients(backend, *arrays) for backend in ("mosaic", "xla"))
+    with jax.default_matmul_precision("highest"):
+        wanted = gradients("xla", *(a.astype(F32) for a in arrays))
+    for mine, other, exact in zip(ours, theirs, wanted, strict=True):
+        assert measure.error(mine, exact) <= 1.2 * measure.error(other, exact)

@@ -78,6 +78,14 @@ def test_any_size_is_right_everywhere(problem, assert_matmul):
     assert_matmul(problem, public(problem, *arrays), *arrays)
 
 
+@pytest.mark.parametrize("sizes", [(200, 24, 256), (5, 32, 3128), (1000, 8, 56), (3, 64, 512)])
+def test_few_columns_of_float32_are_right_everywhere(sizes, assert_matmul):
+    problem = P(*sizes, out_dtype="float32")
+    arrays = MATMUL.inputs(problem, jax.random.key(0))
+    poison(problem)
+    assert_matmul(problem, public(problem, *arrays), *arrays)
+
+
 @pytest.mark.parametrize("out_dtype", ["same", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
