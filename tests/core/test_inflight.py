@@ -34,6 +34,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),
     "forward": ("flash_attention", "mistral-7b-16384-window", {}),
+    "decoding": ("flash_attention", "llama3-8b-decode-16x8192", {}),
     "backward, fused": ("flash_attention_backward", "mha64-4096", {"mode": "fused"}),
     "backward, split": ("flash_attention_backward", "mha64-4096", {"mode": "split"}),
     "backward, wide": ("flash_attention_backward", "gemma2-9b-8192-causal", {}),
