@@ -41,7 +41,9 @@ tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.name_replicas()
 jax_patches.forget_numbers()
+jax_patches.lower_with_32_bits()
 threads.run_on_own_client()
+threads.run_as_traced()
 
 last_start = tma.last_start
 
@@ -635,7 +637,8 @@ def kernel(
     def call(*arrays: Any) -> Any:
         # Inside jax.shard_map an output varies over every mesh axis that an input varies over.
         values = [x for x in arrays if not isinstance(jax.typeof(x), AbstractRef)]
-        outputs = run(*arrays)
+        with jax.enable_x64(False):  # kernels count in 32 bits: a Python number beside an int32 must not be wider
+            outputs = run(*arrays)
         if inboxes:
             outputs = tuple(outputs[: -len(inboxes)]) if isinstance(out_type, tuple) else outputs[0]
         return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], outputs)

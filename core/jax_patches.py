@@ -6,7 +6,9 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
+| `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `threads.run_on_own_client` | the interpreter has as many threads as simulated warpgroups | all interpreted kernels |
+| `threads.run_as_traced` | simulated warpgroups run with `JAX_ENABLE_X64` as they were traced | all interpreted kernels |
 
 `engine.kernel` marks its kernels (`mark`); a patch that would change what others' kernels compute looks for the mark.
 """
@@ -19,6 +21,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import jax
+from jax._src.pallas.mosaic_gpu import lowering
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.mosaic.gpu import core as mosaic
 from jax.experimental.mosaic.gpu import dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir
@@ -149,3 +154,32 @@ def forget_numbers() -> None:
         return lower(ctx, *args, module=module, **params)
 
     mosaic._mosaic_gpu_lowering_rule = lower_without_number
+
+
+# --- Kernels of 32-bit numbers
+#
+# `engine.kernel` traces a kernel with `JAX_ENABLE_X64` off. JAX traces parts of it anew to lower it, and all of it to interpret
+# it: its Python numbers would be 64 bits wide there.
+
+
+def lower_with_32_bits() -> None:
+    """Our kernels are lowered and interpreted with `JAX_ENABLE_X64` off."""
+    lower, interpret = lowering.lower_unpipelined_jaxpr_to_module, interpreter.interpret_pallas_call
+
+    @functools.wraps(lower)
+    def lower_kernel(mesh: Any, jax_mesh: Any, jaxpr: Any, *args: Any, **options: Any) -> Any:
+        with _with_32_bits(jaxpr):
+            return lower(mesh, jax_mesh, jaxpr, *args, **options)
+
+    @functools.wraps(interpret)
+    def interpret_kernel(*args: Any, jaxpr: Any, **params: Any) -> Any:
+        with _with_32_bits(jaxpr):
+            return interpret(*args, jaxpr=jaxpr, **params)
+
+    lowering.lower_unpipelined_jaxpr_to_module = lower_kernel
+    interpreter.interpret_pallas_call = interpret_kernel
+
+
+def _with_32_bits(jaxpr: Any) -> contextlib.AbstractContextManager[None]:
+    ours = jaxpr.debug_info.func_name.startswith(PREFIX)
+    return jax.enable_x64(False) if ours else contextlib.nullcontext()

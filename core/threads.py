@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -36,6 +37,27 @@ def run_on_own_client() -> None:
             run(jaxpr, consts, *args)
 
     thread_map._run_jaxpr = run_jaxpr
+
+
+def run_as_traced() -> None:
+    """Simulated warpgroups run with `JAX_ENABLE_X64` on or off as it was when they were traced.
+
+    They run on threads of their own, which know nothing of a `jax.enable_x64` around the call.
+    """
+    call, run = thread_map._call_threadmap_callback, thread_map._run_jaxpr
+    traced_with: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(call)
+    def call_threads(token: Any, device_id: Any, jaxpr: Any, *args: Any) -> Any:
+        traced_with[jaxpr] = jax.config.jax_enable_x64
+        return call(token, device_id, jaxpr, *args)
+
+    @functools.wraps(run)
+    def run_jaxpr(jaxpr: Any, *args: Any) -> None:
+        with jax.enable_x64(traced_with[jaxpr]):
+            run(jaxpr, *args)
+
+    thread_map._call_threadmap_callback, thread_map._run_jaxpr = call_threads, run_jaxpr
 
 
 def provide(warpgroups: int) -> None:
