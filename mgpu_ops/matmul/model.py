@@ -46,23 +46,25 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
-# Fitted to nine recorded sweeps and 102 drawn problems of an H200 (docs/kernels/matmul.md).
+# Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
-_LEAST = 0.73  # of the rate is left with the narrowest tiles
-_ONE_WARPGROUP = 0.67  # of the rate is left with one consumer: nothing multiplies while it stores or waits
-_SWIZZLE_64 = 0.86  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
-_LOADS = 0.84  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_STORE = 1.4  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
-_ACROSS_LINES = 1.53  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
-_MULTICAST = 0.78  # of the time is left to loads of an operand that two blocks share
-_LATENCY = 0.80e-6  # s from a TMA request to its data
-_LAUNCH = 1.4e-6  # s
-_PARTS = 3.2  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
-_SUM = 0.6e-6  # s that a sum in a cluster takes,
-_SUM_OWN, _SUM_PART = 1.75, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
-_STEP_NORM = 4.4  # arithmetic, loads and latency of a step overlap nearly wholly,
-_MEMORY_NORM = 1.8  # all steps and HBM less so
-_HOT, _HEATING = 0.12, 2e-3  # how much longer a product takes under the power cap, and s until then
+_LEAST = 0.70  # of the rate is left with the narrowest tiles
+_ONE_WARPGROUP = 0.68  # of the rate is left with one consumer: nothing multiplies while it stores or waits
+_SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
+_ACROSS_LINES = 1.52  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
+_MULTICAST = 0.79  # of the time is left to loads of an operand that two blocks share
+_LATENCY = 0.81e-6  # s from a TMA request to its data
+_LAUNCH = 1.17e-6  # s
+_PARTS = 3.0  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_SUM = 0.23e-6  # s that a sum in a cluster takes,
+_SUM_OWN, _SUM_PART = 2.2, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
+_HBM = 1.08  # of the time at the datasheet's rate,
+_HBM_ACROSS_LINES = 1.19  # and times as long for an operand whose rows do not begin at 128-byte lines
+_STEP_NORM = 4.6  # arithmetic, loads and latency of a step overlap nearly wholly,
+_MEMORY_NORM = 3.05  # all steps and HBM less so
+_HOT, _HEATING = 0.10, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
 
 
@@ -83,7 +85,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     steps *= slowdown(steps)
-    memory = bytes_moved(problem) / gpu.memory_bytes_per_s
+    memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
     reduction = 0.0
     if c.cluster == "k":
         reduction = waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
@@ -97,12 +99,24 @@ def slowdown(seconds: float) -> float:
     return 1.0 + _HOT * min(1.0, seconds / _HEATING)
 
 
+def _moved(p: Problem) -> float:
+    """What is read and written counts as, in bytes."""
+    a, b = (_HBM_ACROSS_LINES if across else 1.0 for across in _across_lines(p))
+    return bytes_moved(p) + 2 * p.batch * p.k * ((a - 1.0) * p.m + (b - 1.0) * p.n)
+
+
 def _loaded(p: Problem, c: Config) -> float:
     """What the loads of a pipeline step count as, in bytes: rows across lines take longer, shared operands less long."""
-    a_t, b_t = transposed(p)
-    a = c.tile_m * (_ACROSS_LINES if (p.m if a_t else p.k) % 64 else 1.0) * (_MULTICAST if c.cluster == "n" else 1.0)
-    b = c.tile_n * (_ACROSS_LINES if (p.k if b_t else p.n) % 64 else 1.0) * (_MULTICAST if c.cluster == "m" else 1.0)
+    a_across, b_across = _across_lines(p)
+    a = c.tile_m * (_ACROSS_LINES if a_across else 1.0) * (_MULTICAST if c.cluster == "n" else 1.0)
+    b = c.tile_n * (_ACROSS_LINES if b_across else 1.0) * (_MULTICAST if c.cluster == "m" else 1.0)
     return _LOADS * 2 * c.tile_k * (a + b)
+
+
+def _across_lines(p: Problem) -> tuple[bool, bool]:
+    """Whether rows of A and of B begin in the middle of 128-byte lines."""
+    a_t, b_t = transposed(p)
+    return bool((p.m if a_t else p.k) % 64), bool((p.k if b_t else p.n) % 64)
 
 
 _TILES = (
