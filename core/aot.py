@@ -413,11 +413,16 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 
 def _launched_smem(passes: pathlib.Path) -> int:
-    # The log holds the module after every pass, tens of MB: stop at the first folded constant.
+    # The log holds the module after every pass, tens of MB: stop at the first launch with a folded constant, of any name.
+    constants: dict[str, int] = {}
     with passes.open() as lines:
         for line in lines:
-            if found := _numbers(r"dynamic_shared_memory_size %c(\d+)_i32", line):
-                return found[0]
+            if "IR Dump" in line:
+                constants.clear()  # names are of one module
+            elif found := re.match(r"\s*(%\w+) = arith.constant (\d+) : i32\b", line):
+                constants[found[1]] = int(found[2])
+            elif (found := re.search(r"dynamic_shared_memory_size (%\w+)", line)) and found[1] in constants:
+                return constants[found[1]]
     raise RuntimeError(f"no shared memory size in Mosaic GPU's dump {passes.name}")
 
 

@@ -56,6 +56,15 @@ def shapes(m, n, k):
 
 
 @needs_compiler
+def test_the_shared_memory_of_a_kernel_whose_constants_are_named_after_its_place():
+    import mgpu_ops
+
+    batch = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
+    report = aot.compile_for("h200", lambda a, b: mgpu_ops.matmul(a, b, backend="mosaic"), batch, batch)
+    assert report.smem_bytes > 2 * 64 * 64 * 2
+
+
+@needs_compiler
 def test_the_report_of_a_wgmma_kernel():
     report = aot.compile_for("h200", matmul, TILE, TILE)
     (kernel,) = report.kernels
@@ -104,7 +113,7 @@ def test_a_report_says_why_ptxas_lets_no_two_wgmma_overlap(tmp_path, lines, reas
         ".ptx": "",
         ".ptxas": "\n".join(log),
         ".sass_ctrl": "",
-        ".mlir-passes.log": "dynamic_shared_memory_size %c1024_i32",
+        ".mlir-passes.log": "%c_i32 = arith.constant 1024 : i32\ndynamic_shared_memory_size %c_i32 {",
     }
     for suffix, text in files.items():
         (tmp_path / f"kernel{suffix}").write_text(text)
