@@ -271,7 +271,9 @@ def _sustained_seconds(spec: OpSpec, problem: Problem, device: Device, options: 
     if options.objective == "burst":
         return 0.0
     if not isinstance(device, Sustains):
-        raise ValueError(f'objective="sustained" is measured: times that are {device.kind} have none')
+        raise ValueError(
+            f'objective="sustained" is measured: times that are {device.kind} have none; run it on the GPU, or tune for "burst"'
+        )
     if spec.devices(problem) > 1:
         raise ValueError(f'{spec.name} is not measured with objective="sustained": it runs between GPUs')
     needed = measure.sustained_seconds(SUSTAINED + 3, options.turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import jax
 
     from mgpu_ops.registry.capture import Captured
+
+NO_CALL = "no call of an op: is the function built on mgpu_ops, and does it return what it computes?"
 
 # As JAX prints them; all others go by their names.
 _DTYPES = {f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
@@ -103,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"written: tune them with `mgpu-tune run --from {arguments.output}`")
     answer(arguments, file)
     if not captured.uses:
-        say("no call of an op: is the function built on mgpu_ops, and does it return what it computes?")
+        say(NO_CALL)
     return OK if work else WRONG
 
 
@@ -123,8 +126,12 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
 def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) -> Program:
     """The function and what it runs; or those of another one, which it returns with its arguments."""
     from mgpu_ops import capture
+    from mgpu_ops.core import gpu as gpus
 
+    if gpu:
+        gpus.find(gpu)  # raises for a name that is in no table
     function, returned = _imported(name), []
+    _require_arguments(name, function, len(shapes))
 
     def program(*arrays: Any) -> Any:
         result = function(*arrays)
@@ -141,6 +148,21 @@ def _captured(name: str, shapes: list[jax.ShapeDtypeStruct], gpu: str | None) ->
         return Program(capture(inner, gpu)(*inputs), inner, tuple(inputs))
     except (Exception, SystemExit) as e:
         raise _told(name, e) from None
+
+
+def _require_arguments(name: str, function: Callable[..., Any], given: int) -> None:
+    """Raises where the function does not take as many arrays as --args names."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions written in C
+        return
+    try:
+        signature.bind(*[None] * given)
+    except TypeError:
+        raise UsageError(
+            f"{name}{signature} does not take {count(given, 'array')}: describe each with --args 'bf16[8,4096]' ..., or name a "
+            "function that makes its own"
+        ) from None
 
 
 def _abstract(arguments: Any) -> Any:

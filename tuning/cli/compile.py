@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.capture import Program, function_arguments, program_of
+from mgpu_ops.tuning.cli.capture import NO_CALL, Program, function_arguments, program_of
 from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say
 from mgpu_ops.tuning.terminal import brief
 
@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     captured = program.captured
     jobs = problems.of(captured)
     say(f"{arguments.function} for {captured.gpu.name}: {count(len(jobs), 'problem')}, the longest first")
+    if not captured.uses:
+        say(NO_CALL)
     compiled = [_kernel(job, captured.gpu, arguments.function) for job in jobs]
     skipped = [use for use in captured.uses if use.skipped is not None]
     for use in skipped:

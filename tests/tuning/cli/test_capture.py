@@ -161,10 +161,11 @@ def test_capture_says_what_is_not_to_tune_and_where_nothing_is(mgpu_tune: Comman
         (["lacking:step"], "lacking:step could not be traced: ModuleNotFoundError: No module named 'a_package"),
         (["program:wrong"], "program:wrong could not be traced: ValueError: a(3, 4) and b(5, 6) differ in k"),
         (["program:looks"], "capture one step, not the loop that reads its results"),
-        (["program:layer"], "TypeError: layer() missing 2 required positional arguments: 'x' and 'w'"),
+        (["program:layer"], "program:layer(x, w) does not take 0 arrays: describe each with --args 'bf16[8,4096]' ..., or"),
         (["program:step", "--args", "bf16[2"], "--args 'bf16[2' is no array: write it as JAX prints it"),
         (["program:step", "--args", "what[2]"], "--args 'what[2]' is no array"),
-        (["program:step", "--gpu", "h300"], "h300"),
+        (["program:step", "--args", "bf16[2]"], "program:step() does not take 1 array: describe"),
+        (["program:step", "--gpu", "h300"], "mgpu-tune: gpu='h300' is not a GPU in the table: name one of h100-sxm"),
         (["program:step", "--output", "."], "cannot be written"),
     ],
 )
