@@ -99,7 +99,8 @@ def matmul(
     broadcast, which copies. A vector a or b is a row or column; n = 1 runs through XLA.
 
     Returns:
-      [..., m, n] of out_dtype, without m or n where a or b is a vector. A zero-size k gives zeros, as in `jax.numpy.matmul`.
+      [..., m, n] of out_dtype, without m or n where a or b is a vector. Over a k of zero the product is zeros, as in
+      `jax.numpy.matmul`.
 
     Works under jit, grad (reverse mode), vmap (one launch for the whole batch) and shard_map. The config is looked up when a
     shape is traced: `mgpu_ops.explain` says which one and why.
@@ -115,7 +116,7 @@ def matmul(
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
     """
     arrays = _checked(a, b, bias, residual)
-    out = _checked_out_dtype(out_dtype, preferred_element_type, arrays["a"].dtype)
+    out = float_dtype(out_dtype, preferred_element_type, arrays["a"].dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
     call = _Call(
@@ -134,20 +135,37 @@ def matmul(
 def _checked(a: ArrayLike, b: ArrayLike, bias: ArrayLike | None, residual: ArrayLike | None) -> dict[str, jax.Array]:
     """The arrays there are, by name. Raises for one that is no array of floats, and for two dtypes of a and b."""
     given = {"a": a, "b": b} | {k: x for k, x in (("bias", bias), ("residual", residual)) if x is not None}
-    arrays = {name: jnp.asarray(x) for name, x in given.items()}
-    for name, x in arrays.items():
-        if x.ndim == 0 and name != "residual":
+    arrays = {name: floats("matmul", name, x) for name, x in given.items()}
+    for name in ("a", "b"):
+        if arrays[name].ndim == 0:
             raise ValueError(f"{name} is a scalar: matmul takes arrays of rank 1 or more; multiply by it")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {x.dtype}: matmul takes floats; cast it first")
     if arrays["a"].dtype != arrays["b"].dtype:
         raise ValueError(f"a is {arrays['a'].dtype} and b is {arrays['b'].dtype}: cast one with .astype")
     return arrays
 
 
-def _checked_out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, dtype: DTypeLike) -> Any:
+def floats(op: str, name: str, x: Any) -> jax.Array:
+    """The argument as an array. TypeError where it is none, or none of floats."""
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        shapes = "; jax.eval_shape takes shapes" if isinstance(x, jax.ShapeDtypeStruct) else ""
+        raise TypeError(f"{name} is {x!r:.80}, which is no array: {op} takes arrays of floats{shapes}") from None
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {array.dtype}: {op} takes floats; cast it first")
+    return array
+
+
+def _dtype(x: DTypeLike) -> Any:
+    try:
+        return jnp.dtype(x)
+    except TypeError:
+        raise TypeError(f"out_dtype={x!r} is no dtype: name a float's, such as jnp.float32") from None
+
+
+def float_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, dtype: DTypeLike) -> Any:
     """The dtype of the result. Raises for one that is no float, and for two that differ."""
-    named = [jnp.dtype(x) for x in (out_dtype, preferred) if x is not None]
+    named = [_dtype(x) for x in (out_dtype, preferred) if x is not None]
     if len({*named}) == 2:
         raise ValueError(f"out_dtype={named[0]} and preferred_element_type={named[1]} are one argument: pass one of them")
     out = named[0] if named else jnp.dtype(dtype)

@@ -21,7 +21,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.matmul import matmul
+from mgpu_ops.matmul import float_dtype, floats, matmul
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
     SHAPES,
@@ -76,7 +76,7 @@ def gated_matmul(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
-        and otherwise "xla", logging once why.
+        and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
 
     Returns:
       [..., n] of out_dtype. It is all of that size that the forward pass writes.
@@ -92,10 +92,8 @@ def gated_matmul(
 
     Source: the kernel's own, in mgpu_ops/matmul/gated/kernel.py; see docs/kernels/gated_matmul.md.
     """
-    arrays = {name: jnp.asarray(a) for name, a in (("x", x), ("w_gate", w_gate), ("w_up", w_up))}
+    arrays = {name: floats("gated_matmul", name, a) for name, a in (("x", x), ("w_gate", w_gate), ("w_up", w_up))}
     for name, a in arrays.items():
-        if not jnp.issubdtype(a.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {a.dtype}: gated_matmul takes floats; cast it first")
         if a.dtype != arrays["x"].dtype:
             raise ValueError(f"x is {arrays['x'].dtype} and {name} is {a.dtype}: cast one with .astype")
         if a.ndim != 2 and (name != "x" or a.ndim == 0):
@@ -108,9 +106,7 @@ def gated_matmul(
         raise ValueError(
             f"x{rows.shape} and w_gate{gate.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})"
         )
-    out = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
+    out = float_dtype(out_dtype, None, rows.dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
     wanted = dispatch.requested_backend(backend)

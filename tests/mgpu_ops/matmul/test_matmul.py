@@ -749,6 +749,9 @@ X = jax.ShapeDtypeStruct
             ValueError,
             r"bias has shape \(4,\): it must be \[n\] = \(8,\)",
         ),
+        (X((8, 8), BF16), X((8, 8), BF16), {"bias": 1.0}, ValueError, r"bias has shape \(\): it must be \[n\] = \(8,\)"),
+        (X((8, 8), BF16), X((8, 8), BF16), {"residual": "x"}, TypeError, "residual is 'x', which is no array: matmul takes"),
+        (X((8, 8), BF16), X((8, 8), BF16), {"out_dtype": "bf"}, TypeError, "out_dtype='bf' is no dtype: name a float's, such"),
         (X((8, 8), BF16), X((8, 8), BF16), {"bias": np.ones(8, int)}, TypeError, "bias has dtype int.*cast it first"),
         (X((8, 8), BF16), X((8, 8), BF16), {"activation": "swish"}, ValueError, "activation='swish' is not one of none, relu"),
         (
@@ -876,9 +879,18 @@ def test_error_names_the_value_the_rule_and_the_way_out(a, b, kwargs, error, mes
         matmul(a, b, **kwargs)
 
 
-@pytest.mark.parametrize("a", [[[1.0, 2.0]], 1.0, None], ids=str)
-def test_what_is_no_array_is_a_type_error(a):
-    with pytest.raises((TypeError, ValueError), match="a"):
+@pytest.mark.parametrize(
+    ("a", "message"),
+    [
+        (None, "^a is None, which is no array: matmul takes arrays of floats$"),
+        ("w", "^a is 'w', which is no array"),
+        ([[1.0], [2.0, 3.0]], r"^a is \[\[1.0\], \[2.0, 3.0\]\], which is no array"),
+        (X((8, 2), BF16), "^a is ShapeDtypeStruct.*which is no array: .*; jax.eval_shape takes shapes$"),
+    ],
+    ids=["None", "str", "ragged", "shape"],
+)
+def test_what_is_no_array_is_a_type_error_that_names_it(a, message):
+    with pytest.raises(TypeError, match=message):
         matmul(a, jnp.ones((2, 8), BF16))
 
 
