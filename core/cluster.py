@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -125,6 +128,25 @@ def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
                     _store_global(register, mosaic.getelementptr(first, [further], element))
 
     store(values, offsets, dst)
+
+
+def load_scattered(src: Any, offsets: jax.Array) -> jax.Array:
+    """`engine.load_scattered`, compiled."""
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct((64,), jnp.dtype(jnp.float32), layout=per_row)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), per_row), return_type=result)
+    def load(_: Any, src: Any, offsets: Any) -> Any:
+        start, element = mosaic.memref_ptr(src), ir.F32Type.get()
+        registers = np.empty_like(offsets.registers)
+        for i, one in np.ndenumerate(offsets.registers):
+            pointer = mosaic.getelementptr(start, [vector.extract(one, dynamic_position=[], static_position=[0])], element)
+            word = mosaic.inline_ptx("ld.global.f32 $0, [$1];", pointer, result_types=element, has_side_effects=True)
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), element), word)
+        return mosaic_gpu.FragmentedArray(_registers=registers, _layout=offsets.layout, _is_signed=None)
+
+    loaded: jax.Array = load(src, offsets)
+    return loaded
 
 
 def _store_global(register: Any, pointer: Any) -> None:

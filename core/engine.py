@@ -524,6 +524,17 @@ def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
     cluster.store_scattered(values, dst, offsets)
 
 
+def load_scattered(src: Any, offsets: jax.Array) -> jax.Array:
+    """src[offsets[i]] in global memory for each of a warpgroup's 64 rows i: float32 [64] in wgmma's layout.
+
+    src: float32 of rank 1. offsets: int32 [64] in that layout.
+    """
+    if _interpreting.get():
+        rows = jnp.zeros((64,), jnp.float32)
+        return lax.fori_loop(0, 64, lambda i, rows: rows.at[i].set(src[offsets[i]]), rows)
+    return cluster.load_scattered(src, offsets)
+
+
 def _set(dst: Any, start: jax.Array, columns: int, values: jax.Array) -> None:
     dst[pl.ds(start, columns)] = values.reshape(columns)
 

@@ -116,6 +116,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "`soft_cap`, `causal`, `window`, segments": call(soft_cap=50.0, causal=True, window=(256, None), q_segment_ids=IDS),
     "`soft_cap`, `mask`": call(soft_cap=50.0, mask=MASK),
     "`soft_cap`, `bias`": call(soft_cap=50.0, bias=BIAS),
+    "`sinks`": call(sinks=array(HEADS, dtype="float32")),
+    "`sinks` in bfloat16, `causal`, `window`, lengths": call(
+        sinks=array(HEADS), causal=True, window=(256, None), kv_lengths=LENGTHS
+    ),
     "`scale`, also negative": call(scale=-0.5),
     "`return_lse`, with its gradient": call(return_lse=True),
     "`deterministic`": call(deterministic=True),

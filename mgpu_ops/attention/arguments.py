@@ -31,6 +31,7 @@ class Call:
     lengths: bool
     segments: bool
     soft_cap: bool
+    sinks: bool
     deterministic: bool
     bias_grad: bool  # the bias is more than a mask
     lse_grad: bool  # the logarithms of the rows' sums are a result, and may have a gradient
@@ -57,6 +58,7 @@ class Call:
             segments=self.segments,
             bias="none" if bias is None else bias.dtype.name,
             soft_cap=self.soft_cap,
+            sinks=self.sinks,
         )
 
 
@@ -82,6 +84,7 @@ class Arguments:
     kv_segment_ids: Integers | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: ArrayLike | None = None
     deterministic: bool = False
     lse_grad: bool = False
     config: Config | None = None
@@ -110,6 +113,7 @@ class Arguments:
             lengths=self.has_lengths,
             segments=self.has_segments,
             soft_cap=self.soft_cap is not None,
+            sinks=self.sinks is not None,
             deterministic=bool(self.deterministic),
             bias_grad=self.bias is not None,
             lse_grad=self.lse_grad,
@@ -120,14 +124,16 @@ class Arguments:
         )
 
     def inputs(self) -> Inputs:
-        """Lengths, segments, bias and options, checked. The mask is part of the bias; the scale is taken positive."""
+        """Lengths, segments, bias, sinks and options, checked. The mask is part of the bias; the scale is taken positive."""
         lengths = _checked_lengths(self.q, self.k, self.q_lengths, self.kv_lengths) if self.has_lengths else None
         segments = _checked_segments(self.q, self.k, self.q_segment_ids, self.kv_segment_ids) if self.has_segments else None
         bias = _checked_bias(self.q, self.k, self.bias, self.mask)
         scale = abs(self.checked_scale())
         cap = 0.0 if self.soft_cap is None else _checked_number("soft_cap", self.soft_cap, positive=True)
         options = [scale, cap, scale / cap if cap else 0.0]
-        return Inputs(jnp.array(options, np.promote_types(self.q.dtype, np.float32)), lengths, segments, bias)
+        accurate = np.promote_types(self.q.dtype, np.float32)
+        sinks = None if self.sinks is None else _checked_sinks(self.q, self.sinks).astype(accurate)[None]
+        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks)
 
     def checked_scale(self) -> float:
         """The scale of the scores, 1 / sqrt(head_dim) by default."""
@@ -235,6 +241,14 @@ def _checked_segments(
     names = "q_segment_ids", "kv_segment_ids"
     q_ids, kv_ids = one(names[0], q_ids, q), one(names[1], q_ids if kv_ids is None else kv_ids, k)
     return integers.comparable(names[0], q_ids, names[1], kv_ids)
+
+
+def _checked_sinks(q: jax.Array, sinks: ArrayLike) -> jax.Array:
+    sinks = jnp.asarray(sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"sinks have dtype {sinks.dtype}: they must be floats; cast them first")
+    _check_shape("sinks", sinks, q.shape[2:3], "[q_heads]")
+    return sinks
 
 
 def _checked_bias(q: jax.Array, k: jax.Array, bias: ArrayLike | None, mask: ArrayLike | None) -> jax.Array | None:

@@ -31,7 +31,10 @@ def launch(
     """
     head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
     q, k, v, out_grad = (pad_head(x, p.head_dim) for x in arrays[:4])
-    given = BackwardArrays(q, k, v, out_grad, arrays[4], arrays[5], Inputs.of(p, arrays[6:]))
+    inputs = dataclasses.replace(
+        Inputs.of(p, arrays[6:]), sinks=None
+    )  # they are in lse, and a key without a value adds nothing
+    given = BackwardArrays(q, k, v, out_grad, arrays[4], arrays[5], inputs)
     dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, interpret)
     if dq is None:
         dq = backward_dq.launch(p, c, gpu, given, interpret)

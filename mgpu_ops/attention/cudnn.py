@@ -26,6 +26,8 @@ def refuses(problem: Problem) -> str | None:
         return f"takes a head_dim of up to 256 in multiples of 8, not {p.head_dim}"
     if p.soft_cap:
         return "has no soft cap"
+    if p.sinks:
+        return "takes no sinks"
     if p.segments:
         return "takes no segment ids"
     if p.right is None and p.left is not None:

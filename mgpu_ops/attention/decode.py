@@ -231,12 +231,20 @@ class _ThreadBlock:
         parts = exchange(partial, lse)
         total, log_sum = _merged(parts)
         if self.c.kv_cluster == self.c.kv_splits:  # else there are other parts to come
-            log_sum = _result(log_sum)
+            sinks = self._sinks(rows) if self.p.sinks else None
+            total, log_sum = _finished(total, log_sum, sinks)
         at, p = self._offsets(rows), self.p
         first = lax.axis_index("split") * total.shape[1]
         engine.store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
         by_head = jnp.where(at < 0, at, self._lse_offsets(rows))
         pl.when(lax.axis_index("split") == 0)(lambda: engine.store_scattered(log_sum, log_sums, by_head))
+
+    def _sinks(self, rows: jax.Array) -> jax.Array:
+        """Of the heads of packed rows; of those beyond the last, that of the last."""
+        p, (_, head) = self.p, self._indices(jnp.minimum(rows, self.packing.rows - 1))
+        sinks = self.x.inputs.sinks
+        entry = self.at.batch if sinks.shape[0] > p.q_heads else 0
+        return engine.load_scattered(sinks, entry * p.q_heads + head)
 
     def _offsets(self, rows: jax.Array) -> jax.Array:
         """Which row of [parts, batch, q_tokens, q_heads] a packed row is; -1 for none."""
@@ -285,7 +293,10 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     head_dim, p = p.head_dim, dataclasses.replace(_without_needless_bounds(p), head_dim=padded(p.head_dim))
     q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
     packing, parts = _Packing(p), c.kv_splits // c.kv_cluster
-    optional, _ = optional_refs(Inputs.of(p, arrays[3:]), "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
+    inputs = Inputs.of(p, arrays[3:])
+    if p.sinks:
+        inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
+    optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     refs = _Refs(engine.rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     flat, tree = jax.tree.flatten(refs)
@@ -320,7 +331,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         scratch_types=_scratch(p, c),
     )(*flat)
     out, lse = out.reshape(parts, *q.shape), lse.reshape(parts, p.batch, p.q_heads, p.q_tokens)
-    out, lse = _added_up(out, lse) if parts > 1 else (out[0], lse[0])
+    out, lse = _added_up(out, lse, inputs.sinks) if parts > 1 else (out[0], lse[0])
     return out.astype(p.dtype)[..., :head_dim], lse
 
 
@@ -348,15 +359,25 @@ def _without_needless_bounds(p: Problem) -> Problem:
     return dataclasses.replace(p, causal=False, window_right=-1) if alone else p
 
 
-def _added_up(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_merged` through XLA: outs [parts, batch, q_tokens, q_heads, head_dim], lses [parts, batch, q_heads, q_tokens]."""
+def _added_up(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`_merged` through XLA: outs [parts, batch, q_tokens, q_heads, head_dim], lses [parts, batch, q_heads, q_tokens].
+
+    sinks: [q_heads] or [batch * q_heads], or None.
+    """
     parts, *shape, head_dim = outs.shape
     by_row = outs.reshape(parts, -1, head_dim), lses.swapaxes(2, 3).reshape(parts, -1)
     out, lse = _merged(list(zip(*by_row, strict=True)))
     batch, tokens, heads = shape
-    return out.reshape(*shape, head_dim), _result(lse).reshape(batch, tokens, heads).swapaxes(1, 2)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks.reshape(-1, 1, heads), shape).reshape(-1)
+    out, lse = _finished(out, lse, sinks)
+    return out.reshape(*shape, head_dim), lse.reshape(batch, tokens, heads).swapaxes(1, 2)
 
 
-def _result(lse: jax.Array) -> jax.Array:
-    """As backward wants it: +inf for a row that sees nothing."""
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse)
+def _finished(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of all keys with the rows' sinks, and lse as backward wants it: +inf for a row that sees nothing."""
+    if sinks is not None:
+        keys = OnlineSoftmax(jnp.maximum(lse, LOWEST), jnp.where(lse == -jnp.inf, 0.0, 1.0))
+        softmax, rescale = keys.with_sink(sinks * LOG2E)
+        return softmax.normalise(out, some_see_nothing=True, rescale=rescale), softmax.log_sum_exp()
+    return out, jnp.where(lse == -jnp.inf, jnp.inf, lse)

@@ -68,6 +68,7 @@ class _Options(TypedDict, total=False):
     kv_segment_ids: Integers | None
     scale: float | None
     soft_cap: float | None
+    sinks: ArrayLike | None
     deterministic: bool
     config: Config | None
     backward_config: BackwardConfig | None
@@ -101,6 +102,7 @@ def flash_attention(
     kv_segment_ids: Integers | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     config: Config | None = None,
@@ -128,8 +130,12 @@ def flash_attention(
         cannot see. Ids of any integer dtype are compared by value.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: scores become soft_cap * tanh(scale q . k / soft_cap), before the bias.
-      return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, -inf
-        for a row that sees nothing. Differentiable.
+      sinks: floats [q_heads], a logit of each query head that no row's mask hides. It counts in the softmax's sum as the score
+        of a key without a value, past scale, soft cap and bias: lse = log(sum_s exp(score[s]) + exp(sinks[n])),
+        w[s] = exp(score[s] - lse), so that a row's weights add up to less than 1. -inf is no sink. Differentiable: the
+        gradient is -sum over rows of exp(sinks[n] - lse) (out . gradient of out - gradient of lse), in float32.
+      return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
+        row that sees nothing its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
       config, backward_config: run the kernels with these instead of the database's.
       backend: "mosaic" (the kernels; a Hopper GPU), "interpret" (the kernels in JAX's GPU interpreter, with race detection;
@@ -171,6 +177,7 @@ def flash_attention(
             kv_segment_ids=kv_segment_ids,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=sinks,
             deterministic=deterministic,
             lse_grad=return_lse,
             config=config,
@@ -194,8 +201,12 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     wide = max(q.shape[-1], v.shape[-1])
     q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])]) for x in (q, k, v))
     arrays, tree = jax.tree.flatten((q, k, v, inputs))
-    out, lse = _attention(call, *jax.tree.unflatten(tree, mesh.same_mesh_axes(*arrays)))
-    return out[..., : arguments.v.shape[-1]], jnp.where(lse == jnp.inf, -jnp.inf, lse / LOG2E)
+    q, k, v, inputs = jax.tree.unflatten(tree, mesh.same_mesh_axes(*arrays))
+    out, lse = _attention(call, q, k, v, inputs)
+    nothing: Any = -jnp.inf
+    if inputs.sinks is not None:  # alone in the sum; -inf is none, and without a gradient
+        nothing = jnp.where(inputs.sinks == -jnp.inf, -jnp.inf, inputs.sinks)[:, :, None].astype(lse.dtype)
+    return out[..., : arguments.v.shape[-1]], jnp.where(lse == jnp.inf, nothing, lse / LOG2E)
 
 
 # --- Gradient and batching rules -------------------------------------------------------------------------------------
@@ -203,7 +214,7 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Output and log2 of each row's sum of exponentials."""
+    """Output and log2 of each row's sum of exponentials with any sink, +inf for a row that sees nothing."""
     return _forward_product(call)(q, k, v, inputs)
 
 
@@ -221,7 +232,21 @@ def _attention_backward(call: Call, saved: Any, gradients: tuple[jax.Array, jax.
     dq, dk, dv, *dbias = _backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta, out)
     if inputs.bias is not None and not dbias:
         dbias = [jnp.zeros_like(inputs.bias)]  # a mask
-    return dq, dk, dv, Inputs(jnp.zeros_like(inputs.options), bias=dbias[0] if dbias else None)
+    dsinks = None if inputs.sinks is None else _gradient_of_sinks(inputs.sinks, lse, delta)
+    return dq, dk, dv, Inputs(jnp.zeros_like(inputs.options), bias=dbias[0] if dbias else None, sinks=dsinks)
+
+
+def _gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """Of sinks [batch or 1, q_heads]. A sink is a key without a value: its weight times the difference of 0 and delta.
+
+    lse: log2 of the rows' sums, [batch, q_heads, q_tokens]; delta likewise, the rows' sums of output times its gradient, less
+    the gradient of lse.
+    """
+    nothing, scores = lse == jnp.inf, (sinks[:, :, None] * LOG2E).astype(lse.dtype)
+    # No weight is above 1: lse, when it is as large as a sink, may be rounded below it.
+    weights = jnp.where(nothing, 0.0, jnp.exp2(jnp.minimum(scores - jnp.where(nothing, 0.0, lse), 0.0)))
+    gradient = -(weights * delta).sum(2)
+    return (gradient.sum(0, keepdims=True) if sinks.shape[0] == 1 else gradient).astype(sinks.dtype)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -299,7 +324,7 @@ def _of_none(product: Callable[..., Any], batched: Any, arrays: tuple[Any, ...])
 def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = False) -> tuple[Any, ...]:
     """A vmapped product's arguments with the mapped axis, of `size`, folded into the batch.
 
-    A bias with one entry for all of the batch stays that where every example shares it, unless `whole_bias`.
+    A bias or sinks with one entry for all of the batch stay that where every example shares it; a bias not with `whole_bias`.
     """
     batch = arrays[0].shape[1] if batched[0] else arrays[0].shape[0]
 
@@ -307,18 +332,19 @@ def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = F
         x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
         return x.reshape(-1, *x.shape[2:])
 
-    def fold_bias(x: jax.Array, mapped: bool) -> jax.Array:
+    def fold_shared(x: jax.Array, mapped: bool, whole: bool) -> jax.Array:
         x = x if mapped else x[None]
-        if x.shape[:2] == (1, 1) and not whole_bias:
+        if x.shape[:2] == (1, 1) and not whole:
             return x[0]
         return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
     q, k, v, inputs, *rest = arrays
     mapped: Inputs = batched[3]
     lengths, segments = jax.tree.map(fold, (inputs.lengths, inputs.segments), (mapped.lengths, mapped.segments))
-    bias = None if inputs.bias is None else fold_bias(inputs.bias, mapped.bias)
+    bias = None if inputs.bias is None else fold_shared(inputs.bias, mapped.bias, whole_bias)
+    sinks = None if inputs.sinks is None else fold_shared(inputs.sinks, mapped.sinks, False)
     folded = jax.tree.map(fold, (q, k, v, *rest), (*batched[:3], *batched[4:]))
-    return (*folded[:3], Inputs(inputs.options, lengths, segments, bias), *folded[3:])
+    return (*folded[:3], Inputs(inputs.options, lengths, segments, bias, sinks), *folded[3:])
 
 
 def _unfold(size: int, x: jax.Array) -> jax.Array:

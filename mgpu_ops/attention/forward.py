@@ -345,7 +345,10 @@ class _Rows:
         block, p, at, wg = self.block, self.block.p, self.at, self.consumer.wg
         if p.lengths:
             softmax = softmax.without_padding(at.token, self.terms.q_end)
-        normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p)).astype(p.dtype)
+        rescale = None
+        if p.sinks:
+            softmax, rescale = softmax.with_sink(block.x.sink(at.batch, at.head) * LOG2E)
+        normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p), rescale=rescale).astype(p.dtype)
         # This warpgroup's queries are done with: the output leaves from their place.
         for panel in block.panels:
             self.q[panel][...] = normalised[:, panel * PANEL : (panel + 1) * PANEL]

@@ -20,13 +20,15 @@ class Inputs:
 
     options: [3] float32: scale, soft cap and scale / soft cap (the last two 0 without one).
     lengths: (q_lengths, kv_lengths), int32 [batch] each. segments: (q_segments [batch, q_tokens], kv_segments [batch,
-    kv_tokens]), int32. bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens].
+    kv_tokens]), int32. bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens]. sinks: [batch or 1, q_heads], in the dtype of
+    options.
     """
 
     options: Any
     lengths: Any = None
     segments: Any = None
     bias: Any = None
+    sinks: Any = None
 
     @staticmethod
     def of(problem: Problem, arrays: tuple[Any, ...]) -> Inputs:
@@ -35,9 +37,10 @@ class Inputs:
         lengths = (rest.pop(0), rest.pop(0)) if problem.lengths else None
         segments = (rest.pop(0), rest.pop(0)) if problem.segments else None
         bias = rest.pop(0) if problem.bias != "none" else None
+        sinks = rest.pop(0) if problem.sinks else None
         assert not rest
-        return Inputs(options, lengths, segments, bias)
+        return Inputs(options, lengths, segments, bias, sinks)
 
     def arrays(self) -> tuple[Any, ...]:
-        bias = () if self.bias is None else (self.bias,)
-        return (self.options, *(self.lengths or ()), *(self.segments or ()), *bias)
+        last = tuple(x for x in (self.bias, self.sinks) if x is not None)
+        return (self.options, *(self.lengths or ()), *(self.segments or ()), *last)

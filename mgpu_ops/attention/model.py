@@ -45,7 +45,7 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias."""
+    """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias, sinks."""
     p = problem
     keys = jax.random.split(key, 8)
     shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
@@ -62,6 +62,8 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
         rest += [jnp.broadcast_to(jnp.arange(n) * 4 // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
     if p.bias != "none":
         rest.append(jax.random.normal(keys[5], (1, p.q_heads, p.q_tokens, p.kv_tokens), p.bias))
+    if p.sinks:
+        rest.append(jax.random.normal(keys[6], (1, p.q_heads), jnp.float32))
     return (*qkv, *rest)
 
 

@@ -168,6 +168,12 @@ class Operands:
         start = ((own.batch if batch > 1 else 0) * heads + (own.head if heads > 1 else 0)) * rows
         engine.load_rows(self.inputs.bias, start + own.token, start + rows, column, dst, full)
 
+    def sink(self, b: Int, head: Int) -> jax.Array:
+        """Of a query head of batch entry b."""
+        sinks = self.inputs.sinks
+        sink: jax.Array = sinks[b if sinks.shape[0] > 1 else 0, head]
+        return sink
+
     # --- From products of queries and keys to scores
 
     def capped(self, s: jax.Array) -> jax.Array:

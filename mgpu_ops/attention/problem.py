@@ -30,6 +30,7 @@ class Problem:
     segments: each token has an id, and sees its own segment only.
     bias: "none", or the dtype of an additive bias.
     soft_cap: scores go through cap tanh(score / cap) before the bias.
+    sinks: each query head has a logit that counts in the sums of exponentials, as a key without a value.
     """
 
     batch: int
@@ -47,6 +48,7 @@ class Problem:
     segments: bool = False
     bias: str = "none"
     soft_cap: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_left": -1, "window_right": -1})

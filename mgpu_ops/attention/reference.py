@@ -64,7 +64,7 @@ class _KvHead:
         @jax.checkpoint  # where a gradient is taken, the scores of a chunk are computed again instead of kept
         def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             first, q = x
-            out, lse = _softmax_of(self._scores(b, n, first, _product("tgd,sd->gts", q, k)), v)
+            out, lse = _softmax_of(self._scores(b, n, first, _product("tgd,sd->gts", q, k)), v, self._sinks(b, n, q.shape[1]))
             return out.astype(q.dtype), lse[..., 0].T.astype(jnp.float32)
 
         starts = jnp.arange(self.chunks) * self.rows
@@ -72,6 +72,13 @@ class _KvHead:
         out, lse = lax.map(chunk, (starts, by_chunk))
         p, group = self.problem, q.shape[1]
         return out.reshape(-1, *q.shape[1:])[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
+
+    def _sinks(self, b: jax.Array, n: jax.Array, group: int) -> jax.Array | None:
+        """The sinks [group, 1, 1] of the query heads, or None."""
+        if (sinks := self.inputs.sinks) is None:
+            return None
+        of_batch = sinks[0 if sinks.shape[0] == 1 else b]
+        return lax.dynamic_slice_in_dim(of_batch, n * group, group)[:, None, None]
 
     def _scores(self, b: jax.Array, n: jax.Array, first: jax.Array, products: jax.Array) -> jax.Array:
         """The scores [group, rows, kv_tokens] of a chunk of rows from their products with the keys: -inf where not visible."""
@@ -88,16 +95,21 @@ class _KvHead:
         return jnp.where(mask[None] & ~(s <= -1e30), s, -jnp.inf)  # NaN stays
 
 
-def _softmax_of(s: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """softmax(s) v [rows, group, head_dim], and log2 of the sums of exponentials [group, rows, 1].
+def _softmax_of(s: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """softmax(s) v [rows, group, head_dim], and log2 of the sums of exponentials [group, rows, 1], `sinks` among them.
 
     0 and +inf for a row whose scores are all -inf.
     """
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
     nothing = m == -jnp.inf
     m = jnp.where(nothing, 0.0, m)
+    if sinks is not None:  # of which the largest may be +inf
+        m = jnp.minimum(jnp.maximum(m, jnp.where(nothing, 0.0, sinks)), jnp.finfo(m.dtype).max)
     e = jnp.exp(s - m)
-    total = jnp.where(nothing, 1.0, e.sum(-1, keepdims=True))
+    total = e.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(jnp.where(nothing, 0.0, sinks) - m)
+    total = jnp.where(nothing, 1.0, total)
     out = _product("gts,sd->tgd", (e / total).astype(v.dtype), v)
     out = jnp.where(nothing.swapaxes(0, 1), 0.0, out)
     return out, jnp.where(nothing, jnp.inf, (m + jnp.log(total)) * LOG2E)
@@ -132,7 +144,7 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
     inputs = Inputs.of(problem, tuple(rest))
 
     def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        with_bias = Inputs(inputs.options, inputs.lengths, inputs.segments, bias)
+        with_bias = dataclasses.replace(inputs, bias=bias)
         out, lse = forward(problem, q, k, v, *with_bias.arrays())
         return out, jnp.where(lse == jnp.inf, 0.0, lse)
 
@@ -176,7 +188,7 @@ def bytes_moved(problem: Problem) -> int:
     first, end = keys_seen(p, max(1, p.q_tokens))  # by all rows together
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * int((end - first).sum()) * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
-    return 2 * (queries + keys) * p.head_dim * itemsize_of(p.dtype) + 4 * queries + bias
+    return 2 * (queries + keys) * p.head_dim * itemsize_of(p.dtype) + 4 * queries + bias + 4 * p.q_heads * p.sinks
 
 
 def backward_flops(problem: BackwardProblem) -> int:

@@ -14,6 +14,7 @@ from mgpu_ops.attention.problem import ROWS
 from mgpu_ops.core import regions
 from mgpu_ops.core.tile_scheduler import Int
 
+HIGHEST = 3e38  # the row max where a sink is larger: less the sink itself, an infinite one leaves an infinite sum, not NaN
 LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 
 
@@ -61,9 +62,24 @@ class OnlineSoftmax:
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + row
         return OnlineSoftmax(self.row_max, jnp.where(rows < q_end, self.row_sum, 0.0))
 
-    def normalise(self, out: jax.Array, *, some_see_nothing: bool) -> jax.Array:
-        """The output divided by the row sum. Rows that see nothing get zeros, even where `out` holds NaN: values times 0."""
+    def with_sink(self, sink: jax.Array) -> tuple[OnlineSoftmax, jax.Array]:
+        """With one more key, of score `sink` (times log2(e); one, or one a row) and without a value; and the rescale factor.
+
+        After all other keys. A row that sees none of them still sees nothing.
+        """
+        row_max = jnp.minimum(jnp.maximum(self.row_max, sink), HIGHEST)
+        rescale = jnp.exp2(self.row_max - row_max)
+        row_sum = self.row_sum * rescale + jnp.exp2(sink - row_max)
+        return OnlineSoftmax(row_max, jnp.where(self.row_sum == 0, 0.0, row_sum)), rescale
+
+    def normalise(self, out: jax.Array, *, some_see_nothing: bool, rescale: jax.Array | None = None) -> jax.Array:
+        """The output, times any rescale factor, divided by the row sum.
+
+        Rows that see nothing get zeros, even where `out` holds NaN: values times 0.
+        """
         inverse = jnp.where(self.row_sum == 0, 0.0, 1.0 / self.row_sum)
+        if rescale is not None:
+            inverse *= rescale
         normalised = out * along_rows(inverse, out.shape)
         if some_see_nothing:
             normalised = jnp.where(along_rows(self.row_sum, out.shape) == 0, 0.0, normalised)

@@ -253,6 +253,7 @@ SOUND = {  # what of it a field may well hold
     "lengths": (True,),
     "segments": (True,),
     "soft_cap": (True,),
+    "sinks": (True,),
     "deterministic": (True,),
     "bias_grad": (True,),
     "residual": (True,),

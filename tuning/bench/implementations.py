@@ -387,6 +387,8 @@ def _attention_limits(problem: FlashAttentionProblem) -> str | None:
         return f"takes 16-bit floats, not {p.dtype}"
     if p.lengths or p.segments:
         return "takes lengths and segment ids only as a mask of all scores"
+    if p.sinks:
+        return "takes no sinks"
     if not (p.left is None and p.right is None) and not cudnn.same_alignment(p):
         return "aligns the first query with the first key, not the last with the last"
     return None

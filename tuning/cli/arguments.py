@@ -188,6 +188,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "lengths": _FLAG | {"help": "each sequence has its own numbers of tokens"},
         "segments": _FLAG | {"help": "packed sequences: a query sees the keys of its own segment only"},
         "soft_cap": _FLAG | {"help": "scores go through cap * tanh(score / cap)"},
+        "sinks": _FLAG | {"help": "each query head has a logit that joins its softmax's sums, as a key without a value"},
         "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
         "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
     },

@@ -86,6 +86,7 @@ def arguments(problem: FlashAttentionProblem) -> tuple[Any, ...]:
         lengths=tuple(jnp.asarray(rng.integers(n // 2, n + 1, p.batch), jnp.int32) for n in tokens) if p.lengths else None,
         segments=tuple(jnp.asarray([np.arange(n) * 4 // n] * p.batch, jnp.int32) for n in tokens) if p.segments else None,
         bias=normal(3, 1, p.q_heads, *tokens, dtype=p.bias) if p.bias != "none" else None,
+        sinks=normal(4, 1, p.q_heads) + 1 if p.sinks else None,
     )
     return *qkv(Shape(p.batch, *tokens, p.q_heads, p.kv_heads, p.head_dim), p.dtype), *inputs.arrays()
 
@@ -137,6 +138,7 @@ def truth(
     bias: Any = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Any = None,
     out_grad: Any = None,
     lse_grad: Any = None,
     **masks: Any,
@@ -144,14 +146,21 @@ def truth(
     """ "out" and "lse" for the arguments of `flash_attention`.
 
     With `out_grad` (or `lse_grad`) also "q", "k", "v" and, with a bias, "bias": the gradients that those of the output (and of
-    the lse) bring.
+    the lse) bring, and with sinks [q_heads] "sinks".
     """
     if np.ndim(q) == 3:
         batched = [None if x is None else np.asarray(x)[None] for x in (q, k, v, out_grad, lse_grad)]
         found = truth(
-            *batched[:3], bias=bias, scale=scale, soft_cap=soft_cap, out_grad=batched[3], lse_grad=batched[4], **masks
+            *batched[:3],
+            bias=bias,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            out_grad=batched[3],
+            lse_grad=batched[4],
+            **masks,
         )
-        return {name: x if name == "bias" else x[0] for name, x in found.items()}
+        return {name: x if name in ("bias", "sinks") else x[0] for name, x in found.items()}
     q, k, v = float64(q), float64(k), float64(v)
     group = q.shape[2] // k.shape[2]
     every_k, every_v = (np.repeat(x, group, 2) for x in (k, v))
@@ -161,9 +170,11 @@ def truth(
         capped = soft_cap * np.tanh(raw / soft_cap)
     seen = visible(raw.shape, **masks)
     s = np.where(seen, capped if bias is None else capped + float64(bias), -np.inf)
-    largest = s.max(-1, keepdims=True)
-    e = np.exp(s - np.where(np.isfinite(largest), largest, 0))
-    total = e.sum(-1, keepdims=True)
+    sink = np.full((1, 1, 1), -np.inf) if sinks is None else float64(sinks)[:, None, None]
+    largest = np.maximum(s.max(-1, keepdims=True), sink)
+    finite = np.where(np.isfinite(largest), largest, 0)
+    e = np.exp(s - finite)
+    total = e.sum(-1, keepdims=True) + np.exp(sink - finite)
     with np.errstate(divide="ignore"):
         lse = (largest + np.log(total))[..., 0]
     w = e / np.where(total > 0, total, 1)
@@ -178,6 +189,9 @@ def truth(
     dlse = np.zeros(lse.shape) if lse_grad is None else float64(lse_grad)
     dw = np.einsum("btnd,bsnd->bnts", do, every_v, optimize=True)
     ds = w * (dw - (w * dw).sum(-1, keepdims=True) + dlse[..., None])
+    if sinks is not None:
+        of_sink = np.exp(np.where(np.isneginf(sink), -np.inf, sink - np.where(np.isneginf(lse), 0, lse)[..., None]))[..., 0]
+        found["sinks"] = (of_sink * (dlse - (w * dw).sum(-1))).sum((0, 2))
     found["v"] = by_kv_head(np.einsum("bnts,btnd->bsnd", w, do, optimize=True))
     if bias is not None:
         found["bias"] = sum_to(ds, np.shape(bias))

@@ -746,7 +746,7 @@ def test_shard_map_and_its_gradients(name, assert_near):
 
 
 @pytest.mark.parametrize("backend", ["xla", "mosaic"])
-@pytest.mark.parametrize("argument", ["q", "k", "v", "bias", "q_lengths", "q_segment_ids"])
+@pytest.mark.parametrize("argument", ["q", "k", "v", "bias", "sinks", "q_lengths", "q_segment_ids"])
 def test_output_varies_over_the_mesh_axes_that_any_argument_varies_over(backend, argument):
     """Else shard_map would take an output that differs between devices for a replicated one."""
     seen = []
@@ -758,6 +758,7 @@ def test_output_varies_over_the_mesh_axes_that_any_argument_varies_over(backend,
 
     shapes = dict.fromkeys("qkv", ((2, 64, 2, 64), BF16)) | {
         "bias": ((2, 1, 64, 64), BF16),
+        "sinks": ((2,), F32),
         "q_lengths": ((2,), "int32"),
         "q_segment_ids": ((2, 64), "int32"),
     }
@@ -768,6 +769,129 @@ def test_output_varies_over_the_mesh_axes_that_any_argument_varies_over(backend,
     with gpu.target("h200"):
         jax.eval_shape(jax.shard_map(product, mesh=abstract, in_specs=(specs,), out_specs=X), arrays)
     assert seen == [{"x"}]
+
+
+# --- sinks
+
+SINK_CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "no mask": (LONGER, {}),
+    "grouped heads, causal, window, lengths, rows that see nothing": (
+        Shape(3, 9, 7, 6, 2),
+        {"causal": True, "window": (3, None), "q_lengths": [9, 5, 3], "kv_lengths": [7, 6, 0]},
+    ),
+    "soft cap, bias, mask, negative scale": (
+        LONGER,
+        {"soft_cap": 0.7, "bias": np.linspace(-2, 2, 63).reshape(7, 9), "mask": dots("xx.xxx..x"), "scale": -0.5},
+    ),
+    "segments": (EQUAL, {"q_segment_ids": IDS, "causal": True}),
+}
+
+
+def with_sinks(arrays: tuple[Any, ...], sinks: Any, **kwargs: Any) -> dict[str, Any]:
+    """Output, lse and the gradients of q, k, v and the sinks, for random gradients of the first two."""
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        f = lambda q, k, v, sinks: flash_attention(q, k, v, sinks=sinks, return_lse=True, **kwargs)  # noqa: E731
+        outs, pull = jax.vjp(f, *arrays)
+        return outs, pull(cotangents(*outs))
+
+    return dict(zip(["out", "lse", "q", "k", "v", "sinks"], itertools.chain(*run(*arrays, sinks)), strict=True))
+
+
+def assert_true_with_sinks(arrays: tuple[Any, ...], sinks: Any, assert_near: Any, tolerance: float, **kwargs: Any) -> None:
+    """Output, lse and gradients are those of the formula. The named backend and configs say nothing of the formula."""
+    found = with_sinks(arrays, sinks, **kwargs)
+    out_grad, lse_grad = cotangents(found["out"], found["lse"])
+    formula = {name: x for name, x in kwargs.items() if name not in ("backend", "config", "backward_config")}
+    wanted = cases.truth(*arrays, sinks=sinks, out_grad=out_grad, lse_grad=lse_grad, **formula)
+    wanted.pop("bias", None)
+    assert found.keys() == wanted.keys()
+    assert found["sinks"].dtype == sinks.dtype
+    np.testing.assert_allclose(found["lse"], wanted["lse"], rtol=max(tolerance, 1e-6), atol=max(tolerance, 1e-6))
+    for name in ("out", "q", "k", "v", "sinks"):
+        np.testing.assert_array_equal(float64(found[name])[wanted[name] == 0], 0)
+        assert_near(found[name], wanted[name], tolerance if name == "out" else max(tolerance, 1e-6))  # lse is float32
+
+
+@pytest.mark.parametrize("name", cases_of(SINK_CASES, ["no mask", "segments"]))
+def test_sinks_count_in_the_sums_and_have_a_gradient(name, assert_near):
+    shape, kwargs = SINK_CASES[name]
+    with jax.enable_x64(True):
+        sinks = normal(4, shape.q_heads, dtype="float64")
+        assert_true_with_sinks(qkv(shape, "float64"), sinks, assert_near, TOLERANCE["float64"], **kwargs)
+
+
+@pytest.mark.parametrize("dtype", cases_of(["bfloat16", "float32"], ["float32"]))
+def test_sinks_of_the_inputs_dtype_or_float32(dtype, assert_near):
+    sinks = normal(4, 6, dtype=dtype)
+    assert_true_with_sinks(qkv(GROUPED, "bfloat16"), sinks, assert_near, TOLERANCE["bfloat16"], causal=True)
+
+
+def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_leaves_nothing():
+    arrays, kwargs = qkv(Shape(q_tokens=9, kv_tokens=6, q_heads=6, kv_heads=6)), {"causal": True}
+    sinks = jnp.array([-jnp.inf, -3e38, 1e4, 1e30, 3e38, jnp.inf], "float32")
+    with jax.debug_nans(True):
+        found, none = with_sinks(arrays, sinks, **kwargs), with_gradients(arrays, **kwargs)
+    np.testing.assert_array_equal(found["out"][:, :, :2], none["out"][:, :, :2])
+    np.testing.assert_array_equal(found["lse"][:, 0], none["lse"][:, 0])
+    np.testing.assert_array_equal(found["out"][:, :, 2:], 0)
+    for name in ("q", "k", "v"):  # as many heads of keys as of queries
+        np.testing.assert_allclose(found[name][:, :, :2], none[name][:, :, :2], rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(found[name][:, :, 2:], 0)
+    np.testing.assert_allclose(found["lse"][:, 2:], np.broadcast_to(sinks[2:, None], (2, 4, 9)), rtol=1e-6)
+    lse_grad = cotangents(found["out"], found["lse"])[1]
+    np.testing.assert_allclose(found["sinks"][2:4], lse_grad.sum((0, 2))[2:4], rtol=1e-4)  # lse is the sink
+    np.testing.assert_array_equal(found["sinks"][0], 0)
+    assert np.isfinite(found["sinks"]).all()
+
+
+def test_a_nan_sink_shows_in_its_head_alone():
+    found = with_sinks(qkv(LONGER), jnp.array([0.5, jnp.nan]), causal=True)
+    for name in ("out", "lse", "q", "sinks"):
+        heads = np.moveaxis(np.asarray(found[name]), {"lse": 1, "sinks": 0}.get(name, 2), 0)
+        assert np.isfinite(heads[0]).all()
+        assert np.isnan(heads[1]).all()
+
+
+@pytest.mark.parametrize("axes", cases_of([(None, 0), (0, None), (0, 0)], [(0, None), (0, 0)]), ids=str)
+def test_vmap_of_sinks_and_their_gradients(axes, assert_near):
+    """Also of sinks alone, which makes them ones of batch entries."""
+    q, k, v = qkv(replace(GROUPED, batch=6))
+    q, sinks = q.reshape(3, 2, *q.shape[1:]), normal(4, 3, 6)
+    k, v = k[:2], v[:2]
+    given = tuple(x if axis == 0 else x[0] for x, axis in zip((q, sinks), axes))
+    out_grad = normal(7, 2, 7, 6, 8)
+
+    def loss(q: Any, sinks: Any) -> jax.Array:
+        return (flash_attention(q, k, v, sinks=sinks, causal=True) * out_grad).sum()
+
+    gradients = jax.vmap(jax.grad(loss, (0, 1)), axes)(*given)
+    for i in range(3):
+        one_q, one = (x[i] if axis == 0 else x for x, axis in zip(given, axes))
+        wanted = cases.truth(one_q, k, v, sinks=one, causal=True, out_grad=out_grad)
+        for found, name in zip(gradients, ("q", "sinks")):
+            assert_near(found[i], wanted[name], TOLERANCE["float32"])
+
+
+def test_sinks_under_shard_map_and_checkpoint(assert_near):
+    """Sinks are replicated over devices that share out the batch: their gradients add up."""
+    arrays, sinks, out_grad = qkv(replace(GROUPED, batch=4)), normal(4, 6), normal(7, 4, 7, 6, 8)
+    f = jax.checkpoint(functools.partial(flash_attention, causal=True))
+    sharded = jax.shard_map(lambda *x: f(*x[:3], sinks=x[3]), mesh=mesh(x=4), in_specs=(X, X, X, WHOLE), out_specs=X)
+    out, pull = jax.vjp(jax.jit(sharded), *arrays, sinks)
+    wanted = cases.truth(*arrays, sinks=sinks, causal=True, out_grad=out_grad)
+    for found, name in zip((out, *pull(out_grad)), ("out", "q", "k", "v", "sinks")):
+        assert_near(found, wanted[name], TOLERANCE["float32"])
+
+
+@only_in_all
+def test_gradients_of_sinks_through_the_kernels(assert_near):
+    """Some rows see nothing, and some are padding."""
+    arrays, sinks = qkv(Shape(2, 5, 6, 2, 1, 64), "bfloat16"), normal(4, 2)
+    kwargs = {"q_lengths": [5, 2], "kv_lengths": [6, 0], "causal": True}
+    configs = {"config": BASE, "backward_config": FUSED_64, "backend": "interpret"}
+    assert_true_with_sinks(arrays, sinks, assert_near, 2 * TOLERANCE["bfloat16"], **kwargs, **configs)
 
 
 # --- through the kernel, interpreted
@@ -963,6 +1087,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"mask has shape \(2, 1, 9, 7\): .*\[batch, q_heads, q_tokens, kv_tokens\]",
     ),
     ({"mask": np.ones((7, 9))}, TypeError, "mask has dtype float32: it must hold booleans; pass floats as bias"),
+    ({"sinks": np.ones(3)}, ValueError, r"sinks has shape \(3,\): it must be \[q_heads\] = \(4,\)"),
+    ({"sinks": np.ones(4, int)}, TypeError, "sinks have dtype int32: they must be floats; cast them first"),
     # numbers
     ({"scale": 0}, ValueError, "scale=0 must be a finite number other than 0"),
     ({"scale": float("nan")}, ValueError, "scale=nan must be a finite number other than 0"),

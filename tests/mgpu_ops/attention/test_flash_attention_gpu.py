@@ -217,6 +217,57 @@ def test_nan_stays_in_its_batch_entry_and_with_the_heads_that_share_keys(shape):
         np.testing.assert_array_equal(*(jnp.moveaxis(y, heads, 0)[kept] for y in (by_head[name], x)))
 
 
+# --- sinks
+
+
+def assert_true_with_sinks(shape: Shape, assert_close: Any, **kwargs: Any) -> None:
+    """Of all rows: one that sees nothing has its head's sink as its lse."""
+    sinks = jnp.linspace(-2.0, 6.0, shape.q_heads).at[0].set(-jnp.inf)
+
+    def both(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return flash_attention(q, k, v, sinks=sinks, return_lse=True, **{"backend": "mosaic"} | kwargs)
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        outs, pull = jax.vjp(both, *arrays)
+        return *outs, *pull(cotangents(*outs))
+
+    arrays = *qkv(shape, BF16), sinks
+    compiled = run.lower(*arrays).compile()
+    poison(*arrays)
+    found = dict(zip(["out", "lse", "q", "k", "v", "sinks"], compiled(*arrays), strict=True))
+    out_grad, lse_grad = cotangents(found["out"], found["lse"])
+    formula = {name: x for name, x in kwargs.items() if name != "config"}
+    wanted = cases.truth(*arrays[:3], sinks=sinks, out_grad=out_grad, lse_grad=lse_grad, **formula)
+    np.testing.assert_allclose(found["lse"], wanted.pop("lse"), rtol=1e-4, atol=1e-4)
+    assert not np.asarray(found["sinks"])[0]
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(float64(found[name])[x == 0], 0)
+        assert_close(found[name], x, BF16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["lengths", "lengths, causal, window", "segments, causal", "soft cap, causal"])
+def test_sinks_and_their_gradient_are_right(name, head_dim, assert_close):
+    assert_true_with_sinks(replace(MIDDLE, head_dim=head_dim), assert_close, **OPTIONS[name])
+
+
+@pytest.mark.parametrize(("kv_splits", "kv_cluster"), [(1, 1), (8, 8), (16, 8)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one token, 4 heads of queries a head of keys",
+        "one token, lengths",
+        "eight tokens, causal, rows that fill two tiles",
+        "sixteen tokens, lengths, causal, window",
+    ],
+)
+def test_split_keys_with_sinks_are_right(name, kv_splits, kv_cluster, assert_close):
+    shape, kwargs = DECODING[name]
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=kv_splits, kv_cluster=kv_cluster, **ONE_WARPGROUP)
+    assert_true_with_sinks(shape, assert_close, config=config, **kwargs)
+
+
 # --- few query tokens: keys split over thread blocks
 
 DECODING: dict[str, tuple[Shape, dict[str, Any]]] = {
@@ -293,6 +344,7 @@ def draw(spec: Any, seed: int) -> tuple[Any, Any]:
         segments=rng.random() < 0.3,
         bias=rng.choice(["none", "none", "bfloat16", "float32"]),
         soft_cap=rng.random() < 0.2,
+        sinks=rng.random() < 0.2,
     )
     if spec is BACKWARD:
         with_bias = problem.bias != "none" and not problem.soft_cap

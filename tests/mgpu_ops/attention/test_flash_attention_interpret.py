@@ -56,13 +56,14 @@ def arguments_of(problem: Any, rest: tuple[Any, ...]) -> dict[str, Any]:
     lengths = dict(zip(("q_lengths", "kv_lengths"), inputs.lengths or ()))
     segments = dict(zip(("q_segment_ids", "kv_segment_ids"), inputs.segments or ()))
     named = {"causal": problem.causal, "window": window, "align": problem.align, "bias": inputs.bias, **lengths, **segments}
-    return named | {"scale": scale, "soft_cap": cap if problem.soft_cap else None}
+    sinks = None if inputs.sinks is None else inputs.sinks[0]
+    return named | {"scale": scale, "soft_cap": cap if problem.soft_cap else None, "sinks": sinks}
 
 
 def assert_forward(
     problem: Any, config: Any, assert_near: Any, arrays: Any = None, device: Any = FEW_SMS, padding: Callable[..., Any] = tuple
 ) -> None:
-    """Output and lse are right everywhere, zeros and +inf for rows that see nothing, and there was no race.
+    """Output and lse are right everywhere, zeros and +inf for rows that see nothing, sinks or not, and there was no race.
 
     padding: what is done to q, k and v where that must not matter.
     """
@@ -71,7 +72,7 @@ def assert_forward(
     assert not engine.races_found()
     q, k, v, *rest = arrays
     wanted = cases.truth(q, k, v, **arguments_of(problem, tuple(rest)))
-    nothing = np.isneginf(wanted["lse"])
+    nothing = np.isneginf(wanted["lse"]) if not problem.sinks else ~wanted["out"].any(-1).swapaxes(1, 2)
     assert out.dtype == q.dtype
     assert_near(out, wanted["out"], TOLERANCE[problem.dtype])
     np.testing.assert_array_equal(float64(out).swapaxes(1, 2)[nothing], 0)
@@ -86,12 +87,17 @@ def assert_backward(
     arrays: Any = None,
     lse_grad: Any = None,
     padding: Callable[..., Any] = tuple,
+    sinks: Any = None,
 ) -> None:
-    """The gradients are right everywhere, and there was no race. `arrays`: of the forward op; `padding` as above."""
+    """The gradients are right everywhere, and there was no race. `arrays`: of the forward op; `padding` as above.
+
+    sinks: in the lse that the kernels are given.
+    """
     q, k, v, *rest = cases.arguments(problem) if arrays is None else arrays
     out_grad = cases.normal(9, *q.shape, dtype=q.dtype)
-    arguments = arguments_of(problem, tuple(rest))
+    arguments = arguments_of(problem, tuple(rest)) | {"sinks": sinks}
     wanted = cases.truth(q, k, v, out_grad=out_grad, lse_grad=lse_grad, **arguments)
+    wanted.pop("sinks", None)
     lse = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"] * LOG2E)
     delta = np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - (0.0 if lse_grad is None else lse_grad)
     given = *padding((q, k, v)), out_grad, *(jnp.asarray(x, jnp.float32) for x in (lse, delta)), *rest
@@ -144,6 +150,7 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     "window, causal, of less than a tile": (P(1, 200, 200, 1, 1, 64, causal=True, window_left=10), replace(BASE, q_slots=2)),
     "lengths, causal, window, top left": (P(2, 70, 150, 1, 1, 64, "bfloat16", True, 40, -1, "top_left", lengths=True), BASE),
     "segments, causal, odd lengths": SEGMENTS,
+    "sinks, grouped heads, lengths, causal": (P(2, 70, 70, 2, 1, 64, causal=True, lengths=True, sinks=True), BASE),
     # bias
     "bias, float32, two warpgroups": (P(1, 70, 70, 1, 1, 64, bias="float32"), TWO),
     "bias, float16, soft cap, window, three steps": (
@@ -318,6 +325,21 @@ def test_backward_kernel_is_right_and_has_no_race(name, assert_near):
 
 def test_gradient_of_the_lse(assert_near):
     assert_backward(*GROUPED, assert_near, lse_grad=np.random.default_rng(0).standard_normal((1, 4, 130)))
+
+
+def test_gradients_beside_sinks_which_the_lse_alone_tells_of(assert_near):
+    lse_grad = np.random.default_rng(0).standard_normal((1, 4, 130))
+    assert_backward(*GROUPED, assert_near, lse_grad=lse_grad, sinks=np.array([0.5, 3.0, -2.0, 6.0]))
+
+
+def test_the_backward_kernels_are_the_same_with_sinks():
+    problem, config = GROUPED
+    arrays = (*(cases.arguments(problem)[i] for i in (0, 1, 2, 0)), *[jnp.zeros((1, 4, 130))] * 2, jnp.zeros(3))
+
+    def traced(problem: Any, *sinks: Any) -> str:
+        return str(jax.make_jaxpr(lambda *x: BACKWARD.run(problem, config, FEW_SMS, *x, *sinks, interpret=True))(*arrays))
+
+    assert traced(replace(problem, sinks=True), jnp.zeros((1, 4))) == traced(problem)
 
 
 def test_backward_with_lengths_of_zero_and_out_of_range(assert_near):

@@ -46,6 +46,7 @@ def problems(draw: Any) -> Problem:
         segments=draw(st.booleans()),
         bias=draw(st.sampled_from(["none", "none", "bfloat16", "float32"])),
         soft_cap=draw(st.booleans()),
+        sinks=draw(st.booleans()),
     )
 
 

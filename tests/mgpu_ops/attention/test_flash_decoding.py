@@ -42,6 +42,8 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "no cluster, all added up by XLA": (P(1, 1, 300, 2, 1, 64), replace(ONE, kv_splits=4)),
     "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),
+    "sinks, grouped heads, rows that see nothing": (P(1, 3, 130, 4, 2, 64, lengths=True, causal=True, sinks=True), SPLIT[2]),
+    "sinks, no cluster, all added up by XLA": (P(2, 2, 150, 4, 2, 64, sinks=True), replace(ONE, kv_splits=2)),
     "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
 }
 IN_ALL = [
@@ -50,6 +52,7 @@ IN_ALL = [
     "a cluster, head_dim padded",
     "no cluster, all added up by XLA",
     "head_dim of 256",
+    "sinks, no cluster, all added up by XLA",
     "fewer keys than query tokens, so that the first see none",
 ]
 
@@ -97,6 +100,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
         P(4, 5, 8191, 56, 8, 128, causal=True, lengths=True, window_left=4095),
         SPLIT[16],
     ),
+    "head_dim of 128, sinks": (P(16, 1, 8192, 64, 8, 128, sinks=True), SPLIT[8]),
     "a cluster of 16": (P(1, 1, 65536, 32, 8, 128), replace(SPLIT[16], kv_cluster=16)),
     "head_dim of 256, soft cap, query tokens": (P(4, 4, 8192, 16, 8, 256, soft_cap=True, lengths=True), SPLIT[2]),
 }
@@ -104,7 +108,8 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", thorough.cases(COMPILED, ["head_dim of 64", "a cluster of 16", "head_dim of 256, soft cap, query tokens"])
+    "name",
+    thorough.cases(COMPILED, ["head_dim of 64", "a cluster of 16", "head_dim of 256, soft cap, query tokens"]),
 )
 def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     problem, config = COMPILED[name]
