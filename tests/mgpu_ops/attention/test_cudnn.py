@@ -131,6 +131,18 @@ def test_cudnn_takes_the_kernels_place_only_where_it_computes_the_same(changes: 
 
 
 @pytest.mark.usefixtures("cudnn_here")
+def test_cudnn_runs_no_call_with_sinks() -> None:
+    for spec, kind in (
+        (spec_of("flash_attention"), FlashAttentionProblem),
+        (spec_of("flash_attention_backward"), BackwardProblem),
+    ):
+        assert spec.baseline(kind(**vars(PROBLEM) | {"sinks": True})) is None
+    with resolution.use_configs(XLA_ALWAYS):
+        calls = forward_and_backward(functools.partial(flash_attention, sinks=jnp.zeros(8)))
+    assert not [name for name, _ in calls if "cudnn" in name]
+
+
+@pytest.mark.usefixtures("cudnn_here")
 def test_what_the_tuner_times_is_what_a_call_would_run() -> None:
     spec = spec_of("flash_attention")
     arrays = jax.eval_shape(functools.partial(spec.inputs, PROBLEM), jax.random.key(0))

@@ -157,7 +157,7 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
         P(1, 10, 130, 1, 1, 64, "float16", bias="float16", soft_cap=True, window_left=100),
         replace(BASE, max_concurrent_steps=3),
     ),
-    "everything": (P(2, 70, 150, 1, 1, 64, "bfloat16", True, 90, -1, "bottom_right", True, True, "bfloat16", True), BASE),
+    "everything": (P(2, 70, 150, 1, 1, 64, "bfloat16", True, 90, -1, "bottom_right", True, True, "bfloat16", True, True), BASE),
 }
 
 
@@ -169,6 +169,7 @@ FORWARD_IN_ALL = [  # what others show together or one by one
     "bias, float32, two warpgroups",
     "head_dim padded to 128, two warpgroups",
     "one row, one key",
+    "sinks, grouped heads, lengths, causal",
     "bias, float16, soft cap, window, three steps",
 ]
 

@@ -31,8 +31,8 @@ SPLIT = {n: replace(ONE, kv_splits=n, kv_cluster=min(n, 8)) for n in KV_SPLITS}
 
 CASES: dict[str, tuple[Any, Any]] = {
     "one block, grouped heads, a pipeline that wraps, float16": (P(2, 1, 330, 4, 2, 64, "float16"), ONE),
-    "two clusters, fewer kv blocks than thread blocks, rows that fill two tiles, causal, window, soft cap": (
-        P(1, 3, 300, 23, 1, 64, causal=True, window_left=150, soft_cap=True),
+    "two clusters, fewer kv blocks than thread blocks, two tiles, causal, window, soft cap, sinks": (
+        P(1, 3, 300, 23, 1, 64, causal=True, window_left=150, soft_cap=True, sinks=True),
         replace(SPLIT[16], max_concurrent_steps=2),
     ),
     "a cluster, head_dim padded": (P(1, 1, 700, 3, 1, 72, causal=True), replace(SPLIT[2], max_concurrent_steps=2)),
@@ -43,7 +43,6 @@ CASES: dict[str, tuple[Any, Any]] = {
     "no cluster, all added up by XLA": (P(1, 1, 300, 2, 1, 64), replace(ONE, kv_splits=4)),
     "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),
     "sinks, grouped heads, rows that see nothing": (P(1, 3, 130, 4, 2, 64, lengths=True, causal=True, sinks=True), SPLIT[2]),
-    "sinks, no cluster, all added up by XLA": (P(2, 2, 150, 4, 2, 64, sinks=True), replace(ONE, kv_splits=2)),
     "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
 }
 IN_ALL = [
@@ -52,7 +51,6 @@ IN_ALL = [
     "a cluster, head_dim padded",
     "no cluster, all added up by XLA",
     "head_dim of 256",
-    "sinks, no cluster, all added up by XLA",
     "fewer keys than query tokens, so that the first see none",
 ]
 
@@ -96,11 +94,10 @@ def test_gradient_through_split_keys(assert_near):
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 COMPILED: dict[str, tuple[Any, Any]] = {
     "head_dim of 64": (P(4, 1, 8192, 12, 12, 64), replace(SPLIT[8], max_concurrent_steps=6)),
-    "head_dim of 128, lengths, window, query tokens": (
-        P(4, 5, 8191, 56, 8, 128, causal=True, lengths=True, window_left=4095),
+    "head_dim of 128, lengths, window, query tokens, sinks": (
+        P(4, 5, 8191, 56, 8, 128, causal=True, lengths=True, window_left=4095, sinks=True),
         SPLIT[16],
     ),
-    "head_dim of 128, sinks": (P(16, 1, 8192, 64, 8, 128, sinks=True), SPLIT[8]),
     "a cluster of 16": (P(1, 1, 65536, 32, 8, 128), replace(SPLIT[16], kv_cluster=16)),
     "head_dim of 256, soft cap, query tokens": (P(4, 4, 8192, 16, 8, 256, soft_cap=True, lengths=True), SPLIT[2]),
 }
