@@ -64,7 +64,8 @@ _HBM = 1.08  # of the time at the datasheet's rate,
 _HBM_ACROSS_LINES = 1.19  # and times as long for an operand whose rows do not begin at 128-byte lines
 _STEP_NORM = 4.6  # arithmetic, loads and latency of a step overlap nearly wholly,
 _MEMORY_NORM = 3.05  # all steps and HBM less so
-_HOT, _HEATING = 0.10, 2e-3  # how much longer a product takes under the power cap, and s until then
+_POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
+_HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
 
 
@@ -72,7 +73,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds, with at least the time of HBM.
 
     step = |2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
-    time = launch + latency + |waves * (k steps * step + store), HBM bytes / HBM rate| + sum of the split_k parts
+    steps = waves * (k steps * step + store), or what the power cap allows, and slower within milliseconds
+    time = launch + latency + |steps, HBM bytes / HBM rate| + sum of the split_k parts
     |...|: the times joined by a norm (`gemm.together`), not much more than the longest
     """
     p, c = as_computed(partial_problem(problem, config), config)
@@ -84,7 +86,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
-    steps *= slowdown(steps)
+    under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.bf16_flops)
+    steps = slowdown(max(steps, under_power))
     memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
     reduction = 0.0
     if c.cluster == "k":
@@ -96,7 +99,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 def slowdown(seconds: float) -> float:
     """What becomes of a time at the clock of a short burst: within milliseconds the power cap lowers the clock."""
-    return 1.0 + _HOT * min(1.0, seconds / _HEATING)
+    return seconds * (1.0 + _HOT * min(1.0, seconds / _HEATING))
 
 
 def _moved(p: Problem) -> float:

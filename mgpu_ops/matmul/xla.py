@@ -43,7 +43,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in _TILES)
-    arithmetic *= slowdown(arithmetic)
+    arithmetic = slowdown(arithmetic)
     seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY)
     if p.k % (_ALIGNED * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
