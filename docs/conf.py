@@ -29,6 +29,7 @@ myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence"]
 myst_heading_anchors = 3
 
 smartquotes = False  # "t" is a value
+highlight_language = "sh"  # of blocks that name none: commands
 default_role = "code"  # docstrings write `names` as Markdown does
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -87,6 +88,13 @@ def fields(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
         lines[:] = [_FIELD.sub(r"* **\1**: ", line) for line in lines]
 
 
+def signature(app: Any, what: str, name: str, obj: Any, options: Any, arguments: str | None, returned: str | None) -> Any:
+    """`ArrayLike | None` is written so: Sphinx writes what it has as the name of a type, in a union, as a call."""
+    plain = [text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (arguments, returned)]
+    return tuple(plain)
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", links)
+    app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", fields)

@@ -67,6 +67,7 @@ def test_the_site_is_whole_and_loads_nothing_from_a_network(site: Path) -> None:
     reference = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
     ids = {html.unescape(name) for name in re.findall(r'id="mgpu_ops\.(\w+)"', reference)}
     assert ids == set(mgpu_ops.__all__)
+    assert "ForwardRef(" not in reference  # types are written as in the code: ArrayLike | None
     told = (site / "reference/commands.html").read_text()
     assert all(f'<section id="{name}">' in told and f"usage: mgpu-tune {name} " in told for name in cli.COMMANDS)
     pages = list(site.rglob("*.html"))
