@@ -176,8 +176,8 @@ def lower_with_32_bits() -> None:
         with _with_32_bits(jaxpr):
             return interpret(*args, jaxpr=jaxpr, **params)
 
-    lowering.lower_unpipelined_jaxpr_to_module = lower_kernel
-    interpreter.interpret_pallas_call = interpret_kernel
+    ours: tuple[Any, Any] = lower_kernel, interpret_kernel
+    lowering.lower_unpipelined_jaxpr_to_module, interpreter.interpret_pallas_call = ours
 
 
 def _with_32_bits(jaxpr: Any) -> contextlib.AbstractContextManager[None]:
