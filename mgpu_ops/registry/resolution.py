@@ -432,7 +432,7 @@ def _behind(query: _Query, stored: StoredEntry) -> str | None:
 
     It must not be modelled behind the default here: half the rows, say, can turn one full wave of tiles into half a wave, which
     a measurement elsewhere does not show. And the gain over the default that was measured there, times the change of the
-    modelled gain from there to here, must be a gain.
+    modelled gain from there to here, must be a gain. The logarithm of the measured gain halves with each unit of distance.
     """
     spec, problem, gpu, _ = query
     default = spec.default(problem, gpu)
@@ -445,7 +445,9 @@ def _behind(query: _Query, stored: StoredEntry) -> str | None:
     if evidence.default_us is None:
         return None
     there, default_there = (spec.cost(stored.problem, c, gpu) for c in (stored.config, spec.default(stored.problem, gpu)))
-    promised = evidence.default_us / evidence.median_us * (there / default_there) / (ours / theirs)
+    distance = spec.distance(problem, stored.problem) or 0.0
+    gained = (evidence.default_us / evidence.median_us) ** (0.5**distance)
+    promised = gained * (there / default_there) / (ours / theirs)
     if promised >= NEAR_GAIN:
         return None
     return f"{evidence.default_us / evidence.median_us:.3f}x as fast as the default there, which promises {promised:.3f}x here"

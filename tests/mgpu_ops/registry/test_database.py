@@ -679,11 +679,12 @@ def test_a_near_entry_promises_what_it_gained_over_the_default_there_as_the_mode
 
     assert chosen(10.5).config == Config(4)
     assert chosen(10.0).source == "default"
+    assert chosen(10.05).source == "default"  # 1.005x there is 1.0025x here, one unit away
     assert chosen(None).config == Config(4)
     assert chosen(10.1, slow=(32, 64)).config == Config(4)
     found = chosen(10.1, slow=(64,))
     assert found.source == "default"
-    assert any("1.010x as fast as the default there, which promises 0.995x here" in what for _, what in found.tried)
+    assert any("1.010x as fast as the default there, which promises 0.990x here" in what for _, what in found.tried)
     write(user(), entry(m=32, tile=1, default_us=10.0))
     assert resolve().source == "near"  # the default, measured there as the best
 
