@@ -170,6 +170,7 @@ def cdiv(x: Int, y: int) -> jax.Array:
 
 def strips(number: jax.Array, rows: jax.Array, columns: int, width: int) -> tuple[jax.Array, jax.Array]:
     """Row and column of tile `number` of `rows` (traced) x `columns`, walked in strips of `width` rows, column by column."""
+    width = min(width, (2**31 - 1) // columns)  # 32 bits count a strip's tiles
     strip = lax.div(number, jnp.int32(width * columns))
     inside = number - strip * (width * columns)
     height = jnp.minimum(jnp.int32(width), rows - strip * width)  # the last strip may be lower

@@ -227,6 +227,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), p.kv_tokens)
     if rows > MAX_ROWS:
         return f"{rows} rows are more than {MAX_ROWS}: split the batch, or use backend='xla'"
+    if p.q_heads * padded(p.head_dim) > MAX_SIZE:
+        return f"q_heads={p.q_heads} of {padded(p.head_dim)} are rows of more than {MAX_SIZE}: split them, or use backend='xla'"
     if p.batch * p.q_heads * -(-p.q_tokens // ROWS) > MAX_SIZE:
         return f"{p.batch * p.q_heads} heads of {p.q_tokens} rows are more than the kernels count in 32 bits: split the batch"
     if max(p.window_left, p.window_right) > MAX_WINDOW:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from mgpu_ops import models
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.core.limits import MAX_SIZE, itemsize_of, supports_dtypes, supports_rows, supports_sizes
 from mgpu_ops.grouped.sizes import SPREADS
 
 
@@ -33,8 +33,11 @@ class GroupedProblem(Protocol):
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 
 
-def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int]) -> str | None:
-    """Why no config of either kernel can run a problem, or None; `rhs_row` is the dimension along rhs's rows and its length."""
+def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int], tiles: Callable[[], int]) -> str | None:
+    """Why no config of either kernel can run a problem, or None.
+
+    rhs_row: the dimension along rhs's rows, and its length. tiles: the most output tiles, of 64 x 64.
+    """
     reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
     if reason is not None:
         return reason
@@ -45,6 +48,8 @@ def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int]) -> str | Non
         return reason
     if p.m > MAX_ROWS:
         return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
+    if tiles() > MAX_SIZE:
+        return f"{tiles()} tiles of 64 x 64 are more than {MAX_SIZE}: split the groups, or pass backend='xla'"
     return supports_rows({"lhs": ("k", p.k, 2), "rhs": (*rhs_row, 2), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
 
 

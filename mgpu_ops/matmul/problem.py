@@ -142,9 +142,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     reason = supports_sizes(problem, ("m", "n", "k", "batch"))
     if reason is not None:
         return reason
-    tiles = problem.batch * math.ceil(problem.m / gemm.ROWS) * math.ceil(problem.n / gemm.ROWS)
-    if tiles > MAX_SIZE:
-        return f"{tiles} tiles of {gemm.ROWS} x {gemm.ROWS} are more than {MAX_SIZE}: split the batch"
+    if reason := supports_work(problem, problem.batch, gpu, "the batch"):
+        return reason
     a_t, b_t = transposed(problem)
     rows = {  # what holds the row -> (the dimension along it, its length, bytes per element)
         "a": ("m" if a_t else "k", problem.m if a_t else problem.k, 2),
@@ -152,6 +151,17 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         "the output": ("n", problem.n, itemsize_of(problem.out_dtype)),
     }
     return supports_rows(rows)
+
+
+def supports_work(p: Any, batch: int, gpu: Gpu, way_out: str) -> str | None:
+    """Why 32 bits cannot count the tiles of `batch` products, or a block's steps of them, at 64 x 64 x 64; or None."""
+    tiles = batch * math.ceil(p.m / gemm.ROWS) * math.ceil(p.n / gemm.ROWS)
+    if tiles > MAX_SIZE:
+        return f"{tiles} tiles of {gemm.ROWS} x {gemm.ROWS} are more than {MAX_SIZE}: split {way_out}, or use backend='xla'"
+    steps = math.ceil(tiles / gpu.sms) * math.ceil(p.k / gemm.ROWS)
+    if steps > MAX_SIZE:
+        return f"{steps} steps of 64 of k in a block are more than {MAX_SIZE}: split {way_out}, or use backend='xla'"
+    return None
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -177,6 +187,7 @@ def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Con
     """`check` of a product and a config `as_computed`, whose choices are legal."""
     return (
         check_schedule(p, c, check_output)
+        or check_counts(p, c, gpu)
         or gemm.check_accumulator(c, consumer_registers(c, gpu))
         or limits.check_smem(storage(p, c).bytes, gpu)
     )
@@ -193,6 +204,20 @@ def check_schedule(p: Problem, c: Config, check_output: Callable[[Problem, Confi
         or (check_output or _check_ragged_output)(partial_problem(p, c), c)
         or _check_ragged_operands(p, c)
     )
+
+
+def check_counts(p: Problem, c: Config, gpu: Gpu) -> str | None:
+    """Tiles, steps of a block and elements of k can be counted in 32 bits, for a problem and a config `as_computed`."""
+    steps, clusters = k_steps(p, c), limits.resident_clusters(cluster_size(c), gpu)
+    tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n) * (1 if c.cluster == "k" else c.split_k)
+    for what, count in (
+        (f"{tiles} tiles of {c.tile_m} x {c.tile_n}", tiles),
+        (f"{steps} steps of k for each of {tiles} tiles", math.ceil(tiles / clusters) * steps),
+        (f"split_k={c.split_k} parts of {steps} steps of tile_k={c.tile_k}", c.split_k * steps * c.tile_k),
+    ):
+        if count >= 2**31:
+            return f"{what} are more than a block counts in 32 bits: use larger tiles or a smaller split_k, or backend='xla'"
+    return None
 
 
 def _check_order(p: Problem, c: Config) -> str | None:
@@ -245,6 +270,7 @@ def _check_ragged_output(p: Problem, c: Config) -> str | None:
 
 
 _LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`engine.block_anywhere`)
+_MOST_ROWS = 2**28  # of the output, where tiles begin anywhere: 8 times as many fit in 32 bits
 
 
 def _check_ragged_operands(p: Problem, c: Config) -> str | None:
@@ -267,6 +293,12 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
             return (
                 f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
                 f"not a multiple of 8 x {tile}"
+            )
+        side, other, limit = ("n", p.n, _LONGEST_RAGGED) if field == "tile_m" else ("m", p.m, _MOST_ROWS)
+        if length % tile and other >= limit:  # the output's tiles then begin anywhere, and 64 columns or 8 rows are a unit
+            return (
+                f"{field}={width} must be {tile}, one swizzle tile, because {length} is no multiple of {tile} and "
+                f"{side}={other} is not below {limit}: 32-bit numbers place such tiles"
             )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mgpu_ops.core.activations import ACTIVATIONS
-from mgpu_ops.core.gemm import warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
@@ -75,7 +76,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"layout {p.layout!r} is neither 'nn' nor 'nt'"
     if p.activation not in ACTIVATIONS:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
-    return common.supports(p, gpu, rhs_row=("k", p.k) if p.layout == "nt" else ("n", p.n))
+    rhs_row = ("k", p.k) if p.layout == "nt" else ("n", p.n)
+    return common.supports(p, gpu, rhs_row, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS))
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:

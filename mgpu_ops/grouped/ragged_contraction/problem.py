@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from mgpu_ops.core.gemm import warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
@@ -50,7 +51,8 @@ SUITES: dict[str, Sequence[str]] = {
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
-    return common.supports(problem, gpu, rhs_row=("n", problem.n))
+    p = problem
+    return common.supports(p, gpu, ("n", p.n), lambda: p.groups * math.ceil(p.k / ROWS) * math.ceil(p.n / ROWS))
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:

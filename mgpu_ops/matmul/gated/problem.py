@@ -13,7 +13,7 @@ import jax
 from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.core.limits import check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
 from mgpu_ops.matmul import problem as matmul
 from mgpu_ops.models import MODELS
 
@@ -108,9 +108,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
     if reason := supports_sizes(p, ("m", "n", "k")):
         return reason
-    tiles = math.ceil(p.m / gemm.ROWS) * math.ceil(p.n / gemm.ROWS)
-    if tiles > MAX_SIZE:
-        return f"{tiles} tiles of {gemm.ROWS} x {gemm.ROWS} are more than {MAX_SIZE}: split the rows"
+    if reason := matmul.supports_work(p, 1, gpu, "the rows"):
+        return reason
     weights = ("k", p.k, 2) if p.layout == "nt" else ("n", p.n, 2)
     output = ("n", p.n, itemsize_of(p.out_dtype))
     return supports_rows({"x": ("k", p.k, 2), "the weights": weights, "the output": output})
@@ -124,6 +123,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = of_one(problem), as_matmul(config)
     return (
         matmul.check_schedule(p, c)
+        or matmul.check_counts(p, c, gpu)
         or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=2)
         or limits.check_smem(smem_bytes(problem, config), gpu)
     )

@@ -934,6 +934,14 @@ def reason_of(arrays: tuple[jax.Array, ...]) -> str:
     return spec.supports(spec.Problem(b, t, s, n, m, d, arrays[0].dtype.name), gpu.find("h200"))
 
 
+def test_rows_that_32_bits_cannot_count_are_refused():
+    spec = mgpu_ops.spec_of("flash_attention")
+    at_most = spec.Problem(1, 64, 64, 2**23 - 1, 2**23 - 1, 256)
+    assert spec.supports(at_most, gpu.find("h200")) is None
+    reason = spec.supports(replace(at_most, q_heads=2**23, kv_heads=2**23), gpu.find("h200"))
+    assert reason == "q_heads=8388608 of 256 are rows of more than 2147483392: split them, or use backend='xla'"
+
+
 @pytest.fixture
 def configs_that_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The op and config of every kernel that is traced from now on; the kernel itself is XLA's product."""

@@ -660,6 +660,8 @@ WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
         (P(64, 60, 64, 2), "n=60 needs 16-byte rows of rhs .*: pad to 64 or pass backend='xla'"),
         (P(64, 60, 64, 2, layout="nt"), "n=60 needs 16-byte rows of the output .*: pad to 64 or pass backend='xla'"),
         (P(64, 66, 64, 2, out_dtype="float32", layout="nt"), "n=66 needs 16-byte rows of the output .*: pad to 68"),
+        (P(2**28, 64, 64, 2), "m=268435456 rows are more than 268435200: split them, or pass backend='xla'"),
+        (P(2**20, 2**24, 64, 2**14), "8589934592 tiles of 64 x 64 are more than 2147483392: split the groups"),
     ],
 )
 def test_supports_says_why_no_config_can_run(problem, reason):

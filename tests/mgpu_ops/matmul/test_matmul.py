@@ -470,14 +470,29 @@ def test_eager_and_jitted_calls_agree(backend, assert_near):
     assert_near(f(a, b), jax.jit(f)(a, b), 1e-2)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
-def test_vmap_is_one_launch(in_axes):
-    a, b = operands("nn", 72, 64, 64, 5)
+def test_vmap_is_one_launch(in_axes, layout):
+    """Of the operands as they are: none is copied, not even one that all products share."""
+    a, b = operands(layout, 72, 64, 64, 5)
     a, b = (x if axis == 0 else x[0] for x, axis in zip((a, b), in_axes))
     with gpu.target("h200"):
-        mapped = jax.jit(jax.vmap(call("nn", "mosaic"), in_axes))
+        mapped = jax.jit(jax.vmap(call(layout, "mosaic"), in_axes))
         text = mapped.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert {op for op in re.findall(r"stablehlo\.(\w+)", text) if op != "custom_call"} <= {"reshape"}
+
+
+@pytest.mark.parametrize("layout", ["nn", "tn"])
+def test_vmap_of_a_gradient_is_a_launch_for_each_operand(layout):
+    a, b = operands(layout, 72, 64, 64, 5)
+
+    def loss(a, b):
+        return call(layout, "mosaic")(a, b).sum()
+
+    with gpu.target("h200"):
+        text = jax.jit(jax.vmap(jax.grad(loss, (0, 1)))).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # the product itself is not used
     assert "stablehlo.while" not in text
 
 

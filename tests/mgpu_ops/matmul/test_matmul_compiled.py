@@ -57,6 +57,17 @@ def test_parts_of_k_are_added_up_in_one_kernel_through_distributed_shared_memory
 
 
 @pytest.mark.parametrize(
+    "problem",
+    [MatmulProblem(2**23, 520, 64, residual=True), MatmulProblem(512, 512, 2**21, batch=4)],
+    ids=["output, whose tiles begin anywhere", "operands"],
+)
+def test_arrays_of_more_than_2_31_elements_compile(problem):
+    """Copies name a row and a column, below 2^31 each, and no element: `check` sees to it."""
+    assert max(problem.m * problem.n, problem.batch * problem.m * problem.k) > 2**31
+    assert compiled(problem, BASE).spills == 0
+
+
+@pytest.mark.parametrize(
     ("problem", "config"),
     [
         (MatmulProblem(2, 256, 64, layout="nt"), replace(FEW_ROWS, compute_warpgroups=2, wg_dimension="m")),

@@ -13,6 +13,7 @@ from tests.configs import BASE
 
 H200 = gpu.find("h200")
 P = Problem(512, 512, 512)
+FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,24 @@ P = Problem(512, 512, 512)
         (replace(P, n=72), {}, "tile_n=128 must be 64, one swizzle tile, because B is 512 x 72"),
         (replace(P, k=513, layout="tn"), {"tile_m": 128}, None),
         (replace(P, n=520, k=513, layout="tn"), {"memory_registers": 24}, "tile_m=128 must be 64, .* A is 513 x 512"),
+        # 32 bits: of tiles that begin anywhere, of all tiles, of their steps, and of k in parts
+        (replace(P, m=2**28 - 8, n=520), {}, None),
+        (
+            replace(P, m=2**28, n=520),
+            {},
+            "tile_n=128 must be 64, .* 520 is no multiple of 64 and m=268435456 is not below 268435456",
+        ),
+        (replace(P, m=2**28, n=512), {}, None),
+        (replace(P, n=2**25, m=520, layout="tn"), {}, "tile_m=128 must be 64, .* and n=33554432 is not below 33554432"),
+        (replace(P, m=2**19, n=2**20, batch=16), {"tile_m": 64, "tile_n": 64, "compute_warpgroups": 1}, "split the batch"),
+        (replace(P, m=2**21, n=2**21), {"split_k": 8}, "2147483648 tiles of 128 x 128 are .* 32 bits: use larger"),
+        (replace(P, m=2**19, n=2**19, k=2**21), {}, "16659283968 steps of 64 of k in a block are more than .*backend='xla'"),
+        (replace(P, m=2**19, n=2**19, k=2**18), FEW_ROWS, "4096 steps of k for each of 536870912 tiles are more than a block"),
+        (
+            replace(P, k=2**31 - 256),
+            {"split_k": 16},
+            "split_k=16 parts of 2097152 steps of tile_k=64 are more than a block counts",
+        ),
         (P, {"max_concurrent_steps": 12}, "bytes of shared memory exceed the 232448 of NVIDIA H200"),
     ],
     ids=str,
