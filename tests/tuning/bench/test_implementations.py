@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
@@ -266,6 +267,13 @@ def test_only_the_dense_yardstick_computes_something_else(op: str) -> None:
 ATTENTION = SPECS["flash_attention"]
 CAUSAL = ATTENTION.Problem(4, 4096, 4096, 16, 4, 128, causal=True)
 TINY = ATTENTION.Problem(1, 16, 16, 4, 2, 8, causal=True, window_left=3)
+
+
+def test_the_public_function_is_given_the_sinks_of_a_problem() -> None:
+    problem = dataclasses.replace(TINY, sinks=True, dtype="float32")
+    arrays = ATTENTION.inputs(problem, jax.random.key(0))
+    out = public.CALLS["flash_attention"](problem, "xla")(*public.arrays_of(ATTENTION, arrays))
+    np.testing.assert_allclose(out, ATTENTION.reference(problem, *arrays)[0], rtol=1e-4, atol=1e-5)
 
 
 def attention_context(problem: Any, **changes: Any) -> settings.TuningContext:
