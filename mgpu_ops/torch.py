@@ -100,6 +100,7 @@ def flash_attention(
     kv_lengths: pt.Tensor | None = None,
     q_segment_ids: pt.Tensor | None = None,
     kv_segment_ids: pt.Tensor | None = None,
+    sinks: pt.Tensor | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     deterministic: bool = False,
@@ -109,10 +110,10 @@ def flash_attention(
 
     The layout is that of FlashAttention, not of `scaled_dot_product_attention` [batch, heads, tokens, head_dim], whose tensors
     would be copied after `transpose(1, 2)`. A causal mask aligns the last query with the last key. Differentiable once with
-    respect to q, k, v and bias. Raises what `mgpu_ops.flash_attention` raises.
+    respect to q, k, v, bias and sinks. Raises what `mgpu_ops.flash_attention` raises.
     """
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
-    tensors |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    tensors |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids, "sinks": sinks}
     options = {"causal": causal, "window": None if window is None else tuple(window), "scale": scale, "soft_cap": soft_cap}
     return _run(attention.flash_attention, tensors, options | {"deterministic": deterministic, "backend": backend})
 
