@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import random
@@ -28,7 +29,8 @@ from mgpu_ops.core import aot
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.matmul.problem import bytes_moved, check
+from mgpu_ops.matmul.model import deepest
+from mgpu_ops.matmul.problem import bytes_moved
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.compile_pool import CompileJob, Pool
 
@@ -87,46 +89,27 @@ def problems(kinds: Sequence[str], each: int, seed: int) -> Iterator[MatmulProbl
 
 def legal_configs(problem: MatmulProblem, gpu: Gpu) -> list[MatmulConfig]:
     """Configs over tiles, clusters and splits, each with the deepest pipeline that fits; the least modelled time first."""
-    found = []
     tile_ms = [m for m in (8, 16, 24, 32, 48) if m >= min(problem.m, 48) and m - problem.m < 16]
-    for tile_m in (*tile_ms, 64, 128, 192, 256):
-        for tile_n in (64, 128, 192, 256):
-            for tile_k in (64, 128):
-                for cluster, split_k in [(c, s) for c in ("none", "m", "n") for s in (1, 2, 3, 4, 8)] + [
-                    ("k", s) for s in (2, 4, 8)
-                ]:
-                    for warpgroups, wg_dimension in ((1, "n"), (2, "n"), (2, "m")):
-                        config = deepest(
-                            problem,
-                            gpu,
-                            MatmulConfig(
-                                tile_m=tile_m,
-                                tile_n=tile_n,
-                                tile_k=tile_k,
-                                max_concurrent_steps=12,
-                                compute_warpgroups=warpgroups,
-                                wg_dimension=wg_dimension,
-                                cluster=cluster,
-                                raster_dimension="m",
-                                raster_width=8,
-                                epilogue_tile_n=64,
-                                split_k=split_k,
-                                memory_registers=40,
-                            ),
-                        )
-                        if config is not None:
-                            found.append(config)
+    clusters = [*itertools.product(("none", "m", "n"), (1, 2, 3, 4, 8)), *(("k", parts) for parts in (2, 4, 8))]
+    tiles = itertools.product((*tile_ms, 64, 128, 192, 256), (64, 128, 192, 256), (64, 128))
+    divisions = ((1, "n"), (2, "n"), (2, "m"))
+    base, found = MATMUL.default(problem, gpu), []
+    for (tile_m, tile_n, tile_k), (cluster, split_k), (warpgroups, wg_dimension) in itertools.product(
+        tiles, clusters, divisions
+    ):
+        config = dataclasses.replace(
+            base,
+            tile_m=tile_m,
+            tile_n=tile_n,
+            tile_k=tile_k,
+            cluster=cluster,
+            split_k=split_k,
+            compute_warpgroups=warpgroups,
+            wg_dimension=wg_dimension,
+        )
+        if (legal := deepest(problem, config, gpu)) is not None:
+            found.append(legal)
     return sorted(found, key=lambda config: MATMUL.cost(problem, config, gpu))
-
-
-def deepest(problem: MatmulProblem, gpu: Gpu, config: MatmulConfig) -> MatmulConfig | None:
-    """The config with as many steps as fit, and another epilogue tile where this one does not fit."""
-    for epilogue_tile_n in (64, 32):
-        for steps in (12, 10, 8, 7, 6, 5, 4, 3, 2):
-            tried = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=epilogue_tile_n)
-            if check(problem, tried, gpu) is None:
-                return tried
-    return None
 
 
 def chosen(problem: MatmulProblem, gpu: Gpu, rng: random.Random) -> list[MatmulConfig]:

@@ -34,7 +34,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "tile_m": (8, 16, 24, 32, 48, 64, 128, 192, 256),
         "tile_n": (64, 96, 128, 160, 192, 224, 256),
         "tile_k": (64, 128),
-        "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "max_concurrent_steps": _STEPS,
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),
         "cluster": ("none", "m", "n", "k"),
@@ -45,6 +45,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "memory_registers": (24, 40),
     }
 
+
+_STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 
 # Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
@@ -141,7 +143,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
     best: dict[tuple[Any, ...], tuple[float, Config]] = {}
     for config in _shapes(problem):
-        found = _deepest(problem, config, gpu)
+        found = deepest(problem, config, gpu)
         if found is not None:
             key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k)
             best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
@@ -162,7 +164,7 @@ def _shapes(problem: Problem) -> Iterator[Config]:
                     tile_m=tile_m,
                     tile_n=tile_n,
                     tile_k=tile_k,
-                    max_concurrent_steps=12,
+                    max_concurrent_steps=_STEPS[-1],
                     compute_warpgroups=warpgroups,
                     wg_dimension=wg_dimension,
                     cluster=cluster,
@@ -178,10 +180,10 @@ _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
 
 
-def _deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """The config with as many steps as fit: a deeper pipeline is never slower."""
+def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
+    """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower."""
     for columns in (64, 32) if config.tile_m >= gemm.ROWS else (64,):
-        for steps in range(min(config.max_concurrent_steps, gpu.smem_per_block // gemm.step_bytes(config)), 1, -1):
+        for steps in reversed(_STEPS):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
             if smem_bytes(problem, found) <= gpu.smem_per_block:
                 if check(problem, found, gpu) is None:

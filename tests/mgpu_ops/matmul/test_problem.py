@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mgpu_ops.core import gpu
-from mgpu_ops.matmul import problem
+from mgpu_ops.matmul import SPEC, problem
 from mgpu_ops.matmul.problem import Problem
 from tests.configs import BASE
 
@@ -68,3 +68,11 @@ def test_a_config_runs_or_the_reason_names_the_field_the_value_and_the_rule(p, c
     else:
         with pytest.raises(ValueError, match=reason):  # pytest.raises prints what did not match
             raise ValueError(found)
+
+
+@pytest.mark.parametrize("sizes", [(16, 4096, 4096), (16, 4096, 14336), (24, 4096, 14336)])
+def test_the_tuner_may_choose_every_candidate_for_few_rows(sizes):
+    p = Problem(*sizes)
+    space = SPEC.space(p, H200)
+    for config in SPEC.candidates(p, H200):
+        assert {field: value for field, value in vars(config).items() if value not in space[field]} == {}
