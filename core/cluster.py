@@ -1,31 +1,219 @@
-"""Distributed shared memory by hand: what the thread blocks of a cluster send each other, without a fence for each message.
+"""What the thread blocks of a cluster send each other through distributed shared memory: sums, and columns of their tiles.
 
-Mosaic's own `async_store_smem` arrives at the receiver's barrier with every tile, and waits each time until all stores before
-it are visible on the whole GPU. Here a receiver declares once how many bytes will come. Ops call `engine.ClusterColumns`.
+Both are scratch types of `engine.kernel`. `ClusterSum` sends with Mosaic's own `async_store_smem`, which arrives at the
+receiver's barrier with every tile, and waits each time until all stores before it are visible on the whole GPU.
+`ClusterColumns` does it by hand, without a fence for each message: a receiver declares once how many bytes will come. JAX's
+interpreter has no distributed shared memory: there everything goes through an array in global memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith
 
-FLOAT = 4  # bytes
-BARRIER_WORDS = 2  # 32-bit words of an mbarrier
+from mgpu_ops.core.engine import ScratchType, operand_transforms
+from mgpu_ops.core.registers import i32, row_and_column
+
+_FLOAT = 4  # bytes
+_BARRIER_WORDS = 2  # 32-bit words of an mbarrier
 
 
-def send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, inbox: list[Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class ClusterSum(ScratchType):
+    """Scratch type: adds up float32 values of `shape`, of each of `warpgroups` warpgroups, over the `blocks` of a cluster.
+
+    A kernel receives a handle, `_ClusterSum`. The first block along the cluster's axis `axis` gets the sum; the others send it
+    their values through distributed shared memory. Source: PTX ISA, "st.async".
+    """
+
+    shape: tuple[int, int]
+    warpgroups: int
+    blocks: int
+    axis: str
+
+    def inbox(self) -> tuple[int, ...]:
+        """The shape of what the first block receives: from each other block, from each of its warpgroups."""
+        return (self.blocks - 1, self.warpgroups, *self.shape)
+
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _ClusterSum:
+        return _SimulatedClusterSum(self, received, *scratch) if interpret else _ClusterSum(self, *scratch)
+
+    def scratch(self, interpret: bool) -> list[Any]:
+        """Interpreted, the inbox is in global memory."""
+        all_blocks = plgpu.ClusterBarrier(collective_axes=(self.axis,), num_arrivals=self.warpgroups)
+        if interpret:
+            return [all_blocks, all_blocks]
+        inbox = plgpu.SMEM(self.inbox(), jnp.float32, transforms=operand_transforms(self.shape[1], jnp.float32))
+        return [inbox, plgpu.Barrier(num_arrivals=self.blocks - 1, num_barriers=self.warpgroups), all_blocks]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterColumns(ScratchType):
+    """Scratch type: the blocks of a cluster share out the columns of their tiles, once in a kernel of one warpgroup.
+
+    Every block has a float32 tile [64, columns], of which the first `rows` rows matter, with a number for each row. Afterwards
+    block b of `blocks` along `axis`, the cluster's only one, has columns [b, b + 1) * columns / blocks of all tiles, and all
+    numbers. They come into memory that `before`, other scratch types by name, had until then. A kernel receives a handle,
+    `_ClusterColumns`.
+    """
+
+    columns: int
+    rows: int
+    blocks: int
+    axis: str
+    before: Mapping[str, Any]
+
+    @property
+    def own(self) -> int:
+        """Columns of a block, a multiple of 8."""
+        return self.columns // self.blocks
+
+    def inbox(self) -> tuple[int, ...]:
+        """The shape of what a cluster's blocks receive: to each, from each; its columns, and the number of the row."""
+        return (self.blocks, self.blocks, 64, self.own + 1) if self.blocks > 1 else ()
+
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _ClusterColumns:
+        return _SimulatedClusterColumns(self, received, *scratch) if interpret else _ClusterColumns(self, *scratch)
+
+    def scratch(self, interpret: bool) -> list[Any]:
+        """Interpreted, the inbox is in global memory."""
+        before = dict(self.before)
+        if interpret:
+            return [before, plgpu.ClusterBarrier(collective_axes=(self.axis,), num_arrivals=1)] if self.blocks > 1 else [before]
+        inbox = [
+            plgpu.SMEM((self.blocks, 64, self.own), jnp.float32),
+            plgpu.SMEM((self.blocks, 64), jnp.float32),
+            plgpu.SMEM((_BARRIER_WORDS,), jnp.int32),
+        ]
+        return [plgpu.RefUnion(before, inbox) if self.blocks > 1 else before]
+
+
+class _ClusterSum:
+    """What a kernel has of a `ClusterSum`. Its inbox is free when `taken` by the first block, and holds what has `arrived`."""
+
+    def __init__(self, kind: ClusterSum, inbox: Any, arrived: Any, taken: Any):
+        self._kind, self._inbox, self._arrived, self._taken = kind, inbox, arrived, taken
+
+    def add(self, values: jax.Array, number: jax.Array, use: Callable[[jax.Array], None]) -> None:
+        """Runs `use(sum over the blocks)` in the cluster's first block.
+
+        Every consumer warpgroup of every block calls it, for the sums `number` = 0, 1, ... of the whole kernel, and in the end
+        `finish`. Blocks are added in their order, so that the same values give the same bits.
+        """
+        first = lax.axis_index(self._kind.axis) == 0
+        pl.when(number > 0)(self.finish)  # the inbox is free again
+
+        @pl.when(jnp.logical_not(first))
+        def _() -> None:
+            self._send(values)
+
+        @pl.when(first)
+        def _() -> None:
+            total = values
+            for part in self._receive():
+                total += part
+            use(total)
+
+        plgpu.barrier_arrive(self._taken)
+
+    def finish(self) -> None:
+        """Waits until the last sum is made: a block that ends before would take its shared memory from under the others."""
+        plgpu.barrier_wait(self._taken)
+
+    def _send(self, values: jax.Array) -> None:
+        wg, axis = lax.axis_index("wg"), self._kind.axis
+        there = self._inbox.at[lax.axis_index(axis) - 1, wg]
+        plgpu.async_store_smem(values, there, self._arrived.at[wg], cluster_idx=jnp.int32(0), cluster_dim=axis)
+
+    def _receive(self) -> Iterator[jax.Array]:
+        wg = lax.axis_index("wg")
+        plgpu.barrier_wait(self._arrived.at[wg])
+        for part in range(self._kind.blocks - 1):
+            yield self._inbox[part, wg]
+
+
+class _SimulatedClusterSum(_ClusterSum):
+    """In the interpreter, which has no distributed shared memory: values go through global memory, [clusters, *inbox]."""
+
+    def _send(self, values: jax.Array) -> None:
+        inbox = self._inbox.at[lax.axis_index("block")]
+        inbox[lax.axis_index(self._kind.axis) - 1, lax.axis_index("wg")] = values
+        plgpu.barrier_arrive(self._arrived)
+        plgpu.barrier_wait(self._arrived)  # each phase of a barrier must be seen by all who share it
+
+    def _receive(self) -> Iterator[jax.Array]:
+        plgpu.barrier_arrive(self._arrived)
+        plgpu.barrier_wait(self._arrived)
+        for part in range(self._kind.blocks - 1):
+            yield self._inbox[lax.axis_index("block"), part, lax.axis_index("wg")]
+
+
+type Exchange = Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]  # `_ClusterColumns.exchange`
+
+
+class _ClusterColumns:
+    """What a kernel has of a `ClusterColumns`: `before`, refs until `exchange`."""
+
+    def __init__(self, kind: ClusterColumns, memory: Any):
+        self._kind = kind
+        self.before: dict[str, Any]
+        self._inbox: list[Any]
+        self.before, self._inbox = memory if kind.blocks > 1 else (memory, [])
+
+    def exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """This block's columns of each block's tile [64, columns], and each block's numbers [64], in the order of the blocks.
+
+        Every block of the cluster calls it, when no copy or wgmma uses `before` any more. Nothing may use it afterwards.
+        """
+        return [(tile, numbers)] if self._kind.blocks == 1 else self._exchange(tile, numbers)
+
+    def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        tiles, others, _ = self._inbox
+        _send_columns(tile, numbers, self._kind.rows, self._kind.blocks, self._inbox)
+        layout = plgpu.Layout.WGMMA
+        return [
+            (
+                plgpu.load(tiles.at[i], layout=layout, optimized=False),
+                plgpu.load(others.at[i], layout=layout.reduce(1), optimized=False),
+            )
+            for i in range(self._kind.blocks)
+        ]
+
+
+class _SimulatedClusterColumns(_ClusterColumns):
+    """In the interpreter, which has no distributed shared memory: tiles go through global memory, [clusters, *inbox]."""
+
+    def __init__(self, kind: ClusterColumns, received: Any, before: Any, all_blocks: Any = None):
+        self._kind, self._received, self._all_blocks = kind, received, all_blocks
+        self.before = before
+
+    def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        own, rows, me = self._kind.own, pl.ds(0, self._kind.rows), lax.axis_index(self._kind.axis)
+        inboxes = self._received.at[lax.axis_index("block")]
+        for block in range(self._kind.blocks):
+            inbox = inboxes.at[block, me]
+            inbox[rows, pl.ds(0, own)] = tile[: self._kind.rows, block * own : (block + 1) * own]
+            inbox[rows, pl.ds(own, 1)] = numbers[: self._kind.rows, None]
+        plgpu.barrier_arrive(self._all_blocks)
+        plgpu.barrier_wait(self._all_blocks)
+        return [(inboxes[me, i, :, pl.ds(0, own)], inboxes[me, i, :, own]) for i in range(self._kind.blocks)]
+
+
+def _send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, inbox: list[Any]) -> None:
     """Sends each block of the cluster its columns of the first `rows` rows of `tile`, with `numbers`; waits for those of all.
 
     tile: float32 [64, columns], numbers: float32 [64], in wgmma's layout. The inbox of a block, in shared memory: float32
-    [blocks, 64, columns / blocks] and [blocks, 64], by sender, and int32 [BARRIER_WORDS] for a barrier. It may lie where other
+    [blocks, 64, columns / blocks] and [blocks, 64], by sender, and int32 [_BARRIER_WORDS] for a barrier. It may lie where other
     data were: before it is used, the blocks wait for each other. Once in a kernel, by the one warpgroup of every block of the
     cluster, which has one axis. Source: PTX ISA, "mbarrier", "barrier.cluster", "st.async".
     """
@@ -35,25 +223,24 @@ def send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, in
 
     @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1), *refs))
     def send(_: Any, tile: Any, numbers: Any, tiles_ref: Any, numbers_ref: Any, barrier_ref: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         to = [mosaic.memref_ptr(ref) for ref in (tiles_ref, numbers_ref, barrier_ref)]
-        _expect(to[2], blocks * rows * (own + 1) * FLOAT)
-        me = mosaic.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
+        _expect(to[2], blocks * rows * (own + 1) * _FLOAT)
+        me = mosaic.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
         lane = mosaic.thread_idx()
-        row, column = _row_and_column(lane)
+        row, column = row_and_column(lane)
         for half in range(2):
-            at = arith.addi(row, _i32(8 * half))
-            entry = arith.addi(arith.muli(me, _i32(64)), at)  # of this row in an inbox
-            tile_start = arith.addi(arith.muli(entry, _i32(own * FLOAT)), arith.muli(column, _i32(FLOAT)))
-            number_start = arith.muli(entry, _i32(FLOAT))
-            with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, at, _i32(rows))):
+            at = arith.addi(row, i32(8 * half))
+            entry = arith.addi(arith.muli(me, i32(64)), at)  # of this row in an inbox
+            tile_start = arith.addi(arith.muli(entry, i32(own * _FLOAT)), arith.muli(column, i32(_FLOAT)))
+            number_start = arith.muli(entry, i32(_FLOAT))
+            with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, at, i32(rows))):
                 for block in range(blocks):
                     tiles, others, barrier = (_there(pointer, block) for pointer in to)
                     start = arith.addi(tiles, tile_start)
                     for n in range(own // 8):
                         register = tile.registers.flat[2 * (block * (own // 8) + n) + half]
-                        _send(register, arith.addi(start, _i32(8 * n * FLOAT)), barrier)
-                    with mosaic.when(arith.cmpi(arith.CmpIPredicate.eq, column, _i32(0))):
+                        _send(register, arith.addi(start, i32(8 * n * _FLOAT)), barrier)
+                    with mosaic.when(arith.cmpi(arith.CmpIPredicate.eq, column, i32(0))):
                         _send(numbers.registers.flat[half], arith.addi(others, number_start), barrier)
         mosaic.inline_ptx(_WAIT, to[2], has_side_effects=True, convergent=True)
 
@@ -75,25 +262,15 @@ def _expect(barrier: Any, size: int) -> None:
     with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
         mosaic.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", barrier, has_side_effects=True)
         mosaic.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
-        mosaic.inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, _i32(size), has_side_effects=True)
+        mosaic.inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, i32(size), has_side_effects=True)
     for step in ("arrive.relaxed", "wait.acquire"):
         mosaic.inline_ptx(f"barrier.cluster.{step}.aligned;", has_side_effects=True, convergent=True)
 
 
-def _row_and_column(thread: Any) -> tuple[Any, Any]:
-    """The first row of a thread and its first column of eight, in wgmma's layout: warp w has rows 16 w to 16 w + 15.
-
-    Four threads share a row and the one 8 below it.
-    """
-    lane, warp = arith.remui(thread, _i32(32)), arith.divui(arith.remui(thread, _i32(128)), _i32(32))
-    row = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
-    return row, arith.muli(arith.remui(lane, _i32(4)), _i32(2))
-
-
 def _there(pointer: Any, block: int) -> Any:
     """The address of the same place in another block's shared memory, as 32 bits."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mosaic.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", pointer, _i32(block), result_types=i32)
+    word = ir.IntegerType.get_signless(32)
+    return mosaic.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", pointer, i32(block), result_types=word)
 
 
 def _send(register: Any, address: Any, barrier: Any) -> None:
@@ -102,60 +279,3 @@ def _send(register: Any, address: Any, barrier: Any) -> None:
     word = mosaic.bitcast(register, ir.IntegerType.get_signless(bits))
     store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.b{bits} [$0], $1, [$2];"
     mosaic.inline_ptx(store, address, word, barrier, has_side_effects=True)
-
-
-def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
-    """`engine.store_scattered`, compiled."""
-    layout = plgpu.Layout.WGMMA
-    columns = 1 if values.ndim == 1 else values.shape[1]
-
-    @plgpu.inline_mgpu(arg_types=(layout if values.ndim == 2 else layout.reduce(1), layout.reduce(1), plgpu.RefType()))
-    def store(_: Any, values: Any, offsets: Any, dst: Any) -> None:
-        start, element = mosaic.memref_ptr(dst), ir.MemRefType(dst.type).element_type
-        _, column = _row_and_column(mosaic.thread_idx())
-        for half, one in enumerate(offsets.registers.flat):
-            offset = vector.extract(one, dynamic_position=[], static_position=[0])
-            mine = arith.cmpi(arith.CmpIPredicate.sge, offset, _i32(0))
-            if columns == 1:
-                mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, column, _i32(0)))
-                kept = [(0, values.registers.flat[half])]
-            else:
-                offset = arith.addi(offset, column)
-                kept = [(8 * n, values.registers.flat[2 * n + half]) for n in range(columns // 8)]
-            with mosaic.when(mine):
-                first = mosaic.getelementptr(start, [offset], element)
-                for further, register in kept:
-                    _store_global(register, mosaic.getelementptr(first, [further], element))
-
-    store(values, offsets, dst)
-
-
-def load_scattered(src: Any, offsets: jax.Array) -> jax.Array:
-    """`engine.load_scattered`, compiled."""
-    per_row = plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct((64,), jnp.dtype(jnp.float32), layout=per_row)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), per_row), return_type=result)
-    def load(_: Any, src: Any, offsets: Any) -> Any:
-        start, element = mosaic.memref_ptr(src), ir.F32Type.get()
-        registers = np.empty_like(offsets.registers)
-        for i, one in np.ndenumerate(offsets.registers):
-            pointer = mosaic.getelementptr(start, [vector.extract(one, dynamic_position=[], static_position=[0])], element)
-            word = mosaic.inline_ptx("ld.global.f32 $0, [$1];", pointer, result_types=element, has_side_effects=True)
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), element), word)
-        return mosaic_gpu.FragmentedArray(_registers=registers, _layout=offsets.layout, _is_signed=None)
-
-    loaded: jax.Array = load(src, offsets)
-    return loaded
-
-
-def _store_global(register: Any, pointer: Any) -> None:
-    """Stores a vector of 32 or 64 bits."""
-    kind = ir.VectorType(register.type)
-    bits = kind.shape[0] * mosaic.bitwidth(kind.element_type)
-    word = mosaic.bitcast(register, ir.IntegerType.get_signless(bits))
-    mosaic.inline_ptx(f"st.global.b{bits} [$0], $1;", pointer, word, has_side_effects=True)
-
-
-def _i32(x: int) -> Any:
-    return mosaic.c(x, ir.IntegerType.get_signless(32))

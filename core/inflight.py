@@ -2,7 +2,7 @@
 
 wgmma is asynchronous: only after a wait that covers it may its accumulator be read and the stages of its operands be refilled.
 Where a wait is missing, neither JAX's interpreter nor a GPU reports it, and results are wrong now and then. So the functions of
-`engine` report here what they do, in program order, and InFlight is raised for:
+`engine` and `rows` report here what they do, in program order, and InFlight is raised for:
 
 - an accumulator that is read (`accumulated`) while a wgmma that adds to it is in flight;
 - an arrival at an `empty` barrier of a `Pipeline` while a wgmma that reads the pipeline's buffers is in flight;

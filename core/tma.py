@@ -1,7 +1,7 @@
 """TMA copies that Mosaic GPU lacks: of arrays of any shape, and of windows of rows that end anywhere.
 
 `copy_any_shape` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes, for kernels of
-`engine.kernel`. Ops call `engine.load_rows`, `engine.store_rows` and `engine.block_start`, which use it.
+`engine.kernel`. `block_start` and `block_anywhere` are for kernels; windows are copied by `core/rows.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf
+from jax.typing import DTypeLike
 
+from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.jax_patches import is_marked
+from mgpu_ops.core.tile_scheduler import Int
 
 # Mosaic insists that a tile of 8 rows begins at a multiple of 8, and of columns likewise. A copy that begins anywhere gives its
 # first row times ROW_UNIT and its first column times COLUMN_UNIT; an index of one of the two values below marks such a copy.
@@ -287,6 +292,30 @@ def _tile_by_tile(smem: ir.Value, lead: Sequence[Any], row: ir.Value, column: ir
         )
         copy(utils.memref_slice(smem, (i, j)), (*lead, *at), ())
         scf.YieldOp([])
+
+
+def block_start(index: Int, width: int, length: int, dtype: DTypeLike, swizzle: int) -> Int:
+    """The first element of block `index` when `copy_gmem_to_smem` copies a row of `length` in blocks of `width`.
+
+    It is index * width, with one exception. TMA cannot clip a block of several swizzle tiles where these do not divide the row:
+    the last block then ends with the row and overlaps the one before. The interpreter clips it instead.
+    """
+    last = last_start(length, width, swizzle // jnp.dtype(dtype).itemsize)
+    start = index * width
+    return start if last is None or interpreting() else jnp.minimum(start, jnp.int32(last))
+
+
+def block_anywhere(ref: Any, *index: Any) -> Any:
+    """The block of an array [1, ..., rows, columns] at `index`, for a copy. Its two slices may begin at any multiple of 8.
+
+    Mosaic accepts only starts that it can prove to be multiples of the swizzle tile. So the starts are written multiplied by
+    the tile's sides, and the copy divides them again (`core/py`).
+    """
+    *lead, rows, columns = index
+    if interpreting():
+        return ref.at[(0, *index)]
+    there = (pl.ds(rows.start * ROW_UNIT, rows.size), pl.ds(columns.start * COLUMN_UNIT, columns.size))
+    return ref.at[(jnp.int32(ANYWHERE), *lead, *there)]
 
 
 def last_start(length: int, width: int, panel: int) -> int | None:

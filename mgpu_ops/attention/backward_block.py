@@ -21,7 +21,9 @@ from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
+from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.rows import store_rows
 from mgpu_ops.core.tile_scheduler import Int
 
 CONSUMERS = 2
@@ -83,7 +85,7 @@ class ThreadBlock:
     c: BackwardConfig
     x: Operands
     refs: Refs
-    dk: Any  # as `engine.store_rows` takes it
+    dk: Any  # as `rows.store_rows` takes it
     dv: Any
     smem: dict[str, Any]
     q_pipeline: Pipeline  # q blocks, and all that comes with their rows
@@ -217,7 +219,7 @@ class ThreadBlock:
     def add_dq(self, kv: KvBlock, src: Any, at: Position, column: Int) -> None:
         """Starts adding `src` [64, columns] in shared memory to the gradient of the 64 query rows from `at` on."""
         # The interpreter cannot add: each kv block has an array of its own there.
-        part = lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if engine.interpreting() else 0
+        part = lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if interpreting() else 0
         dst = self.refs.dq.at[part, at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
         engine.add_tile(src, dst)
 
@@ -230,7 +232,7 @@ class ThreadBlock:
             place[...] = values[:, panel * PANEL : (panel + 1) * PANEL].astype(p.dtype)
             plgpu.commit_smem()  # TMA sees what was written
             column = at.head * p.head_dim + panel * PANEL
-            engine.store_rows(place, ref, start + at.token, start + p.kv_tokens, column)
+            store_rows(place, ref, start + at.token, start + p.kv_tokens, column)
 
 
 def opaque_zero() -> jax.Array:

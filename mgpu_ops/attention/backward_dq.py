@@ -41,6 +41,7 @@ from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.rows import store_rows
 
 CONSUMERS = 2
 TILE_Q, TILE_KV = CONSUMERS * ROWS, 64
@@ -62,7 +63,7 @@ class _ThreadBlock:
     p: BackwardProblem
     x: Operands
     refs: BackwardRefs
-    dq: Any  # as `engine.store_rows` takes it
+    dq: Any  # as `rows.store_rows` takes it
     smem: dict[str, Any]
     q_pipeline: Pipeline  # of one stage: q block and dO
     k_pipeline: Pipeline
@@ -239,7 +240,7 @@ class _Consumer:
             staging[...] = dq[:, panel * PANEL : (panel + 1) * PANEL]
             plgpu.commit_smem()  # TMA sees what was written
             row, end = start + at.token, start + p.q_tokens
-            engine.store_rows(staging, block.dq, row, end, at.head * p.head_dim + panel * PANEL)
+            store_rows(staging, block.dq, row, end, at.head * p.head_dim + panel * PANEL)
 
 
 def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:

@@ -6,7 +6,7 @@ them, and by as many thread blocks as there is room for:
 - *Packed rows.* The 64 rows of a tile are pairs of a query token and a query head of the group: row t * group + g. The tensor
   cores would multiply 64 rows anyway.
 - *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, to each some neighbours. Those of a
-  cluster then send each other columns of their outputs through distributed shared memory (`engine.ClusterColumns`), and each
+  cluster then send each other columns of their outputs through distributed shared memory (`cluster.ClusterColumns`), and each
   stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, which XLA adds up:
   a few rows.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
@@ -38,7 +38,9 @@ from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
 from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded, split_stages
 from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
+from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.rows import load_rows, load_scattered, rows_view, store_scattered
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +48,7 @@ from mgpu_ops.core.gpu import Gpu
 class _Refs:
     """The arguments of the kernel: arrays outside of it, refs in global memory within."""
 
-    q: Any  # packed rows, [batch * kv_heads * rows, head_dim] as `engine.load_rows` takes them
+    q: Any  # packed rows, [batch * kv_heads * rows, head_dim] as `rows.load_rows` takes them
     k: Any
     v: Any
     optional: OptionalRefs
@@ -131,7 +133,7 @@ class _ThreadBlock:
         start = (self.at.batch * self.p.kv_heads + self.at.head) * self.packing.rows
         for panel in range(self.p.head_dim // PANEL):
             dst = self.smem["q"].at[panel]
-            engine.load_rows(self.x.q, start + self.at.token, start + self.packing.rows, panel * PANEL, dst, self.full["q"])
+            load_rows(self.x.q, start + self.at.token, start + self.packing.rows, panel * PANEL, dst, self.full["q"])
 
     def load_first(self) -> None:
         """Starts the copies of as many keys and values as there are stages."""
@@ -220,7 +222,7 @@ class _ThreadBlock:
 
     # --- The way out
 
-    def store(self, softmax: OnlineSoftmax, exchange: engine.Exchange, out: Any, log_sums: Any) -> None:
+    def store(self, softmax: OnlineSoftmax, exchange: Exchange, out: Any, log_sums: Any) -> None:
         """Adds up the outputs of the cluster, and stores this thread block's columns of the sum."""
         rows = self.packing.row_numbers(self.at)
         if self.p.lengths:  # query tokens from there on are padding
@@ -235,16 +237,16 @@ class _ThreadBlock:
             total, log_sum = _finished(total, log_sum, sinks)
         at, p = self._offsets(rows), self.p
         first = lax.axis_index("split") * total.shape[1]
-        engine.store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
+        store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
         by_head = jnp.where(at < 0, at, self._lse_offsets(rows))
-        pl.when(lax.axis_index("split") == 0)(lambda: engine.store_scattered(log_sum, log_sums, by_head))
+        pl.when(lax.axis_index("split") == 0)(lambda: store_scattered(log_sum, log_sums, by_head))
 
     def _sinks(self, rows: jax.Array) -> jax.Array:
         """Of the heads of packed rows; of those beyond the last, that of the last."""
         p, (_, head) = self.p, self._indices(jnp.minimum(rows, self.packing.rows - 1))
         sinks = self.x.inputs.sinks
         entry = self.at.batch if sinks.shape[0] > p.q_heads else 0
-        return engine.load_scattered(sinks, entry * p.q_heads + head)
+        return load_scattered(sinks, entry * p.q_heads + head)
 
     def _offsets(self, rows: jax.Array) -> jax.Array:
         """Which row of [parts, batch, q_tokens, q_heads] a packed row is; -1 for none."""
@@ -298,7 +300,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
     optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
-    refs = _Refs(engine.rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
+    refs = _Refs(rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     flat, tree = jax.tree.flatten(refs)
 
     def body(*given: Any, accumulators: Any, memory: Any, q: Any, barriers: dict[str, Any]) -> None:
@@ -343,7 +345,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     }
     return {
         "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), 1),
-        "memory": engine.ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
+        "memory": ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
         "q": swizzled((panels, ROWS, PANEL), p.dtype),
         "barriers": {
             "q": plgpu.Barrier(num_arrivals=panels),

@@ -49,6 +49,7 @@ from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.rows import store_rows
 from mgpu_ops.core.tile_scheduler import Int
 
 TILE_COST = 4  # what an output tile takes beside its kv blocks, in kv blocks: measured, docs/kernels/flash_attention.md
@@ -87,7 +88,7 @@ class _ThreadBlock:
     c: Config
     x: Operands
     tiles: tile_scheduler.AssignedTiles
-    out: Any  # as `engine.store_rows` takes it
+    out: Any  # as `rows.store_rows` takes it
     lse: Any  # [batch, q_heads, rows]
     smem: dict[str, Any]
     q_pipeline: Pipeline
@@ -357,7 +358,7 @@ class _Rows:
         start = at.batch * p.q_tokens
         for panel in block.panels:
             row, end = start + at.token, start + p.q_tokens
-            engine.store_rows(self.q[panel], block.out, row, end, at.head * p.head_dim + panel * PANEL)
+            store_rows(self.q[panel], block.out, row, end, at.head * p.head_dim + panel * PANEL)
         plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
 
 

@@ -15,6 +15,7 @@ from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem
 from mgpu_ops.core import engine, limits
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.rows import rows_view
 
 # --- Thread blocks ---------------------------------------------------------------------------------------------------
 
@@ -100,15 +101,15 @@ class BackwardArrays:
 
 
 def rows_like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """An output of `engine.store_rows` that reshapes to [batch, tokens, heads, head_dim], as x."""
+    """An output of `rows.store_rows` that reshapes to [batch, tokens, heads, head_dim], as x."""
     batch, tokens, heads, head_dim = x.shape
     return jax.ShapeDtypeStruct((1, 1, batch * tokens, heads * head_dim), x.dtype)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """[batch, tokens, heads, head_dim] as rows of tokens for `engine.load_rows`, without a copy."""
+    """[batch, tokens, heads, head_dim] as rows of tokens for `rows.load_rows`, without a copy."""
     batch, tokens, heads, head_dim = x.shape
-    return engine.rows_view(x.reshape(batch * tokens, heads * head_dim))
+    return rows_view(x.reshape(batch * tokens, heads * head_dim))
 
 
 def as_blocks(x: jax.Array, tile: int, problem: Problem) -> jax.Array:
@@ -155,9 +156,9 @@ def optional_refs(
 
 
 def bias_rows(bias: jax.Array) -> jax.Array:
-    """[batch, heads, rows, columns] as rows for `engine.load_rows`; columns are padded to whole panels."""
+    """[batch, heads, rows, columns] as rows for `rows.load_rows`; columns are padded to whole panels."""
     bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, -bias.shape[3] % PANEL)))
-    return engine.rows_view(bias.reshape(-1, bias.shape[3]))
+    return rows_view(bias.reshape(-1, bias.shape[3]))
 
 
 def segment_blocks(mine: jax.Array, others: jax.Array, tile: int, other_tile: int) -> jax.Array:

@@ -16,6 +16,7 @@ from mgpu_ops.attention.layouts import load_tile
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.problem import PANEL, Problem
 from mgpu_ops.core import engine
+from mgpu_ops.core.rows import load_rows
 from mgpu_ops.core.tile_scheduler import Int
 
 
@@ -76,7 +77,7 @@ class Operands:
     """q, k, v and `Inputs` in global memory, as a thread block of a kernel sees them."""
 
     problem: Problem
-    q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `engine.load_rows` takes them
+    q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `rows.load_rows` takes them
     k: Any  # [batch * kv_tokens, kv_heads * head_dim], likewise
     v: Any
     optional: OptionalRefs
@@ -135,7 +136,7 @@ class Operands:
     def _load_panels(self, src: Any, start: Int, end: Int, at: Position, dst: Any, full: Any) -> None:
         for panel in range(dst.shape[0]):
             column = at.head * self.problem.head_dim + panel * PANEL
-            engine.load_rows(src, start + at.token, start + end, column, dst.at[panel], full)
+            load_rows(src, start + at.token, start + end, column, dst.at[panel], full)
 
     def load_block(self, src: Any, kind: Literal["q", "kv"], at: Position, dst: Any, full: Any) -> None:
         """Starts the copy of a q block (or the gradient of one) or a kv block: dst is [tokens, head_dim].
@@ -148,7 +149,7 @@ class Operands:
             return
         p, terms = self.problem, self.mask_terms(at.batch)
         tokens, end = (p.q_tokens, terms.q_end) if kind == "q" else (p.kv_tokens, terms.kv_end)
-        engine.load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, at.head * d, dst, full)
+        load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, at.head * d, dst, full)
 
     def load_optional(self, kind: Literal["q", "kv"], own: Position, token: Int, stage: Stage) -> None:
         """Starts the copies of what a q block or kv block that begins at `token` has beside its tokens: segments and bias.
@@ -166,7 +167,7 @@ class Operands:
         batch, heads = self.optional.bias_shape
         rows = self.inputs.bias.shape[2] // (batch * heads)
         start = ((own.batch if batch > 1 else 0) * heads + (own.head if heads > 1 else 0)) * rows
-        engine.load_rows(self.inputs.bias, start + own.token, start + rows, column, dst, full)
+        load_rows(self.inputs.bias, start + own.token, start + rows, column, dst, full)
 
     def sink(self, b: Int, head: Int) -> jax.Array:
         """Of a query head of batch entry b."""

@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
+from mgpu_ops.core.cluster import ClusterSum
 from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
@@ -183,14 +184,14 @@ class Place:
 
     @staticmethod
     def of(work: Work, t: jax.Array) -> Place:
-        """The last tile of a row may begin within the one before (`engine.block_start`); both store the same values there."""
+        """The last tile of a row may begin within the one before (`tma.block_start`); both store the same values there."""
         p, c, tile = work.problem, work.config, _tile(work, t)
         share = tile_scheduler.warpgroup_origin(c)
         a_t, b_t = transposed(p)
         swizzle = swizzle_bytes(p, c)
         # Where the operand's rows run along m or n, the tile begins where `load`'s block of that operand does.
-        first_row = engine.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
-        first_column = tile.column * c.tile_n if b_t else engine.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
+        first_row = tma.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
+        first_column = tile.column * c.tile_n if b_t else tma.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
         return Place(work, tile, (first_row, first_column), share)
 
     def product(self) -> jax.Array:
@@ -209,7 +210,7 @@ class Place:
         if self.work.transposed:
             rows, columns = columns, rows
         if ends_with_rows(self.work.problem, c):
-            return engine.block_anywhere(ref, self.product(), rows, columns)
+            return tma.block_anywhere(ref, self.product(), rows, columns)
         return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
 
 
@@ -341,10 +342,10 @@ def _refs(p: Problem, a: Any, b: Any, *rest: Any) -> _Refs:
 
 
 def ends_with_rows(p: Problem, c: Config) -> bool:
-    """Whether the last tile along m or n ends with the array, and so may begin anywhere (`engine.block_start`)."""
+    """Whether the last tile along m or n ends with the array, and so may begin anywhere (`tma.block_start`)."""
     a_t, b_t = transposed(p)
     panel = swizzle_bytes(p, c) // 2
-    along_m, along_n = engine.last_start(p.m, c.tile_m, panel), engine.last_start(p.n, c.tile_n, panel)
+    along_m, along_n = tma.last_start(p.m, c.tile_m, panel), tma.last_start(p.n, c.tile_n, panel)
     return (a_t and along_m is not None) or (not b_t and along_n is not None)
 
 
@@ -415,5 +416,5 @@ def _scratch(work: Work) -> dict[str, Any]:
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
     if c.cluster == "k":
-        scratch["cluster_sum"] = engine.ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
+        scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch

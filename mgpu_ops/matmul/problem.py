@@ -269,7 +269,7 @@ def _check_ragged_output(p: Problem, c: Config) -> str | None:
     return None
 
 
-_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`engine.block_anywhere`)
+_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (`tma.block_anywhere`)
 _MOST_ROWS = 2**28  # of the output, where tiles begin anywhere: 8 times as many fit in 32 bits
 
 

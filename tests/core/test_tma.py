@@ -22,6 +22,7 @@ from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 
 from mgpu_ops.core import aot, engine, tma
+from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from tests.thorough import examples
 
 BF16 = jnp.bfloat16
@@ -241,9 +242,9 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
     def body(where_ref: Any, x_ref: Any, out_ref: Any, *, smem: Any, full: Any) -> None:
         row, end, across, to, stop = (where_ref[i] for i in range(5))
         column = across * width
-        engine.load_rows(x_ref, row, end, column, smem, full)
+        load_rows(x_ref, row, end, column, smem, full)
         plgpu.barrier_wait(full)
-        engine.store_rows(smem, out_ref, to, stop, column)
+        store_rows(smem, out_ref, to, stop, column)
         plgpu.wait_smem_to_gmem(0)
 
     run = engine.kernel(
@@ -255,7 +256,7 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
             "full": plgpu.Barrier(),
         },
     )
-    return jax.jit(lambda where, x: run(where, engine.rows_view(x)).reshape(array))
+    return jax.jit(lambda where, x: run(where, rows_view(x)).reshape(array))
 
 
 def wanted_copy(where: Sequence[int], x: np.ndarray, width: int) -> np.ndarray:

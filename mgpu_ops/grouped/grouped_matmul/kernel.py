@@ -3,7 +3,7 @@
 `grouped/kernel.py` has the block, which runs the stages below. An output tile takes ceil(k / tile_k) steps.
 
 A group's tiles begin at its first row, whatever that is, and end at its last. TMA fills the rows beyond with zeros when it
-loads, and does not write them when it stores (`engine.load_rows`, `engine.store_rows`). So no tile needs a mask or a second
+loads, and does not write them when it stores (`rows.load_rows`, `rows.store_rows`). So no tile needs a mask or a second
 pass, and no list of tiles is made beforehand. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU
 documentation.
 """
@@ -25,6 +25,7 @@ from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import PANEL, Config
@@ -66,7 +67,7 @@ class _Stages:
         row, column = position
         for panel in range(c.tile_k // PANEL):
             first = step * c.tile_k + panel * PANEL
-            engine.load_rows(refs.lhs, row, tile.end, first, refs.lhs_smem.at[stage, panel], full)
+            load_rows(refs.lhs, row, tile.end, first, refs.lhs_smem.at[stage, panel], full)
         ks, ns = pl.ds(step * c.tile_k, c.tile_k), pl.ds(column, c.tile_n)
         window = (ks, ns) if self.problem.layout == "nn" else (ns, ks)
         engine.copy_gmem_to_smem(refs.rhs.at[tile.group, *window], refs.rhs_smem.at[stage], full)
@@ -100,7 +101,7 @@ class _Stages:
         store_tile(
             values.astype(refs.out.dtype),
             staging,
-            lambda staged, i, j: engine.store_rows(staged, refs.out, row + i, tile.end, column + j),
+            lambda staged, i, j: store_rows(staged, refs.out, row + i, tile.end, column + j),
         )
 
     def with_epilogue(self, values: jax.Array, group: jax.Array, column: jax.Array) -> jax.Array:
@@ -125,7 +126,7 @@ class _Stages:
         def store(i: jax.Array, _: tuple[()]) -> tuple[()]:
             tile = worker + i * workers
             row, column = lax.div(tile, jnp.int32(across)) * ROWS, lax.rem(tile, jnp.int32(across)) * c.epilogue_tile_n
-            engine.store_rows(staging.at[0], out, end + row, p.m, column)
+            store_rows(staging.at[0], out, end + row, p.m, column)
             return _
 
         lax.fori_loop(0, tile_scheduler.tiles_of_block(tiles, worker, workers), store, ())
@@ -148,5 +149,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, PANEL), rhs_tile, copies=panels + 1),
-    )(sizes, engine.rows_view(lhs), rhs, *(jnp.pad(b, ((0, 0), (0, -p.n % c.tile_n))) for b in bias))
+    )(sizes, rows_view(lhs), rhs, *(jnp.pad(b, ((0, 0), (0, -p.n % c.tile_n))) for b in bias))
     return out.reshape(p.m, p.n)

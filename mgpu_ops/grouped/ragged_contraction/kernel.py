@@ -2,7 +2,7 @@
 
 `grouped/kernel.py` has the block, which runs the stages below. The output is [groups, k, n], and the steps of an output tile
 are the group's rows, tile_k at a time; an empty group's tiles take none and are stored as zeros. The last step may run over the
-group's end: TMA fills those rows of both operands with zeros (`engine.load_rows`). Whatever lies there, in another group or in
+group's end: TMA fills those rows of both operands with zeros (`rows.load_rows`). Whatever lies there, in another group or in
 padding, cannot reach the sum, not even a NaN.
 """
 
@@ -22,6 +22,7 @@ from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.rows import load_rows, rows_view
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import Config
@@ -64,7 +65,7 @@ class _Stages:
             _, parts, _, width = smem.shape
             for part in range(parts):
                 row, column = tile.start + step * self.config.tile_k, first + part * width
-                engine.load_rows(ref, row, tile.end, column, smem.at[stage, part], full)
+                load_rows(ref, row, tile.end, column, smem.at[stage, part], full)
 
     def staging(self) -> Any:
         """Of all consumers: `store` takes this one's."""
@@ -125,4 +126,4 @@ def launch(
         engine.Launch(name, {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((p.groups, p.k, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, lhs_tile, rhs_tile, copies=parts_m + parts_n),
-    )(sizes, engine.rows_view(lhs), engine.rows_view(rhs))
+    )(sizes, rows_view(lhs), rows_view(rhs))

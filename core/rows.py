@@ -1,0 +1,180 @@
+"""Rows of arrays in global memory: windows that begin and end anywhere, by TMA, and single rows at any place.
+
+- `load_rows` and `store_rows` copy a window of rows of an array that `rows_view` has marked (`core/tma.py`).
+- `load_scattered` and `store_scattered` read and write the rows of a tile in registers, each at an address of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from mgpu_ops.core import inflight, tma
+from mgpu_ops.core.interpreter import interpreting
+from mgpu_ops.core.registers import i32, row_and_column
+from mgpu_ops.core.tile_scheduler import Int
+
+
+def rows_view(x: jax.Array) -> jax.Array:
+    """[rows, columns] as [1, 1, rows, columns], for `load_rows` and `store_rows`. The first two indices mark windows."""
+    return x.reshape(1, 1, *x.shape)
+
+
+def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any) -> None:
+    """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
+
+    src: a `rows_view` in global memory of fewer than 2^28 rows.
+    row, end: traced integers of any value, end <= the rows of src.
+    column: a multiple of 64, as the compiler can see.
+    dst: [rows, columns] in shared memory, tiled with the 128-byte swizzle (`operand_transforms`). If it is
+      wider than one swizzle tile, tiles divide the rows of src.
+    """
+    rows, columns = dst.shape
+    inflight.copies(dst, barrier)
+    if not interpreting():
+        plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape), dst, barrier)
+        return
+    dst[...] = jnp.zeros(dst.shape, dst.dtype)
+    for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
+
+        @pl.when(some)
+        def _(offset: jax.Array = offset, count: int = count) -> None:
+            # The row may end inside of the block: pad with zeros.
+            whole = jnp.pad(src[0, 0, pl.ds(row + offset, count), :], ((0, 0), (0, columns)))
+            dst[pl.ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int) -> None:
+    """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`, the reverse of `load_rows`.
+
+    It is a group of copies of its own for `wait_smem_to_gmem`.
+    """
+    rows, columns = src.shape
+    if not interpreting():
+        plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape))
+        return
+    length = jnp.clip(end - row, 0, rows)
+    for offset, count, some in _binary(length, rows):
+
+        @pl.when(some)
+        def _(offset: jax.Array = offset, count: int = count) -> None:
+            window = dst.at[0, 0, pl.ds(row + offset, count), pl.ds(column, columns)]
+            plgpu.copy_smem_to_gmem(src.at[pl.ds(offset, count), :], window, commit_group=False)
+
+    plgpu.commit_smem_to_gmem_group()
+    # The interpreter counts copies instead of groups, and would miss an empty group.
+    pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
+
+
+def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, int]) -> Any:
+    """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8."""
+    return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(column, shape[1])]
+
+
+def _binary(length: jax.Array, limit: int) -> Iterator[tuple[jax.Array, int, jax.Array]]:
+    """A traced length <= limit as a sum of powers of two: (offset, power, whether the length has it), the largest first."""
+    offset, size = jnp.int32(0), 1 << (limit.bit_length() - 1)
+    while size:
+        yield offset, size, length & size != 0
+        offset, size = offset + (length & size), size // 2
+
+
+def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
+    """dst[offsets[i] + j] = values[i, j] in global memory, for the rows i of a warpgroup's 64 whose offset is not negative.
+
+    values: [64, columns] with columns a multiple of 8, or [64] for one column, in wgmma's layout. dst: rank 1. Offsets are even
+    where there are several columns.
+    """
+    columns = 1 if values.ndim == 1 else values.shape[1]
+    if interpreting():
+
+        def row(i: jax.Array, _: None) -> None:
+            start = lax.dynamic_index_in_dim(offsets, i, keepdims=False)
+            pl.when(start >= 0)(lambda: _set(dst, start, columns, lax.dynamic_index_in_dim(values, i, keepdims=False)))
+
+        lax.fori_loop(0, 64, row, None)
+        return
+    _store_compiled(values, dst, offsets)
+
+
+def load_scattered(src: Any, offsets: jax.Array) -> jax.Array:
+    """src[offsets[i]] in global memory for each of a warpgroup's 64 rows i: float32 [64] in wgmma's layout.
+
+    src: float32 of rank 1. offsets: int32 [64] in that layout.
+    """
+    if interpreting():
+        rows = jnp.zeros((64,), jnp.float32)
+        return lax.fori_loop(0, 64, lambda i, rows: rows.at[i].set(src[offsets[i]]), rows)
+    return _load_compiled(src, offsets)
+
+
+def _set(dst: Any, start: jax.Array, columns: int, values: jax.Array) -> None:
+    dst[pl.ds(start, columns)] = values.reshape(columns)
+
+
+def _store_compiled(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
+    """`store_scattered`, compiled."""
+    layout = plgpu.Layout.WGMMA
+    columns = 1 if values.ndim == 1 else values.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(layout if values.ndim == 2 else layout.reduce(1), layout.reduce(1), plgpu.RefType()))
+    def store(_: Any, values: Any, offsets: Any, dst: Any) -> None:
+        start, element = mosaic.memref_ptr(dst), ir.MemRefType(dst.type).element_type
+        _, column = row_and_column(mosaic.thread_idx())
+        for half, one in enumerate(offsets.registers.flat):
+            offset = vector.extract(one, dynamic_position=[], static_position=[0])
+            mine = arith.cmpi(arith.CmpIPredicate.sge, offset, i32(0))
+            if columns == 1:
+                mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, column, i32(0)))
+                kept = [(0, values.registers.flat[half])]
+            else:
+                offset = arith.addi(offset, column)
+                kept = [(8 * n, values.registers.flat[2 * n + half]) for n in range(columns // 8)]
+            with mosaic.when(mine):
+                first = mosaic.getelementptr(start, [offset], element)
+                for further, register in kept:
+                    _store_global(register, mosaic.getelementptr(first, [further], element))
+
+    store(values, offsets, dst)
+
+
+def _load_compiled(src: Any, offsets: jax.Array) -> jax.Array:
+    """`load_scattered`, compiled."""
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct((64,), jnp.dtype(jnp.float32), layout=per_row)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), per_row), return_type=result)
+    def load(_: Any, src: Any, offsets: Any) -> Any:
+        start, element = mosaic.memref_ptr(src), ir.F32Type.get()
+        registers = np.empty_like(offsets.registers)
+        for i, one in np.ndenumerate(offsets.registers):
+            pointer = mosaic.getelementptr(start, [vector.extract(one, dynamic_position=[], static_position=[0])], element)
+            word = mosaic.inline_ptx("ld.global.f32 $0, [$1];", pointer, result_types=element, has_side_effects=True)
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), element), word)
+        return mosaic_gpu.FragmentedArray(_registers=registers, _layout=offsets.layout, _is_signed=None)
+
+    loaded: jax.Array = load(src, offsets)
+    return loaded
+
+
+def _store_global(register: Any, pointer: Any) -> None:
+    """Stores a vector of 32 or 64 bits."""
+    kind = ir.VectorType(register.type)
+    bits = kind.shape[0] * mosaic.bitwidth(kind.element_type)
+    word = mosaic.bitcast(register, ir.IntegerType.get_signless(bits))
+    mosaic.inline_ptx(f"st.global.b{bits} [$0], $1;", pointer, word, has_side_effects=True)
