@@ -86,7 +86,7 @@ def _sections(found: Sources, specs: Mapping[str, OpSpec], pictures: Sequence[Pi
 
 def _cards(found: Sources, specs: Mapping[str, OpSpec]) -> str:
     """The numbers to read first."""
-    entries = [(entry, specs.get(file.op)) for _, file in found.files for entry in file.entries]
+    entries = [(entry, specs.get(file.op)) for file, entry in found.taken(specs)]  # a problem of two databases counts once
     stale = sum(spec is not None and database.stale(entry, spec) is not None for entry, spec in entries)
     tried, failed = sum(len(run.trials) for run in found.runs), sum(sum(run.failures.values()) for run in found.runs)
     timed = len({(row.op, row.problem, row.gpu) for row in found.rows})
@@ -226,7 +226,7 @@ def _what_is_tuned(found: Sources, specs: Mapping[str, OpSpec]) -> str:
         tuned.append((file.op, file.gpu, where(str(path)), len(kinds), kinds.count("measured"), kinds.count("modelled"), stale))
     columns: list[tuple[str, Kind]] = [("op", "short"), ("GPU", "short"), ("database", "short")]
     columns += [(name, "count") for name in ("problems", "measured", "modelled", "out of date")]
-    total = sum(row[3] for row in tuned)
+    total = len(found.taken(specs))  # a problem may be in several databases
     return _table(f"What is tuned: {total} problem{'s' * (total != 1)}", columns, tuned) if tuned else ""
 
 

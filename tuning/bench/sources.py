@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.core import gpu
-from mgpu_ops.registry import database
-from mgpu_ops.registry.database import File
+from mgpu_ops.registry import database, resolution
+from mgpu_ops.registry.database import Entry, File
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.tuning import storage
 from mgpu_ops.tuning.bench import plot, results
@@ -47,16 +47,34 @@ class Sources:
             self.skipped,
         )
 
+    def taken(self, specs: Mapping[str, OpSpec], objective: database.Objective | None = None) -> list[tuple[File, Entry]]:
+        """Of each problem the entry that a call would take, of those here, in the order of `resolution.resolve`.
+
+        One that a call can use, measured before modelled, of the objective ($MGPU_OPS_OBJECTIVE's by default), of the first file.
+        """
+        wanted = objective or resolution.objective()
+        best: dict[tuple[Any, ...], tuple[tuple[bool, bool, bool], File, Entry]] = {}
+        for _, file in self.files:
+            spec, device = specs.get(file.op), gpu.find(file.gpu)
+            for entry in file.entries:
+                evidence = entry.evidence
+                fault = database.fault_of(entry, device, spec)
+                rank = (fault is not None, evidence.kind == "modelled", evidence.objective != wanted)
+                key = (file.op, file.gpu, database.key_of_fields(entry.problem))
+                if key not in best or rank < best[key][0]:
+                    best[key] = (rank, file, entry)
+        return [(file, entry) for _, file, entry in best.values()]
+
     def rates(self, specs: Mapping[str, OpSpec]) -> dict[tuple[str, str], list[results.Measurement]]:
         """("bench" or "tuned", op) -> measurements of one picture: those of benchmarks, and those of the databases' entries."""
         drawn: dict[tuple[str, str], list[results.Measurement]] = {}
         for row in results.merge(self.rows):
             drawn.setdefault(("bench", row.op), []).append(row)
-        for _, file in self.files:
-            if file.op in specs:
-                rows = plot.rows_of(specs[file.op], gpu.find(file.gpu), file.entries)
-                for row in rows:
-                    drawn.setdefault(("tuned", row.op), []).append(row)
+        for objective in database.OBJECTIVES:
+            for file, entry in self.taken(specs, objective):
+                if file.op in specs and entry.evidence.objective == objective:
+                    for row in plot.rows_of(specs[file.op], gpu.find(file.gpu), [entry]):
+                        drawn.setdefault(("tuned", row.op), []).append(row)
         return {key: results.merge(rows) for key, rows in drawn.items() if rows}
 
 

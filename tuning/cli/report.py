@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         files.replace(arguments.output, text.encode())
     except OSError as e:
         raise UsageError(f"{arguments.output}: cannot be written ({e.strerror}): name another --output") from None
-    entries = sum(len(file.entries) for _, file in found.files)
+    entries = len(found.taken(mgpu_ops.SPECS))
     told = [count(entries, "tuned problem"), count(len(found.runs), "search").replace("searchs", "searches")]
     say(f"wrote {arguments.output}: {', '.join(told)}, {count(len(pictures), 'picture')}")
     answer(

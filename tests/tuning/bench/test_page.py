@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from mgpu_ops import SPECS, MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
-from mgpu_ops.tuning.bench import page, plot, results
+from mgpu_ops.tuning.bench import page, plot, results, sources
 from mgpu_ops.tuning.bench.sources import Sources
 from tests.thorough import examples
 
@@ -285,3 +285,37 @@ def test_a_hostile_database_makes_a_harmless_report(tmp_path: Path, mgpu_tune: C
     assert done.code == 0
     text = (tmp_path / "report.html").read_text()
     check_safe(text)
+
+
+def test_a_problem_of_two_databases_counts_once_with_the_entry_that_a_call_would_take(
+    tmp_path: Path, mgpu_tune: Command
+) -> None:
+    """A measured entry comes before a modelled one, else your own file before the shipped one."""
+    kinds = {"both": ("measured", "measured"), "modelled": ("modelled", "measured"), "alone": ("measured", None)}
+    problems = {name: MatmulProblem(512 * (i + 1), 512, 512) for i, name in enumerate(kinds)}
+    paths = [tmp_path / whose / "h200" / "matmul.json" for whose in ("own", "shipped")]
+    for i, path in enumerate(paths):
+        entries = [
+            database.to_entry(
+                problems[name],
+                MATMUL.default(problems[name], H200),
+                msgspec.structs.replace(
+                    entry().evidence, kind=of[i], gpu="NVIDIA H200", median_us=10.0 + i, baseline="xla", baseline_us=20.0
+                ),
+            )
+            for name, of in kinds.items()
+            if of[i] is not None
+        ]
+        database.update(path, entries, gpu_key="h200", op="matmul")
+    found = sources.find(map(str, paths), SPECS)
+    taken = {entry.problem["m"]: entry.evidence.median_us for _, entry in found.taken(SPECS)}
+    assert taken == {512: 10.0, 1024: 11.0, 1536: 10.0}
+    text = page.page(found, SPECS, [], "2025-01-31")
+    assert "<b>3</b><span>tuned problems</span>" in text
+    assert "of them modelled" not in text
+    assert "What is tuned: 3 problems" in text
+    (rows,) = found.rates(SPECS).values()
+    assert sorted(row.median_us for row in rows if row.impl == results.OURS) == [10.0, 10.0, 11.0]
+    out = tmp_path / "report.html"
+    done = mgpu_tune("report", "--from", paths[0], paths[1], "--output", out, "--no-pictures")
+    assert f"wrote {out}: 3 tuned problems" in done.out
