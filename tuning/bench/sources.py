@@ -50,7 +50,7 @@ class Sources:
     def taken(self, specs: Mapping[str, OpSpec], objective: database.Objective | None = None) -> list[tuple[File, Entry]]:
         """Of each problem the entry that a call would take, of those here, in the order of `resolution.resolve`.
 
-        One that a call can use, measured before modelled, of the objective ($MGPU_OPS_OBJECTIVE's by default), of the first file.
+        One that a call can use, then measured before modelled, of the objective ($MGPU_OPS_OBJECTIVE), of the first file.
         """
         wanted = objective or resolution.objective()
         best: dict[tuple[Any, ...], tuple[tuple[bool, bool, bool], File, Entry]] = {}

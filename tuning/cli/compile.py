@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.capture import NO_CALL, Program, function_arguments, program_of
@@ -52,9 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{use.count:6} x {use.op} {describe(use.problem)}: {use.skipped}")
     for note in captured.notes:
         say(f"note: {note}")
-    us = sum(kernel["count"] * kernel["us"] for kernel in compiled)
     if compiled:
-        say(f"in all {us:.1f} us of kernels by the ops' models")
+        say(_sum(compiled))
     whole = _whole(program, arguments.devices)
     answer(
         arguments,
@@ -99,6 +99,15 @@ def _kernel(job: TuningJob, gpu: Gpu, function: str) -> dict[str, Any]:
     _tell(report, chosen, function)
     fields = ("name", "registers", "spill_stores", "spill_loads", "smem_bytes", "serialized")
     return found | {"kernels": [{field: getattr(kernel, field) for field in fields} for kernel in report.kernels]}
+
+
+def _sum(compiled: Sequence[Mapping[str, Any]]) -> str:
+    """The time of all kernels that calls run."""
+    run = [kernel for kernel in compiled if kernel["runs"] == "kernel"]
+    us = sum(kernel["count"] * kernel["us"] for kernel in run)
+    left = len(compiled) - len(run)
+    without = f", without {count(left, 'problem')} that run{'s' * (left == 1)} XLA" if left else ""
+    return f"in all {us:.1f} us of kernels by the ops' models{without}"
 
 
 def _tell(report: Report, chosen: Resolution, function: str) -> None:

@@ -30,16 +30,21 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
-    from mgpu_ops.registry import resolution
+    from mgpu_ops.registry import dispatch, resolution
     from mgpu_ops.tuning import public
 
     spec = mgpu_ops.spec_of(arguments.op)
     (problem,) = problems_of(spec, arguments).values()
     gpu = gpu_or_current(arguments.gpu)
     asked = {"op": spec.name, "problem": problem, "gpu": gpu.key}
+    backend = dispatch.requested_backend(None)
     reason = spec.supports(problem, gpu)
     if reason is not None and (refusal := public.refusal(spec, problem)):
         raise UsageError(f"{spec.name} refuses {problem}: {refusal}")
+    if reason is not None and backend in ("mosaic", "interpret"):
+        raise UsageError(f"MGPU_OPS_BACKEND={backend!r} cannot run {spec.name} {problem}: {reason}")
+    if backend is not None:
+        say(f"MGPU_OPS_BACKEND={backend!r}: every call runs on that backend. Without it:")
     if reason is not None:
         say(f"{spec.name} {problem} runs through XLA: {reason}")
         answer(arguments, asked | {"backend": "xla", "reason": reason})
@@ -47,5 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     for line in resolution.explain(spec, problem, gpu).split("\n"):
         say(line)
     found = resolution.resolve(spec, problem, gpu)
-    answer(arguments, asked | {"backend": "mosaic" if found.runs == "kernel" else "xla"} | dataclasses.asdict(found))
+    chosen = backend or ("mosaic" if found.runs == "kernel" else "xla")
+    answer(arguments, asked | {"backend": chosen} | dataclasses.asdict(found))
     return OK

@@ -754,6 +754,28 @@ def test_which_refuses_what_a_call_refuses_in_its_words(words: Sequence[Any], me
     assert "Traceback" not in done.err
 
 
+def test_which_refuses_a_backend_that_there_is_not_as_a_call_does(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "triton")
+    done = mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200")
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.err.splitlines()
+    assert "MGPU_OPS_BACKEND='triton' is not one of mosaic, interpret, xla" in line
+
+
+def test_which_says_what_the_environments_backend_does(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "xla")
+    done = mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200", "--json")
+    assert done.code == 0
+    assert "MGPU_OPS_BACKEND='xla': every call runs on that backend. Without it:\n" in done.err
+    assert json.loads(done.out)["backend"] == "xla"
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "mosaic")
+    assert json.loads(mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200", "--json").out)["backend"] == "mosaic"
+    done = mgpu_tune("which", "matmul", *SIDES, "--dtype", "f32", "--gpu", "h200")
+    assert (done.code, done.out) == (2, "")
+    assert "MGPU_OPS_BACKEND='mosaic' cannot run matmul" in done.err
+    assert "dtype float32 is not one of" in done.err
+
+
 def test_validate_of_good_files_is_0(tmp_path: Path, mgpu_tune: Command) -> None:
     path = store(tmp_path / "tuned.json")
     done = mgpu_tune("validate", path)

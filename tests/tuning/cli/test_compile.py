@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import pytest
 
 import mgpu_ops
@@ -112,6 +113,33 @@ def test_compile_says_where_a_config_comes_from(program: None, compiles: Callabl
     assert "mgpu_ops_matmul_kernel: 168 registers, no spills, 2.0 KiB of shared memory" in done.out
     path = store(database.user_path("h200", "matmul"))
     assert f"(user, {path})" in mgpu_tune("compile", "program:step").out
+
+
+def test_the_sum_of_kernels_leaves_out_what_runs_xla(
+    program: None, compiles: Callable[..., None], mgpu_tune: Command, tmp_path: Path
+) -> None:
+    compiles()
+    (tmp_path / "program.py").write_text(
+        PROGRAM
+        + "    # and\n"
+        + """
+def both():
+    y = mgpu_ops.matmul(jnp.ones((256, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16))
+    return step(), y
+"""
+    )
+    path = store(database.user_path("h200", "matmul"))
+    slow, spec, h200 = mgpu_ops.MatmulProblem(256, 128, 128), mgpu_ops.spec_of("matmul"), gpu.find("h200")
+    evidence = msgspec.structs.replace(database.read(path).entries[0].evidence, baseline_us=10.0)
+    database.update(path, [database.to_entry(slow, spec.default(slow, h200), evidence)], gpu_key="h200", op="matmul")
+    done = mgpu_tune("compile", "program:both", "--gpu", "h200", "--json")
+    assert done.code == 0, done.err
+    kernels = {kernel["runs"]: kernel for kernel in json.loads(done.out)["kernels"]}
+    assert sorted(kernels) == ["kernel", "xla"]
+    us = kernels["kernel"]["count"] * kernels["kernel"]["us"]
+    assert f"in all {us:.1f} us of kernels by the ops' models, without 1 problem that runs XLA" in done.err
+    done = mgpu_tune("compile", "program:step", "--gpu", "h200")
+    assert done.out.count("of kernels by the ops' models\n") == 1
 
 
 def test_a_kernel_that_does_not_compile_is_told_with_a_way_out(
