@@ -189,11 +189,15 @@ QUERY, KEYS, VALUES = (  # in the orders of Levanter's attention layer
 )
 
 
-def by_hand(scale: float, mask: Any, soft_cap: float | None = None) -> jax.Array:
+def by_hand(scale: float, mask: Any, soft_cap: float | None = None, sinks: jax.Array | None = None) -> jax.Array:
+    """sinks: a logit of each head [kv heads, heads of a group], which joins the softmax as a key without a value."""
     q, k, v = (x.array.astype(F32) for x in (QUERY, KEYS, VALUES))
     scores = scale * jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision="highest")
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    scores = jnp.where(mask, scores, -jnp.inf)
+    if sinks is not None:
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, :, None, None], (*scores.shape[:-1], 1))], -1)
+    weights = jax.nn.softmax(scores)[..., : k.shape[2]]
     return jnp.einsum("bhgqk,bhkd->bhgqd", weights, v, precision="highest")
 
 
@@ -285,14 +289,19 @@ def maxtext(monkeypatch: pytest.MonkeyPatch) -> type[AttentionOp]:
     return op
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_maxtexts_attention_is_computed_by_ours(window: int | None, maxtext: Any, assert_near: Any) -> None:
+def test_maxtexts_attention_is_computed_by_ours(
+    window: int | None, with_sinks: bool, maxtext: Any, assert_near: Any
+) -> None:
     op = maxtext(AttentionType.GLOBAL if window is None else AttentionType.LOCAL_SLIDING, window)
     q = QUERY.array.reshape(2, 6, 16, 8).swapaxes(1, 2)
     k, v = (x.array.swapaxes(1, 2) for x in (KEYS, VALUES))
-    out = op.cudnn_flash_attention(q, k, v, jnp.asarray(IDS), jnp.asarray(IDS), "train")
+    sinks = normal(5, 2, 3) if with_sinks else None  # MaxText has them by query head
+    by_head = {} if sinks is None else {"sinks": sinks.reshape(6)}
+    out = op.cudnn_flash_attention(q, k, v, jnp.asarray(IDS), jnp.asarray(IDS), "train", **by_head)
     seen = CAUSAL & SAME if window is None else CAUSAL & SAME & (ROWS[:, None] - ROWS < window)
-    assert_near(out.swapaxes(1, 2).reshape(QUERY.array.shape), by_hand(1.0, seen), 2e-2)
+    assert_near(out.swapaxes(1, 2).reshape(QUERY.array.shape), by_hand(1.0, seen, sinks=sinks), 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +310,6 @@ def test_maxtexts_attention_is_computed_by_ours(window: int | None, maxtext: Any
         ((AttentionType.CHUNK,), {}),
         ((AttentionType.GLOBAL, None, 0.1), {}),
         ((AttentionType.GLOBAL,), {"model_mode": "autoregressive"}),
-        ((AttentionType.GLOBAL,), {"sinks": 1}),
     ],
 )
 def test_what_ours_does_not_take_goes_to_maxtexts_own(op: tuple[Any, ...], options: dict[str, Any], maxtext: Any) -> None:
