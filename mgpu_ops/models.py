@@ -1,6 +1,7 @@
 """Models whose products the ops are tuned for, as data: dimensions of the published configs, one place for all ops.
 
-Sources: each model's config.json as its authors published it (Llama 3, Mixtral, DeepSeek-V3, Qwen3, Gemma 2, Mistral, GPT-2).
+Sources: each model's config.json as its authors published it (Llama 3, Mixtral, DeepSeek-V3, Qwen3, gpt-oss, Gemma 2, Mistral,
+GPT-2).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Causal attention in `count` layers; `window`: how many keys a row sees at most, its own included, or None for all."""
+    """Causal attention in `count` layers.
+
+    window: how many keys a row sees at most, its own included, or None for all. sinks: each query head has one.
+    """
 
     q_heads: int
     kv_heads: int
@@ -39,6 +43,7 @@ class Attention:
     count: int
     window: int | None = None
     soft_cap: bool = False
+    sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +108,14 @@ def _gpt2() -> Model:
     return Model(projections | {"up": Projection(3072, 768, 12), "down": Projection(768, 3072, 12)}, {"attention": attention})
 
 
+def _gpt_oss(layers: int, experts: int) -> Model:
+    """Every other layer sees a window, and all heads have sinks."""
+    window = Attention(64, 8, 64, layers // 2, window=128, sinks=True)
+    everything = dataclasses.replace(window, window=None)
+    projections = _projections(layers, 2880, everything, 201088)
+    return Model(projections, {"window": window, "attention": everything}, _experts(layers, 2880, 2880, 4, experts))
+
+
 def _deepseek_v3() -> Model:
     """Latent attention as in training and prefill: heads of 192 for queries and keys (128 without and 64 with positions), of
     128 for values. The first 3 of 61 layers are dense. One GPU of eight has 32 of the 256 experts, and gets all their tokens.
@@ -130,4 +143,6 @@ MODELS: dict[str, Model] = {  # dense: layers, width, (heads of queries, of keys
     "qwen3-30b-a3b": _mixture(48, 2048, (32, 4, 128), 768, 151936, experts=128, top_k=8),
     "qwen3-235b-a22b": _mixture(94, 4096, (64, 4, 128), 1536, 151936, experts=128, top_k=8),
     "deepseek-v3": _deepseek_v3(),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }

@@ -188,9 +188,8 @@ def _products(name: str, tokens: int) -> Iterator[tuple[bool, TuningJob]]:
     for what, a in model.attention.items() if m >= SHORTEST else ():
         label = f"{name}-{what}-{m}"
         left = -1 if a.window is None else a.window - 1
-        attention = FlashAttentionProblem(
-            1, m, m, a.q_heads, a.kv_heads, a.head_dim, causal=True, window_left=left, soft_cap=a.soft_cap
-        )
+        heads = (a.q_heads, a.kv_heads, a.head_dim)
+        attention = FlashAttentionProblem(1, m, m, *heads, causal=True, window_left=left, soft_cap=a.soft_cap, sinks=a.sinks)
         backward = spec_of("flash_attention_backward").Problem(**dataclasses.asdict(attention))
         yield False, TuningJob("flash_attention", attention, a.count, label)
         yield True, TuningJob("flash_attention_backward", backward, a.count, f"{label}-backward")

@@ -187,14 +187,26 @@ _DECODE: dict[str, Problem] = {
     "gemma2-9b-decode-16x8192": _decode("gemma2-9b", 16, 8192),
     "gpt2-decode-64x1024": _decode("gpt2", 64, 1024),
 }
-SHAPES = _LONG | _DECODE
+_WINDOW = {"window_left": 127}
+_SINKS: dict[str, Problem] = {  # gpt-oss-20b and 120b, whose attention is the same
+    "gpt-oss-1024": _of("gpt-oss-20b", 16, 1024, sinks=True),
+    "gpt-oss-8192": _of("gpt-oss-20b", 1, 8192, sinks=True),
+    "gpt-oss-8192-window": _of("gpt-oss-20b", 1, 8192, sinks=True, **_WINDOW),
+    "gpt-oss-32768": _of("gpt-oss-20b", 1, 32768, sinks=True),
+    "gpt-oss-32768-window": _of("gpt-oss-20b", 1, 32768, sinks=True, **_WINDOW),
+    "gpt-oss-decode-1x32768": _decode("gpt-oss-20b", 1, 32768, sinks=True),
+    "gpt-oss-decode-64x8192": _decode("gpt-oss-20b", 64, 8192, sinks=True),
+    "gpt-oss-decode-64x8192-window": _decode("gpt-oss-20b", 64, 8192, sinks=True, **_WINDOW),
+}
+SHAPES = _LONG | _DECODE | _SINKS
 SUITES: dict[str, Sequence[str]] = {
     "llm": list(_LONG),
     **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
     "decode": list(_DECODE),
+    "sinks": list(_SINKS),
 }
 BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in _LONG.items()}
-BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name != "decode"}
+BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks")}
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 

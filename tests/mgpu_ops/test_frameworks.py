@@ -291,9 +291,7 @@ def maxtext(monkeypatch: pytest.MonkeyPatch) -> type[AttentionOp]:
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_maxtexts_attention_is_computed_by_ours(
-    window: int | None, with_sinks: bool, maxtext: Any, assert_near: Any
-) -> None:
+def test_maxtexts_attention_is_computed_by_ours(window: int | None, with_sinks: bool, maxtext: Any, assert_near: Any) -> None:
     op = maxtext(AttentionType.GLOBAL if window is None else AttentionType.LOCAL_SLIDING, window)
     q = QUERY.array.reshape(2, 6, 16, 8).swapaxes(1, 2)
     k, v = (x.array.swapaxes(1, 2) for x in (KEYS, VALUES))

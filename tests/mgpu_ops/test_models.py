@@ -33,8 +33,11 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5 - 151936 * 2048 / 1e9,
     "qwen3-235b-a22b": 235 - 151936 * 4096 / 1e9,
     "deepseek-v3": 671 - 129280 * 7168 / 1e9,
+    "gpt-oss-20b": 20.91 - 201088 * 2880 / 1e9,
+    "gpt-oss-120b": 116.83 - 201088 * 2880 / 1e9,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "deepseek-v3": 37}
+ACTIVE |= {"gpt-oss-20b": 3.61 + 0.579, "gpt-oss-120b": 5.13 + 0.579}  # published without the embedding
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -67,6 +70,8 @@ def test_the_named_shapes_of_the_ops_are_those_of_the_table():
     assert shapes["grouped_matmul"]["qwen3-30b-gate_up-16384-random"] == wanted
     wanted = mgpu_ops.FlashAttentionProblem(1, 16384, 16384, 32, 8, 128, causal=True, window_left=4095)
     assert shapes["flash_attention"]["mistral-7b-16384-window"] == wanted
+    wanted = mgpu_ops.FlashAttentionProblem(1, 8192, 8192, 64, 8, 64, causal=True, window_left=127, sinks=True)
+    assert shapes["flash_attention"]["gpt-oss-8192-window"] == wanted
 
 
 def test_a_model_is_data():

@@ -149,6 +149,8 @@ def test_the_problems_of_a_model_are_as_its_layers_run_them() -> None:
     attention = FlashAttentionProblem(1, 4096, 4096, 32, 8, 128, causal=True)
     assert found["attention-4096"] == ("flash_attention", attention, 32)
     assert "attention-1" not in found  # decoding: how long the context is, no number of tokens says
+    layers = problems.of_model("gpt-oss-20b", (4096,), op="flash_attention")
+    assert [(work.problem.window_left, work.problem.sinks, work.count) for work in layers] == [(127, True, 12), (-1, True, 12)]
 
 
 def test_the_backward_problems_of_a_model_are_those_that_its_gradient_runs() -> None:

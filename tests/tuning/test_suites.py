@@ -83,3 +83,18 @@ def test_a_model_is_benched_at_any_numbers_of_tokens() -> None:
     assert found["llama3-8b-down-512"] == MatmulProblem(512, 4096, 14336)
     assert len(found) == 5 * 12  # qkv, out, logits, gate_up, down
     assert all(MATMUL.supports(p, H200) is None for p in found.values())
+
+
+def test_sinks_is_a_suite_of_attention_with_and_without_windows_long_and_decoding() -> None:
+    spec = spec_of("flash_attention")
+    found = list(suites.problems(spec, "sinks").values())
+    assert all(p.sinks and (p.q_heads, p.kv_heads, p.head_dim) == (64, 8, 64) for p in found)
+    assert all(spec.supports(p, H200) is None for p in found)
+    kinds = {(p.window_left, p.q_tokens == 1) for p in found}
+    assert kinds == {(-1, False), (127, False), (-1, True), (127, True)}
+    long = [p.q_tokens for p in found if p.q_tokens > 1]
+    assert (min(long), max(long)) == (1024, 32768)
+    words = ["flash_attention", "--suite", "sinks"]
+    parser = argparse.ArgumentParser()
+    problem_arguments(parser, many=True)
+    assert list(selection.problems_of(spec, parser.parse_args(words)).values()) == found

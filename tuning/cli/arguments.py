@@ -31,7 +31,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-235b",
     ),
     "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b"),
-    "flash_attention": ("llm", "d64", "d128", "d256", "decode"),
+    "flash_attention": ("llm", "d64", "d128", "d256", "decode", "sinks"),
     "flash_attention_backward": ("llm", "d64", "d128", "d256"),
     "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),

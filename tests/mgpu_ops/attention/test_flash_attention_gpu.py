@@ -311,7 +311,7 @@ def test_a_cluster_of_16_is_right(assert_close):
     assert_true(with_gradients(arrays, config=config), arrays, assert_close)
 
 
-@pytest.mark.parametrize("name", FORWARD.suites["decode"])
+@pytest.mark.parametrize("name", [*FORWARD.suites["decode"], *(n for n in FORWARD.suites["sinks"] if "-decode-" in n)])
 def test_default_of_a_decoding_problem_is_right(name):
     problem = FORWARD.shapes[name]
     arrays = jax.jit(functools.partial(FORWARD.inputs, problem))(jax.random.key(0))
