@@ -134,9 +134,12 @@ def wgmma_wait(in_flight: int) -> None:
     plgpu.wgmma_wait(in_flight)
 
 
-def barrier_arrive(barrier: Any) -> None:
-    """Arrives at a barrier. At an `empty` barrier of a `Pipeline`, no wgmma in flight may read the pipeline's buffers."""
-    inflight.arrives(barrier)
+def barrier_arrive(barrier: Any, in_flight: int = 0) -> None:
+    """Arrives at a barrier. At an `empty` barrier of a `Pipeline`, no wgmma in flight may read the pipeline's buffers.
+
+    in_flight: how many of the last wgmma are excepted, as they read other stages.
+    """
+    inflight.arrives(barrier, in_flight)
     plgpu.barrier_arrive(barrier)
 
 
@@ -144,6 +147,15 @@ def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, **options: Any) -> None:
     """Starts the copy dst = src from global to shared memory, as `plgpu.copy_gmem_to_smem`; arrives at `barrier` when done."""
     inflight.copies(dst, barrier)
     plgpu.copy_gmem_to_smem(src, dst, barrier, **options)
+
+
+def copy_block(spec: Any, ref: Any, indices: tuple[jax.Array, ...], dst: Any, barrier: Any) -> None:
+    """Starts the copy of a block of `ref` to shared memory: the one that a `plgpu.BlockSpec` has at these indices of a grid."""
+    window = tuple(
+        index if size is None else pl.ds(index * size, size)
+        for index, size in zip(spec.index_map(*indices), spec.block_shape, strict=True)
+    )
+    copy_gmem_to_smem(ref.at[window], dst, barrier, collective_axes=spec.collective_axes)
 
 
 def operand_transforms(minor: int, dtype: DTypeLike, swizzle: int | None = None) -> tuple[Any, ...]:

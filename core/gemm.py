@@ -53,9 +53,17 @@ class Tiled(Protocol):
 # --- What a consumer warpgroup has of a tile
 
 
+SCHEDULES = ("cooperative", "pingpong")
+
+
+def takes_turns(c: Tiled) -> bool:
+    """Whether each consumer warpgroup computes output tiles of its own, in turn. A Config without a `schedule` has no such."""
+    return getattr(c, "schedule", "cooperative") == "pingpong"
+
+
 def warpgroup_tile(c: Tiled) -> tuple[int, int]:
     """Rows and columns of the output tile that one consumer warpgroup computes."""
-    if c.compute_warpgroups == 1:
+    if c.compute_warpgroups == 1 or takes_turns(c):
         return c.tile_m, c.tile_n
     return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
 
@@ -90,7 +98,8 @@ def check_tile(c: Tiled) -> str | None:
     if max(c.tile_m, c.tile_n, c.tile_k) > _BOX:
         return f"tile_m, tile_n and tile_k must be at most {_BOX}: a TMA box has at most {_BOX} elements a side"
     wg_m, wg_n = warpgroup_tile(c)
-    by_m, by_n = (c.compute_warpgroups, 1) if c.wg_dimension == "m" else (1, c.compute_warpgroups)
+    sharing = 1 if takes_turns(c) else c.compute_warpgroups
+    by_m, by_n = (sharing, 1) if c.wg_dimension == "m" else (1, sharing)
     if wg_m % ROWS or wg_m * by_m != c.tile_m:
         return f"a warpgroup's {wg_m} rows of tile_m={c.tile_m} must be a multiple of {ROWS} (wgmma's M)"
     if wg_n % 8 or wg_n * by_n != c.tile_n or wg_n > _COLUMNS:

@@ -117,14 +117,34 @@ def reads(accumulator: Any, in_flight: int) -> None:
             )
 
 
-def arrives(barrier: Any) -> None:
-    """The kernel arrives at a barrier. From now on, a pipeline whose `empty` barrier it is may refill its stages."""
+@contextlib.contextmanager
+def iteration() -> Iterator[None]:
+    """The body of a loop that begins and ends with equally many wgmma in flight, and so leaves them to the next iteration."""
+    if not (kernel := _kernel.get()):
+        yield
+        return
+    before = list(kernel.products)
+    yield
+    if len(kernel.products) != len(before):
+        raise InFlight(
+            f"a loop's body begins with {len(before)} wgmma in flight and ends with {len(kernel.products)}: call wgmma_wait in it"
+        )
+    kernel.products = [
+        dataclasses.replace(new, trace=old.trace) for new, old in zip(kernel.products, before, strict=True)
+    ]
+
+
+def arrives(barrier: Any, in_flight: int = 0) -> None:
+    """The kernel arrives at a barrier. From now on, a pipeline whose `empty` barrier it is may refill its stages.
+
+    in_flight: how many of the last wgmma read other stages than the one that is declared empty.
+    """
     if not (kernel := _kernel.get()):
         return
     kernel.check_branches()
     filling = [full for full, empty in kernel.pipelines if empty is _base(barrier)]
     buffers = [buffer for arrived_at, buffer in kernel.copies if any(arrived_at is full for full in filling)]
-    for product in kernel.products:
+    for product in kernel.products[: len(kernel.products) - in_flight]:
         if any(operand is buffer for operand in product.operands for buffer in buffers):
             raise InFlight(
                 "a pipeline stage is declared empty while a wgmma in flight may still read it: before barrier_arrive, call "

@@ -36,6 +36,7 @@ class Pipeline:
     stages: int
     full: Any
     empty: Any
+    first_full: Any = 0  # of the `full` barriers, where consumers that take turns have their own
 
     def __post_init__(self) -> None:
         inflight.has_pipeline(self.full, self.empty)
@@ -48,6 +49,25 @@ class Pipeline:
             empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         )
 
+    @staticmethod
+    def barriers_in_turn(stages: int, *, copies: int, consumers: int, cluster_axes: tuple[str, ...] = ()) -> Barriers:
+        """Those of a pipeline whose steps are each read by one of `consumers` warpgroups; `of_consumer` makes its Pipeline.
+
+        A thread knows a barrier's phase by the number of its own waits. So each consumer has `full` barriers of its own, on which
+        only its steps arrive. cluster_axes: of the blocks that share copies, all of which must have read a stage.
+        """
+        empty: Any = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+        if cluster_axes:
+            empty = plgpu.ClusterBarrier(collective_axes=cluster_axes, num_arrivals=1, num_barriers=stages)
+        return Barriers(full=plgpu.Barrier(num_arrivals=copies, num_barriers=consumers * stages), empty=empty)
+
+    def of_consumer(self, consumer: jax.Array) -> Pipeline:
+        """The pipeline with the steps of one consumer, where consumers take turns (`barriers_in_turn`)."""
+        return dataclasses.replace(self, first_full=consumer * self.stages)
+
+    def _full(self, stage: jax.Array) -> Any:
+        return self.full.at[stage if isinstance(self.first_full, int) else self.first_full + stage]
+
     def fill(self, step: jax.Array, copy: Callable[[jax.Array, Any], None]) -> None:
         """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`."""
         stage = lax.rem(step, jnp.int32(self.stages))
@@ -56,7 +76,7 @@ class Pipeline:
         def _() -> None:
             plgpu.barrier_wait(self.empty.at[stage])
 
-        copy(stage, self.full.at[stage])
+        copy(stage, self._full(stage))
 
     def drain(self, steps: jax.Array) -> None:
         """Producer, at its end: waits until consumers have read all of `steps` steps."""
@@ -66,12 +86,36 @@ class Pipeline:
             def _(stage: int = stage) -> None:
                 plgpu.barrier_wait(self.empty.at[stage])
 
+    def multiply(self, first: jax.Array, steps: int, start: Callable[[jax.Array], None]) -> None:
+        """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on, with the next one in flight.
+
+        A stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always have work.
+        """
+
+        def begin(step: jax.Array) -> None:
+            stage = lax.rem(step, jnp.int32(self.stages))
+            plgpu.barrier_wait(self._full(stage))
+            start(stage)
+
+        def release(step: jax.Array, in_flight: int) -> None:
+            engine.wgmma_wait(in_flight)
+            engine.barrier_arrive(self.empty.at[lax.rem(step, jnp.int32(self.stages))], in_flight)
+
+        def step(i: jax.Array, _: None) -> None:
+            with inflight.iteration():
+                begin(first + i)
+                release(first + i - 1, 1)
+
+        begin(first)
+        lax.fori_loop(1, steps, step, None)
+        release(first + (steps - 1), 0)
+
     def read(self, step: jax.Array, compute: Callable[[jax.Array], None]) -> None:
         """Consumer: waits until the stage of `step` is full, runs `compute(stage)`, and declares the stage empty.
 
         At the end of `compute`, nothing may still read the stage: no wgmma on it is in flight.
         """
         stage = lax.rem(step, jnp.int32(self.stages))
-        plgpu.barrier_wait(self.full.at[stage])
+        plgpu.barrier_wait(self._full(stage))
         compute(stage)
         engine.barrier_arrive(self.empty.at[stage])

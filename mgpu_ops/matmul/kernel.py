@@ -26,9 +26,10 @@ from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.cluster import ClusterSum
 from mgpu_ops.core.epilogue import along, store_tile
-from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles, takes_turns, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
+from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
@@ -37,6 +38,7 @@ from mgpu_ops.matmul.problem import (
     as_computed,
     cluster_size,
     computes_transposed,
+    consumer_registers,
     has_epilogue,
     k_steps,
     partial_problem,
@@ -146,12 +148,17 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
     def b_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
         return (at.column, k) if b_t else (k, at.column)
 
-    a_tile = (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k)
-    b_tile = (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
+    a_tile, b_tile = _operand_tiles(p, c)
     return [
         spec(a_ref, a_tile, a_index, shared=c.cluster == "n"),
         *(spec(b_ref, b_tile, b_index, shared=c.cluster == "m") for b_ref in b_refs),
     ]
+
+
+def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The tiles of A and B of a pipeline step, as they are stored."""
+    a_t, b_t = transposed(p)
+    return (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k), (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
 
 
 def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
@@ -335,6 +342,70 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
+def _kernel_in_turn(
+    work: Work,
+    gpu: Gpu,
+    *refs: Any,
+    accumulator: Any,
+    out_smem: Any,
+    operands: tuple[Any, Any],
+    barriers: Any,
+    residual_arrived: Any = None,
+) -> None:
+    """One block whose two consumers compute its output tiles in turn: while one stores a tile, the other multiplies the next.
+
+    Both read one pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last
+    one's ends, without another barrier, and stages that one consumer has read are filled for the other.
+    """
+    p, c = work.problem, work.config
+    of = _refs(p, *refs)
+    steps = k_steps(p, c)
+    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    pipeline, turns = Pipeline(c.max_concurrent_steps, *barriers), c.compute_warpgroups
+
+    def producer() -> None:
+        specs = list(zip(load(work, of.a, of.b), (of.a, of.b), operands, strict=True))
+
+        def load_step(step: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            t, k = at
+
+            def copy(stage: jax.Array, full: Any) -> None:
+                for spec, ref, smem in specs:
+                    engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
+
+            pipeline.of_consumer(lax.rem(t, jnp.int32(turns))).fill(step, copy)
+            last = k == steps - 1
+            return jnp.where(last, t + 1, t), jnp.where(last, 0, k + 1)
+
+        lax.fori_loop(0, own_tiles * steps, load_step, (jnp.int32(0), jnp.int32(0)))
+        pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
+
+    def consumer(acc: Any) -> None:
+        wg = lax.axis_index("wg")
+        own_pipeline = pipeline.of_consumer(wg)
+
+        def tile(i: jax.Array, _: None) -> None:
+            t = i * turns + wg
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            if p.residual:  # it arrives while the other consumer multiplies
+                _load_residual(work, t, of, out_smem, residual_arrived)
+            own_pipeline.multiply(
+                t * steps, steps, lambda stage: multiply(p, c, acc, *(operand.at[stage] for operand in operands))
+            )
+            _store(work, t, acc, of, out_smem=out_smem, residual_arrived=residual_arrived)
+
+        lax.fori_loop(0, tile_scheduler.tiles_of_block(own_tiles, wg, turns), tile, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
+
+    engine.specialize(
+        producer,
+        lambda: accumulator.scope(consumer),
+        consumers=turns,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(c, gpu),
+    )
+
+
 def _refs(p: Problem, a: Any, b: Any, *rest: Any) -> _Refs:
     *extra, out = rest
     bias = extra.pop(0) if p.bias else None
@@ -371,7 +442,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
     anywhere = (1, p.batch, m, n)
     out = engine.kernel(
-        functools.partial(_kernel, work),
+        functools.partial(_kernel_in_turn, work, gpu) if takes_turns(c) else functools.partial(_kernel, work),
         engine.Launch(
             "mgpu_ops_matmul",
             grid={"block": work.blocks},
@@ -415,6 +486,15 @@ def _scratch(work: Work) -> dict[str, Any]:
     }
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
+    if takes_turns(c):
+        stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
+        scratch["operands"] = tuple(
+            plgpu.SMEM((stages, *tile), jnp.dtype(p.dtype), transforms=engine.operand_transforms(tile[1], p.dtype, swizzle))
+            for tile in _operand_tiles(p, c)
+        )
+        scratch["barriers"] = Pipeline.barriers_in_turn(
+            stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=("cluster",) if c.cluster != "none" else ()
+        )
     if c.cluster == "k":
         scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch

@@ -43,6 +43,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_tile_n": (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
+        "schedule": gemm.SCHEDULES,
     }
 
 

@@ -74,6 +74,8 @@ class Config:
     split_k: parts of k computed apart, in float32, and summed by a second kernel or, with cluster="k", within the cluster. It
       fills the GPU when tiles are few.
     memory_registers: registers of a producer thread; consumers share the rest.
+    schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
+      that one stores its tile while the other multiplies. It has wg_dimension="m".
     """
 
     tile_m: int
@@ -88,6 +90,7 @@ class Config:
     epilogue_tile_n: int
     split_k: int
     memory_registers: int
+    schedule: str = "cooperative"
 
 
 _LAYER = ("qkv", "out", "gate_up", "down")  # the products of one layer: q, k and v fused, and gate and up fused
@@ -166,7 +169,7 @@ def supports_work(p: Any, batch: int, gpu: Gpu, way_out: str) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
-    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES)
+    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES) or _check_turns(config)
     if reason is not None:
         return reason
     if not computes_transposed(config):
@@ -180,7 +183,24 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return reason and f"{reason} (tile_m={config.tile_m} is less than {gemm.ROWS}: m and n, A and B change places)"
 
 
-_CHOICES = {"cluster": ("none", "m", "n", "k"), "raster_dimension": ("m", "n")}
+_CHOICES = {"cluster": ("none", "m", "n", "k"), "raster_dimension": ("m", "n"), "schedule": gemm.SCHEDULES}
+
+
+def _check_turns(c: Config) -> str | None:
+    """Consumer warpgroups can take turns."""
+    if not gemm.takes_turns(c):
+        return None
+    for field, allowed, why in (
+        ("compute_warpgroups", (2,), "which take turns"),
+        ("wg_dimension", ("m",), "as no side of a tile is shared"),
+        ("cluster", ("none", "m", "n"), "as the blocks of a cluster along k add up one tile at a time"),
+    ):
+        if getattr(c, field) not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            return f"{field}={getattr(c, field)!r} must be {wanted} with schedule='pingpong', {why}"
+    if computes_transposed(c):
+        return f"tile_m={c.tile_m} must be at least {gemm.ROWS} with schedule='pingpong'"
+    return None
 
 
 def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Config], str | None]) -> str | None:
@@ -396,6 +416,7 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     stored, tiles = partial_problem(problem, config), gemm.epilogue_tiles(config)
     received = cluster_size(config) - 1 if config.cluster == "k" else 0
     barriers = config.compute_warpgroups if stored.residual else 0
+    barriers += config.max_concurrent_steps if gemm.takes_turns(config) else 0  # each consumer has `full` barriers of its own
     buffers = tiles if stored.residual else min(2, tiles)
     return gemm.Storage(config, buffers, itemsize_of(stored.out_dtype), received, barriers)
 
