@@ -186,6 +186,35 @@ def test_a_stage_is_declared_empty_after_what_reads_it_and_not_before(waits):
             traced(lambda accs, a, b, pipeline: step(a, b.at[0], accs, a, pipeline))
 
 
+@pytest.mark.parametrize("site", [None, 0, 1])
+def test_steps_with_the_next_one_in_flight_declare_only_the_stage_before_empty(site, monkeypatch):
+    """Each of the two waits, in the loop and after it, is found when it leaves one wgmma more in flight."""
+
+    def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
+        pipeline.multiply(jnp.int32(0), 8, lambda stage: engine.wgmma(accs[0], a, b.at[stage]))
+
+    waits = engine.wgmma_wait
+    monkeypatch.setattr(engine, "wgmma_wait", lambda n: waits(n + (n == site)))
+    if site is None:
+        traced(compute)
+    else:
+        with pytest.raises(InFlight, match="declared empty"):
+            traced(compute)
+
+
+def test_a_loop_must_begin_and_end_with_equally_many_wgmma_in_flight():
+    def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
+        def turn(_: Any, state: Any) -> Any:
+            with inflight.iteration():
+                engine.wgmma(accs[0], a, a)
+            return state
+
+        lax.fori_loop(0, 8, turn, ())
+
+    with pytest.raises(InFlight, match="begins with 0 wgmma in flight and ends with 1"):
+        traced(compute)
+
+
 def test_a_wgmma_that_a_turn_of_a_loop_leaves_in_flight_is_an_error():
     def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
         lax.fori_loop(0, 8, lambda i, _: (engine.wgmma(accs[0], a, a), _)[1], ())

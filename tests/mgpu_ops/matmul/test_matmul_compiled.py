@@ -56,6 +56,20 @@ def test_parts_of_k_are_added_up_in_one_kernel_through_distributed_shared_memory
     assert report.spills == 0
 
 
+def test_warpgroups_that_take_turns_start_a_step_before_they_wait_for_the_last_one():
+    problem = MatmulProblem(4096, 14336, 4096)
+    config = replace(BASE, tile_n=192, max_concurrent_steps=4, schedule="pingpong")
+    report = compiled(problem, config)
+    (kernel,) = report.kernels
+    assert report.spills == 0
+    assert not report.serialized
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    multiply = kernel.sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    assert len(multiply) == 2  # one main loop, in which the wgmma of the last step are waited for, not those of this one
+    assert "HGMMA" in multiply[0]
+    assert "HGMMA" not in multiply[1]
+
+
 @pytest.mark.parametrize(
     "problem",
     [MatmulProblem(2**23, 520, 64, residual=True), MatmulProblem(512, 512, 2**21, batch=4)],

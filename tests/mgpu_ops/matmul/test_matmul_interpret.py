@@ -27,6 +27,7 @@ FEW_SMS = replace(gpu.find("h200"), sms=4)
 P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
+IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
 
 
 def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax.Array:
@@ -155,6 +156,16 @@ CASES = {
     "transposed, bias, gelu and residual": (P(17, 712, 136, **ALL), replace(FEW_ROWS, max_concurrent_steps=2)),
     "transposed, epilogue of a sum in a cluster": (P(9, 456, 1000, **ALL), replace(FEW_ROWS, cluster="k", split_k=4)),
     "transposed, float32 residual": (P(16, 192, 136, "float16", "float32", residual=True, bias=True), FEW_ROWS),
+    # warpgroups that take turns
+    "in turn, many tiles and tails": (P(450, 136, 264), IN_TURN),
+    "in turn, one tile, one step": (P(64, 64, 64), IN_TURN),
+    "in turn, stages that divide the steps, unequal shares": (P(330, 200, 256), replace(IN_TURN, max_concurrent_steps=2)),
+    "in turn, cluster along m": (P(200, 320, 192), replace(IN_TURN, cluster="m", max_concurrent_steps=2)),
+    "in turn, cluster along n, B transposed": (P(200, 384, 128, layout="nt"), replace(IN_TURN, cluster="n")),
+    "in turn, A transposed, a batch": (P(200, 320, 192, layout="tn", batch=3), replace(BASE, schedule="pingpong")),
+    "in turn, wide tiles at the end of rows": (P(200, 328, 136), replace(BASE, schedule="pingpong")),
+    "in turn, bias, gelu and residual": (P(450, 136, 264, **ALL), IN_TURN),
+    "in turn, three parts of k": (P(72, 136, 328), replace(IN_TURN, split_k=3, epilogue_tile_n=32)),
     # dtypes
     "float16": (P(200, 192, 128, "float16", "float16"), BASE),
     "float16 to float32": (
@@ -199,6 +210,9 @@ IN_ALL = [  # what others show together or one by one
     "epilogue after the sum of two parts",
     "epilogue of a sum in a cluster, a batch",
     "transposed, float32 residual",
+    "in turn, many tiles and tails",
+    "in turn, cluster along m",
+    "in turn, bias, gelu and residual",
 ]
 
 
