@@ -129,9 +129,7 @@ def iteration() -> Iterator[None]:
         raise InFlight(
             f"a loop's body begins with {len(before)} wgmma in flight and ends with {len(kernel.products)}: call wgmma_wait in it"
         )
-    kernel.products = [
-        dataclasses.replace(new, trace=old.trace) for new, old in zip(kernel.products, before, strict=True)
-    ]
+    kernel.products = [dataclasses.replace(new, trace=old.trace) for new, old in zip(kernel.products, before, strict=True)]
 
 
 def arrives(barrier: Any, in_flight: int = 0) -> None:

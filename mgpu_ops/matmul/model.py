@@ -28,10 +28,15 @@ from mgpu_ops.matmul.problem import (
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
-    """The values of each Config field, in order. `check` tells which combinations run."""
-    del gpu
+    """The values of each Config field, in order. `check` tells which combinations run.
+
+    The transposed product is for few rows, and warpgroups take turns where there are more tiles than blocks.
+    """
+    p = problem
+    few_rows = (*_FEW_ROWS, 64) if p.m <= _MOST_FEW_ROWS else (64,)
+    many_tiles = p.batch * math.ceil(p.m / 128) * math.ceil(p.n / 128) > gpu.sms
     return {
-        "tile_m": (8, 16, 24, 32, 48, 64, 128, 192, 256),
+        "tile_m": (*few_rows, 128, 192, 256),
         "tile_n": (64, 96, 128, 160, 192, 224, 256),
         "tile_k": (64, 128),
         "max_concurrent_steps": _STEPS,
@@ -43,7 +48,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_tile_n": (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
-        "schedule": gemm.SCHEDULES,
+        "schedule": gemm.SCHEDULES if many_tiles else gemm.SCHEDULES[:1],
     }
 
 
@@ -130,6 +135,7 @@ _TILES = (
     *((128, 128), (64, 256), (128, 64), (64, 128), (64, 64)),
 )
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
+_MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
 _SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
 
 

@@ -94,6 +94,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "epilogue_tile_n": (32, 64),
         "split_k": (1, 2, 4),
         "memory_registers": (40,),
+        "schedule": ("cooperative",),
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "grouped_matmul": _GROUPED,
