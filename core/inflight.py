@@ -127,7 +127,7 @@ def iteration() -> Iterator[None]:
     yield
     if len(kernel.products) != len(before):
         raise InFlight(
-            f"a loop's body begins with {len(before)} wgmma in flight and ends with {len(kernel.products)}: call wgmma_wait in it"
+            f"a loop's body begins with {len(before)} wgmma in flight and ends with {len(kernel.products)}: wait in it"
         )
     kernel.products = [dataclasses.replace(new, trace=old.trace) for new, old in zip(kernel.products, before, strict=True)]
 

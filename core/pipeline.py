@@ -53,7 +53,7 @@ class Pipeline:
     def barriers_in_turn(stages: int, *, copies: int, consumers: int, cluster_axes: tuple[str, ...] = ()) -> Barriers:
         """Those of a pipeline whose steps are each read by one of `consumers` warpgroups; `of_consumer` makes its Pipeline.
 
-        A thread knows a barrier's phase by the number of its own waits. So each consumer has `full` barriers of its own, on which
+        A thread knows a barrier's phase by the number of its own waits. So each consumer has its own `full` barriers, on which
         only its steps arrive. cluster_axes: of the blocks that share copies, all of which must have read a stage.
         """
         empty: Any = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
@@ -87,7 +87,7 @@ class Pipeline:
                 plgpu.barrier_wait(self.empty.at[stage])
 
     def multiply(self, first: jax.Array, steps: int, start: Callable[[jax.Array], None]) -> None:
-        """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on, with the next one in flight.
+        """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on, the next one in flight.
 
         A stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always have work.
         """
