@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mgpu_ops.registry.spec import Config, OpSpec, Problem
 
 SCHEMA = 1
-ERRORS_SINCE = "2026-11-22"  # a stored error of before may be over a smaller rms than tolerances are meant for, and be larger
 MAX_BYTES = 2**25  # of a file, some 50,000 entries: more is no database
 
 AnyPath = str | os.PathLike[str]
@@ -472,7 +471,7 @@ def fault_of(entry: Entry, gpu: Gpu, spec: OpSpec | None) -> str | None:
 def error_of(entry: Entry, spec: OpSpec) -> str | None:
     """Why an entry's result was not right, or None; of an entry without a fault."""
     error, limit = entry.evidence.error, spec.tolerance(to_problem(spec, entry.problem))
-    if error is None or error <= limit or entry.evidence.date < ERRORS_SINCE:
+    if error is None or error <= limit:
         return None
     return f"error {error:.3g} is above {limit:.3g}, the tolerance of {spec.name}: tune again"
 

@@ -213,21 +213,18 @@ def _parsed(path: str | os.PathLike[str], line: int, header: Sequence[str], valu
 
 # --- Right and wrong ------------------------------------------------------------------------------
 
-# Before that day, an error of attention was relative to the rms of a whole array. Since then it is relative to the rms of the
-# element's row, where that is larger, and tolerances are for such errors.
-_BY_ROW_SINCE = "2026-11-22"
-_LIMIT_BEFORE = {"flash_attention": 0.15, "flash_attention+grad": 0.45, "flash_attention_backward": 0.45}
-
 
 def tolerance(spec: OpSpec, problem: Problem, grad: bool) -> float:
     """The largest error that is right.
 
-    With `grad`, also that of the op's backward op, or of results in the inputs' dtype, which gradients have.
+    With `grad`, also that of results in the inputs' dtype, which gradients have; or twice that of the op's backward op: its
+    reference is given the forward output as it is stored, while forward and backward together compare with a float32 output.
+    Its rounding moves delta = sum(out * d out), and with it queries of few visible keys, whose gradient is small.
     """
     limits = [spec.tolerance(problem)]
     backward = mgpu_ops.SPECS.get(f"{spec.name}_backward")
     if grad and backward is not None:
-        limits.append(backward.tolerance(problem))
+        limits.append(2 * backward.tolerance(problem))
     fields = dataclasses.asdict(problem)
     if grad and "out_dtype" in fields:
         limits.append(spec.tolerance(dataclasses.replace(problem, out_dtype=fields["dtype"])))
@@ -237,16 +234,10 @@ def tolerance(spec: OpSpec, problem: Problem, grad: bool) -> float:
 def wrong(row: Measurement) -> bool:
     """Whether the error is above the tolerance of the op and problem, so that its time says nothing; of a yardstick never.
 
-    Attention measured before its error was taken by rows has the limits of then.
-
     `failures` asks the same. For a problem that cannot be read, the largest tolerance of the op's named problems counts; for an
     unknown op, the largest of all ops.
     """
-    if row.error is None:
-        return False
-    if row.date < _BY_ROW_SINCE and row.op in _LIMIT_BEFORE:
-        return not row.error <= _LIMIT_BEFORE[row.op]
-    return not row.error <= _limit(row.op, row.problem)
+    return row.error is not None and not row.error <= _limit(row.op, row.problem)
 
 
 @functools.lru_cache(1024)

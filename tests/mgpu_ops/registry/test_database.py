@@ -762,17 +762,12 @@ def test_an_entry_slower_than_the_default_in_its_own_run_is_passed_over_and_name
 @quiet
 def test_validate_names_exactly_the_entries_whose_error_is_above_the_tolerance(errors):
     with tempfile.TemporaryDirectory() as folder:
-        rows = [entry(m=64 + i, error=error, date=database.ERRORS_SINCE) for i, error in enumerate(errors)]
+        rows = [entry(m=64 + i, error=error) for i, error in enumerate(errors)]
         faults = database.validate(write(Path(folder, "scale.json"), entry(m=8, error=None), *rows), SPEC)
     named = [m for m in range(64, 68) if any(f"{{'m': {m}}}" in fault for fault in faults)]
     assert named == [64 + i for i, error in enumerate(errors) if error > 0.01]
     assert len(faults) == len(named)
     assert all("is above 0.01, the tolerance of scale: tune again" in fault for fault in faults)
-
-
-def test_an_error_over_another_rms_is_held_against_no_entry():
-    path = write(user(), entry(error=0.05, date="2026-11-21"))
-    assert database.validate(path, SPEC) == []
 
 
 def test_what_a_user_names_explicitly_raises_if_it_cannot_be_used(tmp_path, monkeypatch):
