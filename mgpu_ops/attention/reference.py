@@ -101,8 +101,8 @@ def _softmax_of(s: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[ja
     0 and +inf for a row whose scores are all -inf.
     """
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-    nothing = m == -jnp.inf
-    m = jnp.where(nothing, 0.0, m)
+    nothing = (s == -jnp.inf).all(-1, keepdims=True)  # not by m: XLA's maxima on CPUs may leave out NaN
+    m = jnp.where(m == -jnp.inf, 0.0, m)
     if sinks is not None:  # of which the largest may be +inf
         m = jnp.minimum(jnp.maximum(m, jnp.where(nothing, 0.0, sinks)), jnp.finfo(m.dtype).max)
     e = jnp.exp(s - m)
