@@ -32,19 +32,20 @@ def rows_view(x: jax.Array) -> jax.Array:
     return x.reshape(1, 1, *x.shape)
 
 
-def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any) -> None:
+def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any, anywhere: bool = False) -> None:
     """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
 
     src: a `rows_view` in global memory of fewer than 2^28 rows.
     row, end: traced integers of any value, end <= the rows of src.
-    column: a multiple of 64, as the compiler can see.
-    dst: [rows, columns] in shared memory, tiled with the 128-byte swizzle (`operand_transforms`). If it is
-      wider than one swizzle tile, tiles divide the rows of src.
+    column: a multiple of the swizzle tile's columns, as the compiler can see. With `anywhere` any integer below 2^25 whose
+      block ends within src's rows, which need not be whole tiles then.
+    dst: [rows, columns] in shared memory, tiled and swizzled (`operand_transforms`). If it is wider than one swizzle tile,
+      tiles divide the rows of src.
     """
     rows, columns = dst.shape
     inflight.copies(dst, barrier)
     if not interpreting():
-        plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape), dst, barrier)
+        plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape, anywhere), dst, barrier)
         return
     dst[...] = jnp.zeros(dst.shape, dst.dtype)
     for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
@@ -59,14 +60,14 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any)
     plgpu.barrier_arrive(barrier)
 
 
-def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int) -> None:
+def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int, anywhere: bool = False) -> None:
     """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`, the reverse of `load_rows`.
 
     It is a group of copies of its own for `wait_smem_to_gmem`.
     """
     rows, columns = src.shape
     if not interpreting():
-        plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape))
+        plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape, anywhere))
         return
     length = jnp.clip(end - row, 0, rows)
     for offset, count, some in _binary(length, rows):
@@ -81,9 +82,14 @@ def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int) -> None:
     pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
 
 
-def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, int]) -> Any:
-    """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8."""
-    return ref.at[jnp.int32(end), jnp.int32(tma.WINDOW), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(column, shape[1])]
+def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, int], anywhere: bool) -> Any:
+    """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8.
+
+    And of columns multiples of what the swizzle tile has, so that with `anywhere` these are written times 64.
+    """
+    kind = tma.WINDOW_ANYWHERE if anywhere else tma.WINDOW
+    first = column * tma.COLUMN_UNIT if anywhere else column
+    return ref.at[jnp.int32(end), jnp.int32(kind), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(first, shape[1])]
 
 
 def _binary(length: jax.Array, limit: int) -> Iterator[tuple[jax.Array, int, jax.Array]]:

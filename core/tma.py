@@ -28,6 +28,7 @@ ROW_UNIT = 8
 COLUMN_UNIT = 64
 ANYWHERE = 0x414E5957  # in the first dimension, of size 1: a block that begins anywhere
 WINDOW = 0x57494E44  # in the second dimension, of size 1: a window of rows
+WINDOW_ANYWHERE = 0x57414E59  # likewise: a window whose columns begin anywhere
 type Slice = tuple[Any, ...]  # an index or a DynamicSlice for each dimension of the array
 type Transforms = tuple[launch_context.MemRefTransform, ...]
 
@@ -44,10 +45,12 @@ class _WindowOfRows(launch_context.MemRefTransform):
     (2^30, end, 2^30 - end + r): 2^30 (W - S) + end S + (2^30 - end + r) S = 2^64 + r S bytes, and as the last of the three
     has size 2^30, what lies at end or beyond counts as outside: read as zeros, not written. With `panel`, the columns are
     split into panels of that width, which come one after the other in shared memory. After Triton's "ragged TMA".
+    anywhere: the columns may begin at any column, not only at a panel's first: `_panels`.
     """
 
     panel: int | None
     end: Any = dataclasses.field(compare=False)  # ir.Value of index type; the same descriptor serves every end
+    anywhere: bool = False
 
     def apply(self, ref: ir.Value) -> ir.Value:
         ty = ir.MemRefType(ref.type)
@@ -56,7 +59,8 @@ class _WindowOfRows(launch_context.MemRefTransform):
         strides = [_WRAP_BYTES // itemsize - row, row, *self._columns(row, row, 1)]
         shape = [_ROWS + 1, _ROWS, *self._columns(_ROWS, row, row)]
         if self.panel:
-            shape[2], strides[2], shape[4] = row // self.panel, self.panel, self.panel
+            shape[2], shape[4] = _panels(row, self.panel, self.anywhere)
+            strides[2] = self.panel
         return _view(ref, shape, strides)
 
     def _columns(self, rows: Any, panels: Any, columns: Any) -> tuple[Any, ...]:
@@ -67,8 +71,8 @@ class _WindowOfRows(launch_context.MemRefTransform):
         row = arith.addi(arith.subi(_index(_ROWS), self.end), row)
         if not self.panel:
             return (_index(_ROWS), self.end, row, column)
-        panel = arith.divui(column, _index(self.panel))
-        return (_index(_ROWS), self.end, panel, row, _index(0))
+        panel, within = _panel_index(column, self.panel, self.anywhere)
+        return (_index(_ROWS), self.end, panel, row, within)
 
     def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *_, rows, columns = shape
@@ -76,7 +80,10 @@ class _WindowOfRows(launch_context.MemRefTransform):
 
     def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         row = shape[3]
-        return (_ROWS + 1, _ROWS, row // self.panel, _ROWS, self.panel) if self.panel else (_ROWS + 1, _ROWS, _ROWS, row)
+        if not self.panel:
+            return (_ROWS + 1, _ROWS, _ROWS, row)
+        panels, width = _panels(row, self.panel, self.anywhere)
+        return (_ROWS + 1, _ROWS, panels, _ROWS, width)
 
     def batch(self, leading_rank: int) -> _WindowOfRows:
         return self  # the two leading dimensions are those that `copy` squeezes
@@ -88,10 +95,12 @@ class _RowsAnywhere(launch_context.MemRefTransform):
 
     TMA then brings [rows / tile, panels, tile, panel] in one copy, the order in which shared memory holds a block of several
     panels. Row r is addressed as (r // tile, r % tile + i), so that the tile's dimension is nearly twice as long as a tile.
+    anywhere: columns likewise (`_panels`); else they begin at a panel's first.
     """
 
     tile: int
     panel: int
+    anywhere: bool = False
 
     def apply(self, ref: ir.Value) -> ir.Value:
         ty = ir.MemRefType(ref.type)
@@ -102,14 +111,10 @@ class _RowsAnywhere(launch_context.MemRefTransform):
 
     def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
         *lead, row, column = idx
-        tile, panel = _index(self.tile), _index(self.panel)
-        return (
-            *lead,
-            arith.divui(row, tile),
-            arith.divui(column, panel),
-            arith.remui(row, tile),
-            _index(0),
-        )
+        tile = _index(self.tile)
+        first = arith.divui(row, tile)
+        panel, within = _panel_index(column, self.panel, self.anywhere)
+        return (*lead, first, panel, arith.remui(row, tile), within)
 
     def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, rows, columns = shape
@@ -117,10 +122,24 @@ class _RowsAnywhere(launch_context.MemRefTransform):
 
     def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, rows, columns = shape
-        return (*lead, -(-rows // self.tile), columns // self.panel, 2 * self.tile - 1, self.panel)
+        panels, width = _panels(columns, self.panel, self.anywhere)
+        return (*lead, -(-rows // self.tile), panels, 2 * self.tile - 1, width)
 
     def batch(self, leading_rank: int) -> _RowsAnywhere:
         return self
+
+
+def _panels(columns: int, panel: int, anywhere: bool) -> tuple[int, int]:
+    """How many panels a row of `columns` is viewed in, and how wide they are.
+
+    Column c is addressed as (c // panel, c % panel + i). Where a block may begin anywhere, panels are nearly twice as wide.
+    """
+    return (-(-columns // panel), 2 * panel - 1) if anywhere else (columns // panel, panel)
+
+
+def _panel_index(column: ir.Value, panel: int, anywhere: bool) -> tuple[ir.Value, ir.Value]:
+    """The panel that a block begins in, and where in it."""
+    return arith.divui(column, _index(panel)), arith.remui(column, _index(panel)) if anywhere else _index(0)
 
 
 def _view(ref: ir.Value, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> ir.Value:
@@ -197,10 +216,10 @@ def _may_be_beyond(part: Any) -> bool:
 
 
 def _is_window(gmem_slice: Slice) -> bool:
-    """Whether the slice is (end, WINDOW, rows, columns)."""
+    """Whether the slice is (end, WINDOW or WINDOW_ANYWHERE, rows, columns)."""
     match gmem_slice:
         case (_, index, _, _):
-            return _is_constant(index, WINDOW)
+            return _is_constant(index, WINDOW) or _is_constant(index, WINDOW_ANYWHERE)
     return False
 
 
@@ -381,7 +400,10 @@ def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]
     One panel lies in shared memory as plain rows: one copy. Several interleave every 8 rows: one copy where all rows come
     before `end`, else one for each 8, in a loop, so that the rare case takes few registers.
     """
-    end, _, rows, columns = gmem_slice
+    end, kind, rows, columns = gmem_slice
+    anywhere = _is_constant(kind, WINDOW_ANYWHERE)
+    if anywhere:  # given times COLUMN_UNIT
+        columns = utils.DynamicSlice(arith.divui(columns.base, _index(COLUMN_UNIT)), columns.length)
     tiles, panels, tile, panel = smem.type.shape
     row = arith.divui(rows.base, _index(ROW_UNIT))
     block = (0, 0, utils.DynamicSlice(row, rows.length), columns)
@@ -389,12 +411,12 @@ def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]
         copy(utils.memref_fold(smem, 0, 3), block, (_WindowOfRows(None, end),))
         return
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
-    copy(smem, block, (_RowsAnywhere(tile, panel),), whole)
+    copy(smem, block, (_RowsAnywhere(tile, panel, anywhere),), whole)
     with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
         loop = scf.ForOp(_index(0), _index(tiles), _index(1))  # type: ignore[arg-type, call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
             window = (0, 0, utils.DynamicSlice(first, tile), columns)
-            copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end),))
+            copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end, anywhere),))
             scf.YieldOp([])
         scf.YieldOp([])

@@ -40,8 +40,8 @@ class Call:
     backward_config: BackwardConfig | None
     backend: dispatch.Backend | None
 
-    def problem(self, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> Problem:
-        """The problem of these arrays (or their shapes)."""
+    def problem(self, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Problem:
+        """The problem of these arrays (or their shapes); v has no more columns than k."""
         return Problem(
             batch=q.shape[0],
             q_tokens=q.shape[1],
@@ -59,6 +59,7 @@ class Call:
             bias="none" if bias is None else bias.dtype.name,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            v_head_dim=v.shape[3] if v.shape[3] < k.shape[3] else 0,
         )
 
 

@@ -29,7 +29,8 @@ def launch(
 
     lse as the forward kernel gives it; delta [batch, q_heads, q_tokens]: the rows' sums of output times its gradient.
     """
-    head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
+    head_dim, v_dim = p.head_dim, p.v_dim
+    p = dataclasses.replace(p, head_dim=padded(head_dim), v_head_dim=0)
     q, k, v, out_grad = (pad_head(x, p.head_dim) for x in arrays[:4])
     inputs = dataclasses.replace(
         Inputs.of(p, arrays[6:]), sinks=None
@@ -38,5 +39,5 @@ def launch(
     dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, interpret)
     if dq is None:
         dq = backward_dq.launch(p, c, gpu, given, interpret)
-    gradients = tuple(x[..., :head_dim] for x in (dq, dk, dv))
+    gradients = dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_dim]
     return gradients if dbias is None else (*gradients, dbias)

@@ -292,7 +292,7 @@ def _merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ja
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, as `forward.launch`."""
     del gpu
-    head_dim, p = p.head_dim, dataclasses.replace(_without_needless_bounds(p), head_dim=padded(p.head_dim))
+    v_dim, p = p.v_dim, dataclasses.replace(_without_needless_bounds(p), head_dim=padded(p.head_dim), v_head_dim=0)
     q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
     packing, parts = _Packing(p), c.kv_splits // c.kv_cluster
     inputs = Inputs.of(p, arrays[3:])
@@ -334,7 +334,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     )(*flat)
     out, lse = out.reshape(parts, *q.shape), lse.reshape(parts, p.batch, p.q_heads, p.q_tokens)
     out, lse = _added_up(out, lse, inputs.sinks) if parts > 1 else (out[0], lse[0])
-    return out.astype(p.dtype)[..., :head_dim], lse
+    return out.astype(p.dtype)[..., :v_dim], lse
 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:

@@ -116,9 +116,11 @@ def flash_attention(
 
     Args:
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
-        128 and 256 as they are, others padded); other floats run through XLA.
+        80, 96, 112, 128, 160, 192, 224 and 256 as they are forward, others padded to the next; backward and for few query
+        tokens 64, 128 and 256); other floats run through XLA.
       k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype; kv_heads divides q_heads.
-      v: [batch, kv_tokens, kv_heads, v_head_dim].
+      v: [batch, kv_tokens, kv_heads, v_head_dim]. A v_head_dim below head_dim is computed in multiples of 64, as the 128 beside
+        192 of multi-head latent attention; above it, q and k are padded to it.
       bias: floats that broadcast to [batch, q_heads, q_tokens, kv_tokens], added to the scores. Differentiable.
       mask: booleans that broadcast to the same; False hides a key from a row.
       causal: a row sees no key after the one it is aligned with.
@@ -195,18 +197,18 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     call, inputs = arguments.call(), arguments.inputs()
     q, k, v = arguments.q, arguments.k, arguments.v
     if arguments.hides_tokens:  # in a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN
-        q, k, v = zero_unseen(call.problem(q, k, inputs.bias), inputs, q, k, v)
+        q, k, v = zero_unseen(call.problem(q, k, v, inputs.bias), inputs, q, k, v)
     if arguments.checked_scale() < 0:  # the kernel takes the largest score before it scales
         q = -q
-    wide = max(q.shape[-1], v.shape[-1])
-    q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])]) for x in (q, k, v))
+    if (more := v.shape[-1] - q.shape[-1]) > 0:  # zeros add nothing to any score
+        q, k = (jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) for x in (q, k))
     arrays, tree = jax.tree.flatten((q, k, v, inputs))
     q, k, v, inputs = jax.tree.unflatten(tree, mesh.same_mesh_axes(*arrays))
     out, lse = _attention(call, q, k, v, inputs)
     nothing: Any = -jnp.inf
     if inputs.sinks is not None:  # alone in the sum; -inf is none, and without a gradient
         nothing = jnp.where(inputs.sinks == -jnp.inf, -jnp.inf, inputs.sinks)[:, :, None].astype(lse.dtype)
-    return out[..., : arguments.v.shape[-1]], jnp.where(lse == jnp.inf, nothing, lse / LOG2E)
+    return out, jnp.where(lse == jnp.inf, nothing, lse / LOG2E)
 
 
 # --- Gradient and batching rules -------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ def _forward_product(call: Call) -> Callable[..., Any]:
 
     @jax.custom_batching.custom_vmap
     def product(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
-        problem, arrays = call.problem(q, k, inputs.bias), (q, k, v, *inputs.arrays())
+        problem, arrays = call.problem(q, k, v, inputs.bias), (q, k, v, *inputs.arrays())
         through_cudnn = None if cudnn.refuses(problem) else functools.partial(cudnn.forward, problem, call.scale)
         return dispatch.run(FORWARD, problem, arrays, config=call.config, backend=call.backend, instead=through_cudnn)
 
@@ -289,7 +291,7 @@ def _backward_product(call: Call) -> Callable[..., Any]:
         delta: jax.Array,
         out: jax.Array,
     ) -> Any:
-        fields = dataclasses.asdict(call.problem(q, k, inputs.bias))
+        fields = dataclasses.asdict(call.problem(q, k, v, inputs.bias))
         problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
         arrays = q, k, v, out_grad, lse, delta, *inputs.arrays()
         through_cudnn: Any = None

@@ -27,23 +27,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.heads import Part, parts, rounded, rounded_values
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import (
     BlockSpec,
     Scratch,
     as_blocks,
     as_rows,
+    in_panels,
+    in_rows,
     optional_refs,
     pad_head,
     rows_like,
     run,
     specialize,
-    swizzled,
 )
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded
+from mgpu_ops.attention.problem import ROWS, Config, Problem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, regions, tile_scheduler
@@ -116,8 +118,14 @@ class _ThreadBlock:
         return ROWS * self.c.compute_warpgroups
 
     @property
-    def panels(self) -> range:
-        return range(self.p.head_dim // PANEL)
+    def parts(self) -> tuple[Part, ...]:
+        """Of a head of queries and keys."""
+        return parts(self.p.head_dim)
+
+    @property
+    def v_parts(self) -> tuple[Part, ...]:
+        """Of a head of values and of the output: no more than of queries."""
+        return parts(self.p.v_dim)
 
     def position(self, number: jax.Array) -> Position:
         """The first row of an output tile."""
@@ -137,8 +145,13 @@ class _ThreadBlock:
 
     def _load_output_tile(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
         x, at = self.x, self.position(number)
+
+        def queries(stage: jax.Array, full: Any) -> None:
+            for part in self.parts:
+                x.load_rows(x.q, at, self.smem[part.name("q")].at[stage], full, part)
+
         # Waits until the consumers have stored the output tile that was in this stage of q: outputs leave from there.
-        self.q_pipeline.fill(i, lambda stage, full: x.load_rows(x.q, at, self.smem["q"].at[stage], full))
+        self.q_pipeline.fill(i, queries)
         order = self.order(at)
         kv_head = lax.div(at.head, jnp.int32(self.p.q_heads // self.p.kv_heads))
         return order.for_each(functools.partial(self._load_kv_block, at, kv_head), step)
@@ -150,12 +163,17 @@ class _ThreadBlock:
         x, first = self.x, Position(at.batch, kv_head, block * self.c.tile_kv)
 
         def keys(stage: jax.Array, full: Any) -> None:
-            x.load_keys(x.k, first, self.smem["k"].at[stage], full)
+            for part in self.parts:
+                x.load_keys(x.k, first, self.smem[part.name("k")].at[stage], full, part)
             x.load_optional("kv", at, first.token, Stage(self.smem, stage, full))
+
+        def values(stage: jax.Array, full: Any) -> None:
+            for part in self.v_parts:
+                x.load_block(x.v, "kv", first, self.smem[part.name("v")].at[stage], full, part)
 
         # Keys and values have pipelines of their own: keys are empty again a step earlier than the values of their block.
         self.k_pipeline.fill(step, keys)
-        self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full))
+        self.v_pipeline.fill(step, values)
         return step + 1
 
 
@@ -170,15 +188,15 @@ class _Consumer:
     mask: ScoreMask
     score_scale: jax.Array  # the scale of the scores times log2(e)
     s_acc: Any
-    o_acc: Any
+    o_accs: tuple[Any, ...]  # of each part of a head of values
 
     @staticmethod
-    def run(block: _ThreadBlock, s_acc: Any, o_acc: Any) -> None:
+    def run(block: _ThreadBlock, s_acc: Any, *o_accs: Any) -> None:
         """Works through all output tiles."""
         wg, tiles = lax.axis_index("wg"), block.tiles.count
         own, mask = pl.ds(wg * ROWS, ROWS), ScoreMask(block.smem["numbers"])
         mask.write_numbers(wg)
-        consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
+        consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_accs)
         lax.fori_loop(0, tiles, consumer._output_tile, (block.tiles.number(0), jnp.int32(0)))
         if block.c.q_slots > 1:
             pl.when(tiles > 0)(lambda: consumer._release_queries(tiles - 1))
@@ -214,7 +232,7 @@ class _Consumer:
         terms = block.x.mask_terms(at.batch)
         stage = opaque(lax.rem(i, jnp.int32(block.c.q_slots)))
         plgpu.barrier_wait(block.q_pipeline.full.at[stage])
-        q = [block.smem["q"].at[stage, panel, self.own, :] for panel in block.panels]
+        q = [block.smem[part.name("q")].at[stage, panel, self.own, :] for part in block.parts for panel in range(part.panels)]
         segments = block.x.inputs.segments
         q_segments = load_per_row(segments[0].at[at.batch, pl.ds(at.token, ROWS)]) if segments is not None else None
         return _Rows(self, at, order, terms, q, q_segments)
@@ -275,26 +293,31 @@ class _Rows:
         # Two products are started, in this order: the scores of this block, and the last block's weights times its values.
         k_stage = self._start_scores(step)
         v_stage = self._start_values(weights, step - 1)
-        # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
-        scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=1)
+        # Waits for the scores alone (the product with values may be in flight). The softmax runs beside weights times values.
+        scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=len(w.o_accs))
         weights, softmax, rescale = softmax.update(scores, block.p.dtype)
         if block.c.pv_wait == "late":
             # Keeps ptxas from moving the next wait ahead of the softmax. Nobody reads what it stores.
             engine.store_volatile(softmax.row_sum, block.smem["lse"].at[w.wg])
         # Waits for weights times values; then the stage is empty and the output may be rescaled.
-        out = engine.accumulated(w.o_acc, 0)
+        outs = [engine.accumulated(acc, 0) for acc in w.o_accs]
         engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
-        w.o_acc[...] = out * along_rows(rescale, out.shape)
+        for acc, out in zip(w.o_accs, outs, strict=True):
+            acc[...] = out * along_rows(rescale, out.shape)
         return weights, softmax, step + 1
 
-    def last_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
-        """The sum of all weights times values, after the product for the last kv block. Sets the accumulator to 0 again."""
-        o_acc = self.consumer.o_acc
+    def last_values(self, weights: jax.Array, step: jax.Array) -> list[jax.Array]:
+        """The sums of all weights times values, after the product for the last kv block, of each part of a head.
+
+        Sets the accumulators to 0 again.
+        """
+        o_accs = self.consumer.o_accs
         stage = self._start_values(weights, step)
-        out = engine.accumulated(o_acc, 0)
+        outs = [engine.accumulated(acc, 0) for acc in o_accs]
         engine.barrier_arrive(self.block.v_pipeline.empty.at[stage])
-        o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
-        return out
+        for acc in o_accs:
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        return outs
 
     # --- Their parts
 
@@ -304,8 +327,9 @@ class _Rows:
         stage = lax.rem(step, jnp.int32(k.stages))
         plgpu.barrier_wait(k.full.at[stage])
         s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
-        for panel in self.block.panels:
-            engine.wgmma(s_acc, self.q[panel], engine.transpose_ref(self.block.smem["k"].at[stage, panel]))
+        keys = (self.block.smem[part.name("k")].at[stage, i] for part in self.block.parts for i in range(part.panels))
+        for q, k in zip(self.q, keys, strict=True):
+            engine.wgmma(s_acc, q, engine.transpose_ref(k))
         return stage
 
     def _scores(self, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
@@ -330,18 +354,19 @@ class _Rows:
         v = self.block.v_pipeline
         stage = lax.rem(step, jnp.int32(v.stages))
         plgpu.barrier_wait(v.full.at[stage])
-        engine.wgmma(self.consumer.o_acc, weights, self.block.smem["v"].at[stage])
+        for acc, part in zip(self.consumer.o_accs, self.block.v_parts, strict=True):
+            engine.wgmma(acc, weights, self.block.smem[part.name("v")].at[stage])
         return stage
 
     def _rescale_output(self, rescale: jax.Array) -> None:
         """No product may be in flight."""
-        o_acc = self.consumer.o_acc
-        o_acc[...] = engine.accumulated(o_acc, 0) * along_rows(rescale, o_acc.shape)
+        for acc in self.consumer.o_accs:
+            acc[...] = engine.accumulated(acc, 0) * along_rows(rescale, acc.shape)
 
     # --- The way out
 
     @regions.region("store")
-    def store(self, out: jax.Array, softmax: OnlineSoftmax) -> None:
+    def store(self, outs: list[jax.Array], softmax: OnlineSoftmax) -> None:
         """Starts the copies of output and lse to global memory. They run on beside the next output tile."""
         block, p, at, wg = self.block, self.block.p, self.at, self.consumer.wg
         if p.lengths:
@@ -349,16 +374,19 @@ class _Rows:
         rescale = None
         if p.sinks:
             softmax, rescale = softmax.with_sink(block.x.sink(at.batch, at.head) * LOG2E)
-        normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p), rescale=rescale).astype(p.dtype)
-        # This warpgroup's queries are done with: the output leaves from their place.
-        for panel in block.panels:
-            self.q[panel][...] = normalised[:, panel * PANEL : (panel + 1) * PANEL]
+        # This warpgroup's queries are done with: the output leaves from their place, panel by panel.
+        panels = [(part, panel) for part in block.v_parts for panel in range(part.panels)]
+        nothing = some_see_nothing(p)
+        normalised = [softmax.normalise(x, some_see_nothing=nothing, rescale=rescale).astype(p.dtype) for x in outs]
+        for place, (part, panel) in zip(self.q, panels, strict=False):
+            place[...] = normalised[part.number][:, part[panel]]
         block.smem["lse"][wg] = softmax.log_sum_exp()
         plgpu.commit_smem()  # TMA sees what was written
         start = at.batch * p.q_tokens
-        for panel in block.panels:
+        for place, (part, panel) in zip(self.q, panels, strict=False):
             row, end = start + at.token, start + p.q_tokens
-            store_rows(self.q[panel], block.out, row, end, at.head * p.head_dim + panel * PANEL)
+            column = at.head * p.v_dim + (part.first + panel * part.panel)
+            store_rows(place, block.out, row, end, column, part.anywhere)
         plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
 
 
@@ -368,10 +396,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     Returns the output, and for each row the logarithm to base 2 of its sum of exponentials [batch, q_heads, q_tokens], float32,
     +inf where the row sees nothing, so that 2^(score - it) is 0.
     """
-    head_dim, p = p.head_dim, dataclasses.replace(p, head_dim=padded(p.head_dim))
-    q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
+    v_dim, d, v_d = p.v_dim, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
+    p = dataclasses.replace(p, head_dim=d, v_head_dim=v_d if v_d < d else 0)
+    q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
-    tiles, panels = math.ceil(p.q_tokens / tile_q), p.head_dim // PANEL
+    tiles, panels = math.ceil(p.q_tokens / tile_q), sum(part.panels for part in parts(d))
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
     optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages)
 
@@ -382,11 +411,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     spec = BlockSpec(
         consumers=consumers,
-        accumulators=((ROWS, c.tile_kv), (ROWS, p.head_dim)),
+        accumulators=((ROWS, c.tile_kv), *((ROWS, part.columns) for part in parts(v_d))),
         smem={
-            "q": swizzled((c.q_slots, panels, tile_q, PANEL), p.dtype),
-            "k": swizzled((stages, panels, c.tile_kv, PANEL), p.dtype),
-            "v": swizzled((stages, c.tile_kv, p.head_dim), p.dtype),
+            **in_panels("q", (c.q_slots, tile_q), d, p.dtype),
+            **in_panels("k", (stages, c.tile_kv), d, p.dtype),
+            **in_rows("v", (stages, c.tile_kv), v_d, p.dtype),
             "numbers": plgpu.SMEM((consumers, c.tile_kv), jnp.int32),
             "lse": plgpu.SMEM((consumers, ROWS), jnp.float32),
             **smem,
@@ -394,10 +423,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         barriers={
             "q": Pipeline.barriers(c.q_slots, copies=panels, consumers=consumers),
             "k": Pipeline.barriers(stages, copies=panels + len(smem), consumers=consumers),
-            "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
+            "v": Pipeline.barriers(stages, copies=len(parts(v_d)), consumers=consumers),
         },
     )
     refs = _Refs(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
-    out_type = rows_like(q), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
+    out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
+    out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
     out, lse = run(body, "mgpu_ops_flash_attention", blocks, spec, refs, out_type, interpret)
-    return out.reshape(q.shape)[..., :head_dim], lse[:, :, : p.q_tokens]
+    return out.reshape(out_like.shape)[..., :v_dim], lse[:, :, : p.q_tokens]

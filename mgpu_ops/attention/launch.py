@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.heads import parts
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem
@@ -79,9 +80,22 @@ def specialize(
     )
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for tiles with rows of any number of 128-byte panels, as wgmma and TMA take them."""
-    return plgpu.SMEM(shape, dtype, transforms=engine.operand_transforms(128 // jnp.dtype(dtype).itemsize, dtype, 128))
+def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+    """Shared memory for tiles with rows of any number of panels of `swizzle` bytes, as wgmma and TMA take them."""
+    return plgpu.SMEM(shape, dtype, transforms=engine.operand_transforms(swizzle // jnp.dtype(dtype).itemsize, dtype, swizzle))
+
+
+def in_panels(array: str, shape: tuple[int, ...], head_dim: int, dtype: Any) -> dict[str, Any]:
+    """Shared memory for rows of a head, a buffer for each of its parts: [*shape[:-1], panels, shape[-1], panel]."""
+    *lead, rows = shape
+    return {
+        part.name(array): swizzled((*lead, part.panels, rows, part.panel), dtype, 2 * part.panel) for part in parts(head_dim)
+    }
+
+
+def in_rows(array: str, shape: tuple[int, ...], head_dim: int, dtype: Any) -> dict[str, Any]:
+    """Likewise [*shape, columns of the part]."""
+    return {part.name(array): swizzled((*shape, part.columns), dtype, 2 * part.panel) for part in parts(head_dim)}
 
 
 # --- Arrays ----------------------------------------------------------------------------------------------------------
@@ -100,7 +114,7 @@ class BackwardArrays:
     inputs: Inputs
 
 
-def rows_like(x: jax.Array) -> jax.ShapeDtypeStruct:
+def rows_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """An output of `rows.store_rows` that reshapes to [batch, tokens, heads, head_dim], as x."""
     batch, tokens, heads, head_dim = x.shape
     return jax.ShapeDtypeStruct((1, 1, batch * tokens, heads * head_dim), x.dtype)
@@ -117,7 +131,8 @@ def as_blocks(x: jax.Array, tile: int, problem: Problem) -> jax.Array:
 
     Copies from an array that tiles divide never need to be cut, and take less code; lengths cut any.
     """
-    return x if x.shape[1] % tile == 0 and not problem.lengths else as_rows(x)
+    divided = x.shape[1] % tile == 0 and x.shape[3] % PANEL == 0
+    return x if divided and not problem.lengths else as_rows(x)
 
 
 def pad_head(x: jax.Array, head_dim: int) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.attention import reference
+from mgpu_ops.attention.heads import PANEL, rounded, rounded_values
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     HEAD_DIMS,
@@ -48,8 +49,9 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias, sinks."""
     p = problem
     keys = jax.random.split(key, 8)
-    shapes = ((p.q_tokens, p.q_heads), (p.kv_tokens, p.kv_heads), (p.kv_tokens, p.kv_heads))
-    qkv = [jax.random.normal(k, (p.batch, *s, p.head_dim), p.dtype) for k, s in zip(keys, shapes, strict=False)]
+    keys_shape = p.kv_tokens, p.kv_heads
+    shapes = ((p.q_tokens, p.q_heads, p.head_dim), (*keys_shape, p.head_dim), (*keys_shape, p.v_dim))
+    qkv = [jax.random.normal(k, (p.batch, *s), p.dtype) for k, s in zip(keys, shapes, strict=False)]
     cap = SOFT_CAP if p.soft_cap else 0.0
     scale = 1 / math.sqrt(p.head_dim)
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
@@ -117,9 +119,9 @@ def splits_keys_by_default(problem: Problem) -> bool:
 
 # The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
 _MEASURED = {
-    64: Config(3, 128, 3, 2, 1, 32, "early"),
-    128: Config(2, 128, 2, 2, 1, 24, "early"),
-    256: Config(2, 64, 2, 1, 4, 24, "early"),
+    (64, 64): Config(3, 128, 3, 2, 1, 32, "early"),
+    (128, 128): Config(2, 128, 2, 2, 1, 24, "early"),
+    (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
 _MARGIN = 1.05  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
 
@@ -128,18 +130,19 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
 
     For each number of consumers, tile_kv and q_slots, the deepest pipeline of up to three stages: two load while consumers work
-    on one. For few query tokens `_split_candidates`.
+    on one. Heads of several parts take the producer more registers: with fewer it spills. For few query tokens
+    `_split_candidates`.
     """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
     if splits_keys_by_default(problem):
         return _split_candidates(problem, gpu)
-    found = [_MEASURED[padded(problem.head_dim)]]
+    measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
+    found = [] if measured is None else [measured]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        pipelines = [
-            Config(warpgroups, tile_kv, steps, q_slots, _SECTION, 32 if warpgroups == 3 else 24, "early") for steps in (3, 2)
-        ]
+        registers = 40 if rounded(problem.head_dim) % PANEL else 32 if warpgroups == 3 else 24
+        pipelines = [Config(warpgroups, tile_kv, steps, q_slots, _SECTION, registers, "early") for steps in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
@@ -153,8 +156,8 @@ def default(problem: Problem, gpu: Gpu) -> Config:
     best, *_ = ranked = candidates(problem, gpu)
     if best.kv_splits:
         return best
-    measured = _MEASURED[padded(problem.head_dim)]
-    if measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
+    measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
+    if measured is None or measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
         return best
     return measured if cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu) else best
 
@@ -179,11 +182,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     _require(supports(p, gpu))
     if c.kv_splits:
         return _split_cost(p, c, gpu)
-    rows, d = ROWS * c.compute_warpgroups, padded(p.head_dim)
+    rows, d, v_d = ROWS * c.compute_warpgroups, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
     scores = rows * c.tile_kv
-    products = 4 * scores * d / _rate(gpu)
-    softmax = (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * rows * d) / _LANES) / gpu.clock_hz
-    loaded = 4 * c.tile_kv * d + (scores * itemsize_of(p.bias) if p.bias != "none" else 0)
+    products = 2 * scores * (d + v_d) / _rate(gpu)
+    softmax = (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * rows * v_d) / _LANES) / gpu.clock_hz
+    loaded = 2 * c.tile_kv * (d + v_d) + (scores * itemsize_of(p.bias) if p.bias != "none" else 0)
     step = max(
         max(products, softmax) + _EXPOSED[c.compute_warpgroups] * min(products, softmax),
         loaded / _load_rate(gpu),
@@ -240,13 +243,13 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
 def distance(x: Problem, y: Problem) -> float | None:
     """How far `x` is from `y`, to reuse a config: |log2| ratios of sizes and windows, and a little for each other difference.
 
-    None where a config cannot be reused: the padded head dims differ, one alone has a bias, or gradients differ in
-    `deterministic` or `bias_grad`.
+    None where a config cannot be reused: the head dims that the kernels compute with differ, one alone has a bias, or gradients
+    differ in `deterministic` or `bias_grad`.
     """
     sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
     if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:
         return None
-    kinds = [(padded(p.head_dim), p.bias != "none", _gradient_kind(p)) for p in (x, y)]
+    kinds = [(*_head_dims(p), p.bias != "none", _gradient_kind(p)) for p in (x, y)]
     if kinds[0] != kinds[1]:
         return None
     sides = ((x.batch * x.q_heads, y.batch * y.q_heads), (x.q_tokens, y.q_tokens), (x.kv_tokens, y.kv_tokens))
@@ -254,6 +257,13 @@ def distance(x: Problem, y: Problem) -> float | None:
     near += 0.5 * abs(math.log2(_reach(x) / _reach(y))) + 0.5 * ((x.right is None) != (y.right is None))
     near += 0.05 * sum(getattr(x, f.name) != getattr(y, f.name) for f in dataclasses.fields(x))
     return near if near <= 6.0 else None
+
+
+def _head_dims(p: Problem) -> tuple[int, int]:
+    """Of queries and values, that the kernel computes with."""
+    if isinstance(p, BackwardProblem):
+        return padded(p.head_dim), padded(p.head_dim)
+    return rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
 
 
 def _reach(p: Problem) -> int:

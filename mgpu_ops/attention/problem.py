@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from mgpu_ops.attention.heads import PANEL, rounded, rounded_values
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
@@ -17,7 +18,7 @@ from mgpu_ops.models import MODELS
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
     """out = softmax(scale q k^T + bias, where visible) v for each head: q[batch, q_tokens, q_heads, head_dim], k and v
-    [batch, kv_tokens, kv_heads, head_dim].
+    [batch, kv_tokens, kv_heads, head_dim]; or v [batch, kv_tokens, kv_heads, v_head_dim].
 
     Query row t sees key s where t + offset - window_left <= s <= t + offset + window_right.
 
@@ -31,6 +32,7 @@ class Problem:
     bias: "none", or the dtype of an additive bias.
     soft_cap: scores go through cap tanh(score / cap) before the bias.
     sinks: each query head has a logit that counts in the sums of exponentials, as a key without a value.
+    v_head_dim: of v and the output where it is less than head_dim; 0: the same.
     """
 
     batch: int
@@ -49,9 +51,15 @@ class Problem:
     bias: str = "none"
     soft_cap: bool = False
     sinks: bool = False
+    v_head_dim: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_left": -1, "window_right": -1})
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of a head of v and of the output."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def left(self) -> int | None:
@@ -198,21 +206,35 @@ _SINKS: dict[str, Problem] = {  # gpt-oss-20b and 120b, whose attention is the s
     "gpt-oss-decode-64x8192": _decode("gpt-oss-20b", 64, 8192, sinks=True),
     "gpt-oss-decode-64x8192-window": _decode("gpt-oss-20b", 64, 8192, sinks=True, **_WINDOW),
 }
-SHAPES = _LONG | _DECODE | _SINKS
+_HEADS: dict[str, Problem] = {  # head dims other than 64, 128 and 256
+    "vit-huge-257": _mha(80, 64, 257, 16),
+    "stablelm-3b-4096-causal": _mha(80, 4, 4096, 32, causal=True),
+    "phi3-mini-4096-causal": _mha(96, 4, 4096, 32, causal=True),
+    "gpt-neox-20b-2048-causal": _mha(96, 4, 2048, 64, causal=True),
+    "mha96-4096": _mha(96, 4, 4096, 16),
+    "mha112-4096-causal": _mha(112, 4, 4096, 16, causal=True),
+    "stablelm2-12b-4096-causal": _mha(160, 4, 4096, 32, 8, causal=True),
+    "nemotron4-340b-4096-causal": _mha(192, 1, 4096, 96, 8, causal=True),
+    "deepseek-v3-4096-causal": _mha(192, 1, 4096, 128, causal=True, v_head_dim=128),
+    "deepseek-v3-16384-causal": _mha(192, 1, 16384, 16, causal=True, v_head_dim=128),  # 16 heads: one GPU of eight
+    "zamba2-7b-4096-causal": _mha(224, 1, 4096, 32, causal=True),
+}
+SHAPES = _LONG | _HEADS | _DECODE | _SINKS
 SUITES: dict[str, Sequence[str]] = {
     "llm": list(_LONG),
     **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
+    "heads": list(_HEADS),
     "decode": list(_DECODE),
     "sinks": list(_SINKS),
 }
-BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in _LONG.items()}
+BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in (_LONG | _HEADS).items()}
 BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks")}
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
-PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # that all kernels compute as they are; the forward kernel also others (`heads.py`)
+MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold where heads are no whole panels
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
 MAX_WINDOW = 2**30  # keys: beyond, and with an offset added, they are no longer counted in 32 bits
@@ -239,6 +261,10 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), p.kv_tokens)
     if rows > MAX_ROWS:
         return f"{rows} rows are more than {MAX_ROWS}: split the batch, or use backend='xla'"
+    if p.v_head_dim >= p.head_dim:
+        return f"v_head_dim={p.v_head_dim} must be less than head_dim={p.head_dim}, or 0 for the same: pad q and k"
+    if p.q_heads * rounded(p.head_dim) > MAX_WINDOW_COLUMNS and rounded(p.head_dim) % PANEL:
+        return f"q_heads={p.q_heads} of {rounded(p.head_dim)} are rows of more than {MAX_WINDOW_COLUMNS}: use backend='xla'"
     if p.q_heads * padded(p.head_dim) > MAX_SIZE:
         return f"q_heads={p.q_heads} of {padded(p.head_dim)} are rows of more than {MAX_SIZE}: split them, or use backend='xla'"
     if p.batch * p.q_heads * -(-p.q_tokens // ROWS) > MAX_SIZE:
@@ -272,7 +298,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return reason
     if c.pv_wait not in ("early", "late"):
         return f"pv_wait={c.pv_wait!r} is neither 'early' nor 'late'"
-    needed = c.tile_kv // 2 + padded(p.head_dim) // 2 + c.tile_kv // 4  # scores, output and weights, of each of 128 threads
+    # Scores, output and weights, of each of 128 threads.
+    needed = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
     limit = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     if needed + 24 > limit:
         return (
@@ -404,12 +431,12 @@ def padded(head_dim: int) -> int:
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block of the forward kernel. Buffers are listed by name, as Mosaic lays them out."""
     p, c = problem, config
-    rows, d, steps = ROWS * c.compute_warpgroups, padded(p.head_dim), c.max_concurrent_steps
-    keys = ((steps, c.tile_kv, d), 2)
+    rows, d, steps = ROWS * c.compute_warpgroups, rounded(p.head_dim), c.max_concurrent_steps
     buffers: list[limits.Buffer] = [((steps, rows, c.tile_kv), itemsize_of(p.bias))] if p.bias != "none" else []
-    buffers += [keys, ((rows,), 4), ((c.compute_warpgroups, c.tile_kv), 4), ((c.q_slots, rows, d), 2)]  # lse, numbers
+    buffers += [((steps, c.tile_kv, d), 2), ((rows,), 4), ((c.compute_warpgroups, c.tile_kv), 4)]  # keys, lse, numbers
+    buffers += [((c.q_slots, rows, d), 2)]
     buffers += [((steps, c.tile_kv), 4)] if p.segments else []
-    buffers += [keys, ((MOSAIC_SCRATCH,), 1)]  # values
+    buffers += [((steps, c.tile_kv, rounded_values(p.head_dim, p.v_dim)), 2), ((MOSAIC_SCRATCH,), 1)]  # values
     return limits.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps))
 
 

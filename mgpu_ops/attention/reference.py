@@ -18,7 +18,7 @@ _CHUNK_BYTES = 2**31  # of scores in memory at a time
 
 
 def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output [batch, q_tokens, q_heads, head_dim] of q's dtype, and log2 of each row's sum of exponentials, +inf for none.
+    """Output [batch, q_tokens, q_heads, v_dim] of q's dtype, and log2 of each row's sum of exponentials, +inf for none.
 
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
     """
@@ -32,13 +32,13 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: j
 
     number = jnp.arange(count)
     by_head = q.reshape(p.batch, p.q_tokens, p.kv_heads, group, p.head_dim).transpose(0, 2, 1, 3, 4)
-    keys, values = (x.transpose(0, 2, 1, 3).reshape(count, p.kv_tokens, p.head_dim) for x in (k, v))
+    keys, values = (x.transpose(0, 2, 1, 3).reshape(count, p.kv_tokens, x.shape[3]) for x in (k, v))
     each = (number // p.kv_heads, number % p.kv_heads, by_head.reshape(count, *by_head.shape[2:]), keys, values)
     at_once = max(1, _CHUNK_BYTES // (row_bytes * p.q_tokens))
     known = isinstance(p.batch, int)  # a symbolic number cannot be cut into chunks
     out, lse = lax.map(of_head, each, batch_size=min(at_once, count) if known else None)
-    out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(q.shape), lse.reshape(p.batch, p.q_heads, p.q_tokens)
+    out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.v_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(*q.shape[:3], p.v_dim), lse.reshape(p.batch, p.q_heads, p.q_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _KvHead:
         return _KvHead(problem, dataclasses.replace(inputs, bias=bias), mask, rows, chunks)
 
     def __call__(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        """(batch entry, kv head, q [q_tokens, group, head_dim], k and v [kv_tokens, head_dim]) to output and lse."""
+        """(batch entry, kv head, q [q_tokens, group, head_dim], k [kv_tokens, head_dim], v [kv_tokens, v_dim]) -> both."""
         b, n, q, k, v = x
 
         @jax.checkpoint  # where a gradient is taken, the scores of a chunk are computed again instead of kept
@@ -71,7 +71,7 @@ class _KvHead:
         by_chunk = _pad_rows(q, 0, self.chunks * self.rows).reshape(self.chunks, self.rows, *q.shape[1:])
         out, lse = lax.map(chunk, (starts, by_chunk))
         p, group = self.problem, q.shape[1]
-        return out.reshape(-1, *q.shape[1:])[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
+        return out.reshape(-1, group, p.v_dim)[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
 
     def _sinks(self, b: jax.Array, n: jax.Array, group: int) -> jax.Array | None:
         """The sinks [group, 1, 1] of the query heads, or None."""
@@ -96,7 +96,7 @@ class _KvHead:
 
 
 def _softmax_of(s: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """softmax(s) v [rows, group, head_dim], and log2 of the sums of exponentials [group, rows, 1], `sinks` among them.
+    """softmax(s) v [rows, group, v_dim], and log2 of the sums of exponentials [group, rows, 1], `sinks` among them.
 
     0 and +inf for a row whose scores are all -inf.
     """
@@ -158,7 +158,7 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
 
 def flops(problem: Problem) -> int:
     """Multiplications and additions of the two products of the forward pass, over what is visible (lengths, segments apart)."""
-    return 4 * problem.batch * problem.q_heads * problem.head_dim * pairs(problem)
+    return 2 * problem.batch * problem.q_heads * (problem.head_dim + problem.v_dim) * pairs(problem)
 
 
 def pairs(problem: Problem) -> int:
@@ -188,12 +188,14 @@ def bytes_moved(problem: Problem) -> int:
     first, end = keys_seen(p, max(1, p.q_tokens))  # by all rows together
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * int((end - first).sum()) * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
-    return 2 * (queries + keys) * p.head_dim * itemsize_of(p.dtype) + 4 * queries + bias + 4 * p.q_heads * p.sinks
+    columns = p.head_dim + p.v_dim
+    return (queries + keys) * columns * itemsize_of(p.dtype) + 4 * queries + bias + 4 * p.q_heads * p.sinks
 
 
 def backward_flops(problem: BackwardProblem) -> int:
-    """Multiplications and additions of the five products of the backward pass."""
-    return flops(problem) // 2 * 5
+    """Multiplications and additions of the five products of the backward pass: three of head_dim, two of v_dim."""
+    p = problem
+    return 2 * p.batch * p.q_heads * (3 * p.head_dim + 2 * p.v_dim) * pairs(p)
 
 
 def backward_bytes_moved(problem: BackwardProblem) -> int:
@@ -201,4 +203,5 @@ def backward_bytes_moved(problem: BackwardProblem) -> int:
     p = problem
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * p.kv_tokens * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
-    return (3 * queries + 4 * keys) * p.head_dim * itemsize_of(p.dtype) + 8 * queries + bias * (1 + p.bias_grad)
+    columns = 2 * (queries + keys) * p.head_dim + (queries + 2 * keys) * p.v_dim
+    return columns * itemsize_of(p.dtype) + 8 * queries + bias * (1 + p.bias_grad)

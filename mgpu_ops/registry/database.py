@@ -221,7 +221,7 @@ def to_entry(problem: Problem, config: Config, evidence: Evidence) -> Entry:
 def fit(cls: type, fields: Mapping[str, Any], *, older: bool = False) -> Any:
     """A frozen dataclass from its fields; ValueError for a missing, unknown or wrongly typed one.
 
-    A field whose default says that there is nothing, False or "none", may be missing: entries may be older than the field.
+    A field whose default says that there is nothing, False, "none" or 0, may be missing: entries may be older than the field.
     older: so may any other that has a default.
     """
     # msgspec ignores unknown fields of a dataclass and fills missing ones from their defaults.
@@ -269,8 +269,8 @@ def _ordered(fields: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether a field's value says that a problem has none of it: no bias, no activation."""
-    return value is False or value == "none"
+    """Whether a field's value says that a problem has none of it: no bias, no activation, no size of its own."""
+    return value is False or value == "none" or (type(value) is int and value == 0)
 
 
 def _identity(entry: Entry) -> tuple[Any, ...]:

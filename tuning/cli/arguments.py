@@ -178,6 +178,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "q_heads": _SIZE | {"help": "heads of the queries"},
         "kv_heads": _SIZE | {"help": "heads of keys and values; they divide --q-heads"},
         "head_dim": _SIZE | {"help": "elements of a head of q, k and v"},
+        "v_head_dim": _SIZE | {"help": "elements of a head of v where fewer (default 0: the same)"},
         "causal": _FLAG | {"help": "no query sees a later key"},
         "window_left": _BOUND | {"help": "how many keys before its own a query sees (default -1: all)"},
         "window_right": _BOUND | {"help": "how many keys after its own a query sees (default -1: all)"},

@@ -88,7 +88,7 @@ def arguments(problem: FlashAttentionProblem) -> tuple[Any, ...]:
         bias=normal(3, 1, p.q_heads, *tokens, dtype=p.bias) if p.bias != "none" else None,
         sinks=normal(4, 1, p.q_heads) + 1 if p.sinks else None,
     )
-    return *qkv(Shape(p.batch, *tokens, p.q_heads, p.kv_heads, p.head_dim), p.dtype), *inputs.arrays()
+    return *qkv(Shape(p.batch, *tokens, p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim or None), p.dtype), *inputs.arrays()
 
 
 def visible(

@@ -157,6 +157,29 @@ def test_any_option_is_right(name, head_dim, assert_close):
     assert_true(with_gradients(arrays, **OPTIONS[name]), arrays, assert_close, **OPTIONS[name])
 
 
+HEAD_DIMS = [(80, 80), (96, 96), (112, 112), (160, 160), (192, 192), (192, 128), (224, 224), (96, 64), (72, 72), (128, 40)]
+
+
+@pytest.mark.parametrize("name", ["segments, causal", "lengths, causal, window", "soft cap", "bias"])
+@pytest.mark.parametrize(("head_dim", "v_dim"), HEAD_DIMS)
+def test_any_head_dim_is_right(head_dim, v_dim, name, assert_close):
+    arrays = qkv(replace(MIDDLE, head_dim=head_dim, v_dim=v_dim), BF16)
+    options: dict[str, Any] = OPTIONS[name] if name != "bias" else {}
+    arrays += (normal(5, 1, 4, 250, 390, dtype=BF16),) if name == "bias" else ()
+    assert_true(with_gradients(arrays, **options), arrays, assert_close, **options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shape_of_any_head_dim_is_right(seed, assert_close):
+    rng = random.Random(seed)
+    (head_dim, v_dim), kv_heads = HEAD_DIMS[seed % len(HEAD_DIMS)], rng.choice([1, 2, 3, 5])
+    tokens = rng.randint(17, 1500), rng.randint(1, 1500)
+    shape = Shape(rng.randint(1, 3), *tokens, kv_heads * rng.choice([1, 2, 4]), kv_heads, head_dim, v_dim)
+    mask = MASKS[rng.choice(list(MASKS))]
+    arrays = qkv(shape, BF16)
+    assert_true(with_gradients(arrays, **mask), arrays, assert_close, **mask)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["causal", "segments, causal", "soft cap"])
 def test_float16_is_right(name, head_dim, assert_close):
