@@ -256,6 +256,7 @@ SOUND = {  # what of it a field may well hold
     "segments": (True,),
     "soft_cap": (True,),
     "sinks": (True,),
+    "v_head_dim": (0,),
     "deterministic": (True,),
     "bias_grad": (True,),
     "residual": (True,),

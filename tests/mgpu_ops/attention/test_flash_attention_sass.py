@@ -1,30 +1,40 @@
-"""What ptxas makes of the forward kernel's loop: which waits for wgmma come before the exponentials, and which after."""
+"""What ptxas makes of the forward kernel: its products, and in its loop which waits for them come before the exponentials."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import re
+from typing import Any
 
 import jax
 import pytest
 
 from mgpu_ops import spec_of
 from mgpu_ops.core import aot
+from tests import thorough
 
 pytestmark = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 FORWARD = spec_of("flash_attention")
 
 
-def loop_of(pv_wait: str) -> list[str]:
-    """The waits and exponentials, in order, between the last two products with values: one pass of the loop over keys."""
-    problem, gpu = FORWARD.Problem(1, 4096, 4096, 1, 1, 128), aot.find("h200")
-    config = dataclasses.replace(FORWARD.default(problem, gpu), pv_wait=pv_wait)
+def compiled(problem: Any, config: Any) -> str:
+    """The SASS of a kernel that neither spills nor waits for one product after the other."""
+    gpu = aot.find("h200")
     arrays = jax.eval_shape(lambda key: FORWARD.inputs(problem, key), jax.random.key(0))
     report = aot.compile_for(gpu, lambda *x: FORWARD.run(problem, config, gpu, *x), *arrays)
     assert (report.spills, report.serialized) == (0, "")
     (sass,) = [k.sass for k in report.kernels]
-    found = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", sass)
+    return sass
+
+
+def loop_of(pv_wait: str) -> list[str]:
+    """The waits and exponentials, in order, between the last two products with values: one pass of the loop over keys."""
+    problem, gpu = FORWARD.Problem(1, 4096, 4096, 1, 1, 128), aot.find("h200")
+    config = dataclasses.replace(FORWARD.default(problem, gpu), pv_wait=pv_wait)
+    found = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", compiled(problem, config))
     passes = "".join({"HGMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "E"}[op] for op in found)
     loop = re.findall(r"H+([WE]+)", passes)  # first scores; the loop; the last products with values
     return [part for part in loop if part.count("E") > 10][1:]
@@ -38,3 +48,27 @@ def test_a_late_wait_for_the_products_with_values_comes_after_the_exponentials()
 def test_ptxas_moves_an_early_wait_ahead_of_the_exponentials():
     (part,) = loop_of("early")
     assert re.match(r"WW", part), part
+
+
+HEAD_DIMS = {
+    "80": (80, 80),
+    "96": (96, 96),
+    "112": (112, 112),
+    "160": (160, 160),
+    "192": (192, 192),
+    "192, of values 128": (192, 128),
+    "224": (224, 224),
+}
+
+
+@pytest.mark.parametrize("name", thorough.cases(HEAD_DIMS, ["80", "160", "192", "224"]))
+def test_products_are_of_the_true_head_dim_and_nothing_spills(name):
+    """Multiplications of each row with a key and its value, in each of the copies of a step that the kernel is made of."""
+    head_dim, v_dim = HEAD_DIMS[name]
+    problem = FORWARD.Problem(4, 4096, 4096, 32, 32, head_dim, v_head_dim=v_dim % head_dim)
+    config = FORWARD.default(problem, aot.find("h200"))
+    shapes = [tuple(map(int, x)) for x in re.findall(r"HGMMA\.64x(\d+)x(\d+)\.F32", compiled(problem, config))]
+    of_step = (head_dim + v_dim) * config.tile_kv
+    total = sum(math.prod(shape) for shape in shapes)
+    assert total % of_step == 0, collections.Counter(shapes)
+    assert total // of_step == 2  # the first scores with the last values, and the loop
