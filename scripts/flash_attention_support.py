@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops.attention.dot_product_attention import JaxArguments, why_jax
+from mgpu_ops.attention.heads import rounded
 from mgpu_ops.attention.problem import HEAD_DIMS, padded
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -77,7 +78,13 @@ def integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def computed_as(head_dim: int) -> str:
-    return f", padded to {padded(head_dim)}" if head_dim <= HEAD_DIMS[-1] and padded(head_dim) > head_dim else ""
+    """What the kernels pad it to, where they do."""
+    if head_dim > HEAD_DIMS[-1]:
+        return ""
+    forward, backward = rounded(head_dim), padded(head_dim)
+    if forward == backward:
+        return f", padded to {forward}" if forward > head_dim else ""
+    return f", padded to {forward}, backward to {backward}" if forward > head_dim else f", backward padded to {backward}"
 
 
 MASK, BIAS = scores(dtype="bool"), scores()
@@ -88,7 +95,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "float16": call("float16"),
     "float32": call("float32"),
     "float64": call("float64"),
-    **{f"head_dim {d}{computed_as(d)}": call(head_dim=d) for d in (8, 64, 80, 128, 192, 256, 257, 512)},
+    **{f"head_dim {d}{computed_as(d)}": call(head_dim=d) for d in (8, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 257, 512)},
     "head_dim 192, of values 128": call(head_dim=192, v_head_dim=128),
     "head_dim 64, of values 256": call(head_dim=64, v_head_dim=256),
     "head_dim 128, of values 512": call(v_head_dim=512),
