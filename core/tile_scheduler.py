@@ -25,6 +25,127 @@ def tiles_of_block(tiles: Int, block: Int, blocks: int) -> jax.Array:
     return cdiv(tiles - block, blocks)
 
 
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """What a block computes at a stretch: steps [first, first + steps) of k of a tile.
+
+    stores: whether it holds the tile's last step. Its block then adds the parts of the blocks [others, its own) and stores the
+    tile; otherwise it leaves its part for that one. before: steps of all items of the block before this one.
+    """
+
+    tile: Int
+    first: Int
+    steps: Int
+    before: Int
+    stores: bool | jax.Array
+    others: Int
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTiles:
+    """Tile t of `tiles` belongs to block t % blocks, which computes all of its `steps` steps of k at a stretch."""
+
+    tiles: int
+    blocks: int
+    steps: int
+
+    def count(self, block: Int) -> jax.Array:
+        """The number of items of a block."""
+        return tiles_of_block(self.tiles, block, self.blocks)
+
+    def total(self, block: Int) -> jax.Array:
+        """The steps of all items of a block."""
+        return self.count(block) * self.steps
+
+    def item(self, block: Int, i: Int) -> Item:
+        """The i-th item of a block."""
+        return Item(i * self.blocks + block, 0, self.steps, i * self.steps, True, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamK:
+    """As `WholeTiles`, but for the tiles of the last wave, which all blocks share.
+
+    As many tiles as make up whole waves are taken whole. The steps of the tiles that are left over lie in a row, of which each
+    block takes an equal stretch, one after the other. A stretch is no longer than a tile, and so holds at most one end of a
+    tile: it is the last part of that tile, and the first or a middle one of the next. A block computes first the part that it
+    leaves for a later block, then the tile that it ends, and whole tiles last. So it waits only for blocks before it, and for
+    what these compute before they wait themselves.
+
+    Source: Osama et al., "Stream-K" (arXiv 2301.03598).
+    """
+
+    tiles: int
+    blocks: int
+    steps: int
+
+    MOST_PARTS = 8  # of a tile, about: each is stored and read again
+    LEAST_STEPS = 4  # of a part, about: fewer take less time than to store and read it
+
+    @property
+    def whole(self) -> int:
+        """Tiles that are taken whole."""
+        return self.tiles // self.blocks * self.blocks
+
+    @property
+    def shared(self) -> int:
+        """Steps of the other tiles."""
+        return (self.tiles - self.whole) * self.steps
+
+    @property
+    def sharers(self) -> int:
+        """How many blocks, the first ones, have a stretch of them."""
+        rest = self.tiles - self.whole
+        return min(self.blocks, rest * self.MOST_PARTS, max(rest, self.shared // self.LEAST_STEPS))
+
+    def _start(self, block: Int) -> jax.Array:
+        """Where a block's stretch begins."""
+        share, longer = divmod(self.shared, max(1, self.sharers))
+        block = jnp.minimum(block, jnp.int32(self.sharers))
+        return block * share + jnp.minimum(block, jnp.int32(longer))
+
+    def _block_of(self, step: jax.Array) -> jax.Array:
+        """The block whose stretch holds a step."""
+        share, longer = divmod(self.shared, self.sharers)
+        after = step - longer * (share + 1)
+        return jnp.where(after < 0, lax.div(step, jnp.int32(share + 1)), longer + lax.div(after, jnp.int32(share)))
+
+    def _stretch(self, block: Int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A stretch's start and end, and the last end of a tile up to there."""
+        start, end = self._start(block), self._start(block + 1)
+        return start, end, lax.div(end, jnp.int32(self.steps)) * self.steps
+
+    def count(self, block: Int) -> jax.Array:
+        start, end, tile_end = self._stretch(block)
+        return self.whole // self.blocks + (end > tile_end).astype(jnp.int32) + (tile_end > start).astype(jnp.int32)
+
+    def total(self, block: Int) -> jax.Array:
+        start, end, _ = self._stretch(block)
+        return self.whole // self.blocks * self.steps + end - start
+
+    def item(self, block: Int, i: Int) -> Item:
+        if not self.shared:
+            return WholeTiles(self.tiles, self.blocks, self.steps).item(block, i)
+        start, end, tile_end = self._stretch(block)
+        leaves, ends = (end > tile_end).astype(jnp.int32), (tile_end > start).astype(jnp.int32)
+        left, ended = i < leaves, i < leaves + ends  # the first that holds says what the item is
+        tile, number = lax.div(tile_end, jnp.int32(self.steps)), i - leaves - ends  # that is left, and among those taken whole
+        part = jnp.minimum(tile_end - start, self.steps)  # steps of the tile that ends
+        to_leave = end - jnp.maximum(start, tile_end)
+
+        def choose(leave: Int, end: Int, whole: Int) -> jax.Array:
+            return jnp.where(left, jnp.int32(leave), jnp.where(ended, jnp.int32(end), jnp.int32(whole)))
+
+        return Item(
+            tile=choose(self.whole + tile, self.whole + tile - 1, number * self.blocks + block),
+            first=choose(end - tile_end - to_leave, self.steps - part, 0),
+            steps=choose(to_leave, part, self.steps),
+            before=choose(0, leaves * to_leave, end - start + number * self.steps),
+            stores=jnp.logical_not(left),
+            others=choose(block, self._block_of(jnp.maximum(tile_end - self.steps, 0)), block),
+        )
+
+
 AT_ONCE = 1 << 16  # tiles that `assign_heads` assigns one by one
 CACHE_BYTES = 1 << 26
 

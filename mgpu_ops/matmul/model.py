@@ -13,6 +13,7 @@ from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul.problem import (
+    LAST_WAVES,
     Config,
     Problem,
     as_computed,
@@ -49,6 +50,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
         "schedule": gemm.SCHEDULES if many_tiles else gemm.SCHEDULES[:1],
+        "last_wave": LAST_WAVES,
     }
 
 

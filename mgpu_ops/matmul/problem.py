@@ -76,6 +76,8 @@ class Config:
     memory_registers: registers of a producer thread; consumers share the rest.
     schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
       that one stores its tile while the other multiplies. It has wg_dimension="m".
+    last_wave: what becomes of the tiles that are left over when all blocks have equally many: "whole", some have one more; or
+      "stream_k", all blocks share the steps of k of these tiles, and leave each other float32 sums in global memory.
     """
 
     tile_m: int
@@ -91,6 +93,7 @@ class Config:
     split_k: int
     memory_registers: int
     schedule: str = "cooperative"
+    last_wave: str = "whole"
 
 
 _LAYER = ("qkv", "out", "gate_up", "down")  # the products of one layer: q, k and v fused, and gate and up fused
@@ -131,6 +134,7 @@ SUITES: dict[str, Sequence[str]] = {
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
+LAST_WAVES = ("whole", "stream_k")
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -183,7 +187,12 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return reason and f"{reason} (tile_m={config.tile_m} is less than {gemm.ROWS}: m and n, A and B change places)"
 
 
-_CHOICES = {"cluster": ("none", "m", "n", "k"), "raster_dimension": ("m", "n"), "schedule": gemm.SCHEDULES}
+_CHOICES = {
+    "cluster": ("none", "m", "n", "k"),
+    "raster_dimension": ("m", "n"),
+    "schedule": gemm.SCHEDULES,
+    "last_wave": LAST_WAVES,
+}
 
 
 def _check_turns(c: Config) -> str | None:
@@ -194,6 +203,7 @@ def _check_turns(c: Config) -> str | None:
         ("compute_warpgroups", (2,), "which take turns"),
         ("wg_dimension", ("m",), "as no side of a tile is shared"),
         ("cluster", ("none", "m", "n"), "as the blocks of a cluster along k add up one tile at a time"),
+        ("last_wave", ("whole",), "as warpgroups leave sums for those of their own number"),
     ):
         if getattr(c, field) not in allowed:
             wanted = " or ".join(map(repr, allowed))
@@ -234,6 +244,7 @@ def check_counts(p: Problem, c: Config, gpu: Gpu) -> str | None:
         (f"{tiles} tiles of {c.tile_m} x {c.tile_n}", tiles),
         (f"{steps} steps of k for each of {tiles} tiles", math.ceil(tiles / clusters) * steps),
         (f"split_k={c.split_k} parts of {steps} steps of tile_k={c.tile_k}", c.split_k * steps * c.tile_k),
+        (f"{steps} steps of k for each of {clusters} tiles of the last wave", clusters * steps * (c.last_wave == "stream_k")),
     ):
         if count >= 2**31:
             return f"{what} are more than a block counts in 32 bits: use larger tiles or a smaller split_k, or backend='xla'"
@@ -244,6 +255,8 @@ def _check_order(p: Problem, c: Config) -> str | None:
     """The order of tiles and the parts of k exist for this problem."""
     if c.raster_width < 1:
         return f"raster_width={c.raster_width} must be at least 1"
+    if c.split_k > 1 and c.last_wave == "stream_k":
+        return f"split_k={c.split_k} must be 1 with last_wave='stream_k', which shares out k itself"
     if c.cluster == "k" and c.split_k not in (2, 4, 8):
         return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"
     if not 1 <= c.split_k <= math.ceil(p.k / c.tile_k):
@@ -369,6 +382,11 @@ def plain(p: Problem) -> Problem:
     return replace(p, bias=False, activation="none", residual=False)
 
 
+def has_items(c: Config) -> bool:
+    """Whether blocks compute items of a schedule (`tile_scheduler.Item`), and not simply one tile after the other."""
+    return gemm.takes_turns(c) or c.last_wave != "whole"
+
+
 def cluster_size(c: Config) -> int:
     """Blocks of a cluster."""
     return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
@@ -390,7 +408,12 @@ def k_steps(p: Problem, c: Config) -> int:
 
 
 def consumer_registers(c: Config, gpu: Gpu) -> int:
-    """Registers of a consumer thread, as `emit_pipeline_warp_specialized` sets them: in steps of 8, 255 at most."""
+    """Registers of a consumer thread: in steps of 8, 255 at most.
+
+    As `emit_pipeline_warp_specialized` sets them, or `engine.specialize`.
+    """
+    if has_items(c):
+        return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
 

@@ -49,7 +49,10 @@ def test_problem_and_config_are_frozen_and_hold_what_json_holds(spec):
         assert set(get_type_hints(cls).values()) <= {int, str, bool}
 
 
-ADDED_LATER = {"flash_attention": {"kv_splits": 0, "kv_cluster": 1}, "matmul": {"schedule": "cooperative"}}
+ADDED_LATER = {
+    "flash_attention": {"kv_splits": 0, "kv_cluster": 1},
+    "matmul": {"schedule": "cooperative", "last_wave": "whole"},
+}
 
 
 @every_spec

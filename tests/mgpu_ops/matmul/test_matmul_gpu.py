@@ -31,11 +31,14 @@ def poison(problem: Any) -> None:
     jnp.full(2 * elements, jnp.nan, problem.out_dtype).block_until_ready()
 
 
-def launch(problem: Any, config: Any, *arrays: jax.Array) -> jax.Array:
+def compiled(problem: Any, config: Any, *arrays: jax.Array) -> Any:
     device = gpu.current()
     assert MATMUL.check(problem, config, device) is None
-    run = jax.jit(functools.partial(MATMUL.run, problem, config, device))
-    run = run.lower(*arrays).compile()
+    return jax.jit(functools.partial(MATMUL.run, problem, config, device)).lower(*arrays).compile()
+
+
+def launch(problem: Any, config: Any, *arrays: jax.Array) -> jax.Array:
+    run = compiled(problem, config, *arrays)
     poison(problem)
     return run(*arrays)
 
@@ -133,6 +136,36 @@ def draw_in_turn(seed: int) -> tuple[Any, Any]:
     space = {**MATMUL.space(problem, device), **fixed, "cluster": ("none", "m", "n"), "split_k": (1, 1, 1, 2)}
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
+
+
+def draw_stream_k(seed: int) -> tuple[Any, Any]:
+    """As `draw`, with few or many tiles, the last ones of which all blocks share."""
+    rng = random.Random(seed)
+    layout = rng.choice(["nn", "nt", "tn", "tt"])
+    high = rng.choice([3, 10, 60])
+    m, n, k = 64 * rng.randint(1, high), 64 * rng.randint(1, high), 8 * rng.randint(1, rng.choice([100, 1000]))
+    if rng.random() < 0.5:
+        m, n = m - 8, n - 24
+    if layout[0] == "n" and rng.random() < 0.3:
+        m = rng.randint(1, 64)
+    extra = {"bias": True, "activation": "silu", "residual": True} if rng.random() < 0.3 else {}
+    problem = P(m, n, k, layout=layout, batch=rng.choice([1, 1, 3]), **extra)
+    device = gpu.current()
+    fixed = {"last_wave": ("stream_k",), "schedule": ("cooperative",), "cluster": ("none", "none", "m", "n"), "split_k": (1,)}
+    space = {**MATMUL.space(problem, device), **fixed}
+    drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
+    return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_stream_k_is_right_everywhere_and_the_same_bits_again(seed, assert_matmul):
+    problem, config = draw_stream_k(seed)
+    arrays = MATMUL.inputs(problem, jax.random.key(seed))
+    run = compiled(problem, config, *arrays)
+    poison(problem)
+    out = run(*arrays)
+    assert_matmul(problem, out, *arrays)
+    assert all(measure.same(out, run(*arrays)) for _ in range(20))
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -28,6 +28,7 @@ P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
+STREAM_K = replace(ONE, last_wave="stream_k")
 
 
 def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax.Array:
@@ -166,6 +167,18 @@ CASES = {
     "in turn, wide tiles at the end of rows": (P(200, 328, 136), replace(BASE, schedule="pingpong")),
     "in turn, bias, gelu and residual": (P(450, 136, 264, **ALL), IN_TURN),
     "in turn, three parts of k": (P(72, 136, 328), replace(IN_TURN, split_k=3, epilogue_tile_n=32)),
+    # stream-k
+    "stream-k, a tile in four parts, whole tiles too": (P(264, 64, 1352), STREAM_K),
+    "stream-k, fewer tiles than blocks": (P(72, 136, 1352), STREAM_K),
+    "stream-k, one step": (P(200, 136, 64), STREAM_K),
+    "stream-k, two warpgroups, tails": (P(200, 328, 328), replace(BASE, last_wave="stream_k")),
+    "stream-k, cluster along m, a batch": (P(100, 72, 520, batch=3), replace(STREAM_K, cluster="m")),
+    "stream-k, bias, gelu and residual": (P(200, 136, 520, **ALL), replace(STREAM_K, epilogue_tile_n=32)),
+    "stream-k, float32, nothing left over": (
+        P(128, 128, 328, out_dtype="float32"),
+        replace(STREAM_K, epilogue_tile_n=32),
+    ),
+    "stream-k, transposed": (P(17, 200, 1352), replace(FEW_ROWS, last_wave="stream_k")),
     # dtypes
     "float16": (P(200, 192, 128, "float16", "float16"), BASE),
     "float16 to float32": (
@@ -213,6 +226,9 @@ IN_ALL = [  # what others show together or one by one
     "in turn, many tiles and tails",
     "in turn, cluster along m",
     "in turn, bias, gelu and residual",
+    "stream-k, fewer tiles than blocks",
+    "stream-k, cluster along m, a batch",
+    "stream-k, transposed",
 ]
 
 
