@@ -31,7 +31,8 @@ from mgpu_ops.matmul.problem import (
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The values of each Config field, in order. `check` tells which combinations run.
 
-    The transposed product is for few rows, and warpgroups take turns where there are more tiles than blocks.
+    The transposed product is for few rows, warpgroups take turns where there are more tiles than blocks, and a last wave is
+    shared where k is long.
     """
     p = problem
     few_rows = (*_FEW_ROWS, 64) if p.m <= _MOST_FEW_ROWS else (64,)
@@ -50,7 +51,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
         "schedule": gemm.SCHEDULES if many_tiles else gemm.SCHEDULES[:1],
-        "last_wave": LAST_WAVES,
+        "last_wave": LAST_WAVES if p.k >= _LONG_K else LAST_WAVES[:1],
     }
 
 
@@ -138,6 +139,7 @@ _TILES = (
 )
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
+_LONG_K = 1024  # with which it tries stream-k
 _SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
 
 
