@@ -316,6 +316,7 @@ def for_each_group_tile(
     blocks: int,
     body: Callable[[GroupTile, Any], Any],
     carry: Any,
+    has_start: bool = False,
 ) -> tuple[jax.Array, Any]:
     """carry = body(tile, carry) for every tile of `block`. Tiles are numbered group after group; tile t is of block t % blocks.
 
@@ -323,14 +324,16 @@ def for_each_group_tile(
       sizes_ref: the groups' sizes in rows, int32 in global memory, of any values: a negative one counts as 0, and groups are
         cut where the array of `rows` rows ends.
       tiles: the number of tiles of a group of a given size, both traced.
+      has_start: sizes_ref begins with the row where the first group begins.
 
     Returns the row where the last group ends, and the carry. Every block reads each size once.
     """
-    groups = sizes_ref.shape[0]
+    groups = sizes_ref.shape[0] - has_start
     zero = jnp.int32(0)
 
     def size_of(group: jax.Array, start: jax.Array) -> jax.Array:
-        size = sizes_ref[jnp.minimum(group, jnp.int32(groups - 1))]
+        index = jnp.minimum(group, jnp.int32(groups - 1))
+        size = sizes_ref[index + 1 if has_start else index]
         return jnp.where(group < groups, jnp.clip(size, 0, rows - start), 0)
 
     def find(tile: jax.Array, state: Any) -> Any:
@@ -349,7 +352,8 @@ def for_each_group_tile(
         carry = body(GroupTile(group, start, start + size, tile - first), carry)
         return tile + blocks, find(tile + blocks, (group, first, start, size)), carry
 
-    start = find(block, (zero, zero, zero, size_of(zero, zero)))
+    row = jnp.clip(sizes_ref[0], 0, rows) if has_start else zero
+    start = find(block, (zero, zero, row, size_of(zero, row)))
     _, last, carry = lax.while_loop(lambda s: s[1][0] < groups, step, (block, start, carry))
     return last[2], carry
 

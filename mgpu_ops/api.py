@@ -17,6 +17,8 @@ from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, r
 from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import target
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
+from mgpu_ops.grouped.gated import Problem as GatedGroupedMatmulProblem
+from mgpu_ops.grouped.gated import gated_grouped_matmul
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.grouped_matmul import grouped_matmul, ragged_dot
 from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
@@ -28,6 +30,7 @@ from mgpu_ops.matmul.dot_general import dot_general
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
+from mgpu_ops.moe import MoeDispatch, moe, moe_combine, moe_dispatch, moe_experts, moe_route
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.database import DatabaseError
@@ -37,6 +40,7 @@ type OpName = Literal[
     "matmul",
     "gated_matmul",
     "grouped_matmul",
+    "gated_grouped_matmul",
     "ragged_contraction",
     "flash_attention",
     "flash_attention_backward",
@@ -110,12 +114,14 @@ __all__ = [
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
     "FlashAttentionProblem",
+    "GatedGroupedMatmulProblem",
     "GatedMatmulConfig",
     "GatedMatmulProblem",
     "GroupedMatmulConfig",
     "GroupedMatmulProblem",
     "MatmulConfig",
     "MatmulProblem",
+    "MoeDispatch",
     "RaggedContractionProblem",
     "all_gather",
     "all_reduce",
@@ -126,9 +132,15 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "flash_attention",
+    "gated_grouped_matmul",
     "gated_matmul",
     "grouped_matmul",
     "matmul",
+    "moe",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_experts",
+    "moe_route",
     "ragged_contraction",
     "ragged_dot",
     "reduce_scatter",

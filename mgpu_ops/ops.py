@@ -5,6 +5,7 @@ from __future__ import annotations
 from mgpu_ops.attention.flash_attention import BACKWARD as _FLASH_ATTENTION_BACKWARD
 from mgpu_ops.attention.flash_attention import FORWARD as _FLASH_ATTENTION
 from mgpu_ops.collectives import SPECS as _COLLECTIVES
+from mgpu_ops.grouped.gated import SPEC as _GATED_GROUPED_MATMUL
 from mgpu_ops.grouped.grouped_matmul import SPEC as _GROUPED_MATMUL
 from mgpu_ops.grouped.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.matmul import SPEC as _MATMUL
@@ -15,6 +16,7 @@ _OPS = (
     _MATMUL,
     _GATED_MATMUL,
     _GROUPED_MATMUL,
+    _GATED_GROUPED_MATMUL,
     _RAGGED_CONTRACTION,
     _FLASH_ATTENTION,
     _FLASH_ATTENTION_BACKWARD,

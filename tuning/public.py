@@ -11,11 +11,19 @@ import jax
 import jax.numpy as jnp
 
 import mgpu_ops
-from mgpu_ops import FlashAttentionProblem, GatedMatmulProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
+from mgpu_ops import (
+    FlashAttentionProblem,
+    GatedGroupedMatmulProblem,
+    GatedMatmulProblem,
+    GroupedMatmulProblem,
+    MatmulProblem,
+    RaggedContractionProblem,
+)
 from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.model import SOFT_CAP
+from mgpu_ops.grouped.grouped_matmul.problem import by_name
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning.terminal import brief
@@ -45,16 +53,31 @@ def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None)
 
 
 def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    """The public function; for a shard, whose sizes the op takes otherwise, and for two products the op itself."""
+    if problem.group_offset or problem.second:
+        return lambda *arrays: dispatch.run(mgpu_ops.spec_of("grouped_matmul"), problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "spread": problem.spread}
     options |= {"transpose_rhs": problem.layout == "nt", "backend": backend}
 
-    def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        return mgpu_ops.grouped_matmul(lhs, rhs, sizes, bias=bias, **options)
+    def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *extra: jax.Array) -> jax.Array:
+        return mgpu_ops.grouped_matmul(lhs, rhs, sizes, **by_name(problem, extra), **options)
 
     return call
 
 
+def _gated_grouped_matmul(problem: GatedGroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The public function; for a shard, and for the gradients of gate and up, the op itself."""
+    spec = mgpu_ops.spec_of("gated_grouped_matmul")
+    if problem.gradient or problem.group_offset:
+        return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
+    options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "spread": problem.spread}
+    return partial(mgpu_ops.gated_grouped_matmul, transpose_w=problem.layout == "nt", backend=backend, **options)
+
+
 def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    if problem.group_offset:
+        spec = mgpu_ops.spec_of("ragged_contraction")
+        return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"out_dtype": problem.out_dtype, "spread": problem.spread, "backend": backend}
     return partial(mgpu_ops.ragged_contraction, **options)
 
@@ -95,6 +118,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "matmul": _matmul,
     "gated_matmul": _gated_matmul,
     "grouped_matmul": _grouped_matmul,
+    "gated_grouped_matmul": _gated_grouped_matmul,
     "ragged_contraction": _ragged_contraction,
     "flash_attention": _flash_attention,
     "flash_attention_backward": _flash_attention_backward,

@@ -1,6 +1,6 @@
-"""Products of groups of rows: `grouped_matmul`, and `ragged_contraction`, its gradient of the weights.
+"""Products of groups of rows: `grouped_matmul`, `gated_grouped_matmul`, and `ragged_contraction`, the weights' gradient.
 
-Both share `sizes.py`, `problem.py`, `config.py`, `model.py`, `calls.py` and `kernel.py`. Importing the package gives both ops
+They share `sizes.py`, `problem.py`, `config.py`, `model.py`, `calls.py` and `kernel.py`. Importing the package gives the ops
 their gradients (`gradients.py`).
 """
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mgpu_ops import integers
-from mgpu_ops.grouped.sizes import SPREADS, Spread
+from mgpu_ops.grouped.sizes import SPREADS, Spread, of_shard
 
 # --- Arguments
 
@@ -44,8 +44,8 @@ def checked_spread(spread: Spread) -> Spread:
     return spread
 
 
-def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Array:
-    """`group_sizes` as int32, or the error that tells what is wrong.
+def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: Any = None) -> jax.Array:
+    """`group_sizes` as int32, or the error that tells what is wrong; with an offset, what `of_shard` makes of them.
 
     Sizes that are known (NumPy arrays, or JAX arrays outside of jit) are refused when one is negative or their sum exceeds the
     rows. Traced ones are safe whatever they are.
@@ -56,7 +56,12 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Arr
         raise ValueError(f"group_sizes has shape {sizes.shape}: {op} takes one size per group, [groups], at least one")
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes has dtype {sizes.dtype}: {op} counts rows; cast it to int32")
-    if groups is not None and sizes.shape[0] != groups:
+    if offset is not None and groups is not None and sizes.shape[0] < groups:
+        raise ValueError(
+            f"group_sizes has {sizes.shape[0]} entries but rhs has {groups} groups: with group_offset, {op} takes the sizes of "
+            "all groups, of which rhs has some"
+        )
+    if offset is None and groups is not None and sizes.shape[0] != groups:
         raise ValueError(f"group_sizes has {sizes.shape[0]} entries but rhs has {groups} groups: {op} takes one per group")
     if not isinstance(sizes, jax.core.Tracer):
         known = np.asarray(sizes).tolist()  # Python's integers, whose sum is exact
@@ -64,25 +69,50 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int) -> jax.Arr
             raise ValueError(f"group_sizes[{known.index(min(known))}]={min(known)} is negative: a group has 0 rows or more")
         if sum(known) > rows:
             raise ValueError(f"group_sizes sum to {sum(known)}, more than the {rows} rows of lhs: {op} cannot serve all groups")
-    return integers.clipped(sizes, rows)
+    if offset is None or groups is None:
+        return integers.clipped(sizes, rows)
+    return of_shard(integers.clipped(sizes, rows), rows, checked_offset(offset, sizes.shape[0], groups), groups)
+
+
+def checked_offset(offset: Any, every: int, groups: int) -> jax.Array:
+    """`group_offset`, the shard's first of `every` group, as an int32 scalar, or the error that tells what is wrong."""
+    offset = integers.array("group_offset", offset)
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"group_offset has shape {offset.shape}: it is one integer, of shape () or (1,)")
+    if not isinstance(offset, jax.core.Tracer) and not 0 <= int(offset.reshape(())) <= every - groups:
+        raise ValueError(
+            f"group_offset={int(offset.reshape(()))} is not from 0 to {every - groups}: group_sizes has {every} groups, "
+            f"of which rhs has {groups}"
+        )
+    return jnp.clip(integers.clipped(offset.reshape(()), every), -groups, every)
+
+
+def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
+    """`row_scale` as float32, or wider where it is."""
+    scale = jnp.asarray(scale)
+    if scale.shape != (rows,):
+        raise ValueError(f"row_scale has shape {scale.shape}: it must be [m] = {(rows,)}")
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"row_scale has dtype {scale.dtype}: {op} takes floats; cast it first")
+    return scale.astype(np.promote_types(scale.dtype, np.float32))
 
 
 # --- Batches
 
 
-def looped(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`product` under jit, so that eager calls trace once. vmap makes it a loop of launches."""
+def looped(product: Callable[..., Any], results: int = 1) -> Callable[..., Any]:
+    """`product`, of so many `results`, under jit, so that eager calls trace once. vmap makes it a loop of launches."""
     batchable = jax.custom_batching.custom_vmap(product)
 
     @batchable.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        return one_after_the_other(run, batched, arrays), True
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        return one_after_the_other(run, batched, arrays), True if results == 1 else (True,) * results
 
     run = jax.jit(batchable)
     return run
 
 
-def one_after_the_other(function: Callable[..., Any], batched: Sequence[bool], arrays: tuple[jax.Array, ...]) -> jax.Array:
+def one_after_the_other(function: Callable[..., Any], batched: Sequence[bool], arrays: tuple[jax.Array, ...]) -> Any:
     """The function mapped over the leading axis of those arrays that are batched, in a loop."""
     mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
 

@@ -1,4 +1,4 @@
-"""The gradients of both grouped ops: each is made of the two."""
+"""The gradients of the grouped ops: each is made of grouped matmuls and ragged contractions."""
 
 from __future__ import annotations
 
@@ -12,39 +12,120 @@ import numpy as np
 
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import activate
-from mgpu_ops.grouped import grouped_matmul, ragged_contraction
+from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
+from mgpu_ops.grouped.sizes import in_a_group, split
 
 
 def _matmul_forward(
-    call: grouped_matmul.Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None
+    call: grouped_matmul.Call,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
 ) -> Any:
-    linear = dataclasses.replace(call, activation="none", config=call.config if call.activation == "none" else None)
-    out = grouped_matmul.product(linear, lhs, rhs, sizes, bias)
+    """With an activation its argument is kept; the activation and the scale are then XLA's."""
     if call.activation == "none":
-        return out, (lhs, rhs, sizes, bias, None)
-    return activate(call.activation, out), (lhs, rhs, sizes, bias, out)
+        return grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale), (lhs, rhs, sizes, bias, row_scale, None)
+    linear = grouped_matmul.product(dataclasses.replace(call, activation="none", config=None), lhs, rhs, sizes, bias)
+    out = activate(call.activation, linear)
+    if row_scale is not None:
+        out = _scaled(call, out, row_scale, sizes).astype(call.out_dtype)
+    return out, (lhs, rhs, sizes, bias, row_scale, linear)
 
 
 def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    """dlhs = g rhs^T by group, drhs = lhs^T g by group, dbias = the groups' sums of g."""
-    lhs, rhs, sizes, bias, linear = saved
+    """dlhs = g rhs^T by group, drhs = lhs^T g by group, dbias = the groups' sums of g; g is scaled and through the activation.
+
+    Without an activation, dlhs before it is scaled gives the scale's gradient too, as its product with lhs.
+    """
+    lhs, rhs, sizes, bias, scale, linear = saved
+    dscale = None
     if linear is not None:
-        (g,) = jax.vjp(functools.partial(activate, call.activation), linear)[1](g)
+        activated, backward = jax.vjp(functools.partial(activate, call.activation), linear)
+        if scale is not None:
+            dscale = _row_sums(call, g, activated, sizes)
+            g = _scaled(call, g, scale, sizes).astype(linear.dtype)
+        (g,) = backward(g)
     g = g.astype(lhs.dtype)
     name, t = lhs.dtype.name, call.transpose_rhs
-    dlhs = grouped_matmul.product(grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend), g, rhs, sizes)
-    contract = functools.partial(ragged_contraction.contraction, ragged_contraction.Call(name, call.spread, None, call.backend))
-    drhs = contract(g, lhs, sizes) if t else contract(lhs, g, sizes)
+    plain = grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend, call.group_offset)
+    dlhs = grouped_matmul.product(plain, g, rhs, sizes)
+    left, right = lhs, g
+    if scale is not None and linear is None:
+        dscale = _row_sums(call, dlhs, lhs, sizes)
+        if bias is not None:
+            dscale += _row_sums(call, g, bias[_groups_of_rows(call, sizes, lhs.shape[0])], sizes)
+        dlhs = _scaled(call, dlhs, scale, sizes).astype(name)
+        if bias is None and lhs.shape[1] < g.shape[1]:  # whichever is narrower
+            left = _scaled(call, lhs, scale, sizes).astype(name)
+        else:
+            right = g = _scaled(call, g, scale, sizes).astype(name)
+    return (
+        dlhs,
+        _contracted(call, name, *((right, left) if t else (left, right)), sizes),
+        None,
+        _dbias(call, bias, g, sizes),
+        dscale,
+    )
+
+
+def _dbias(call: grouped_matmul.Call, bias: jax.Array | None, g: jax.Array, sizes: jax.Array) -> jax.Array | None:
     if bias is None:
-        return dlhs, drhs, None, None
-    ones = jnp.ones((lhs.shape[0], 8), lhs.dtype)  # the narrowest lhs that the kernel takes
+        return None
+    ones = jnp.ones((g.shape[0], 8), g.dtype)  # the narrowest lhs that the kernel takes
     wide = np.promote_types(g.dtype, np.float32).name
-    contract = functools.partial(ragged_contraction.contraction, ragged_contraction.Call(wide, call.spread, None, call.backend))
-    dbias = contract(*mesh.same_mesh_axes(ones, g, sizes))[:, 0]
-    return dlhs, drhs, None, dbias.astype(bias.dtype)
+    return _contracted(call, wide, *mesh.same_mesh_axes(ones, g, sizes))[:, 0].astype(bias.dtype)
+
+
+def _contracted(call: grouped_matmul.Call, out_dtype: str, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    """lhs^T rhs by group."""
+    contraction = ragged_contraction.Call(out_dtype, call.spread, None, call.backend, call.group_offset)
+    return ragged_contraction.contraction(contraction, lhs, rhs, sizes)
+
+
+# Rows of no group may hold anything, NaN too, and are zeros in every result.
+
+
+def _scaled(call: grouped_matmul.Call, x: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Each row times its factor, in the factor's dtype."""
+    return jnp.where(in_a_group(sizes, x.shape[0], call.group_offset), x.astype(scale.dtype) * scale[:, None], 0)
+
+
+def _row_sums(call: grouped_matmul.Call, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The sums of each row of x * y, float32 or wider."""
+    wide = np.promote_types(x.dtype, np.float32)
+    products = x.astype(wide) * y.astype(wide)
+    return jnp.where(in_a_group(sizes, x.shape[0], call.group_offset), products, 0).sum(axis=1)
+
+
+def _groups_of_rows(call: grouped_matmul.Call, sizes: jax.Array, rows: int) -> jax.Array:
+    """The group of each row; any group for rows of none."""
+    start, sizes = split(sizes, rows, call.group_offset)
+    ends = start + jnp.cumsum(sizes, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right")
+    return jnp.minimum(group, sizes.size - 1)
 
 
 grouped_matmul.product.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _gated_forward(call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array) -> Any:
+    return gated.gated(call, lhs, w_gate, w_up, sizes), (lhs, w_gate, w_up, sizes)
+
+
+def _gated_backward(call: gated.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    """dgate and dup by the kernel; dlhs = dgate w_gate^T + dup w_up^T in one, dw_gate = lhs^T dgate and dw_up = lhs^T dup."""
+    lhs, w_gate, w_up, sizes = saved
+    name, t = lhs.dtype.name, call.transpose_w
+    dgate, dup = gated.gradients(call, lhs, w_gate, w_up, sizes, g.astype(name))
+    plain = grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend, call.group_offset)
+    dlhs = grouped_matmul.sum_of_two(plain, dgate, w_gate, sizes, dup, w_up)
+    dw_gate, dw_up = (_contracted(plain, name, *((d, lhs) if t else (lhs, d)), sizes) for d in (dgate, dup))
+    return dlhs, dw_gate, dw_up, None
+
+
+gated.gated.defvjp(_gated_forward, _gated_backward)
 
 
 def _contraction_forward(call: ragged_contraction.Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
@@ -55,8 +136,12 @@ def _contraction_backward(call: ragged_contraction.Call, saved: Any, g: jax.Arra
     """dlhs[i] = rhs[i] g[group of i]^T and drhs[i] = lhs[i] g[group of i]."""
     lhs, rhs, sizes = saved
     g = g.astype(lhs.dtype)
-    product = functools.partial(grouped_matmul.grouped_matmul, spread=call.spread, backend=call.backend)
-    return product(rhs, g, sizes, transpose_rhs=True), product(lhs, g, sizes), None
+
+    def product(rows: jax.Array, transpose: bool) -> jax.Array:
+        of = grouped_matmul.Call(transpose, rows.dtype.name, "none", call.spread, None, call.backend, call.group_offset)
+        return grouped_matmul.product(of, *mesh.same_mesh_axes(rows, g, sizes))
+
+    return product(rhs, True), product(lhs, False), None
 
 
 ragged_contraction.contraction.defvjp(_contraction_forward, _contraction_backward)

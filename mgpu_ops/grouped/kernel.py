@@ -30,15 +30,20 @@ from mgpu_ops.grouped.problem import GroupedProblem
 class Refs:
     """The refs of a kernel: arrays in global memory, and the shared memory of a block.
 
+    lhs2, rhs2: the operands of a second product, or None.
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
+    row_scale: [m + tile_m] float32, or None.
     """
 
     sizes: Any
     lhs: Any
     rhs: Any
     out: Any
+    lhs2: Any = None
+    rhs2: Any = None
     bias: Any = None
+    row_scale: Any = None
     accumulator: Any = None
     lhs_smem: Any = None
     rhs_smem: Any = None
@@ -48,6 +53,9 @@ class Refs:
 
 class Stages(Protocol):
     """What a kernel does with an output tile, stage by stage. `tile.start` and `tile.end` are the rows of its group."""
+
+    @property
+    def problem(self) -> GroupedProblem: ...
 
     @property
     def rows(self) -> int:
@@ -82,10 +90,13 @@ class Stages(Protocol):
     def share(self) -> tuple[Any, Any]:
         """Consumer: which part of an output tile is this warpgroup's."""
 
-    def multiply(self, acc: Any, stage: jax.Array, share: tuple[Any, Any]) -> None:
-        """Consumer: acc += the product of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+        """Consumer, before a step is multiplied: starts loads that `store` needs."""
 
-    def store(self, tile: GroupTile, acc: Any, staging: Any) -> None:
+    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+        """Consumer: accs += the products of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
+
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
         """Consumer: starts the stores of this warpgroup's share of an output tile, through its epilogue buffers."""
 
     def finish(self, end: jax.Array, staging: Any) -> None:
@@ -101,7 +112,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
         block = lax.axis_index("block")
         return tile_scheduler.for_each_group_tile(
-            refs.sizes, kernel.rows, kernel.tiles, block, kernel.blocks, body, jnp.int32(0)
+            refs.sizes, kernel.rows, kernel.tiles, block, kernel.blocks, body, jnp.int32(0), kernel.problem.group_offset
         )
 
     def producer() -> None:
@@ -118,21 +129,23 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         _, steps = for_each_tile(load_tile)
         pipeline.drain(steps)  # a block does not end before its last stages are read
 
-    def consumer(acc: Any) -> None:
+    def consumer(*accs: Any) -> None:
         staging = kernel.staging()
 
         def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
             share = kernel.share()
 
-            def multiply_step(_: jax.Array, step: jax.Array) -> jax.Array:
+            def multiply_step(i: jax.Array, step: jax.Array) -> jax.Array:
+                kernel.begin_step(tile, i, share)
                 # Waits until the copies into the stage have arrived, and declares it empty when wgmma has read it.
-                pipeline.read(step, lambda stage: kernel.multiply(acc, stage, share))
+                pipeline.read(step, lambda stage: kernel.multiply(accs, stage, share))
                 return step + 1
 
             done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
             # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
-            kernel.store(tile, acc, staging)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            kernel.store(tile, accs, staging)
+            for acc in accs:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
             return done
 
         end, _ = for_each_tile(compute_tile)

@@ -34,14 +34,18 @@ def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
 
 
-def candidates(epilogues: Callable[[int], Sequence[tuple[int, int]]], legal: Callable[[Config], bool]) -> list[Config]:
+def candidates(
+    epilogues: Callable[[int], Sequence[tuple[int, int]]],
+    legal: Callable[[Config], bool],
+    tiles: Sequence[tuple[int, int]] = _TILES,
+) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
     epilogues: from the columns of a consumer's part of the tile to pairs (epilogue_tile_n, epilogue_slots).
     Strips of 16 tile rows keep a group's operands in L2.
     """
     found = []
-    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(_TILES, (64, 128), ("m", "n")):
+    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(tiles, (64, 128), ("m", "n")):
         warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
         wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
         for epilogue_tile_n, buffers in epilogues(wg_n):

@@ -42,20 +42,57 @@ def draw_sizes(spread: str, rows: int, groups: int, key: Any) -> jax.Array:
     return jnp.diff(ends.at[-1].set(rows), prepend=0)
 
 
+def draw_shard(spread: str, rows: int, groups: int, key: Any) -> jax.Array:
+    """What `of_shard` gives, drawn: `draw_sizes` of the rows but for an eighth before the groups."""
+    start = rows // 8
+    return jnp.concatenate([jnp.full(1, start, jnp.int32), draw_sizes(spread, rows - start, groups, key)])
+
+
 def safe_sizes(sizes: jax.Array, rows: int) -> jax.Array:
     """The sizes as they count: a negative one as 0, and the last ones cut where the rows end."""
     ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.clip(sizes, 0, rows))
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 
-def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry: Any) -> Any:
+def of_shard(sizes: jax.Array, rows: int, offset: jax.Array, groups: int) -> jax.Array:
+    """int32 [1 + groups]: the row where group `offset` begins, and the sizes of the `groups` groups from there on.
+
+    Groups that `sizes` has not, before its first or after its last, have no rows. It is what kernels read instead of the sizes
+    where a problem has a `group_offset`.
+    """
+    sizes = safe_sizes(sizes, rows)
+    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    first = jnp.clip(offset, -groups, sizes.size) + groups
+    inside = lax.dynamic_slice_in_dim(jnp.pad(sizes, groups), first, groups)
+    end = jnp.sum(sizes, keepdims=True, dtype=jnp.int32)
+    every_start = jnp.concatenate([jnp.zeros(groups, jnp.int32), starts, jnp.broadcast_to(end, groups)])
+    return jnp.concatenate([lax.dynamic_slice_in_dim(every_start, first, 1), inside])
+
+
+def split(sizes: jax.Array, rows: int, group_offset: bool) -> tuple[jax.Array, jax.Array]:
+    """The row where the first group begins, and the sizes as they count: of sizes, or of what `of_shard` gives."""
+    if not group_offset:
+        return jnp.zeros((), jnp.int32), safe_sizes(sizes, rows)
+    start = jnp.clip(sizes[0], 0, rows)
+    return start, safe_sizes(sizes[1:], rows - start)
+
+
+def in_a_group(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:
+    """Which of the rows belong to a group, bool [rows, 1]."""
+    start, sizes = split(sizes, rows, group_offset)
+    row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    return (row >= start) & (row < start + jnp.sum(sizes, dtype=jnp.int32))
+
+
+def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry: Any, group_offset: bool = False) -> Any:
     """carry = body(carry, group, index[block], inside[block]) for blocks of rows of one group each, through XLA.
 
     `index` are the rows, within the array; `inside` says which of them belong to the group. Empty groups have no block.
+    group_offset: `sizes` are those of a shard, as `of_shard` gives them.
     """
     block = max(1, min(_BLOCK, rows))
-    sizes = safe_sizes(sizes, rows)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)  # not the int64 that JAX's 64-bit mode would take
+    start, sizes = split(sizes, rows, group_offset)
+    ends = start + jnp.cumsum(sizes, dtype=jnp.int32)  # not the int64 that JAX's 64-bit mode would take
     blocks = -(-sizes // block)
     last = jnp.cumsum(blocks, dtype=jnp.int32)
 

@@ -196,6 +196,7 @@ UNBOUNDED = {
     ("gated_matmul", 3): {"raster_width", "max_concurrent_steps"},
     ("gated_matmul", 10_007): {"raster_width"},
     ("grouped_matmul", 3): {"raster_width"},
+    ("gated_grouped_matmul", 3): {"raster_width"},
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
     ("flash_attention", 0): {"kv_splits"},
     ("flash_attention", 3): {"compute_warpgroups", "max_concurrent_steps", "section_waves"},
@@ -264,6 +265,9 @@ SOUND = {  # what of it a field may well hold
     "bias_grad": (True,),
     "residual": (True,),
     "gradient": (True,),
+    "group_offset": (True,),
+    "row_scale": (True,),
+    "second": (True,),
 }
 
 

@@ -97,6 +97,7 @@ MODULES = {
     "matmul": "matmul",
     "gated_matmul": "matmul.gated",
     "grouped_matmul": "grouped.grouped_matmul",
+    "gated_grouped_matmul": "grouped.gated",
     "ragged_contraction": "grouped.ragged_contraction",
     "flash_attention": "attention.flash_attention",
     "dot_product_attention": "attention.dot_product_attention",

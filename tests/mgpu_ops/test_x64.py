@@ -64,6 +64,9 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "matmul of vmap": lambda **b: jax.vmap(functools.partial(mgpu_ops.matmul, activation="gelu", bias=A[0], **b))(W, W),
     "gated_matmul": lambda **b: gradients(functools.partial(mgpu_ops.gated_matmul, **b), A, W[0], W[1]),
     "grouped_matmul": lambda **b: gradients(lambda a, w: mgpu_ops.grouped_matmul(a, w, jnp.asarray(SIZES), **b), A, W),
+    "gated_grouped_matmul": lambda **b: gradients(
+        lambda a, w, v: mgpu_ops.gated_grouped_matmul(a, w, v, jnp.asarray(SIZES), **b), A, W, W
+    ),
     "ragged_contraction": lambda **b: mgpu_ops.ragged_contraction(A, A, jnp.asarray(SIZES), **b),
     "flash_attention": lambda **b: gradients(functools.partial(mgpu_ops.flash_attention, causal=True, **b), Q, Q, Q),
     "decoding": lambda **b: mgpu_ops.flash_attention(FEW, KEYS, KEYS, kv_lengths=jnp.asarray([100]), **b),

@@ -547,6 +547,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         ),
         "lax": Competitor(_lax_unavailable, partial(_under_jit, _lax), differentiable=True),
     },
+    "gated_grouped_matmul": {"dense": _baseline("gated_grouped_matmul")},
     "ragged_contraction": {
         "dense": _baseline("ragged_contraction"),
         "jax-pallas": Competitor(

@@ -30,6 +30,16 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-30b",
         "qwen3-235b",
     ),
+    "gated_grouped_matmul": (
+        "moe",
+        "training",
+        "decoding",
+        "gradient",
+        "mixtral-8x7b",
+        "deepseek-v3-ep8",
+        "qwen3-30b",
+        "qwen3-235b",
+    ),
     "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b"),
     "flash_attention": ("llm", "d64", "d128", "d256", "decode", "sinks"),
     "flash_attention_backward": ("llm", "d64", "d128", "d256"),
@@ -41,6 +51,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "matmul": ("xla", "jax-pallas"),
     "gated_matmul": ("xla",),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
+    "gated_grouped_matmul": ("dense",),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
     "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
     "flash_attention_backward": ("cudnn",),
@@ -143,7 +154,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "problem of any op, by its fields": {
         "dtype": {"type": dtype, "help": "of the inputs: bf16 (default) or f16; of collectives also f32, i32 or u32"},
     },
-    "matmul, gated_matmul, grouped_matmul, ragged_contraction": {
+    "matmul, gated_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction": {
         "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
@@ -155,10 +166,13 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "groups": _SIZE | {"help": "how many groups, such as experts, the m rows are divided into"},
         "activation": {
             "choices": ("none", "relu", "silu", "gelu", "gelu_erf"),
-            "help": "applied to the output (default none); of gated_matmul, to the gate (default silu)",
+            "help": "applied to the output (default none); of gated ops, to the gate (default silu)",
         },
         "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype"},
-        "gradient": _FLAG | {"help": "of gated_matmul: the gradients of gate and up"},
+        "gradient": _FLAG | {"help": "of gated ops: the gradients of gate and up"},
+        "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
+        "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
+        "second": _FLAG | {"help": "of grouped_matmul: add the product of a second pair of operands"},
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",

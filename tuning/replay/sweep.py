@@ -60,6 +60,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "qwen3-30b-gate_up-64-random",
         "qwen3-235b-gate_up-8192-skewed",
     ),
+    "gated_grouped_matmul": ("qwen3-30b-64-random", "mixtral-8x7b-2048-even-gradient"),
     "ragged_contraction": ("mixtral-8x7b-gate_up-2048-even-drhs", "deepseek-v3-ep8-down-4096-random-drhs"),
     "flash_attention": (
         "gpt2-1024-causal",
@@ -99,6 +100,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "grouped_matmul": _GROUPED,
+    "gated_grouped_matmul": _GROUPED,
     "ragged_contraction": _GROUPED,
     "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40), "pv_wait": ("early",)},
     "flash_attention_backward": {},
@@ -107,6 +109,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "gated_matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
+    "gated_grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "flash_attention": ("memory_registers", "section_waves"),
     "flash_attention_backward": ("section_waves",),

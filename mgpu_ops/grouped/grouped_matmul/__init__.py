@@ -24,20 +24,31 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.calls import (
+    check_floats,
+    checked_offset,
+    checked_out_dtype,
+    checked_row_scale,
+    checked_sizes,
+    checked_spread,
+    looped,
+)
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance
 from mgpu_ops.grouped.grouped_matmul.problem import (
     SHAPES,
     SUITES,
     Problem,
+    by_name,
     bytes_moved,
     check,
+    flops,
     inputs,
+    plain,
     supports,
 )
-from mgpu_ops.grouped.problem import flops, tolerance
-from mgpu_ops.grouped.sizes import Spread, for_each_block
+from mgpu_ops.grouped.problem import tolerance
+from mgpu_ops.grouped.sizes import Spread, for_each_block, of_shard
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
@@ -52,6 +63,7 @@ class Call:
     spread: Spread
     config: Config | None
     backend: dispatch.Backend | None
+    group_offset: bool = False  # the sizes are those of a shard, as `sizes.of_shard` gives them
 
 
 def grouped_matmul(
@@ -61,6 +73,8 @@ def grouped_matmul(
     *,
     bias: ArrayLike | None = None,
     activation: Activation = "none",
+    row_scale: ArrayLike | None = None,
+    group_offset: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     transpose_rhs: bool = False,
     spread: Spread = "random",
@@ -81,6 +95,11 @@ def grouped_matmul(
         written out of bounds whatever they are.
       bias: [groups, n] floats, added in float32. Default: none.
       activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf", applied in float32 before rounding.
+      row_scale: [m] floats, by which the rows of the result are multiplied in float32 before rounding, such as the routing
+        weights of a mixture of experts. Default: none.
+      group_offset: an integer, of shape () or (1,), for a shard of the groups: group_sizes are then those of all groups, and
+        rhs has those from number `group_offset` on. Rows of groups that rhs has not are zeros in the output, and are not read.
+        A known one is refused where rhs reaches beyond the groups; traced, groups that do not exist have no rows.
       out_dtype: of the result; lhs's dtype by default, or "float32".
       transpose_rhs: rhs is stored transposed; it is read in place, not copied.
       spread: how sizes are usually spread over the groups, which decides which tuned config runs and nothing else: "even",
@@ -94,7 +113,8 @@ def grouped_matmul(
       [m, n] of out_dtype.
 
     Works under jit, grad (reverse mode; lhs's gradient runs this kernel on rhs as stored, rhs's runs `ragged_contraction`;
-    with an activation the forward pass then stores its argument), vmap (one launch after the other), scan and shard_map.
+    with an activation the forward pass then stores its argument; row_scale's gradient takes the rows of lhs and of its
+    gradient, and no further product), vmap (one launch after the other), scan and shard_map.
 
     Raises:
       ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
@@ -110,7 +130,7 @@ def grouped_matmul(
         raise ValueError(
             f"lhs{lhs.shape} and rhs{rhs.shape} differ in k: {lhs.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
         )
-    sizes = checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0])
+    sizes = checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
     if bias is not None:
         bias = jnp.asarray(bias)
         if bias.shape != (rhs.shape[0], n):
@@ -120,6 +140,9 @@ def grouped_matmul(
         bias = bias.astype(np.promote_types(bias.dtype, np.float32))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    extra: dict[str, jax.Array] = {} if bias is None else {"bias": bias}
+    if row_scale is not None:
+        extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, lhs.shape[0])
     call = Call(
         transpose_rhs=bool(transpose_rhs),
         out_dtype=checked_out_dtype(out_dtype, lhs.dtype),
@@ -127,9 +150,10 @@ def grouped_matmul(
         spread=checked_spread(spread),
         config=config,
         backend=dispatch.requested_backend(backend),
+        group_offset=group_offset is not None,
     )
-    arrays = (lhs, rhs, sizes) if bias is None else (lhs, rhs, sizes, bias)
-    return product(call, *mesh.same_mesh_axes(*arrays))
+    lhs, rhs, sizes, *rest = mesh.same_mesh_axes(lhs, rhs, sizes, *extra.values())
+    return product(call, lhs, rhs, sizes, **dict(zip(extra, rest, strict=True)))
 
 
 _jax_ragged_dot = lax.ragged_dot  # bound here: a program may put ours in its place
@@ -149,9 +173,12 @@ def ragged_dot(
     """`jax.lax.ragged_dot` with its arguments, through `grouped_matmul` where that computes the same, else through JAX.
 
     lhs[m, k], rhs[g, k, n], group_sizes[g] -> [m, n]. `grouped_matmul` runs two operands of one dtype, bfloat16, float16,
-    float32 or float64, with a result of that dtype or float32, known dimensions, no `group_offset`, no `out_sharding`, no
-    explicit mesh axes and a default `precision`; products of 16-bit floats, exact in float32, may have any. All else, and every
-    error in the arguments, is JAX's own.
+    float32 or float64, with a result of that dtype or float32, known dimensions, no `out_sharding`, no explicit mesh axes and a
+    default `precision`; products of 16-bit floats, exact in float32, may have any. All else, and every error in the arguments,
+    is JAX's own.
+
+    With a `group_offset`, which JAX documents but does not compute, rhs may have fewer groups than group_sizes: those from that
+    number on, as in `grouped_matmul`.
 
     Where `grouped_matmul` runs, three things differ from JAX: negative sizes count as 0, vmap takes any axis of any argument,
     and forward-mode differentiation (`jax.jvp`, `jax.hessian`) raises TypeError: call `jax.lax.ragged_dot` for it.
@@ -159,20 +186,24 @@ def ragged_dot(
     Raises ValueError for a backend that is unknown, or that is named and is a kernel which cannot run this.
     """
     wanted = dispatch.requested_backend(backend)
-    plain = group_offset is None and out_sharding is None
-    if not (plain and _is_grouped_matmul(lhs, rhs, group_sizes, precision, preferred_element_type)):
+    part = group_offset is not None
+    if out_sharding is not None or not _is_grouped_matmul(lhs, rhs, group_sizes, precision, preferred_element_type, part):
         if backend not in (None, "xla"):
             raise ValueError(f"backend={backend!r} cannot run this ragged_dot, which only JAX's own does: pass backend=None")
         jaxs: Any = _jax_ragged_dot  # whose types are narrower than what it takes
         return jaxs(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, out_sharding)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     sizes = integers.clipped(group_sizes, lhs.shape[0])
+    if part:
+        groups = rhs.shape[0]
+        sizes = of_shard(sizes, lhs.shape[0], checked_offset(group_offset, sizes.shape[0], groups), groups)
     out = checked_out_dtype(preferred_element_type, lhs.dtype)
-    return product(Call(False, out, "none", "random", None, wanted), *mesh.same_mesh_axes(lhs, rhs, sizes))
+    call = Call(False, out, "none", "random", None, wanted, group_offset=part)
+    return product(call, *mesh.same_mesh_axes(lhs, rhs, sizes))
 
 
-def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype: Any) -> bool:
-    """Whether these are arrays that `grouped_matmul` multiplies as `jax.lax.ragged_dot` does."""
+def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype: Any, part: bool) -> bool:
+    """Whether these are arrays that `grouped_matmul` multiplies as `jax.lax.ragged_dot` does; part: rhs has some groups."""
     arrays = lhs, rhs, sizes
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
         return False
@@ -181,7 +212,7 @@ def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype
         (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1)
         and all(isinstance(size, int) for x in types for size in x.shape)  # an exported function may have symbolic ones
         and lhs.shape[1] == rhs.shape[1]
-        and rhs.shape[0] == sizes.shape[0] > 0
+        and (0 < rhs.shape[0] <= sizes.shape[0] if part else rhs.shape[0] == sizes.shape[0] > 0)
         and lhs.dtype == rhs.dtype
         and lhs.dtype.name in ("bfloat16", "float16", "float32", "float64")
         and precision in (None, "default", *(lax.Precision if lhs.dtype.itemsize == 2 else [lax.Precision.DEFAULT]))
@@ -192,22 +223,36 @@ def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def product(
+    call: Call,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+) -> jax.Array:
     """`grouped_matmul` of arguments that were checked. `gradients.py` makes it differentiable."""
-    return _batchable(call)(lhs, rhs, sizes, *(() if bias is None else (bias,)))
+    extra = {name: x for name, x in (("bias", bias), ("row_scale", row_scale)) if x is not None}
+    return _batchable(call, tuple(extra))(lhs, rhs, sizes, *extra.values())
+
+
+def sum_of_two(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, lhs2: jax.Array, rhs2: jax.Array) -> jax.Array:
+    """lhs rhs + lhs2 rhs2 by group, accumulated in float32 and rounded once. It has no gradient."""
+    return _batchable(call, ("lhs2", "rhs2"))(lhs, rhs, sizes, lhs2, rhs2)
 
 
 @functools.cache
-def _batchable(call: Call) -> Any:
-    """The call as a function of arrays."""
+def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
+    """The call as a function of arrays; `extra` names those beside lhs, rhs and sizes."""
 
-    def product(*arrays: jax.Array) -> jax.Array:
-        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+    def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
+        problem = _problem(call, extra, lhs, rhs)
+        return dispatch.run(SPEC, problem, (lhs, rhs, *rest), config=call.config, backend=call.backend)
 
     return looped(product)
 
 
-def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> Problem:
+def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -> Problem:
     return Problem(
         m=lhs.shape[0],
         n=rhs.shape[1 if call.transpose_rhs else 2],
@@ -216,35 +261,46 @@ def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias:
         dtype=lhs.dtype.name,
         out_dtype=call.out_dtype,
         layout="nt" if call.transpose_rhs else "nn",
-        bias=bias is not None,
+        bias="bias" in extra,
         activation=call.activation,
         spread=call.spread,
+        group_offset=call.group_offset,
+        row_scale="row_scale" in extra,
+        second="lhs2" in extra,
     )
 
 
-def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
+    extra = by_name(p, rest)
     wide = np.promote_types(p.dtype, np.float32)
     contracted = 1 if p.layout == "nt" else 0  # of b, which is not transposed for it
     exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
 
-    def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
+    def multiplied(lhs: jax.Array, rhs: jax.Array, group: Any, rows: jax.Array) -> jax.Array:
         a, b = lhs[rows], rhs[group]
         if exact:
             a, b = a.astype(wide), b.astype(wide)
-        values = lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
-        if bias is not None:
-            values += bias[group][None]
-        values = activate(p.activation, values).astype(p.out_dtype)
-        return out.at[jnp.where(inside, rows, p.m)].set(values, mode="drop")
+        return lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
+
+    def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
+        values = multiplied(lhs, rhs, group, rows)
+        if p.second:
+            values += multiplied(extra["lhs2"], extra["rhs2"], group, rows)
+        if p.bias:
+            values += extra["bias"][group][None]
+        values = activate(p.activation, values)
+        if p.row_scale:
+            values *= extra["row_scale"][rows][:, None].astype(wide)
+        return out.at[jnp.where(inside, rows, p.m)].set(values.astype(p.out_dtype), mode="drop")
 
     zeros = jnp.zeros((p.m, p.n), p.out_dtype)
     (zeros,) = mesh.same_mesh_axes(zeros, lhs)[:1]
-    return zeros if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, zeros)
+    return zeros if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
 
 
-def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
     """A plain matmul through XLA of as many operations: what a grouped one is measured against."""
     return jnp.matmul(lhs, rhs[0].mT if problem.layout == "nt" else rhs[0])
 
@@ -277,6 +333,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline=lambda problem: Baseline("dense", dense, differs="it multiplies all rows by one matrix"),
+    plain=plain,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +30,12 @@ from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import PANEL, Config
-from mgpu_ops.grouped.grouped_matmul.problem import Problem
+from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name
 from mgpu_ops.grouped.kernel import Refs
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stages:
+class GroupedStages:
     """`kernel.Stages` of grouped_matmul."""
 
     problem: Problem
@@ -51,6 +52,11 @@ class _Stages:
         return tile_scheduler.cdiv(size, c.tile_m) * math.ceil(p.n / c.tile_n)
 
     def steps(self, tile: GroupTile) -> int:
+        return (1 + self.problem.second) * self.steps_of_one
+
+    @property
+    def steps_of_one(self) -> int:
+        """Of one product."""
         return math.ceil(self.problem.k / self.config.tile_k)
 
     def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
@@ -62,15 +68,33 @@ class _Stages:
     def load(
         self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
     ) -> None:
-        """tile_k columns of the tile's rows of lhs, in panels of one swizzle row, and as many of the group's rhs as stored."""
-        c, refs = self.config, self.refs
-        row, column = position
+        """tile_k columns of the tile's rows of lhs, and as many of the group's rhs as stored; of two products, one by one."""
+        refs = self.refs
+
+        def load_one(lhs: Any, rhs: Any, step: jax.Array) -> None:
+            self.load_lhs(lhs, tile, position, step, stage, full)
+            self.load_rhs(rhs, refs.rhs_smem, tile, position, step, stage, full)
+
+        if refs.lhs2 is None:
+            load_one(refs.lhs, refs.rhs, step)
+            return
+        first = self.steps_of_one
+        pl.when(step < first)(lambda: load_one(refs.lhs, refs.rhs, step))
+        pl.when(step >= first)(lambda: load_one(refs.lhs2, refs.rhs2, step - first))
+
+    def load_lhs(self, lhs: Any, tile: GroupTile, position: Any, step: jax.Array, stage: jax.Array, full: Any) -> None:
+        """tile_k columns of the tile's rows, in panels of one swizzle row."""
+        c = self.config
         for panel in range(c.tile_k // PANEL):
             first = step * c.tile_k + panel * PANEL
-            load_rows(refs.lhs, row, tile.end, first, refs.lhs_smem.at[stage, panel], full)
-        ks, ns = pl.ds(step * c.tile_k, c.tile_k), pl.ds(column, c.tile_n)
+            load_rows(lhs, position[0], tile.end, first, self.refs.lhs_smem.at[stage, panel], full)
+
+    def load_rhs(self, rhs: Any, smem: Any, tile: GroupTile, position: Any, step: Any, stage: jax.Array, full: Any) -> None:
+        """tile_k x tile_n of the group's matrix, as stored."""
+        c = self.config
+        ks, ns = pl.ds(step * c.tile_k, c.tile_k), pl.ds(position[1], c.tile_n)
         window = (ks, ns) if self.problem.layout == "nn" else (ns, ks)
-        engine.copy_gmem_to_smem(refs.rhs.at[tile.group, *window], refs.rhs_smem.at[stage], full)
+        engine.copy_gmem_to_smem(rhs.at[tile.group, *window], smem.at[stage], full)
 
     def staging(self) -> Any:
         return self.refs.out_smem.at[lax.axis_index("wg")]
@@ -79,7 +103,14 @@ class _Stages:
         """The first row and column of this consumer within a block's tile."""
         return tile_scheduler.warpgroup_origin(self.config)
 
-    def multiply(self, acc: Any, stage: jax.Array, share: tuple[Any, Any]) -> None:
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+        """Nothing: what is stored is made of the sums, and of a bias and a scale that are read then."""
+
+    def rhs_buffers(self) -> tuple[Any, ...]:
+        """The stages of each matrix that is multiplied, as many as there are accumulators."""
+        return (self.refs.rhs_smem,)
+
+    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
         c, refs = self.config, self.refs
         wg_m, wg_n = warpgroup_tile(c)
         row, column = share
@@ -87,17 +118,20 @@ class _Stages:
         for panel in range(c.tile_k // PANEL):
             lhs = refs.lhs_smem.at[stage, panel, pl.ds(row, wg_m), :] if wg_m < c.tile_m else refs.lhs_smem.at[stage, panel]
             ks, ns = pl.ds(panel * PANEL, PANEL), pl.ds(column, wg_n)
-            if self.problem.layout == "nn":
-                engine.wgmma(acc, lhs, refs.rhs_smem.at[stage, ks, ns])
-            else:
-                engine.wgmma(acc, lhs, engine.transpose_ref(refs.rhs_smem.at[stage, ns, ks]))
+            for acc, rhs in zip(accs, self.rhs_buffers(), strict=True):
+                if self.problem.layout == "nn":
+                    engine.wgmma(acc, lhs, rhs.at[stage, ks, ns])
+                else:
+                    engine.wgmma(acc, lhs, engine.transpose_ref(rhs.at[stage, ns, ks]))
         engine.wgmma_wait(0)
 
-    def store(self, tile: GroupTile, acc: Any, staging: Any) -> None:
-        """activation(acc + bias), rounded to out_dtype. Rows beyond the group are not written: they are the next group's."""
-        refs = self.refs
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
+        """row_scale * activation(acc + bias), rounded to out_dtype. Rows beyond the group, the next one's, are not written."""
+        refs, (acc,) = self.refs, accs
         row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))
         values = self.with_epilogue(acc[...], tile.group, column)
+        if refs.row_scale is not None:
+            values *= along(refs.row_scale, row, values.shape, 0)
         store_tile(
             values.astype(refs.out.dtype),
             staging,
@@ -111,36 +145,63 @@ class _Stages:
         return in_registers(self.problem.activation, values)
 
     def finish(self, end: jax.Array, staging: Any) -> None:
-        """Stores zeros to the rows from `end` on, which belong to no group: in epilogue tiles, of which each consumer of each
-        block has its share. They all come from one buffer, so that no store waits for another.
+        """Stores zeros to the rows of no group, those from `end` on and of a shard those before its first group.
+
+        They are stored in epilogue tiles, of which each consumer of each block has its share. All come from one buffer, so that
+        no store waits for another.
         """
-        p, c, out = self.problem, self.config, self.refs.out
-        across = math.ceil(p.n / c.epilogue_tile_n)
-        tiles = tile_scheduler.cdiv(p.m - end, ROWS) * across
+        p = self.problem
+        stores = [self.zeros_to(out, end, p.m, staging) for out in self.outs()]
+        if p.group_offset:
+            stores += [self.zeros_to(out, 0, jnp.clip(self.refs.sizes[0], 0, p.m), staging) for out in self.outs()]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffer
+        staging[0] = jnp.zeros(staging.shape[1:], staging.dtype)
+        plgpu.commit_smem()
+        for store in stores:
+            store()
+
+    def outs(self) -> tuple[Any, ...]:
+        """What is stored."""
+        return (self.refs.out,)
+
+    def zeros_to(self, out: Any, start: Any, end: Any, staging: Any) -> Callable[[], None]:
+        """What stores this consumer's share of the rows from `start` to `end`, from the first buffer, which is zeros then."""
+        c = self.config
+        across = math.ceil(self.problem.n / c.epilogue_tile_n)
+        tiles = tile_scheduler.cdiv(end - start, ROWS) * across
         workers = self.blocks * c.compute_warpgroups
         worker = lax.axis_index("block") * c.compute_warpgroups + lax.axis_index("wg")
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffer
-        staging[0] = jnp.zeros(staging.shape[1:], out.dtype)
-        plgpu.commit_smem()
 
         def store(i: jax.Array, _: tuple[()]) -> tuple[()]:
             tile = worker + i * workers
             row, column = lax.div(tile, jnp.int32(across)) * ROWS, lax.rem(tile, jnp.int32(across)) * c.epilogue_tile_n
-            store_rows(staging.at[0], out, end + row, p.m, column)
+            store_rows(staging.at[0], out, start + row, end, column)
             return _
 
-        lax.fori_loop(0, tile_scheduler.tiles_of_block(tiles, worker, workers), store, ())
+        def run() -> None:
+            lax.fori_loop(0, tile_scheduler.tiles_of_block(tiles, worker, workers), store, ())
+
+        return run
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
-    """Runs the kernel on lhs, rhs as stored, int32 sizes of any values and, where the problem has one, a bias [groups, n]."""
-    lhs, rhs, sizes, *bias = arrays
+    """Runs the kernel on lhs, rhs as stored, int32 sizes of any values (with an offset, as `sizes.of_shard` gives them) and,
+    where the problem has them, lhs and rhs of a second product, a bias [groups, n] and a row scale [m].
+    """
+    lhs, rhs, sizes, *rest = arrays
+    extra = by_name(p, rest)
+    if p.bias:
+        extra["bias"] = jnp.pad(extra["bias"], ((0, 0), (0, -p.n % c.tile_n)))
+    if p.second:
+        extra["lhs2"] = rows_view(extra["lhs2"])
+    if p.row_scale:
+        extra["row_scale"] = jnp.pad(extra["row_scale"], (0, c.tile_m))  # a group's last tile reads beyond it
     tiles = p.groups * math.ceil(p.n / c.tile_n) + math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     blocks = min(gpu.sms, tiles)
 
     def body(sizes: Any, lhs: Any, rhs: Any, *rest: Any, **scratch: Any) -> None:
-        *bias, out = rest
-        kernel.run_block(_Stages(p, c, blocks, Refs(sizes, lhs, rhs, out, *bias, **scratch)), gpu)
+        *further, out = rest
+        kernel.run_block(GroupedStages(p, c, blocks, Refs(sizes, lhs, rhs, out, **by_name(p, further), **scratch)), gpu)
 
     panels = c.tile_k // PANEL
     rhs_tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
@@ -149,5 +210,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, PANEL), rhs_tile, copies=panels + 1),
-    )(sizes, rows_view(lhs), rhs, *(jnp.pad(b, ((0, 0), (0, -p.n % c.tile_n))) for b in bias))
+    )(sizes, rows_view(lhs), rhs, *extra.values())
     return out.reshape(p.m, p.n)

@@ -17,7 +17,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     rows = common.row_blocks(p.spread, p.m, p.groups, c.tile_m)
     tiles = rows * math.ceil(p.n / c.tile_n)
-    return common.cost(c, tiles, math.ceil(p.k / c.tile_k), itemsize_of(p.out_dtype), bytes_moved(p), gpu)
+    return common.cost(c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), itemsize_of(p.out_dtype), bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -36,6 +36,8 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """`common.distance`, and what layout, bias and activation add."""
+    """`common.distance`, and what layout, bias, activation, offset and scale add."""
     own = 0.5 * (x.layout != y.layout) + 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation)
+    own += 0.05 * (x.group_offset != y.group_offset) + 0.05 * (x.row_scale != y.row_scale)
+    own += 0.05 * (x.second != y.second)
     return common.distance(x, y, own)

@@ -18,7 +18,7 @@ from mgpu_ops.core.limits import check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
 from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
-from mgpu_ops.grouped.sizes import draw_sizes
+from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
 # --- What is computed -------------------------------------------------------------------------------
 
@@ -36,6 +36,9 @@ class Problem:
     activation: of `ACTIVATIONS`, applied last.
     spread: of `sizes.SPREADS`, how the m rows are spread over the groups: a hint that decides which config runs and never the
       answer.
+    group_offset: whether rhs has the groups of a shard: the first group's first row comes before the sizes.
+    row_scale: whether each row is multiplied by a factor of its own, [m], after the activation.
+    second: whether a second pair of lhs and rhs, of the same shapes, is multiplied and added.
     """
 
     m: int
@@ -48,6 +51,9 @@ class Problem:
     bias: bool = False
     activation: str = "none"
     spread: str = "random"
+    group_offset: bool = False
+    row_scale: bool = False
+    second: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,9 +89,12 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
-    reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu)
-    if reason is not None:
-        return reason
+    tiles = check_tiles(c, itemsize_of(p.out_dtype), gpu)
+    return supports(p, gpu) or tiles or check_windows(p, c) or check_smem(p, c, gpu)
+
+
+def check_windows(p: Problem, c: Config) -> str | None:
+    """Why TMA cannot copy the tiles of a config that `check_tiles` allows, or None."""
     _, wg_n = warpgroup_tile(c)
     if c.wg_dimension == "n" and c.compute_warpgroups == 2 and wg_n % PANEL and p.layout == "nn":
         return f"a warpgroup's {wg_n} columns of tile_n={c.tile_n} must be a multiple of {PANEL}, one swizzle row of rhs"
@@ -101,7 +110,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             f"epilogue_tile_n={c.epilogue_tile_n} must be {row} because n={p.n} is no multiple of it: "
             "TMA clips one swizzle row only"
         )
-    return check_smem(p, c, gpu)
+    return None
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------
@@ -111,15 +120,38 @@ def bytes_moved(problem: Problem) -> int:
     """Each input read once, of rhs only the groups that have rows, and each output written once."""
     p = problem
     used = min(p.groups, p.m) if p.spread != "sparse" else max(1, min(p.groups // 2, p.m))
-    operands = (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
+    operands = (1 + p.second) * (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
+    operands += 4 * p.m * p.row_scale
     return operands + p.m * p.n * itemsize_of(p.out_dtype)
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal lhs and rhs, sizes spread as the problem says, and a bias where it has one."""
+    """Random normal lhs and rhs, sizes spread as the problem says, and a bias and a row scale where it has them."""
     p = problem
     key_l, key_r, key_s, key_b = jax.random.split(key, 4)
     lhs = jax.random.normal(key_l, (p.m, p.k), p.dtype)
     rhs = jax.random.normal(key_r, (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n), p.dtype)
-    arrays = (lhs, rhs, draw_sizes(p.spread, p.m, p.groups, key_s))
-    return (*arrays, jax.random.normal(key_b, (p.groups, p.n), jnp.float32)) if p.bias else arrays
+    sizes = draw_shard(p.spread, p.m, p.groups, key_s) if p.group_offset else draw_sizes(p.spread, p.m, p.groups, key_s)
+    bias = [jax.random.normal(key_b, (p.groups, p.n), jnp.float32)] if p.bias else []
+    scale = [jax.random.uniform(jax.random.fold_in(key, 4), (p.m,), jnp.float32)] if p.row_scale else []
+    second = []
+    if p.second:
+        keys = jax.random.split(jax.random.fold_in(key, 5))
+        second = [jax.random.normal(key, x.shape, p.dtype) for key, x in zip(keys, (lhs, rhs), strict=True)]
+    return lhs, rhs, sizes, *second, *bias, *scale
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of a problem whose groups hold all rows."""
+    return (1 + problem.second) * common.flops(problem)
+
+
+def by_name(problem: Problem, extra: Sequence[Any]) -> dict[str, Any]:
+    """The arrays that follow the sizes, by name."""
+    names = ["lhs2", "rhs2"] * problem.second + ["bias"] * problem.bias + ["row_scale"] * problem.row_scale
+    return dict(zip(names, extra, strict=True))
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem whose entries count as this one's: one product of all groups, not scaled."""
+    return replace(problem, group_offset=False, row_scale=False, second=False)

@@ -25,7 +25,16 @@ from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_size
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.problem import flops, tolerance
 from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default
-from mgpu_ops.grouped.ragged_contraction.problem import SHAPES, SUITES, Problem, bytes_moved, check, inputs, supports
+from mgpu_ops.grouped.ragged_contraction.problem import (
+    SHAPES,
+    SUITES,
+    Problem,
+    bytes_moved,
+    check,
+    inputs,
+    plain,
+    supports,
+)
 from mgpu_ops.grouped.sizes import Spread, for_each_block
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
@@ -39,6 +48,7 @@ class Call:
     spread: Spread
     config: Config | None
     backend: dispatch.Backend | None
+    group_offset: bool = False  # the sizes are those of a shard, as `sizes.of_shard` gives them
 
 
 def ragged_contraction(
@@ -46,6 +56,8 @@ def ragged_contraction(
     rhs: ArrayLike,
     group_sizes: ArrayLike | Sequence[int],
     *,
+    group_offset: ArrayLike | None = None,
+    num_groups: int | None = None,
     out_dtype: DTypeLike | None = None,
     spread: Spread = "random",
     config: Config | None = None,
@@ -60,6 +72,8 @@ def ragged_contraction(
       lhs: [m, k]. bfloat16 or float16 for the kernel; other floats run through XLA.
       rhs: [m, n], of lhs's dtype.
       group_sizes: [groups], integers, in rows, as in `grouped_matmul`; rows beyond their sum are not read.
+      group_offset, num_groups: for a shard, the first of its groups and how many it has, of those in group_sizes; the result
+        has the shard's groups. group_offset is as in `grouped_matmul`. num_groups is needed with it, and all groups without.
       out_dtype: of the result; lhs's dtype by default, or "float32".
       spread: how sizes are usually spread over the groups, as in `grouped_matmul`: chooses the config, never the answer.
       config: runs the kernel with this Config (tile_m: of k; tile_k: rows a step) instead of the database's.
@@ -82,10 +96,16 @@ def ragged_contraction(
     check_floats("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
-    sizes = checked_sizes("ragged_contraction", group_sizes, None, lhs.shape[0])
+    if (group_offset is None) != (num_groups is None):
+        raise ValueError(f"group_offset={group_offset} and num_groups={num_groups}: a shard of the groups takes both")
+    if num_groups is not None and (not isinstance(num_groups, int | np.integer) or not 1 <= num_groups <= len(group_sizes)):
+        raise ValueError(f"num_groups={num_groups!r} is not from 1 to the {len(group_sizes)} groups of group_sizes")
+    groups = None if num_groups is None else int(num_groups)
+    sizes = checked_sizes("ragged_contraction", group_sizes, groups, lhs.shape[0], group_offset)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
-    call = Call(checked_out_dtype(out_dtype, lhs.dtype), checked_spread(spread), config, dispatch.requested_backend(backend))
+    out, wanted = checked_out_dtype(out_dtype, lhs.dtype), dispatch.requested_backend(backend)
+    call = Call(out, checked_spread(spread), config, wanted, group_offset=group_offset is not None)
     return contraction(call, *mesh.same_mesh_axes(lhs, rhs, sizes))
 
 
@@ -107,7 +127,8 @@ def _batchable(call: Call) -> Any:
 
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
     (m, k), n = lhs.shape, rhs.shape[1]
-    return Problem(m, n, k, sizes.shape[0], lhs.dtype.name, call.out_dtype, call.spread)
+    groups = sizes.shape[0] - call.group_offset
+    return Problem(m, n, k, groups, lhs.dtype.name, call.out_dtype, call.spread, call.group_offset)
 
 
 def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -123,7 +144,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
         return out.at[group].add(lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=wide))
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
-    done = zeros if 0 in (p.m, p.n, p.k) else for_each_block(sizes, p.m, block, zeros)
+    done = zeros if 0 in (p.m, p.n, p.k) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
     return done.astype(p.out_dtype)
 
 
@@ -159,6 +180,7 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
+    plain=plain,
     baseline=lambda problem: Baseline("dense", dense, differs="it is one product, of all rows"),
 )
 

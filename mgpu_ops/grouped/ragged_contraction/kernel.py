@@ -79,14 +79,19 @@ class _Stages:
         wg = lax.axis_index("wg")
         return (wg, 0) if c.wg_dimension == "m" else (0, wg)
 
-    def multiply(self, acc: Any, stage: jax.Array, share: tuple[Any, Any]) -> None:
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+        """Nothing: sums are all that is stored."""
+
+    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+        (acc,) = accs
         lhs_part, rhs_part = share
         lhs, rhs = self.refs.lhs_smem.at[stage, lhs_part], self.refs.rhs_smem.at[stage, rhs_part]
         engine.wgmma(acc, engine.transpose_ref(lhs), rhs)
         engine.wgmma_wait(0)  # the stage is read
 
-    def store(self, tile: GroupTile, acc: Any, staging: Any) -> None:
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
         """The sums, rounded to out_dtype. TMA clips what lies outside the array."""
+        (acc,) = accs
         refs = self.refs
         wg_m, wg_n = warpgroup_tile(self.config)
         height, width = staging.shape[2:]

@@ -15,7 +15,7 @@ from mgpu_ops.core.limits import check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
 from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
 from mgpu_ops.grouped.problem import MODELS, TRAINING, layer_problem
-from mgpu_ops.grouped.sizes import draw_sizes
+from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -24,7 +24,7 @@ class Problem:
 
     m, n, k: rows of both operands, columns of rhs and of lhs.
     groups: into how many the rows are divided.
-    dtype, out_dtype, spread: as in grouped_matmul.
+    dtype, out_dtype, spread, group_offset: as in grouped_matmul.
 
     In its Config, tile_m is a tile of k, and tile_k are the rows of one pipeline step.
     """
@@ -36,6 +36,7 @@ class Problem:
     dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
     spread: str = "random"
+    group_offset: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -89,4 +90,9 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     p = problem
     key_l, key_r, key_s = jax.random.split(key, 3)
     lhs, rhs = jax.random.normal(key_l, (p.m, p.k), p.dtype), jax.random.normal(key_r, (p.m, p.n), p.dtype)
-    return lhs, rhs, draw_sizes(p.spread, p.m, p.groups, key_s)
+    return lhs, rhs, (draw_shard if p.group_offset else draw_sizes)(p.spread, p.m, p.groups, key_s)
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem whose entries count as this one's: the same contraction of all groups."""
+    return dataclasses.replace(problem, group_offset=False)

@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
-from mgpu_ops.core.activations import in_registers, with_derivative
-from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.gated import store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
@@ -55,40 +54,22 @@ class _Block:
 
     def store(self, t: jax.Array, gate: jax.Array, up: jax.Array) -> None:
         """Consumer: makes of both sums what tile number t stores."""
-        activation, (out,) = self.problem.activation, self.outs
-        place = Place.of(self.work, t)
+        (out,), place = self.outs, Place.of(self.work, t)
 
         def copy(staged: Any, i: int, j: int) -> None:
             plgpu.copy_smem_to_gmem(staged, place.block(out, i, j))
 
-        def finish(part: jax.Array, _: Any, i: int, j: int) -> jax.Array:
-            return in_registers(activation, part) * self.part_of(up, i, j)
-
-        store_tile(gate, self.out_smem.at[lax.axis_index("wg")], copy, finish=finish)
+        store_gated(self.problem.activation, gate, up, self.out_smem.at[lax.axis_index("wg")], copy)
 
     def store_gradients(self, t: jax.Array, gate: jax.Array, up: jax.Array) -> None:
-        """Consumer: makes of both sums, and of g, the gradients of gate and up of tile number t, and stores them.
-
-        That of gate goes through the buffer that g lies in, which is not needed again; that of up through one of `out_smem`.
-        """
-        place, wg, buffers = Place.of(self.work, t), lax.axis_index("wg"), self.out_smem.shape[1]
-        dgate, dup = self.outs
+        """Consumer: makes of both sums, and of g, the gradients of gate and up of tile number t, and stores them."""
+        place, wg = Place.of(self.work, t), lax.axis_index("wg")
+        dgate, dup = (
+            lambda staged, i, j, out=out: plgpu.copy_smem_to_gmem(staged, place.block(out, i, j)) for out in self.outs
+        )
         plgpu.barrier_wait(self.g_arrived.at[wg])
-        for number, (i, j) in enumerate(epilogue_origins(self.work.config)):
-            of_gate, of_up = self.g_smem.at[wg, number], self.out_smem.at[wg, number % buffers]
-            g = of_gate[...].astype(jnp.float32)
-            activated, slope = with_derivative(self.problem.activation, self.part_of(gate, i, j))
-            if number >= buffers:  # of the copies, two for each epilogue tile, the one from this buffer has read it
-                plgpu.wait_smem_to_gmem(2 * buffers - 1, wait_read_only=True)
-            of_up[...] = (g * activated).astype(of_up.dtype)
-            of_gate[...] = (g * self.part_of(up, i, j) * slope).astype(of_gate.dtype)
-            plgpu.commit_smem()  # TMA sees what was written
-            plgpu.copy_smem_to_gmem(of_up, place.block(dup, i, j))
-            plgpu.copy_smem_to_gmem(of_gate, place.block(dgate, i, j))
-
-    def part_of(self, values: jax.Array, i: int, j: int) -> jax.Array:
-        """The epilogue tile of a sum that begins at row i and column j."""
-        return values[i : i + ROWS, j : j + self.work.config.epilogue_tile_n]
+        staging = self.g_smem.at[wg], self.out_smem.at[wg]
+        store_gated_gradients(self.problem.activation, gate, up, *staging, dgate, dup)
 
 
 def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest: Any, accumulators: Any, **smem: Any) -> None:

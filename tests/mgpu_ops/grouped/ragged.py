@@ -15,6 +15,7 @@ import pytest
 from mgpu_ops import GroupedMatmulConfig, RaggedContractionProblem
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.grouped.config import smem_bytes
+from mgpu_ops.grouped.grouped_matmul.problem import by_name
 from tests.arrays import normal as numpy_normal
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -50,59 +51,87 @@ def float64(x: Any) -> np.ndarray:
 normal = functools.partial(numpy_normal, dtype=BF16)
 
 
-def spans(sizes: Iterable[Any], rows: int) -> Iterator[slice]:
-    """The rows of each group: a negative size is 0, and groups end where the rows end."""
-    end = 0
+def spans(sizes: Iterable[Any], rows: int, start: int = 0) -> Iterator[slice]:
+    """The rows of each group: a negative size is 0, groups end where the rows end, and the first begins at row `start`."""
+    end = min(max(int(start), 0), rows)
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), rows)
         yield slice(start, end)
 
 
+def spans_of(problem: Any, sizes: Sequence[int]) -> list[slice]:
+    """The rows of each group of a problem; with a group_offset, the first of `sizes` is the row where the groups begin."""
+    start, *sizes = sizes if problem.group_offset else (0, *sizes)
+    return list(spans(sizes, problem.m, start))
+
+
 def grouped(
-    lhs: Any, rhs: Any, sizes: Any, bias: Any = None, *, activation: str = "none", transpose_rhs: bool = False
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    bias: Any = None,
+    row_scale: Any = None,
+    *,
+    start: int = 0,
+    activation: str = "none",
+    transpose_rhs: bool = False,
+    lhs2: Any = None,
+    rhs2: Any = None,
 ) -> np.ndarray:
-    """The grouped matmul in float64; zeros for rows of no group."""
+    """The grouped matmul in float64, or the sum of two; zeros for rows of no group."""
+    if lhs2 is not None:  # side by side, they are one
+        axis = 2 if transpose_rhs else 1
+        lhs, rhs = np.concatenate([lhs, lhs2], 1), np.concatenate([rhs, rhs2], axis)
     lhs, rhs = float64(lhs), float64(rhs)
     rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     out = np.zeros((lhs.shape[0], rhs.shape[2]))
-    for group, rows in enumerate(spans(sizes, lhs.shape[0])):
+    for group, rows in enumerate(spans(sizes, lhs.shape[0], start)):
         values = lhs[rows] @ rhs[group]
-        out[rows] = ACTIVATIONS[activation](values if bias is None else values + float64(bias)[group])
+        values = ACTIVATIONS[activation](values if bias is None else values + float64(bias)[group])
+        out[rows] = values if row_scale is None else values * float64(row_scale)[rows, None]
     return out
 
 
-def contraction(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
+def contraction(lhs: Any, rhs: Any, sizes: Any, start: int = 0) -> np.ndarray:
     """The ragged contraction in float64; zeros for an empty group."""
     lhs, rhs = float64(lhs), float64(rhs)
-    return np.stack([lhs[rows].T @ rhs[rows] for rows in spans(sizes, lhs.shape[0])])
+    return np.stack([lhs[rows].T @ rhs[rows] for rows in spans(sizes, lhs.shape[0], start)])
 
 
-def truth(problem: Any, sizes: Sequence[int], lhs: Any, rhs: Any, *bias: Any) -> np.ndarray:
+def truth(problem: Any, sizes: Sequence[int], lhs: Any, rhs: Any, *extra: Any) -> np.ndarray:
     """What a problem of either op gives, in float64."""
+    start, *sizes = sizes if problem.group_offset else (0, *sizes)
     if isinstance(problem, RaggedContractionProblem):
-        return contraction(lhs, rhs, sizes)
-    return grouped(lhs, rhs, sizes, *bias, activation=problem.activation, transpose_rhs=problem.layout == "nt")
+        return contraction(lhs, rhs, sizes, start)
+    arrays = by_name(problem, extra)
+    transpose = problem.layout == "nt"
+    return grouped(lhs, rhs, sizes, **arrays, start=start, activation=problem.activation, transpose_rhs=transpose)
 
 
 def rest(problem: Any, sizes: Sequence[int]) -> Any:
     """Index of what must be zero in the output: rows of no group, or the contractions of empty groups."""
-    groups = list(spans(sizes, problem.m))
+    groups = spans_of(problem, sizes)
     if isinstance(problem, RaggedContractionProblem):
         return np.array([rows.start == rows.stop for rows in groups])
-    return slice(groups[-1].stop, None)
+    row = np.arange(problem.m)
+    return (row < groups[0].start) | (row >= groups[-1].stop)
 
 
-def poisoned(problem: Any, sizes: Sequence[int], lhs: Any, rhs: Any, *bias: Any) -> tuple[np.ndarray, ...]:
+def poisoned(problem: Any, sizes: Sequence[int], lhs: Any, rhs: Any, *extra: Any) -> tuple[np.ndarray, ...]:
     """The operands, with NaN wherever the output does not depend on them: rows of no group, matrices of empty groups."""
-    lhs, rhs, *bias = (np.array(x) for x in (lhs, rhs, *bias))
-    groups = list(spans(sizes, problem.m))
-    lhs[groups[-1].stop :] = np.nan
+    lhs, rhs, *extra = (np.array(x) for x in (lhs, rhs, *extra))
+    groups = spans_of(problem, sizes)
+    row = np.arange(problem.m)
+    outside = (row < groups[0].start) | (row >= groups[-1].stop)
+    empty = [rows.start == rows.stop for rows in groups]
+    lhs[outside] = np.nan
     if isinstance(problem, RaggedContractionProblem):
-        rhs[groups[-1].stop :] = np.nan
+        rhs[outside] = np.nan
     else:
-        for x in (rhs, *bias):
-            x[[rows.start == rows.stop for rows in groups]] = np.nan
-    return lhs, rhs, *bias
+        rhs[empty] = np.nan
+        for name, x in by_name(problem, extra).items():
+            x[outside if name in ("row_scale", "lhs2") else empty] = np.nan
+    return lhs, rhs, *extra
 
 
 def plain_grouped(
@@ -113,14 +142,21 @@ def plain_grouped(
     *,
     activation: str = "none",
     transpose_rhs: bool = False,
+    row_scale: jax.Array | None = None,
+    group_offset: int | None = None,
 ) -> jax.Array:
     """The grouped matmul in plain JAX, for gradients: each row times the matrix of its group."""
     group, inside = _group_of_rows(sizes, lhs.shape[0])
+    if group_offset is not None:
+        group, inside = group - group_offset, (group >= group_offset) & (group < group_offset + rhs.shape[0]) & inside
     values = jnp.einsum("mk,mnk->mn" if transpose_rhs else "mk,mkn->mn", lhs, rhs[group], precision="highest")
     if bias is not None:
         values += bias[group]
     functions = {"none": lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
-    return jnp.where(inside[:, None], functions[activation](values), 0)
+    values = functions[activation](values)
+    if row_scale is not None:
+        values *= row_scale[:, None]
+    return jnp.where(inside[:, None], values, 0)
 
 
 def plain_contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -132,6 +168,15 @@ def plain_contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.A
 def of_arrays(f: Callable[..., jax.Array], sizes: Any, **kwargs: Any) -> Callable[..., jax.Array]:
     """f as a function of lhs, rhs and perhaps bias."""
     return lambda lhs, rhs, *bias: f(lhs, rhs, jnp.asarray(sizes), **kwargs, **({"bias": bias[0]} if bias else {}))
+
+
+def of_scaled(f: Callable[..., jax.Array], sizes: Any, **kwargs: Any) -> Callable[..., jax.Array]:
+    """f as a function of lhs, rhs, row_scale and perhaps bias."""
+
+    def g(lhs: jax.Array, rhs: jax.Array, row_scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        return f(lhs, rhs, jnp.asarray(sizes), row_scale=row_scale, bias=bias, **kwargs)
+
+    return g
 
 
 def gradients(f: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> Any:

@@ -46,7 +46,7 @@ def spec_for(problem: Any) -> Any:
 
 
 def operands(problem: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """lhs, rhs and perhaps a bias."""
+    """lhs, rhs and perhaps a bias and a row scale."""
     lhs, rhs, _, *bias = spec_for(problem).inputs(problem, jax.random.key(seed))
     return tuple(np.asarray(x) for x in (lhs, rhs, *bias))
 
@@ -87,7 +87,7 @@ def assert_right_for(
 ) -> None:
     """`run(lhs, rhs, sizes, *bias)`, compiled once, is right for each of the sizes, traced, with all guards."""
     clean = operands(problem, seed)
-    arrays = [clean[:2] + (np.zeros(problem.groups, np.int32),) + clean[2:]]
+    arrays = [clean[:2] + (np.zeros(problem.groups + problem.group_offset, np.int32),) + clean[2:]]
     compiled = jax.jit(run).lower(*arrays[0]).compile()
     for sizes in all_sizes:
         lhs, rhs, *bias = ragged.poisoned(problem, sizes, *clean)
@@ -189,6 +189,17 @@ def test_random_legal_config_is_right(spec, seed, assert_grouped):
     problem, config = draw(spec, seed)
     rng = np.random.default_rng(seed)
     all_sizes = [drawn_sizes(rng, problem.m, problem.groups) for _ in range(4)]
+    assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
+
+
+@OPS
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shard_and_row_scale_is_right(spec, seed, assert_grouped):
+    problem, config = draw(spec, 100 + seed)
+    more = {"row_scale": seed % 2 == 0, "second": seed % 3 == 0} if spec is GROUPED else {}
+    problem = replace(problem, group_offset=seed % 4 != 3, **more)
+    rng = np.random.default_rng(seed)
+    all_sizes = [drawn_sizes(rng, problem.m, problem.groups + problem.group_offset) for _ in range(4)]
     assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
 
 

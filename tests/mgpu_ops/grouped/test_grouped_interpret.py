@@ -50,7 +50,7 @@ def compiled(problem: Any, config: Any, gpu: Any = FEW_SMS) -> Callable[..., jax
 
 @functools.cache
 def operands(problem: Any) -> tuple[np.ndarray, ...]:
-    """lhs, rhs and perhaps a bias."""
+    """lhs, rhs and perhaps a bias and a row scale."""
     spec = GROUPED if isinstance(problem, P) else CONTRACTION
     lhs, rhs, _, *bias = inputs(spec, problem)
     return tuple(np.asarray(x) for x in (lhs, rhs, *bias))
@@ -113,6 +113,26 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
         replace(HALVES, epilogue_tile_n=32, epilogue_slots=2),
         (ODD,),
     ),
+    # a scale for each row; a shard of the groups, whose sizes begin with its first row
+    "row scale, rows shared": (P(150, 72, 72, 4, row_scale=True), TWO, (ODD, WILD)),
+    "row scale, bias, silu, tall tiles, float32 out": (
+        P(150, 64, 64, 4, "bfloat16", "float32", bias=True, activation="silu", row_scale=True),
+        replace(BASE, tile_m=192, epilogue_tile_n=32),
+        (ODD,),
+    ),
+    "shard": (P(150, 72, 72, 3, group_offset=True), BASE, ((33, 1, 0, 71), (0, 64, 64, 22), (150, 7, 7, 7), (-1, 0, 0, 0))),
+    "shard, row scale, columns shared, transposed": (
+        P(150, 192, 128, 3, layout="nt", group_offset=True, row_scale=True),
+        HALVES,
+        ((65, 30, 1, 2), (2**31 - 1, 5, 5, 5)),
+    ),
+    "two products added up, k no multiple of a step": (P(150, 72, 72, 4, second=True), BASE, (ODD, WILD)),
+    "two products of a shard, transposed, steps of 128": (
+        P(150, 136, 192, 3, layout="nt", group_offset=True, second=True),
+        replace(TWO, tile_k=128, max_concurrent_steps=3),
+        ((65, 30, 1, 2),),
+    ),
+    "contraction of a shard": (R(150, 72, 72, 3, group_offset=True), BASE, ((33, 1, 0, 71), (140, 3, 9, 9), (0, 0, 0, 0))),
     # contraction: k is the side of tile_m, m the depth
     "contraction, tails": (R(150, 72, 72, 4), BASE, (ODD, ONE_HOT, TILES, WILD, (0, 0, 0, 0))),
     "contraction of one row": (R(1, 72, 8, 3), BASE, ((0, 1, 0), (0, 0, 0), (7, 7, 7))),

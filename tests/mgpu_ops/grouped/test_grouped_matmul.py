@@ -216,6 +216,102 @@ def test_spread_never_changes_the_answer(spread, assert_near):
     assert_near(grouped_matmul(lhs, rhs, [9, 11], spread=spread), grouped_matmul(lhs, rhs, [9, 11]), TOLERANCE[BF16])
 
 
+# --- a scale for each row, and shards of the groups
+
+
+@pytest.mark.parametrize(("bias", "activation"), [(False, "none"), (True, "silu")])
+def test_row_scale_multiplies_the_rows_of_groups_in_float32(bias, activation, assert_near):
+    lhs, rhs = operands(72, 40, 24, 4)
+    scale = jnp.where(jnp.arange(72) < 60, normal(3, 72, dtype=F32), jnp.nan)
+    extra = {"bias": normal(2, 4, 40, dtype=F32)} if bias else {}
+    out = grouped_matmul(lhs, rhs, [30, 0, 29, 1], row_scale=scale, activation=activation, **extra)
+    wanted = ragged.grouped(lhs, rhs, [30, 0, 29, 1], row_scale=scale, activation=activation, **extra)
+    assert out.dtype == BF16
+    assert_near(out, wanted, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, np.array([2]), jnp.int32(2)], ids=str)
+def test_group_offset_multiplies_the_rows_of_a_shards_groups_and_no_others(offset, assert_near):
+    sizes = np.array([9, 0, 30, 12, 20])
+    first = int(np.reshape(offset, ()))
+    lhs, rhs = operands(72, 40, 24, 2)
+    rows = slice(sizes[:first].sum(), sizes[: first + 2].sum())
+    lhs = jnp.full_like(lhs, jnp.nan).at[rows].set(lhs[rows])
+    wanted = ragged.grouped(lhs, rhs, sizes[first : first + 2], start=rows.start)
+    for out in (
+        grouped_matmul(lhs, rhs, sizes, group_offset=offset),
+        jax.jit(lambda o: grouped_matmul(lhs, rhs, sizes, group_offset=o))(jnp.asarray(offset)),
+    ):
+        assert_near(out, wanted, TOLERANCE[BF16])
+        np.testing.assert_array_equal(out[: rows.start], 0)
+        np.testing.assert_array_equal(out[rows.stop :], 0)
+
+
+@pytest.mark.parametrize("offset", [-3, -1, 2, 3, 4, 2**31 - 1, -(2**31)])
+def test_groups_that_do_not_exist_have_no_rows(offset, assert_near):
+    """A traced offset may be anything."""
+    sizes = np.array([9, 30, 12])
+    lhs, rhs = operands(60, 40, 24, 2)
+    out = jax.jit(lambda o: grouped_matmul(lhs, rhs, sizes, group_offset=o))(jnp.int32(offset))
+    wanted = np.zeros((60, 40))
+    for own, group in enumerate(range(offset, offset + 2)):
+        if 0 <= group < 3:
+            rows = slice(sizes[:group].sum(), sizes[: group + 1].sum())
+            wanted[rows] = ragged.float64(lhs[rows]) @ ragged.float64(rhs[own])
+    assert_near(out, wanted, TOLERANCE[BF16]) if wanted.any() else np.testing.assert_array_equal(out, 0)
+
+
+def test_the_shards_of_all_groups_add_up_to_the_whole():
+    lhs, rhs = operands(72, 40, 24, 6)
+    sizes = np.array([9, 0, 30, 12, 3, 10])
+    parts = [grouped_matmul(lhs, rhs[g : g + 2], sizes, group_offset=g) for g in (0, 2, 4)]
+    np.testing.assert_array_equal(sum(parts), grouped_matmul(lhs, rhs, sizes))
+
+
+SCALED = {  # bias, the call's arguments
+    "scale": (False, {}),
+    "scale, wide rhs": (False, {"transpose_rhs": True}),
+    "scale, bias": (True, {}),
+    "scale, bias, silu": (True, {"activation": "silu"}),
+    "scale, shard": (False, {"group_offset": 1}),
+    "scale, bias, gelu, shard": (True, {"activation": "gelu", "group_offset": 1}),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_with_a_row_scale_and_an_offset_are_those_of_plain_jax(name, dtype, assert_near):
+    bias, kwargs = SCALED[name]
+    lhs, rhs = operands(
+        40, *((16, 24) if name == "scale, wide rhs" else (24, 16)), 3, dtype, kwargs.get("transpose_rhs", False)
+    )
+    sizes = [2, 9, 0, 20, 3] if "group_offset" in kwargs else [9, 0, 22]
+    arrays = (lhs, rhs / 4, normal(3, 40, dtype=F32), *([normal(2, 3, 24, dtype=dtype)] if bias else []))
+    f, plain = (ragged.of_scaled(f, sizes, **kwargs) for f in (grouped_matmul, ragged.plain_grouped))
+    assert_same_gradients(f, plain, arrays, assert_near, 1e-5 if dtype == F32 else 2e-2)
+
+
+def test_gradients_with_a_row_scale_of_a_shard_through_the_kernels(assert_near):
+    lhs, rhs = operands(72, 40, 24, 2)
+    arrays = (lhs, rhs / 4, normal(3, 72, dtype=F32))
+    sizes = [30, 0, 33, 4]
+    f = ragged.of_scaled(grouped_matmul, sizes, group_offset=1, backend="interpret")
+    assert_same_gradients(f, ragged.of_scaled(ragged.plain_grouped, sizes, group_offset=1), arrays, assert_near, 2e-2)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_rows_of_other_shards_have_no_gradient_whatever_they_and_their_cotangents_are(activation):
+    lhs, rhs = operands(40, 24, 16, 2)
+    scale, outside = normal(3, 40, dtype=F32), (jnp.arange(40) < 5) | (jnp.arange(40) >= 31)
+    lhs, scale = jnp.where(outside[:, None], jnp.nan, lhs), jnp.where(outside, jnp.nan, scale)
+    f = ragged.of_scaled(grouped_matmul, [5, 6, 20, 9], group_offset=1, activation=activation)
+    cotangent = jnp.broadcast_to(jnp.where(outside[:, None], jnp.nan, 1.0).astype(BF16), (40, 24))
+    dlhs, drhs, dscale = jax.vjp(f, lhs, rhs, scale)[1](cotangent)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (dlhs, drhs, dscale))
+    np.testing.assert_array_equal(dlhs[outside], 0)
+    np.testing.assert_array_equal(dscale[outside], 0)
+
+
 # --- gradients
 
 ARGUMENTS = {  # transpose_rhs, bias, activation
@@ -569,8 +665,16 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
         (P(512, 192, 136, 4, bias=True, activation="gelu"), None),
         (P(512, 256, 192, 4, "float16", "float32", "nt"), None),
         (P(512, 256, 256, 4), replace(BASE, tile_m=128, tile_n=256, tile_k=128, compute_warpgroups=2, epilogue_tile_n=128)),
+        (P(4096, 2048, 1024, 4, group_offset=True, row_scale=True), None),
+        (P(4096, 2048, 1024, 4, layout="nt", second=True), None),
     ],
-    ids=["default, bias, gelu", "default, float32, transposed", "two warpgroups, wide epilogue tiles"],
+    ids=[
+        "default, bias, gelu",
+        "default, float32, transposed",
+        "two warpgroups, wide epilogue tiles",
+        "shard, row scale",
+        "two products",
+    ],
 )
 def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem, config):
     ragged.assert_compiles(SPEC, problem, config)
@@ -614,6 +718,20 @@ TWO = np.array([3, 5])
         (LHS, RHS, TWO, {"out_dtype": jnp.int32}, TypeError, "out_dtype int32 is not a float: cast the result instead"),
         (LHS, RHS, TWO, {"config": {"tile_m": 64}}, TypeError, "config is .*64.*: pass a mgpu_ops.GroupedMatmulConfig"),
         (LHS, RHS, TWO, {"backend": "cuda"}, ValueError, "backend='cuda' is not one of mosaic, interpret, xla"),
+        (
+            LHS,
+            RHS,
+            TWO,
+            {"row_scale": jnp.ones((8, 1))},
+            ValueError,
+            r"row_scale has shape \(8, 1\): it must be \[m\] = \(8,\)",
+        ),
+        (LHS, RHS, TWO, {"row_scale": jnp.ones(8, int)}, TypeError, "row_scale has dtype int32: .*takes floats; cast it first"),
+        (LHS, RHS, [1, 2, 3], {"group_offset": 2}, ValueError, "group_offset=2 is not from 0 to 1: group_sizes has 3 groups"),
+        (LHS, RHS, [1, 2, 3], {"group_offset": -1}, ValueError, "group_offset=-1 is not from 0 to 1"),
+        (LHS, RHS, [1], {"group_offset": 0}, ValueError, "group_sizes has 1 entries but rhs has 2 groups: with group_offset"),
+        (LHS, RHS, [1, 2, 3], {"group_offset": [0, 1]}, ValueError, r"group_offset has shape \(2,\): it is one integer"),
+        (LHS, RHS, [1, 2, 3], {"group_offset": 0.5}, TypeError, "group_offset has dtype float64"),
         (LHS, RHS, TWO, {"backend": "mosaic"}, ValueError, "cannot run grouped_matmul.*no NVIDIA GPU is in use"),
         (
             LHS,

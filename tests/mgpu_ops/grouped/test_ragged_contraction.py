@@ -172,6 +172,25 @@ def test_rows_of_no_group_have_no_gradient():
         np.testing.assert_array_equal(x[31:], 0)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_a_shards_groups_are_those_of_all(offset, assert_near):
+    sizes = np.array([9, 0, 20, 11])
+    lhs, rhs = operands(45, 24, 16)
+    out = jax.jit(lambda o: ragged_contraction(lhs, rhs, sizes, group_offset=o, num_groups=2))(offset)
+    assert_near(out, ragged_contraction(lhs, rhs, sizes)[offset : offset + 2], TOLERANCE[BF16])
+
+
+def test_gradients_of_a_shard_are_zeros_in_other_shards_rows(assert_near):
+    sizes, shard = np.array([9, 0, 20, 11]), {"group_offset": 1, "num_groups": 2}
+    lhs, rhs = operands(45, 24, 16, dtype=F32)
+    ours = gradients(lambda x, y: ragged_contraction(x, y, sizes, **shard), (lhs, rhs))
+    plain = gradients(lambda x, y: ragged.plain_contraction(x, y, jnp.asarray(sizes))[1:3], (lhs, rhs))
+    for x, y in zip(ours, plain, strict=True):
+        assert_near(x, y, 1e-5)
+        np.testing.assert_array_equal(x[:9], 0)
+        np.testing.assert_array_equal(x[29:], 0)
+
+
 def test_forward_mode_is_refused_rather_than_wrong():
     lhs, rhs = operands(8, 8, 8)
     with pytest.raises(TypeError, match="forward-mode"):
@@ -332,6 +351,10 @@ LHS, RHS, TWO = S((8, 16), BF16), S((8, 24), BF16), np.array([3, 5])
         (LHS, RHS, [3.0, 5.0], {}, TypeError, "group_sizes has dtype float64: ragged_contraction counts rows; cast it"),
         (LHS, RHS, [4, -3], {}, ValueError, r"group_sizes\[1\]=-3 is negative: a group has 0 rows or more"),
         (LHS, RHS, [4, 5], {}, ValueError, "group_sizes sum to 9, more than the 8 rows of lhs"),
+        (LHS, RHS, TWO, {"group_offset": 1}, ValueError, "group_offset=1 and num_groups=None: a shard.*takes both"),
+        (LHS, RHS, TWO, {"num_groups": 1}, ValueError, "group_offset=None and num_groups=1: a shard.*takes both"),
+        (LHS, RHS, TWO, {"group_offset": 0, "num_groups": 3}, ValueError, "num_groups=3 is not from 1 to the 2 groups"),
+        (LHS, RHS, TWO, {"group_offset": 2, "num_groups": 1}, ValueError, "group_offset=2 is not from 0 to 1"),
         (LHS, RHS, TWO, {"spread": "wide"}, ValueError, "spread='wide' is not one of even, random, skewed, sparse"),
         (LHS, RHS, TWO, {"out_dtype": "int8"}, TypeError, "out_dtype int8 is not a float: cast the result instead"),
         (LHS, RHS, TWO, {"config": 64}, TypeError, "config is 64: pass a mgpu_ops.GroupedMatmulConfig"),

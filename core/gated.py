@@ -1,0 +1,57 @@
+"""The epilogue of gated products: what is stored is made of two sums in registers, gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core.activations import in_registers, with_derivative
+from mgpu_ops.core.epilogue import store_tile
+
+
+def store_gated(activation: str, gate: jax.Array, up: jax.Array, staging: Any, copy: Callable[[Any, int, int], None]) -> None:
+    """Consumer: stores activation(gate) * up in epilogue tiles, as `epilogue.store_tile` does."""
+
+    def finish(part: jax.Array, _: Any, i: int, j: int) -> jax.Array:
+        return in_registers(activation, part) * _part(up, staging, i, j)
+
+    store_tile(gate, staging, copy, finish=finish)
+
+
+def store_gated_gradients(
+    activation: str,
+    gate: jax.Array,
+    up: jax.Array,
+    g_smem: Any,
+    staging: Any,
+    copy_gate: Callable[[Any, int, int], None],
+    copy_up: Callable[[Any, int, int], None],
+) -> None:
+    """Consumer: stores the gradients of gate and up, g * up * activation'(gate) and g * activation(gate).
+
+    g_smem: the result's gradient, which has arrived; a buffer for each epilogue tile. The gradient of gate goes through the
+    buffer that g lies in, which is not needed again; that of up through one of `staging`.
+    """
+    buffers, height, width = staging.shape
+    origins = [(i, j) for i in range(0, gate.shape[0], height) for j in range(0, gate.shape[1], width)]
+    for number, (i, j) in enumerate(origins):
+        of_gate, of_up = g_smem.at[number], staging.at[number % buffers]
+        g = of_gate[...].astype(jnp.float32)
+        activated, slope = with_derivative(activation, _part(gate, staging, i, j))
+        if number >= buffers:  # of the copies, two for each epilogue tile, the one from this buffer has read it
+            plgpu.wait_smem_to_gmem(2 * buffers - 1, wait_read_only=True)
+        of_up[...] = (g * activated).astype(of_up.dtype)
+        of_gate[...] = (g * _part(up, staging, i, j) * slope).astype(of_gate.dtype)
+        plgpu.commit_smem()  # TMA sees what was written
+        copy_up(of_up, i, j)
+        copy_gate(of_gate, i, j)
+
+
+def _part(values: jax.Array, staging: Any, i: int, j: int) -> jax.Array:
+    """The epilogue tile of a sum that begins at row i and column j."""
+    _, height, width = staging.shape
+    return values[i : i + height, j : j + width]

@@ -1,0 +1,240 @@
+"""gated_grouped_matmul: activation(lhs w_gate) * (lhs w_up) by group in one kernel, float32 accumulation, for NVIDIA Hopper.
+
+`problem.py` says what is computed and which configs can run it, `model.py` which are worth trying, `kernel.py` is the kernel,
+of grouped_matmul's parts; here are the public function with its batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh
+from mgpu_ops.core.activations import Activation, activate, checked_activation
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.gated.model import candidates, cost, default, distance, space
+from mgpu_ops.grouped.gated.problem import (
+    SHAPES,
+    SUITES,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    plain,
+    smem_bytes,
+    supports,
+    tolerance,
+)
+from mgpu_ops.grouped.sizes import Spread, for_each_block
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import Baseline, OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call says beside its arrays. group_offset: the sizes are those of a shard, as `sizes.of_shard` gives them."""
+
+    activation: Activation
+    transpose_w: bool
+    out_dtype: str
+    spread: Spread
+    config: Config | None
+    backend: dispatch.Backend | None
+    group_offset: bool
+    gradient: bool = False
+
+
+def gated_grouped_matmul(
+    lhs: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    group_sizes: ArrayLike | Sequence[int],
+    *,
+    activation: Activation | None = "silu",
+    group_offset: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    transpose_w: bool = False,
+    spread: Spread = "random",
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """activation(lhs w_gate) * (lhs w_up) by group in one kernel, accumulated in float32 and rounded once: experts' first half.
+
+    out[i, n] = activation(sum_k lhs[i, k] w_gate[g, k, n]) * sum_k lhs[i, k] w_up[g, k, n] for each row i of group g; zeros for
+    rows of no group.
+
+    Args:
+      lhs: [m, k], rows sorted by group. bfloat16 or float16 for the kernel; other floats run through XLA.
+      w_gate, w_up: [groups, k, n], or [groups, n, k] with `transpose_w`, of lhs's dtype.
+      group_sizes, group_offset, spread: as in `grouped_matmul`.
+      activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
+      out_dtype: of the result; lhs's dtype by default, or "float32".
+      transpose_w: both weights are stored transposed; they are read in place, not copied.
+      config: runs the forward kernel with this Config instead of the database's.
+      backend: "mosaic", "interpret" or "xla", as in `grouped_matmul`.
+
+    Returns:
+      [m, n] of out_dtype. It is all of that size that the forward pass writes.
+
+    Works under jit, grad (reverse mode), vmap (one launch after the other), scan, checkpoint and shard_map. The gradient keeps
+    lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the gradients of
+    gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of the weights
+    two `ragged_contraction`s.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown activation,
+        spread or backend, a config that cannot run.
+      TypeError: floats or integers expected and not found.
+
+    Source: the kernel's own, in mgpu_ops/grouped/gated/kernel.py; see docs/kernels/moe.md.
+    """
+    lhs, w_gate, w_up = jnp.asarray(lhs), jnp.asarray(w_gate), jnp.asarray(w_up)
+    name = "gated_grouped_matmul"
+    check_floats(name, ("lhs", lhs, 2), ("w_gate", w_gate, 3))
+    check_floats(name, ("w_gate", w_gate, 3), ("w_up", w_up, 3))
+    if w_gate.shape != w_up.shape:
+        raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [groups, k, n], or with transpose_w n, k")
+    k = w_gate.shape[2 if transpose_w else 1]
+    if lhs.shape[1] != k:
+        raise ValueError(
+            f"lhs{lhs.shape} and w_gate{w_gate.shape} differ in k: {lhs.shape[1]} != {k} (transpose_w={transpose_w})"
+        )
+    sizes = checked_sizes(name, group_sizes, w_gate.shape[0], lhs.shape[0], group_offset)
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    call = Call(
+        activation=checked_activation(activation),
+        transpose_w=bool(transpose_w),
+        out_dtype=checked_out_dtype(out_dtype, lhs.dtype),
+        spread=checked_spread(spread),
+        config=config,
+        backend=dispatch.requested_backend(backend),
+        group_offset=group_offset is not None,
+    )
+    return gated(call, *mesh.same_mesh_axes(lhs, w_gate, w_up, sizes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`gated_grouped_matmul` of arguments that were checked. `grouped/gradients.py` makes it differentiable."""
+    out: jax.Array = _batchable(call)(lhs, w_gate, w_up, sizes)
+    return out
+
+
+def gradients(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of gate and up, of lhs, w_gate, w_up, sizes and the result's gradient, which has lhs's dtype."""
+    again = dataclasses.replace(call, out_dtype=arrays[0].dtype.name, config=None, gradient=True)
+    dgate, dup = _batchable(again)(*arrays)
+    return dgate, dup
+
+
+@functools.cache
+def _batchable(call: Call) -> Any:
+    """The call as a function of arrays."""
+
+    def product(*arrays: jax.Array) -> Any:
+        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    return looped(product, results=2 if call.gradient else 1)
+
+
+def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
+    return Problem(
+        m=lhs.shape[0],
+        n=w_gate.shape[1 if call.transpose_w else 2],
+        k=lhs.shape[1],
+        groups=w_gate.shape[0],
+        dtype=lhs.dtype.name,
+        out_dtype=call.out_dtype,
+        layout="nt" if call.transpose_w else "nn",
+        activation=call.activation,
+        spread=call.spread,
+        gradient=call.gradient,
+        group_offset=call.group_offset,
+    )
+
+
+def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *g: jax.Array) -> Any:
+    """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
+    p = problem
+    wide = np.promote_types(p.dtype, np.float32)
+    contracted = 1 if p.layout == "nt" else 0  # of a matrix, which is not transposed for it
+    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+
+    def multiplied(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+        if exact:
+            rows, matrix = rows.astype(wide), matrix.astype(wide)
+        return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
+
+    def block(outs: tuple[jax.Array, ...], group: Any, rows: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
+        gate, up = (multiplied(lhs[rows], w[group]) for w in (w_gate, w_up))
+        values: tuple[jax.Array, ...]
+        if p.gradient:
+            activated, backward = jax.vjp(functools.partial(activate, p.activation), gate)
+            cotangent = g[0][rows].astype(wide)
+            values = backward(cotangent * up)[0], cotangent * activated
+        else:
+            values = (activate(p.activation, gate) * up,)
+        at = jnp.where(inside, rows, p.m)
+        return tuple(out.at[at].set(x.astype(p.out_dtype), mode="drop") for out, x in zip(outs, values, strict=True))
+
+    zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.m, p.n), p.out_dtype), lhs)
+    outs = (zeros, zeros) if p.gradient else (zeros,)
+    outs = outs if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, outs, p.group_offset)
+    return outs if p.gradient else outs[0]
+
+
+def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, *rest: jax.Array) -> Any:
+    """As many operations through XLA, of all rows with the matrices of one group: what the kernel is measured against."""
+    t = problem.layout == "nt"
+    gate, up = (jnp.matmul(lhs, w[0].mT if t else w[0]) for w in (w_gate, w_up))
+    if not problem.gradient:
+        return activate(problem.activation, gate) * up
+    activated, backward = jax.vjp(functools.partial(activate, problem.activation), gate)
+    return backward(rest[1] * up)[0], rest[1] * activated
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.grouped.gated import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="gated_grouped_matmul",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    plain=plain,
+    baseline=lambda problem: Baseline("dense", dense, differs="it multiplies all rows by the matrices of one group"),
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "gated_grouped_matmul", "launch", "reference", "smem_bytes"]

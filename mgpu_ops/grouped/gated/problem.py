@@ -1,0 +1,150 @@
+"""What a gated grouped matmul is (`Problem`), and which configs of grouped matmuls can run it (`supports`, `check`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from mgpu_ops.core import gemm, limits
+from mgpu_ops.core.activations import ACTIVATIONS
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_fields, itemsize_of
+from mgpu_ops.grouped.config import Config, check_tiles, consumer_registers
+from mgpu_ops.grouped.grouped_matmul import problem as grouped
+from mgpu_ops.grouped.problem import DECODING, LAYERS, MODELS, TRAINING
+from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """out[m, n] = activation(gate) * up with gate = lhs[m, k] w_gate[g, k, n] and up = lhs w_up, or the gradients of both.
+
+    m, n, k, groups, dtype, out_dtype, layout, spread, group_offset: as in grouped_matmul, for both products.
+    activation: of `core.activations`.
+    gradient: from the result's gradient [m, n] compute those of gate and of up, both of dtype.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    layout: str = "nn"
+    activation: str = "silu"
+    spread: str = "random"
+    gradient: bool = False
+    group_offset: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def _layer(name: str, tokens: int, spread: str) -> Problem:
+    e = LAYERS[f"{name}-gate_up"]
+    return Problem(e.rows * tokens, e.n // 2, e.k, e.groups, spread=spread)
+
+
+def _cases(cases: Sequence[tuple[str, int, str]]) -> dict[str, Problem]:
+    """Those of gate and up, without which product it is."""
+    found = [(layer.removesuffix("-gate_up"), tokens, spread) for layer, tokens, spread in cases if "gate_up" in layer]
+    return {"-".join(map(str, case)): _layer(*case) for case in found}
+
+
+_TRAINING, _DECODING = _cases(TRAINING), _cases(DECODING)
+_GRADIENTS = {f"{name}-gradient": replace(p, gradient=True) for name, p in _TRAINING.items()}
+SHAPES: dict[str, Problem] = {**_TRAINING, **_DECODING, **_GRADIENTS}
+SUITES: dict[str, Sequence[str]] = {
+    "moe": [*_TRAINING, *_DECODING],
+    "training": list(_TRAINING),
+    "decoding": list(_DECODING),
+    "gradient": list(_GRADIENTS),
+    **{model: [name for name in SHAPES if name.startswith(model)] for model in MODELS},
+}
+
+# --- What can run ---------------------------------------------------------------------------------------------------
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why no config of the kernel can run `problem` on `gpu`, or None."""
+    p = problem
+    if p.activation not in ACTIVATIONS:
+        return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
+    if p.gradient and p.out_dtype != p.dtype:
+        return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
+    return grouped.supports(of_one(p), gpu)
+
+
+def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
+    p, c = problem, config
+    return (
+        supports(p, gpu)
+        or check_tiles(c, itemsize_of(p.out_dtype), gpu)
+        or grouped.check_windows(of_one(p), c)
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators=2)
+        or limits.check_smem(smem_bytes(p, c), gpu)
+    )
+
+
+# --- What a config takes --------------------------------------------------------------------------------------------
+
+
+def of_one(p: Problem) -> grouped.Problem:
+    """One of both products, as a grouped matmul."""
+    sizes = {"spread": p.spread, "group_offset": p.group_offset}
+    return grouped.Problem(p.m, p.n, p.k, p.groups, p.dtype, p.out_dtype, p.layout, **sizes)
+
+
+def gradient_buffers(p: Problem, c: Config) -> int:
+    """Buffers of a warpgroup into which the result's gradient is loaded while the products are computed: all of the tile."""
+    return gemm.epilogue_tiles(c) if p.gradient else 0
+
+
+def smem_bytes(p: Problem, c: Config) -> int:
+    """Bytes of shared memory that a block takes."""
+    buffers = c.epilogue_slots + gradient_buffers(p, c)
+    barriers = c.compute_warpgroups if p.gradient else 0
+    return gemm.Storage(c, buffers, itemsize_of(p.out_dtype), barriers=barriers, b_tiles=2).bytes
+
+
+# --- What a problem takes and gives --------------------------------------------------------------------------------
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of both products, where the groups hold all rows."""
+    return 2 * grouped.flops(of_one(problem))
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each input read once, of the weights only the groups that have rows, and each output written once."""
+    p = problem
+    one, lhs, result = grouped.bytes_moved(of_one(p)), p.m * p.k * itemsize_of(p.dtype), p.m * p.n * itemsize_of(p.out_dtype)
+    matrices = one - lhs - result - 4 * p.groups
+    return one + matrices + (2 * result if p.gradient else 0)
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """Random lhs, w_gate and w_up, so that gate and up are about normal; sizes; the result's gradient where there is one."""
+    p = problem
+    keys = jax.random.split(key, 5)
+    shape = (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n)
+    weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(max(p.k, 1)) for k in keys[:2]]
+    lhs = jax.random.normal(keys[2], (p.m, p.k), p.dtype)
+    sizes = (draw_shard if p.group_offset else draw_sizes)(p.spread, p.m, p.groups, keys[3])
+    return lhs, *weights, sizes, *([jax.random.normal(keys[4], (p.m, p.n), p.dtype)] if p.gradient else [])
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms): the activation's exponentials are approximate."""
+    return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem whose entries count as this one's: the same of all groups."""
+    return replace(problem, group_offset=False)

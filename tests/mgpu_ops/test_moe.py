@@ -1,0 +1,288 @@
+"""The mixture-of-experts layer and its parts: exact beside a dense layer in float64, in any routing, with gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import mgpu_ops
+from mgpu_ops import moe, moe_combine, moe_dispatch, moe_experts, moe_route
+from mgpu_ops.core import gpu
+from tests import thorough
+from tests.arrays import normal
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+pytestmark = pytest.mark.usefixtures("no_races")
+
+
+def layer(tokens: int, d: int, hidden: int, experts: int, dtype: Any = BF16) -> tuple[jax.Array, ...]:
+    """x, router_logits, w_gate, w_up and w_down, so that outputs are about normal."""
+    x = normal(0, tokens, d, dtype=dtype)
+    logits = normal(1, tokens, experts, dtype=F32)
+    gate, up = (normal(seed, experts, d, hidden, dtype=dtype) / np.sqrt(d).astype(dtype) for seed in (2, 3))
+    return x, logits, gate, up, normal(4, experts, hidden, d, dtype=dtype) / np.sqrt(hidden).astype(dtype)
+
+
+def dense(x: Any, logits: Any, gate: Any, up: Any, down: Any, top_k: int, norm_topk_prob: bool = True) -> jax.Array:
+    """Every expert computes every token, in x's dtype; the weights of those not chosen are zero."""
+    rank = jnp.sum(logits[:, None, :] > logits[:, :, None], axis=2)  # how many experts score higher
+    weights = jnp.where(rank < top_k, jax.nn.softmax(logits.astype(x.dtype)), 0)
+    if norm_topk_prob:
+        weights /= weights.sum(axis=1, keepdims=True)
+    product = functools.partial(jnp.einsum, precision="highest")
+    hidden = jax.nn.silu(product("td,edh->teh", x, gate)) * product("td,edh->teh", x, up)
+    return product("te,teh,ehd->td", weights, hidden, down)
+
+
+def truth(*arrays: Any, **kwargs: Any) -> np.ndarray:
+    with jax.enable_x64(True):
+        return np.asarray(dense(*(jnp.asarray(np.asarray(x), "float64") for x in arrays), **kwargs))
+
+
+# Hidden activations are rounded to bfloat16, each expert's result is, and so is their sum.
+TOLERANCE = 1.5e-2
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3, 5])
+def test_the_layer_is_the_dense_one_with_unused_experts_masked(top_k, norm_topk_prob, assert_near):
+    arrays = layer(70, 24, 40, 5)
+    out = jax.jit(functools.partial(moe, top_k=top_k, norm_topk_prob=norm_topk_prob))(*arrays)
+    assert out.dtype == BF16
+    assert_near(out, truth(*arrays, top_k=top_k, norm_topk_prob=norm_topk_prob), TOLERANCE)
+
+
+def test_in_float64_it_is_exact(assert_near):
+    with jax.enable_x64(True):
+        arrays = tuple(jnp.asarray(np.asarray(x), "float64") for x in layer(70, 24, 40, 5, F32))
+        assert_near(moe(*arrays, 2), dense(*arrays, 2), 1e-13)
+
+
+@pytest.mark.parametrize("backend", thorough.cases(["xla", "interpret"], ["interpret"]))
+def test_gradients_are_those_of_the_dense_layer(backend, assert_near):
+    arrays = layer(40, 24, 40, 4)
+    weight = normal(9, 40, 24, dtype=F32)
+
+    def loss(f: Any, *arrays: jax.Array) -> jax.Array:
+        return (f(*arrays).astype(F32) * weight).sum()
+
+    ours, wanted = (
+        jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2, 3, 4)))(*of)
+        for f, of in (
+            (functools.partial(moe, top_k=2, backend=backend), arrays),
+            (functools.partial(dense, top_k=2), tuple(x.astype(F32) for x in arrays)),
+        )
+    )
+    for x, y, argument in zip(ours, wanted, arrays, strict=True):
+        assert x.dtype == argument.dtype
+        assert_near(x, y, 3e-2)
+
+
+def test_gradients_in_float64_are_exact(assert_near):
+    with jax.enable_x64(True):
+        arrays = tuple(jnp.asarray(np.asarray(x), "float64") for x in layer(30, 8, 16, 4, F32))
+        ours, wanted = (
+            jax.grad(lambda *a, f=f: (f(*a, top_k=2, norm_topk_prob=False) ** 2).sum(), (0, 1, 2, 3, 4))(*arrays)  # type: ignore[misc]
+            for f in (moe, dense)
+        )
+        for x, y in zip(ours, wanted, strict=True):
+            assert_near(x, y, 1e-12)
+
+
+# --- any routing
+
+
+def test_all_tokens_to_one_expert_drops_none(assert_near):
+    x, logits, *weights = layer(70, 24, 40, 5)
+    logits = logits.at[:, 3].set(20)
+    assert_near(moe(x, logits, *weights, 1), truth(x, logits, *weights, top_k=1), TOLERANCE)
+
+
+def test_an_expert_without_tokens_changes_nothing_and_gets_no_gradient(assert_near):
+    x, logits, gate, up, down = layer(70, 24, 40, 5)
+    logits = logits.at[:, 1].set(-30)
+    clean = moe(x, logits, gate, up, down, 2)
+    gate, down = gate.at[1].set(jnp.nan), down.at[1].set(jnp.nan)
+    np.testing.assert_array_equal(moe(x, logits, gate, up, down, 2), clean)
+    grads = jax.grad(lambda *a: moe(x, logits, *a, 2).astype(F32).sum(), (0, 1, 2))(gate, up, down)
+    for grad in grads:
+        np.testing.assert_array_equal(grad[1], 0)
+        assert np.isfinite(np.asarray(grad, np.float32)).all()
+
+
+def test_no_tokens():
+    x, logits, *weights = layer(0, 24, 40, 5)
+    f = lambda x, *w: moe(x, logits, *w, 2).astype(F32).sum()  # noqa: E731
+    assert moe(x, logits, *weights, 2).shape == (0, 24)
+    dx, *dw = jax.grad(f, (0, 1, 2, 3))(x, *weights)
+    assert dx.shape == x.shape
+    assert not any(np.asarray(d, np.float32).any() for d in dw)
+
+
+@pytest.mark.parametrize("where", ["x", "logits"])
+def test_nan_stays_in_its_token(where):
+    x, logits, *weights = layer(70, 24, 40, 5)
+    clean = moe(x, logits, *weights, 2)
+    bad = (x.at[7].set(jnp.nan), logits) if where == "x" else (x, logits.at[7].set(jnp.nan))
+    out = moe(*bad, *weights, 2)
+    assert np.isnan(out[7]).all()
+    np.testing.assert_array_equal(np.delete(out, 7, 0), np.delete(clean, 7, 0))
+
+
+def test_leading_dimensions_are_tokens():
+    x, logits, *weights = layer(24, 16, 24, 4)
+    out = moe(x.reshape(2, 3, 4, 16), logits.reshape(2, 3, 4, 4), *weights, 2)
+    np.testing.assert_array_equal(out.reshape(24, 16), moe(x, logits, *weights, 2))
+
+
+# --- transforms
+
+
+def test_checkpoint_scan_and_vmap(assert_near):
+    x, logits, *weights = layer(24, 16, 24, 4, F32)
+    f = lambda x, *w: moe(x, logits, *w, 2).sum()  # noqa: E731
+    plain, again = (jax.jit(jax.grad(g, (0, 1, 2, 3)))(x, *weights) for g in (f, jax.checkpoint(f)))
+    for saved, computed_again in zip(plain, again, strict=True):
+        assert_near(saved, computed_again, 1e-5)
+    scanned, _ = jax.lax.scan(lambda x, _: (x + moe(x, logits, *weights, 2), None), x, length=2)
+    step = x + moe(x, logits, *weights, 2)
+    assert_near(scanned, step + moe(step, logits, *weights, 2), 1e-5)
+    xs, all_logits = jnp.stack([x, -x]), jnp.stack([logits, 2 - logits])
+    mapped = jax.vmap(lambda x, logits: moe(x, logits, *weights, 2))(xs, all_logits)
+    assert_near(mapped, jnp.stack([moe(x, logits, *weights, 2) for x, logits in zip(xs, all_logits)]), 1e-6)
+
+
+def test_nothing_as_large_as_tokens_times_experts_times_width_is_made():
+    tokens, d, hidden, experts, top_k = 512, 64, 128, 64, 2
+    shapes = [(tokens, d), (tokens, experts), (experts, d, hidden), (experts, d, hidden), (experts, hidden, d)]
+    arrays = [jax.ShapeDtypeStruct(s, F32 if i == 1 else BF16) for i, s in enumerate(shapes)]
+    loss = lambda *a: moe(*a, top_k, backend="mosaic").astype(F32).sum()  # noqa: E731
+    with gpu.target("h200"):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3, 4)))(*arrays)
+    sizes = [int(np.prod(v.aval.shape)) for v in variables(jaxpr.jaxpr)]
+    assert max(sizes) <= max(experts * d * hidden, tokens * top_k * hidden)
+    rows = [size for size in sizes if size % tokens == 0 and size > tokens * top_k * hidden]
+    assert set(rows) <= {experts * d * hidden}  # the weights
+
+
+def variables(jaxpr: Any) -> Any:
+    """Of a jaxpr and of those inside of it, kernels left out."""
+    for eqn in jaxpr.eqns:
+        yield from (v for v in eqn.outvars if hasattr(v.aval, "shape"))
+        if "mosaic" not in eqn.primitive.name and "core_map" not in eqn.primitive.name and "pallas" not in eqn.primitive.name:
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+            ):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from variables(getattr(inner, "jaxpr", inner))
+
+
+# --- experts on several devices
+
+X, WHOLE = PartitionSpec("x"), PartitionSpec()
+
+
+def test_a_share_of_the_experts_each_adds_up_to_the_layer(assert_near):
+    """Each device gathers all tokens, computes its experts' part, and the parts are summed to each device's tokens."""
+    x, logits, *weights = layer(64, 16, 24, 8, F32)
+    devices = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def shard(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+        routed = moe_route(logits, 2)
+        x, *routed = (jax.lax.all_gather(y, "x", tiled=True) for y in (x, *routed))
+        first = jax.lax.axis_index("x") * weights[0].shape[0]
+        part = moe_experts(x, *routed, *weights, num_experts=8, group_offset=first)
+        return jax.lax.psum_scatter(part, "x", tiled=True)
+
+    f = jax.jit(jax.shard_map(shard, mesh=devices, in_specs=(X,) * 5, out_specs=X))
+    assert_near(f(x, logits, *weights), moe(x, logits, *weights, 2), 1e-5)
+    ours, wanted = (
+        jax.jit(jax.grad(lambda *a, g=g: (g(*a) ** 2).sum(), (0, 1, 2, 3, 4)))(x, logits, *weights)  # type: ignore[misc]
+        for g in (f, functools.partial(moe, top_k=2))
+    )
+    for x, y in zip(ours, wanted, strict=True):
+        assert_near(x, y, 1e-4)
+
+
+# --- the parts
+
+
+def test_route_gives_the_likeliest_experts_and_their_weights():
+    logits = jnp.array([[0.0, 2.0, 1.0, 2.0], [5.0, -1.0, 0.0, 0.0]])
+    weights, experts = moe_route(logits, 2)
+    np.testing.assert_array_equal(experts, [[1, 3], [0, 2]])  # of equals, the first
+    np.testing.assert_allclose(weights, [[0.5, 0.5], np.exp([5, 0]) / np.exp([5, 0]).sum()], rtol=1e-6)
+    unnormalised, _ = moe_route(logits, 2, norm_topk_prob=False)
+    np.testing.assert_allclose(unnormalised, np.take_along_axis(np.asarray(jax.nn.softmax(logits)), np.asarray(experts), 1))
+    assert weights.dtype == F32
+    assert moe_route(logits.astype(BF16), 2)[0].dtype == F32
+
+
+def test_dispatch_sorts_rows_by_expert_in_the_order_of_tokens_and_combine_takes_them_back():
+    experts = np.array([[2, 0], [0, 2], [9, 0], [2, -1]])  # 9 and -1 name no expert
+    x = jnp.arange(4.0)[:, None] + jnp.zeros((4, 8))
+    rows, sizes, order, positions = moe_dispatch(x, experts, 3)
+    np.testing.assert_array_equal(sizes, [3, 0, 3])
+    np.testing.assert_array_equal(rows[:, 0], [0, 1, 2, 0, 1, 3, 2, 3])
+    np.testing.assert_array_equal(order, [1, 2, 5, 0, 3, 6, 4, 7])
+    np.testing.assert_array_equal(np.ravel(positions)[np.asarray(order)], np.arange(8))
+    np.testing.assert_array_equal(moe_combine(rows, order, positions), 2 * x)
+    np.testing.assert_array_equal(jax.grad(lambda x: moe_dispatch(x, experts, 3).rows[:6].sum())(x)[:, 0], [2, 2, 1, 1])
+    grad = jax.grad(lambda rows: (moe_combine(rows, order, positions) * x).sum())(rows)
+    np.testing.assert_array_equal(grad, rows)
+
+
+def test_an_assignment_to_no_expert_adds_nothing(assert_near):
+    x, logits, *weights = layer(40, 16, 24, 4, F32)
+    scale, experts = moe_route(logits, 2)
+    dropped = experts.at[:, 1].set(jnp.where(jnp.arange(40) % 2, experts[:, 1], 4))
+    out = moe_experts(x, scale, dropped, *weights)
+    wanted = moe_experts(x, scale * jnp.where(dropped < 4, 1.0, 0.0), experts, *weights)
+    assert_near(out, wanted, 1e-6)
+
+
+OK = layer(8, 16, 24, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: moe(OK[0][:7], *OK[1:], 2), ValueError, r"x\(7, 16\) and router_logits\(8, 4\) differ"),
+        (lambda: moe(OK[0], OK[1][:, :3], *OK[2:], 2), ValueError, r"router_logits\(8, 3\) are of 3 experts, w_gate.* of 4"),
+        (lambda: moe(*OK, 5), ValueError, "top_k=5 is not from 1 to the 4 experts"),
+        (lambda: moe(*OK, 0), ValueError, "top_k=0 is not from 1 to the 4 experts"),
+        (lambda: moe(*OK, 1.5), TypeError, "top_k=1.5 is no integer"),
+        (lambda: moe(*OK[:4], OK[4].mT, 2), ValueError, r"w_gate\(4, 16, 24\) and w_down\(4, 16, 24\) do not fit x\(8, 16\)"),
+        (lambda: moe_route(jnp.ones((2, 3), int), 1), TypeError, "router_logits have dtype int32: moe_route takes floats"),
+        (lambda: moe_dispatch(OK[0], jnp.zeros((7, 2), int), 4), ValueError, r"x\(8, 16\) and experts\(7, 2\)"),
+        (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2)), 4), TypeError, "experts has dtype float32: it must hold integers"),
+        (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), 0), ValueError, "num_experts=0 is not at least 1"),
+        (
+            lambda: moe_combine(OK[0], jnp.arange(8), jnp.zeros((4, 3), int)),
+            ValueError,
+            r"positions\(4, 3\): moe_combine takes",
+        ),
+        (
+            lambda: moe_experts(OK[0], jnp.ones((8, 2)), np.zeros((8, 2), int), *OK[2:], num_experts=8),
+            ValueError,
+            "num_experts=8 and group_offset=None: a share of the experts takes both",
+        ),
+    ],
+)
+def test_error_names_the_value_and_the_rule(call, error, message):
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
+
+
+def test_captured_problems_are_those_of_the_kernels():
+    x, _, *weights = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer(64, 64, 128, 4))
+    loss = lambda x, *w: (moe(x, jnp.zeros((64, 4)), *w, 2).astype(F32) ** 2).sum()  # noqa: E731
+    found = mgpu_ops.capture(jax.jit(jax.grad(loss, (0, 1, 2, 3))))(x, *weights)
+    counts = {op: sum(use.count for use in found.uses if use.op == op) for op in {use.op for use in found.uses}}
+    assert counts == {"gated_grouped_matmul": 2, "grouped_matmul": 3, "ragged_contraction": 3}
