@@ -39,6 +39,18 @@ def cudnn_attention(
     )
 
 
+def cudnn_paged_attention(
+    q: jax.Array, pools: tuple[jax.Array, jax.Array], table: jax.Array, lengths: tuple[jax.Array, jax.Array], scale: float
+) -> jax.Array:
+    """Attention by cuDNN of q [batch, tokens, heads, head_dim] and pools of pages [pages, page_size, kv_heads, head_dim].
+
+    table: int32 [batch, pages of a sequence], with as many entries as there are pages. lengths: int32 [batch], of q and keys.
+    """
+    pages = table[:, None, :, None]
+    out: jax.Array = _cudnn.paged_attention(q, *pools, *lengths, pages, pages, scale=scale, mask_type=_cudnn.MaskType.PADDING)
+    return out
+
+
 def cudnn_attention_gradients(
     q: jax.Array,
     k: jax.Array,
@@ -70,4 +82,11 @@ def cudnn_attention_gradients(
     return tuple(gradients.bind(q, k, v, none, none, none, none, none, none, none, lse, out, out_grad, **options))
 
 
-__all__ = ["AbstractRef", "cudnn_attention", "cudnn_attention_gradients", "io_callback", "why_no_cudnn"]
+__all__ = [
+    "AbstractRef",
+    "cudnn_attention",
+    "cudnn_attention_gradients",
+    "cudnn_paged_attention",
+    "io_callback",
+    "why_no_cudnn",
+]

@@ -69,6 +69,13 @@ def call(
     return {"q": q, "k": k, "v": array(*k.shape[:3], v_head_dim or head_dim, dtype=dtype), **kwargs}
 
 
+def paged(page_size: int, q_tokens: int = 1, head_dim: int = HEAD_DIM, **kwargs: Any) -> dict[str, Any]:
+    """Arguments with a page_table: room for about TOKENS keys a sequence."""
+    each = -(-TOKENS // page_size)
+    pool, table = array(BATCH * each, page_size, 2, head_dim), integers(BATCH, each)
+    return {"q": array(BATCH, q_tokens, HEADS, head_dim), "k": pool, "v": pool, "page_table": table, **kwargs}
+
+
 def scores(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
     return array(*(shape or (BATCH, HEADS, TOKENS, TOKENS)), dtype=dtype)
 
@@ -127,6 +134,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "`sinks` in bfloat16, `causal`, `window`, lengths": call(
         sinks=array(HEADS), causal=True, window=(256, None), kv_lengths=LENGTHS
     ),
+    "`page_table` of pages of 16 tokens, lengths": paged(16, kv_lengths=LENGTHS),
+    "`page_table`, 16 query tokens, `causal`, `window`, `soft_cap`, `sinks`": paged(
+        64, q_tokens=16, causal=True, window=(256, None), soft_cap=50.0, sinks=array(HEADS)
+    ),
+    "`page_table` of pages of 48 tokens": paged(48),
+    "`page_table`, head_dim 80": paged(64, head_dim=80),
+    "`page_table`, 1024 query tokens": paged(64, q_tokens=TOKENS, causal=True),
+    "`page_table`, segments": paged(64, q_segment_ids=integers(BATCH, 1), kv_segment_ids=IDS),
     "`scale`, also negative": call(scale=-0.5),
     "`return_lse`, with its gradient": call(return_lse=True),
     "`deterministic`": call(deterministic=True),
@@ -221,7 +236,7 @@ def where(function: Callable[..., Any], arguments: dict[str, Any], device: gpus.
         return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
 
     with watched(device) as ran:
-        jax.eval_shape(jax.grad(output), floats, arrays)
+        jax.eval_shape(output if "page_table" in arguments else jax.grad(output), floats, arrays)
     return cells(ran)
 
 
@@ -242,7 +257,8 @@ def by_name(arrays: dict[str, Any]) -> dict[str, Any]:
 def cells(ran: list[Ran]) -> tuple[str, str, str]:
     def of(spec: Any) -> tuple[str, set[str]]:
         reasons = {r.reason for r in ran if r.op == spec.name}
-        assert reasons, f"{spec.name} was not called"
+        if not reasons:
+            return "none", set()
         return ("kernel" if reasons == {None} else "XLA"), {r for r in reasons if r is not None}
 
     (forward, why), (backward, more) = of(attention.FORWARD), of(attention.BACKWARD)

@@ -84,8 +84,8 @@ def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Bac
 
 def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
     p = problem
-    if p.align == "top_left" and (p.segments or p.soft_cap or p.sinks):
-        raise ValueError("dot_product_attention, which aligns first tokens, has no segment ids, soft cap or sinks")
+    if p.align == "top_left" and (p.segments or p.soft_cap or p.sinks or p.page_size):
+        raise ValueError("dot_product_attention, which aligns first tokens, has no segment ids, soft cap, sinks or pages")
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array) -> jax.Array:
         inputs = Inputs.of(p, (None, *extra))
@@ -97,7 +97,7 @@ def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend |
             return attend(Arguments(q, k, v, align="top_left", **shared))[0]
         cap = SOFT_CAP if p.soft_cap else None
         shared |= {"q_segment_ids": segments[0], "kv_segment_ids": segments[1]}
-        shared |= {"sinks": None if inputs.sinks is None else inputs.sinks[0]}
+        shared |= {"page_table": inputs.page_table, "sinks": None if inputs.sinks is None else inputs.sinks[0]}
         out = mgpu_ops.flash_attention(q, k, v, soft_cap=cap, return_lse=False, **shared)
         assert isinstance(out, jax.Array)
         return out

@@ -14,11 +14,12 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import integers
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.problem import BIASES, BackwardConfig, Config, Problem
+from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.registry import dispatch
 
 type Window = Sequence[int | None]
 type Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+type Array = jax.Array | jax.ShapeDtypeStruct  # of which the shape matters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +41,13 @@ class Call:
     backward_config: BackwardConfig | None
     backend: dispatch.Backend | None
 
-    def problem(self, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Problem:
+    def problem(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Problem:
         """The problem of these arrays (or their shapes); v has no more columns than k."""
+        bias, pages = inputs.bias, inputs.page_table
         return Problem(
             batch=q.shape[0],
             q_tokens=q.shape[1],
-            kv_tokens=k.shape[1],
+            kv_tokens=k.shape[1] * (1 if pages is None else pages.shape[1]),
             q_heads=q.shape[2],
             kv_heads=k.shape[2],
             head_dim=q.shape[3],
@@ -60,6 +62,7 @@ class Call:
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             v_head_dim=v.shape[3] if v.shape[3] < k.shape[3] else 0,
+            page_size=0 if pages is None else k.shape[1],
         )
 
 
@@ -67,6 +70,7 @@ class Call:
 class Arguments:
     """The arguments of `flash_attention` as they were passed, but q, k and v checked and with a batch.
 
+    k and v with a page_table: pools of pages, [pages, page_size, kv_heads, head_dim].
     align: "bottom_right", the last query is aligned with the last key, or "top_left", the first with the first.
     lse_grad: whether a gradient may reach the logarithms of the rows' sums.
     """
@@ -86,6 +90,7 @@ class Arguments:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: ArrayLike | None = None
+    page_table: Integers | None = None
     deterministic: bool = False
     lse_grad: bool = False
     config: Config | None = None
@@ -126,27 +131,31 @@ class Arguments:
 
     def inputs(self) -> Inputs:
         """Lengths, segments, bias, sinks and options, checked. The mask is part of the bias; the scale is taken positive."""
-        lengths = _checked_lengths(self.q, self.k, self.q_lengths, self.kv_lengths) if self.has_lengths else None
-        segments = _checked_segments(self.q, self.k, self.q_segment_ids, self.kv_segment_ids) if self.has_segments else None
-        bias = _checked_bias(self.q, self.k, self.bias, self.mask)
+        page_table = None if self.page_table is None else _checked_pages(self.q, self.k, self.page_table, self.backend)
+        k = self.k if page_table is None else _gathered(self.k, page_table)
+        lengths = _checked_lengths(self.q, k, self.q_lengths, self.kv_lengths) if self.has_lengths else None
+        segments = _checked_segments(self.q, k, self.q_segment_ids, self.kv_segment_ids) if self.has_segments else None
+        bias = _checked_bias(self.q, k, self.bias, self.mask)
         scale = abs(self.checked_scale())
         cap = 0.0 if self.soft_cap is None else _checked_number("soft_cap", self.soft_cap, positive=True)
         options = [scale, cap, scale / cap if cap else 0.0]
         accurate = np.promote_types(self.q.dtype, np.float32)
         sinks = None if self.sinks is None else _checked_sinks(self.q, self.sinks).astype(accurate)[None]
-        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks)
+        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks, page_table)
 
     def checked_scale(self) -> float:
         """The scale of the scores, 1 / sqrt(head_dim) by default."""
         return 1.0 / math.sqrt(self.q.shape[-1]) if self.scale is None else _checked_number("scale", self.scale, positive=False)
 
 
-def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Raises for q, k and v that do not fit each other; whether they have a batch."""
+def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> bool:
+    """Raises for q, k and v that do not fit each other; whether they have a batch. paged: k and v are pools of pages."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {x.dtype}: flash_attention takes floats; cast it first")
-        if x.ndim not in (3, 4) or x.ndim != q.ndim:
+        if paged and name != "q" and x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}: with a page_table it must be [pages, page_size, kv_heads, head_dim]")
+        if x.ndim not in (3, 4) or (x.ndim != q.ndim and not paged):
             raise ValueError(
                 f"{name} has shape {x.shape}: q, k and v must all be [batch, tokens, heads, head_dim] or all [tokens, heads, "
                 "head_dim]"
@@ -160,12 +169,17 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
             )
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
-    if q.shape[:-3] != k.shape[:-3]:
+    if not paged and q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k{k.shape} and v{v.shape} differ: each key needs a value, so all but head_dim must be equal")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in head_dim: {q.shape[-1]} != {k.shape[-1]}")
+    if paged and k.shape != v.shape:
+        raise ValueError(
+            f"k{k.shape} and v{v.shape} differ in head_dim: with a page_table they must be equal, as padding would copy all "
+            "pages at each call; make both of the larger one, with zeros at the end"
+        )
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"q has {q.shape[-2]} heads and k {k.shape[-2]}: each key head serves the same number of query heads, so the first "
@@ -212,9 +226,9 @@ def _check_shape(name: str, x: jax.Array, shape: tuple[int, ...], meaning: str) 
 
 
 def _checked_lengths(
-    q: jax.Array, k: jax.Array, q_lengths: Integers | None, kv_lengths: Integers | None
+    q: jax.Array, k: Array, q_lengths: Integers | None, kv_lengths: Integers | None
 ) -> tuple[jax.Array, jax.Array]:
-    def one(name: str, lengths: Integers | None, x: jax.Array) -> jax.Array:
+    def one(name: str, lengths: Integers | None, x: Array) -> jax.Array:
         if lengths is None:
             return jnp.full((x.shape[0],), x.shape[1], jnp.int32)
         found = integers.array(name, lengths)
@@ -225,15 +239,13 @@ def _checked_lengths(
     return one("q_lengths", q_lengths, q), one("kv_lengths", kv_lengths, k)
 
 
-def _checked_segments(
-    q: jax.Array, k: jax.Array, q_ids: Integers | None, kv_ids: Integers | None
-) -> tuple[jax.Array, jax.Array]:
+def _checked_segments(q: jax.Array, k: Array, q_ids: Integers | None, kv_ids: Integers | None) -> tuple[jax.Array, jax.Array]:
     if q_ids is None:
         raise ValueError("kv_segment_ids without q_segment_ids: give the queries' segments too")
     if kv_ids is None and q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens and k {k.shape[1]}: give kv_segment_ids beside q_segment_ids")
 
-    def one(name: str, ids: Any, x: jax.Array) -> Any:
+    def one(name: str, ids: Any, x: Array) -> Any:
         ids = integers.array(name, ids)
         ids = ids[None] if ids.ndim == 1 and x.shape[0] == 1 else ids
         _check_shape(name, ids, x.shape[:2], "[batch, tokens]")
@@ -244,6 +256,31 @@ def _checked_segments(
     return integers.comparable(names[0], q_ids, names[1], kv_ids)
 
 
+def _checked_pages(q: jax.Array, k: jax.Array, table: Integers, backend: str | None) -> jax.Array:
+    """The table of pages, int32 [batch, pages of a sequence], for queries with a batch and a pool of keys."""
+    name, found = "page_table", integers.array("page_table", table)
+    found = found[None] if found.ndim == 1 and q.shape[0] == 1 else found
+    if found.ndim != 2 or found.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{name} has shape {found.shape}: it must be [batch, pages of a sequence], with batch = {q.shape[0]}, or without "
+            "batch where q has none"
+        )
+    if not isinstance(found.shape[1], int) or found.shape[1] == 0:
+        raise ValueError(f"{name} has shape {found.shape}: each sequence needs room for one page or more, a known number")
+    pages, page_size = k.shape[:2]
+    if isinstance(pages, int) and pages * page_size > MAX_ROWS and dispatch.requested_backend(backend) != "xla":
+        raise ValueError(
+            f"k has shape {k.shape}: {pages * page_size} tokens in pages are more than the {MAX_ROWS} that the kernel counts; "
+            "divide the pages among several arrays and the batch among calls, or use backend='xla'"
+        )
+    return integers.clipped(found, pages - 1)
+
+
+def _gathered(k: jax.Array, table: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a pool of keys is when each sequence's pages are put together, [batch, tokens, kv_heads, head_dim]."""
+    return jax.ShapeDtypeStruct((table.shape[0], table.shape[1] * k.shape[1], *k.shape[2:]), k.dtype)
+
+
 def _checked_sinks(q: jax.Array, sinks: ArrayLike) -> jax.Array:
     sinks = jnp.asarray(sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
@@ -252,7 +289,7 @@ def _checked_sinks(q: jax.Array, sinks: ArrayLike) -> jax.Array:
     return sinks
 
 
-def _checked_bias(q: jax.Array, k: jax.Array, bias: ArrayLike | None, mask: ArrayLike | None) -> jax.Array | None:
+def _checked_bias(q: jax.Array, k: Array, bias: ArrayLike | None, mask: ArrayLike | None) -> jax.Array | None:
     """bias, -inf where the mask is False: [batch or 1, q_heads or 1, q_tokens, kv_tokens], or None."""
     shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
 

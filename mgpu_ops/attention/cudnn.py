@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.mask import some_see_nothing
@@ -30,6 +32,8 @@ def refuses(problem: Problem) -> str | None:
         return "has no soft cap"
     if p.sinks:
         return "takes no sinks"
+    if p.page_size:
+        return "is not called with pages"
     if p.segments:
         return "takes no segment ids"
     if p.right is None and p.left is not None:
@@ -39,6 +43,13 @@ def refuses(problem: Problem) -> str | None:
     if p.right == 0 and not same_alignment(p):
         return "aligns the first query with the first key, not the last with the last"
     return None
+
+
+def refuses_pages(problem: Problem) -> str | None:
+    """Why cuDNN's paged attention, which benchmarks alone call, does not compute a problem with pages, or None."""
+    if problem.left is not None or problem.right is not None or problem.bias != "none":
+        return "is called with pages for lengths alone, without causal mask, window or bias"
+    return refuses(dataclasses.replace(problem, page_size=0))
 
 
 def same_alignment(problem: Problem) -> bool:
@@ -53,6 +64,10 @@ def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *extra
     """
     inputs = Inputs.of(problem, (None, *extra))
     q_lengths, kv_lengths = inputs.lengths or (None, None)
+    if inputs.page_table is not None:
+        full = (jnp.full(problem.batch, n, jnp.int32) for n in (problem.q_tokens, problem.kv_tokens))
+        scale = 1 / math.sqrt(problem.head_dim)
+        return jax_names.cudnn_paged_attention(q, (k, v), inputs.page_table, inputs.lengths or tuple(full), scale)
     return jax.nn.dot_product_attention(
         q,
         k,

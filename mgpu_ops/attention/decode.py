@@ -9,6 +9,8 @@ them, and by as many thread blocks as there is room for:
   cluster then send each other columns of their outputs through distributed shared memory (`cluster.ClusterColumns`), and each
   stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, which XLA adds up:
   a few rows.
+- *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
+  then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
   while one waits or takes exponentials, another loads.
 
@@ -35,12 +37,13 @@ from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_hea
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
-from mgpu_ops.attention.problem import PANEL, ROWS, Config, Problem, padded, split_stages
+from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, PANEL, ROWS, Config, Problem, padded, page_indices, split_stages
 from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, load_scattered, rows_view, store_scattered
+from mgpu_ops.core.tile_scheduler import Int
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +129,58 @@ class _ThreadBlock:
         order = BlockOrder(_share(seen, part * c.kv_cluster + lax.axis_index("split"), c.kv_splits))
         return _ThreadBlock(p, c, packing, x, at, part, order, x.mask_terms(at.batch), smem, full, *accs)
 
+    # --- Pages
+
+    def load_page_table(self) -> None:
+        """Copies this thread block's share of the table of pages to shared memory, and waits for it."""
+        table, dst = self.x.inputs.page_table, self.smem["page_table"]
+        for i in range(dst.shape[0]):
+            entries = table.at[0, pl.ds(self._first_entry + i * dst.shape[1], dst.shape[1])]
+            engine.copy_gmem_to_smem(entries, dst.at[i], self.full["page_table"])
+        plgpu.barrier_wait(self.full["page_table"])
+
+    @property
+    def _first_entry(self) -> jax.Array:
+        """The first entry of the flat table that is copied: that of this block's first key, or one before it near the end."""
+        first = lax.div(self.order.blocks.first * self.c.tile_kv, jnp.int32(self.p.page_size))
+        room = self.x.inputs.page_table.shape[1] - math.prod(self.smem["page_table"].shape)
+        return jnp.minimum(self.at.batch * self._pages + first, room)
+
+    @property
+    def _pages(self) -> int:
+        """Entries of the table for a sequence."""
+        return self.p.kv_tokens // self.p.page_size
+
+    def _row_of_pool(self, token: jax.Array) -> jax.Array:
+        """Where key `token` of this batch entry lies among the rows of the pool.
+
+        Whatever the table says, the row is one of the pool's: an index out of range counts as the nearest. A tile may reach
+        beyond the table's last entry, and nothing is read from a page behind a length.
+        """
+        size, table = jnp.int32(self.p.page_size), self.smem["page_table"]
+        number = self.at.batch * self._pages + lax.div(token, size) - self._first_entry
+        number = jnp.minimum(number, math.prod(table.shape) - 1)
+        page = table[lax.div(number, jnp.int32(table.shape[1])), lax.rem(number, jnp.int32(table.shape[1]))]
+        pages = self.x.k.shape[2] // self.p.page_size
+        return jnp.clip(page, 0, pages - 1) * size + lax.rem(token, size)
+
+    def _load_pages(self, what: Literal["k", "v"], stage: jax.Array, token: Int) -> None:
+        """Starts the copies of a tile from its pages. Rows behind the entry's length arrive as zeros, and are not read."""
+        rows, full = _rows_of_page(self.p, self.c), self.full[what].at[stage]
+
+        def load(i: jax.Array, _: None) -> None:
+            first, own = token + i * rows, pl.ds(i * rows, rows)
+            row = self._row_of_pool(first)
+            end = row + jnp.clip(self.terms.kv_end - first, 0, rows)
+            if what == "k":
+                for panel in range(self.p.head_dim // PANEL):
+                    dst = self.smem["k"].at[stage, panel, own]
+                    load_rows(self.x.k, row, end, self.at.head * self.p.head_dim + panel * PANEL, dst, full)
+            else:
+                load_rows(self.x.v, row, end, self.at.head * self.p.head_dim, self.smem["v"].at[stage, own], full)
+
+        lax.fori_loop(0, self.c.tile_kv // rows, load, None)
+
     # --- Copies
 
     def load_queries(self) -> None:
@@ -148,7 +203,9 @@ class _ThreadBlock:
     def _load(self, what: Literal["k", "v"], step: jax.Array) -> None:
         stage, first = self._stage(what, step), Position(self.at.batch, self.at.head, self._kv_block(step) * self.c.tile_kv)
         dst, full = self.smem[what].at[stage], self.full[what].at[stage]
-        if what == "k":
+        if self.p.page_size:
+            self._load_pages(what, stage, first.token)
+        elif what == "k":
             self.x.load_keys(self.x.k, first, dst, full)
         else:
             self.x.load_block(self.x.v, "kv", first, dst, full)
@@ -298,18 +355,23 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     inputs = Inputs.of(p, arrays[3:])
     if p.sinks:
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
+    if p.page_size:
+        inputs = dataclasses.replace(inputs, page_table=_flat_table(inputs.page_table, page_indices(p, c)))
     optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
-    refs = _Refs(rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
+    values = as_rows(v) if p.page_size else as_blocks(v, c.tile_kv, p)
+    refs = _Refs(rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), values, optional)
     flat, tree = jax.tree.flatten(refs)
 
-    def body(*given: Any, accumulators: Any, memory: Any, q: Any, barriers: dict[str, Any]) -> None:
+    def body(*given: Any, accumulators: Any, memory: Any, barriers: dict[str, Any], **smem: Any) -> None:
         of, (out, lse) = jax.tree.unflatten(tree, given[: len(flat)]), given[len(flat) :]
         x = Operands(p, of.q, of.k, of.v, of.optional)
 
         def run(*accs: Any) -> None:
-            block = _ThreadBlock.of(p, c, x, {"q": q, **memory.before}, barriers, accs)
+            block = _ThreadBlock.of(p, c, x, {**smem, **memory.before}, barriers, accs)
             block.load_queries()
+            if p.page_size:
+                block.load_page_table()
             block.load_first()
             block.store(block.attend(), memory.exchange, out, lse)
 
@@ -343,16 +405,31 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         "k": swizzled((k_stages, panels, c.tile_kv, PANEL), p.dtype),
         "v": swizzled((v_stages, c.tile_kv, p.head_dim), p.dtype),
     }
+    copies, indices = c.tile_kv // _rows_of_page(p, c), page_indices(p, c)  # copies of a tile from its pages
+    chunk = min(indices, PAGE_INDICES_COPIED)
+    table = {"page_table": plgpu.SMEM((indices // chunk, chunk), jnp.int32)} if indices else {}
     return {
         "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), 1),
         "memory": ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
         "q": swizzled((panels, ROWS, PANEL), p.dtype),
         "barriers": {
             "q": plgpu.Barrier(num_arrivals=panels),
-            "k": plgpu.Barrier(num_arrivals=panels, num_barriers=k_stages),
-            "v": plgpu.Barrier(num_barriers=v_stages),
+            "k": plgpu.Barrier(num_arrivals=panels * copies, num_barriers=k_stages),
+            "v": plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
+            **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },
+        **table,
     }
+
+
+def _rows_of_page(p: Problem, c: Config) -> int:
+    """Keys of a tile that one copy brings: of a page, all that are in the tile; without pages, the tile."""
+    return min(p.page_size or c.tile_kv, c.tile_kv)
+
+
+def _flat_table(table: jax.Array, indices: int) -> jax.Array:
+    """The table of pages, [batch, pages of a sequence], as one row of no fewer entries than the `indices` of a thread block."""
+    return jnp.pad(table.reshape(1, -1), ((0, 0), (0, max(0, indices - table.size))))
 
 
 def _without_needless_bounds(p: Problem) -> Problem:

@@ -69,6 +69,7 @@ class _Options(TypedDict, total=False):
     scale: float | None
     soft_cap: float | None
     sinks: ArrayLike | None
+    page_table: Integers | None
     deterministic: bool
     config: Config | None
     backward_config: BackwardConfig | None
@@ -103,6 +104,7 @@ def flash_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    page_table: Integers | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     config: Config | None = None,
@@ -136,6 +138,12 @@ def flash_attention(
         of a key without a value, past scale, soft cap and bias: lse = log(sum_s exp(score[s]) + exp(sinks[n])),
         w[s] = exp(score[s] - lse), so that a row's weights add up to less than 1. -inf is no sink. Differentiable: the
         gradient is -sum over rows of exp(sinks[n] - lse) (out . gradient of out - gradient of lse), in float32.
+      page_table: integers [batch, pages of a sequence] (or without batch): k and v are then pools of pages, [pages, page_size,
+        kv_heads, head_dim] each, and key s of entry b is token s % page_size of page page_table[b, s // page_size]; kv_lengths
+        says how many keys an entry has. The table's entries for pages behind a length, and those pages, have no say, whatever
+        they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
+        64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
+        bias, mask and segments; what else there is runs through XLA, which gathers the pages. There is no gradient.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
         row that sees nothing its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
@@ -156,14 +164,15 @@ def flash_attention(
     Raises:
       ValueError: ranks, shapes, dtypes, windows or lengths that do not fit each other, empty dimensions, an unknown backend, a
         config that cannot run.
-      TypeError: floats, integers or booleans expected and not found.
+      TypeError: floats, integers or booleans expected and not found; a gradient with a page_table.
 
     Source: Dao (arXiv 2307.08691), Shah et al. (arXiv 2407.08608); measurements in docs/kernels/flash_attention.md.
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    batched = check_qkv(q, k, v)
+    batched = check_qkv(q, k, v, page_table is not None)
     if not batched:
-        q, k, v = (x[None] for x in (q, k, v))
+        q = q[None]
+        k, v = (k[None], v[None]) if page_table is None else (k, v)  # pools of pages are nobody's in particular
     out, lse = attend(
         Arguments(
             q,
@@ -180,6 +189,7 @@ def flash_attention(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            page_table=page_table,
             deterministic=deterministic,
             lse_grad=return_lse,
             config=config,
@@ -196,8 +206,9 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """The output and the natural logarithm of each row's sum of exponentials."""
     call, inputs = arguments.call(), arguments.inputs()
     q, k, v = arguments.q, arguments.k, arguments.v
-    if arguments.hides_tokens:  # in a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN
-        q, k, v = zero_unseen(call.problem(q, k, v, inputs.bias), inputs, q, k, v)
+    if arguments.hides_tokens and inputs.page_table is None:  # XLA does it where it has gathered the pages
+        # In a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN.
+        q, k, v = zero_unseen(call.problem(q, k, v, inputs), inputs, q, k, v)
     if arguments.checked_scale() < 0:  # the kernel takes the largest score before it scales
         q = -q
     if (more := v.shape[-1] - q.shape[-1]) > 0:  # zeros add nothing to any score
@@ -221,6 +232,11 @@ def _attention(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inp
 
 
 def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
+    if inputs.page_table is not None:
+        raise TypeError(
+            "flash_attention with a page_table has no gradient: gather the pages, k[page_table].reshape(batch, -1, kv_heads, "
+            "head_dim) and v likewise, and leave page_table out; or stop the gradients of q, k and v (jax.lax.stop_gradient)"
+        )
     out, lse = _attention(call, q, k, v, inputs)
     return (out, lse), (q, k, v, inputs, out, lse)
 
@@ -260,7 +276,7 @@ def _forward_product(call: Call) -> Callable[..., Any]:
 
     @jax.custom_batching.custom_vmap
     def product(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
-        problem, arrays = call.problem(q, k, v, inputs.bias), (q, k, v, *inputs.arrays())
+        problem, arrays = call.problem(q, k, v, inputs), (q, k, v, *inputs.arrays())
         through_cudnn = None if cudnn.refuses(problem) else functools.partial(cudnn.forward, problem, call.scale)
         return dispatch.run(FORWARD, problem, arrays, config=call.config, backend=call.backend, instead=through_cudnn)
 
@@ -291,7 +307,7 @@ def _backward_product(call: Call) -> Callable[..., Any]:
         delta: jax.Array,
         out: jax.Array,
     ) -> Any:
-        fields = dataclasses.asdict(call.problem(q, k, v, inputs.bias))
+        fields = dataclasses.asdict(call.problem(q, k, v, inputs))
         problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
         arrays = q, k, v, out_grad, lse, delta, *inputs.arrays()
         through_cudnn: Any = None
@@ -345,8 +361,24 @@ def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = F
     lengths, segments = jax.tree.map(fold, (inputs.lengths, inputs.segments), (mapped.lengths, mapped.segments))
     bias = None if inputs.bias is None else fold_shared(inputs.bias, mapped.bias, whole_bias)
     sinks = None if inputs.sinks is None else fold_shared(inputs.sinks, mapped.sinks, False)
+    if inputs.page_table is not None:
+        (k, v), table = _fold_pages(size, (k, v), batched[1:3], fold(inputs.page_table, mapped.page_table))
+        return fold(q, batched[0]), k, v, Inputs(inputs.options, lengths, segments, bias, sinks, table)
     folded = jax.tree.map(fold, (q, k, v, *rest), (*batched[:3], *batched[4:]))
     return (*folded[:3], Inputs(inputs.options, lengths, segments, bias, sinks), *folded[3:])
+
+
+def _fold_pages(size: int, pools: tuple[jax.Array, jax.Array], batched: Any, table: jax.Array) -> tuple[Any, jax.Array]:
+    """Pools of pages for all examples, and the table [size * batch, pages of a sequence] of their pages.
+
+    One pool for all stays as it is. Of a pool for each example, those of example i come after those of i - 1.
+    """
+    if not any(batched):
+        return pools, table
+    k, v = (x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(pools, batched, strict=True))
+    pages, first = k.shape[1], jnp.repeat(jnp.arange(size, dtype=jnp.int32), table.shape[0] // size) * k.shape[1]
+    table = jnp.clip(table, 0, pages - 1) + first[:, None]
+    return tuple(x.reshape(-1, *x.shape[2:]) for x in (k, v)), table
 
 
 def _unfold(size: int, x: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ class Inputs:
     options: [3] float32: scale, soft cap and scale / soft cap (the last two 0 without one).
     lengths: (q_lengths, kv_lengths), int32 [batch] each. segments: (q_segments [batch, q_tokens], kv_segments [batch,
     kv_tokens]), int32. bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens]. sinks: [batch or 1, q_heads], in the dtype of
-    options.
+    options. page_table: int32 [batch, kv_tokens / page_size], where k and v are pools of pages: an index out of range counts
+    as the nearest, and one of a page without a token that counts is not used.
     """
 
     options: Any
@@ -29,6 +30,7 @@ class Inputs:
     segments: Any = None
     bias: Any = None
     sinks: Any = None
+    page_table: Any = None
 
     @staticmethod
     def of(problem: Problem, arrays: tuple[Any, ...]) -> Inputs:
@@ -38,9 +40,10 @@ class Inputs:
         segments = (rest.pop(0), rest.pop(0)) if problem.segments else None
         bias = rest.pop(0) if problem.bias != "none" else None
         sinks = rest.pop(0) if problem.sinks else None
+        page_table = rest.pop(0) if problem.page_size else None
         assert not rest
-        return Inputs(options, lengths, segments, bias, sinks)
+        return Inputs(options, lengths, segments, bias, sinks, page_table)
 
     def arrays(self) -> tuple[Any, ...]:
-        last = tuple(x for x in (self.bias, self.sinks) if x is not None)
+        last = tuple(x for x in (self.bias, self.sinks, self.page_table) if x is not None)
         return (self.options, *(self.lengths or ()), *(self.segments or ()), *last)

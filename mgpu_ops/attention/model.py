@@ -46,12 +46,16 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 
 
 def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias, sinks."""
+    """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias, sinks.
+
+    With pages, each page of the two pools is some sequence's, in random order.
+    """
     p = problem
     keys = jax.random.split(key, 8)
-    keys_shape = p.kv_tokens, p.kv_heads
-    shapes = ((p.q_tokens, p.q_heads, p.head_dim), (*keys_shape, p.head_dim), (*keys_shape, p.v_dim))
-    qkv = [jax.random.normal(k, (p.batch, *s), p.dtype) for k, s in zip(keys, shapes, strict=False)]
+    pages = p.batch * p.kv_tokens // p.page_size if p.page_size else 0
+    kv = (pages, p.page_size, p.kv_heads) if pages else (p.batch, p.kv_tokens, p.kv_heads)
+    shapes = ((p.batch, p.q_tokens, p.q_heads, p.head_dim), (*kv, p.head_dim), (*kv, p.v_dim))
+    qkv = [jax.random.normal(k, s, p.dtype) for k, s in zip(keys, shapes, strict=False)]
     cap = SOFT_CAP if p.soft_cap else 0.0
     scale = 1 / math.sqrt(p.head_dim)
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
@@ -66,6 +70,8 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
         rest.append(jax.random.normal(keys[5], (1, p.q_heads, p.q_tokens, p.kv_tokens), p.bias))
     if p.sinks:
         rest.append(jax.random.normal(keys[6], (1, p.q_heads), jnp.float32))
+    if pages:
+        rest.append(jax.random.permutation(keys[7], pages).astype(jnp.int32).reshape(p.batch, -1))
     return (*qkv, *rest)
 
 
@@ -114,7 +120,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 def splits_keys_by_default(problem: Problem) -> bool:
     """Whether it has few query tokens, and the kernel with `kv_splits` runs it."""
-    return problem.q_tokens <= _FEW_TOKENS and splits_keys(problem) is None
+    few = problem.q_tokens <= _FEW_TOKENS or problem.page_size > 0  # without splits no kernel reads pages
+    return few and splits_keys(problem) is None
 
 
 # The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
@@ -244,7 +251,7 @@ def distance(x: Problem, y: Problem) -> float | None:
     """How far `x` is from `y`, to reuse a config: |log2| ratios of sizes and windows, and a little for each other difference.
 
     None where a config cannot be reused: the head dims that the kernels compute with differ, one alone has a bias, or gradients
-    differ in `deterministic` or `bias_grad`.
+    differ in `deterministic` or `bias_grad`. (Nor can that of a kernel without splits where there are pages: `check` says so.)
     """
     sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
     if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:

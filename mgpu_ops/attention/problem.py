@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Problem:
     soft_cap: scores go through cap tanh(score / cap) before the bias.
     sinks: each query head has a logit that counts in the sums of exponentials, as a key without a value.
     v_head_dim: of v and the output where it is less than head_dim; 0: the same.
+    page_size: tokens of a page of a paged cache; 0: there are no pages. k and v are then pools of pages, [pages, page_size,
+      kv_heads, head_dim], and a table [batch, kv_tokens / page_size] says which of them hold an entry's keys.
     """
 
     batch: int
@@ -52,9 +55,13 @@ class Problem:
     soft_cap: bool = False
     sinks: bool = False
     v_head_dim: int = 0
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_left": -1, "window_right": -1})
+        if self.page_size and self.kv_tokens % self.page_size:
+            whole = math.ceil(self.kv_tokens / self.page_size) * self.page_size
+            raise ValueError(f"kv_tokens={self.kv_tokens} are no whole pages of page_size={self.page_size}: make them {whole}")
 
     @property
     def v_dim(self) -> int:
@@ -219,16 +226,36 @@ _HEADS: dict[str, Problem] = {  # head dims other than 64, 128 and 256
     "deepseek-v3-16384-causal": _mha(192, 1, 16384, 16, causal=True, v_head_dim=128),  # 16 heads: one GPU of eight
     "zamba2-7b-4096-causal": _mha(224, 1, 4096, 32, causal=True),
 }
-SHAPES = _LONG | _HEADS | _DECODE | _SINKS
+_PAGED: dict[str, Problem] = {
+    f"{model}-decode-paged{page_size}-{batch}x{kv_tokens}{'-lengths' * lengths}": _decode(
+        model, batch, kv_tokens, page_size=page_size, lengths=lengths
+    )
+    for model, batch, kv_tokens, page_size, lengths in (
+        ("llama3-8b", 1, 8192, 16, False),
+        ("llama3-8b", 1, 131072, 16, False),
+        ("llama3-8b", 1, 131072, 64, False),
+        ("llama3-8b", 16, 8192, 16, False),
+        ("llama3-8b", 16, 8192, 64, False),
+        ("llama3-8b", 16, 8192, 128, False),
+        ("llama3-8b", 64, 1024, 16, False),
+        ("llama3-8b", 256, 1024, 64, False),
+        ("llama3-70b", 1, 32768, 16, False),
+        ("llama3-70b", 64, 8192, 64, True),
+        ("llama3-70b", 64, 8192, 16, True),
+        ("llama3-70b", 256, 4096, 128, False),
+    )
+}
+SHAPES = _LONG | _HEADS | _DECODE | _SINKS | _PAGED
 SUITES: dict[str, Sequence[str]] = {
     "llm": list(_LONG),
     **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
     "heads": list(_HEADS),
     "decode": list(_DECODE),
     "sinks": list(_SINKS),
+    "paged": list(_PAGED),
 }
 BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in (_LONG | _HEADS).items()}
-BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks")}
+BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks", "paged")}
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +264,7 @@ HEAD_DIMS = (64, 128, 256)  # that all kernels compute as they are; the forward 
 MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold where heads are no whole panels
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
+PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens: whole swizzle tiles, and such as tiles of keys divide or are divided by
 MAX_WINDOW = 2**30  # keys: beyond, and with an offset added, they are no longer counted in 32 bits
 BIASES = ("none", "bfloat16", "float16", "float32")
 
@@ -258,7 +286,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"align {p.align!r} is neither 'bottom_right' nor 'top_left'"
     if p.bias not in BIASES:
         return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
-    rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), p.kv_tokens)
+    if p.page_size and (reason := _supports_pages(p)):
+        return reason
+    rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), 0 if p.page_size else p.kv_tokens)
     if rows > MAX_ROWS:
         return f"{rows} rows are more than {MAX_ROWS}: split the batch, or use backend='xla'"
     if p.v_head_dim >= p.head_dim:
@@ -274,6 +304,21 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
+def _supports_pages(p: Problem) -> str | None:
+    """Why no config can run a problem with pages, or None. Rows of a pool are counted where it is known: `Arguments`."""
+    if p.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        return f"page_size={p.page_size} is not one of {sizes}: make pages of such a size, or use backend='xla'"
+    if p.head_dim not in HEAD_DIMS:
+        return (
+            f"head_dim={p.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}, and to pad it would copy all pages at each "
+            f"call: make pages of {padded(p.head_dim)} columns, zeros at the end, or use backend='xla'"
+        )
+    if p.v_head_dim:
+        return f"v_head_dim={p.v_head_dim} must be 0 with pages, as padding would copy them: pad values to {p.head_dim} columns"
+    return splits_keys(p)
+
+
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why the forward kernel cannot run `problem` with `config` on `gpu`, or None."""
     reason = supports(problem, gpu)
@@ -282,6 +327,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = problem, config
     if c.kv_splits:
         return _check_split(p, c, gpu)
+    if p.page_size:
+        return "kv_splits=0 reads no pages: use kv_splits of 1 or more"
     if c.kv_cluster != 1:
         return f"kv_cluster={c.kv_cluster} must be 1 with kv_splits=0"
     if c.compute_warpgroups not in (1, 2, 3):
@@ -318,6 +365,7 @@ ONE_WARPGROUP: dict[str, Any] = {
 }
 KV_SPLITS = (1, 2, 4, 8, 16, 32)
 KV_CLUSTERS = (1, 2, 4, 8, 16)
+PAGE_INDICES_COPIED = 256  # at a time: the most elements of a TMA copy along a dimension
 PORTABLE_CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have, however large they are
 PACKED_ROWS = 256  # of a head of keys: beyond, there are tiles enough without splitting keys
 
@@ -330,14 +378,31 @@ def split_stages(config: Config) -> tuple[int, int]:
 def splits_keys(problem: Problem) -> str | None:
     """Why no config with `kv_splits` can run `problem`, or None."""
     p = problem
+    what, way_out = "kv_splits", "use kv_splits=0"
+    if p.page_size:
+        what, way_out = "the kernel with pages", "gather the pages, or use backend='xla'"
     if p.bias != "none" or p.segments:
-        return "kv_splits takes no bias, mask or segments: use kv_splits=0"
+        return f"{what} takes no bias, mask or segments: {way_out}"
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
-        return f"kv_splits is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: use kv_splits=0"
+        return f"{what} is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: {way_out}"
     if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] > MAX_SIZE:
-        return f"the output of {p.batch} batch entries has more elements than kv_splits counts in 32 bits: use kv_splits=0"
+        return f"the output of {p.batch} batch entries has more elements than {what} counts in 32 bits: {way_out}"
     return None
+
+
+def page_indices(problem: Problem, config: Config) -> int:
+    """How many entries of the table of pages a thread block keeps in shared memory at most; 0 without pages.
+
+    Those of its share of the kv blocks, in whole units in which they are copied.
+    """
+    p, c = problem, config
+    if not p.page_size:
+        return 0
+    blocks = math.ceil(math.ceil(p.kv_tokens / c.tile_kv) / c.kv_splits)  # of a share, which may begin within a page
+    most = math.ceil((blocks - 1) * c.tile_kv / p.page_size) + max(1, c.tile_kv // p.page_size)
+    unit = 4 if most <= PAGE_INDICES_COPIED else PAGE_INDICES_COPIED
+    return -(-most // unit) * unit
 
 
 def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
@@ -360,7 +425,10 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
         return f"tile_kv={c.tile_kv} leaves no registers for the output of head_dim={p.head_dim}: use 64"
     if c.kv_cluster > PORTABLE_CLUSTER and blocks_of_an_sm(p, c, gpu) < 2:
         return f"kv_cluster={c.kv_cluster} needs blocks of which an SM holds two: use fewer steps, or a cluster of 8"
-    return limits.check_smem(split_smem_bytes(p, c), gpu)
+    reason = limits.check_smem(split_smem_bytes(p, c), gpu)
+    if reason is not None and (indices := page_indices(p, c)):
+        reason += f", of which the table of pages takes {4 * indices}: or split keys over more blocks"
+    return reason
 
 
 def blocks_of_an_sm(problem: Problem, config: Config, gpu: Gpu) -> int:
@@ -373,12 +441,17 @@ def split_smem_bytes(problem: Problem, config: Config) -> int:
     c, d, cluster = config, padded(problem.head_dim), config.kv_cluster
     keys = limits.block_bytes([((stages, c.tile_kv, d), 2) for stages in split_stages(c)], 0)
     inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
-    buffers: list[limits.Buffer] = [((max(keys, inbox),), 1), ((ROWS, d), 2), ((MOSAIC_SCRATCH,), 1)]
-    return limits.block_bytes(buffers, barriers=1 + sum(split_stages(c)))
+    pages = page_indices(problem, c)
+    buffers: list[limits.Buffer] = [((max(keys, inbox),), 1)]
+    buffers += [((pages,), 4)] if pages else []
+    buffers += [((ROWS, d), 2), ((MOSAIC_SCRATCH,), 1)]
+    return limits.block_bytes(buffers, barriers=1 + sum(split_stages(c)) + (1 if pages else 0))
 
 
 def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
     """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
+    if problem.page_size:
+        return "there is no gradient with pages: gather them, and leave page_table (page_size) out"
     if problem.bias_grad and problem.soft_cap:
         return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"
     return supports(problem, gpu)

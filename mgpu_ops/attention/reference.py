@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: j
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
     """
     p, inputs = problem, Inputs.of(problem, tuple(rest))
+    if inputs.page_table is not None:
+        k, v = (_gather_pages(x, inputs.page_table) for x in (k, v))
+        p, inputs = dataclasses.replace(p, page_size=0), dataclasses.replace(inputs, page_table=None)
     if some_see_nothing(p) or p.left is not None or p.right is not None:
         q, k, v = zero_unseen(p, inputs, q, k, v)
     group, count = p.q_heads // p.kv_heads, p.batch * p.kv_heads
@@ -39,6 +43,12 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: j
     out, lse = lax.map(of_head, each, batch_size=min(at_once, count) if known else None)
     out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.v_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(*q.shape[:3], p.v_dim), lse.reshape(p.batch, p.q_heads, p.q_tokens)
+
+
+def _gather_pages(pool: jax.Array, table: jax.Array) -> jax.Array:
+    """pool[pages, page_size, heads, head_dim] as [batch, tokens, heads, head_dim]; an index out of range is the nearest."""
+    gathered = pool.at[jnp.clip(table, 0, pool.shape[0] - 1)].get(mode="promise_in_bounds")
+    return gathered.reshape(table.shape[0], -1, *pool.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,13 +193,15 @@ def backward_tolerance(problem: BackwardProblem) -> float:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Each input read once, of keys and values what some row sees, and each output written once."""
+    """Each input read once, of keys, values and the table of pages what some row sees, and each output written once."""
     p = problem
     first, end = keys_seen(p, max(1, p.q_tokens))  # by all rows together
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * int((end - first).sum()) * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
     columns = p.head_dim + p.v_dim
-    return (queries + keys) * columns * itemsize_of(p.dtype) + 4 * queries + bias + 4 * p.q_heads * p.sinks
+    pages = p.batch * math.ceil(int((end - first).sum()) / p.page_size) if p.page_size else 0
+    rest = 4 * queries + bias + 4 * p.q_heads * p.sinks + 4 * pages
+    return (queries + keys) * columns * itemsize_of(p.dtype) + rest
 
 
 def backward_flops(problem: BackwardProblem) -> int:

@@ -377,7 +377,7 @@ def _scale(problem: FlashAttentionProblem) -> float:
 
 
 def _cudnn_unavailable(problem: FlashAttentionProblem, gpu: Gpu) -> str | None:
-    return cudnn.refuses(problem)
+    return cudnn.refuses_pages(problem) if problem.page_size else cudnn.refuses(problem)
 
 
 def _attention_limits(problem: FlashAttentionProblem) -> str | None:
@@ -389,6 +389,8 @@ def _attention_limits(problem: FlashAttentionProblem) -> str | None:
         return "takes lengths and segment ids only as a mask of all scores"
     if p.sinks:
         return "takes no sinks"
+    if p.page_size:
+        return "takes no pages"
     if not (p.left is None and p.right is None) and not cudnn.same_alignment(p):
         return "aligns the first query with the first key, not the last with the last"
     return None

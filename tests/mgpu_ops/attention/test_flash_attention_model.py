@@ -28,12 +28,14 @@ bounds = st.just(-1) | st.integers(0, 5000)
 
 
 @st.composite
-def problems(draw: Any) -> Problem:
+def problems(draw: Any, paged: bool = True) -> Problem:
     kv_heads = draw(st.integers(1, 16))
+    page_size = draw(st.sampled_from([0, 0, 16, 48, 128])) if paged else 0
+    kv_tokens = draw(tokens)
     return Problem(
         batch=draw(st.integers(1, 16)),
         q_tokens=draw(tokens),
-        kv_tokens=draw(tokens),
+        kv_tokens=kv_tokens if page_size == 0 else -(-kv_tokens // page_size) * page_size,
         q_heads=kv_heads * draw(st.integers(1, 8)),
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([64, 128, 256]) | st.integers(1, 256)),
@@ -47,6 +49,7 @@ def problems(draw: Any) -> Problem:
         bias=draw(st.sampled_from(["none", "none", "bfloat16", "float32"])),
         soft_cap=draw(st.booleans()),
         sinks=draw(st.booleans()),
+        page_size=page_size,
     )
 
 
@@ -54,7 +57,7 @@ def backward(problem: Problem, **changes: Any) -> BackwardProblem:
     return BackwardProblem(**dataclasses.asdict(problem), **changes)
 
 
-gradients = st.builds(backward, problems(), deterministic=st.booleans(), bias_grad=st.booleans())
+gradients = st.builds(backward, problems(paged=False), deterministic=st.booleans(), bias_grad=st.booleans())
 
 
 # --- what is tried and what runs untuned
@@ -94,7 +97,7 @@ def test_the_default_of_long_sequences_is_what_was_measured_to_be_fastest(name: 
     assert (c.compute_warpgroups, c.tile_kv, c.max_concurrent_steps, c.q_slots) == wanted[problem.head_dim]
 
 
-@given(problem=problems(), rows=st.integers(1, 64))
+@given(problem=problems(paged=False), rows=st.integers(1, 64))
 def test_a_single_warpgroup_works_on_few_rows(problem: Problem, rows: int) -> None:
     """Others would work on padding."""
     few = dataclasses.replace(problem, q_tokens=rows, bias="none")
@@ -119,7 +122,7 @@ def test_the_model_is_near_what_was_measured(name: str, tflops: float) -> None:
 
 
 @examples(30)
-@given(problem=problems())
+@given(problem=problems(paged=False))
 def test_no_mask_makes_attention_slower_by_more_than_its_edges(problem: Problem) -> None:
     whole = dataclasses.replace(problem, causal=False, window_left=-1, window_right=-1)
     config = FORWARD.default(problem, H200)
@@ -129,7 +132,7 @@ def test_no_mask_makes_attention_slower_by_more_than_its_edges(problem: Problem)
 
 
 @examples(15)
-@given(problem=problems(), tile=st.sampled_from([64, 128, 192]), step=st.sampled_from([64, 128]))
+@given(problem=problems(paged=False), tile=st.sampled_from([64, 128, 192]), step=st.sampled_from([64, 128]))
 def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile: int, step: int) -> None:
     p = dataclasses.replace(
         problem, lengths=False, q_tokens=problem.q_tokens % 1000 + 1, kv_tokens=problem.kv_tokens % 1000 + 1

@@ -269,8 +269,9 @@ CAUSAL = ATTENTION.Problem(4, 4096, 4096, 16, 4, 128, causal=True)
 TINY = ATTENTION.Problem(1, 16, 16, 4, 2, 8, causal=True, window_left=3)
 
 
-def test_the_public_function_is_given_the_sinks_of_a_problem() -> None:
-    problem = dataclasses.replace(TINY, sinks=True, dtype="float32")
+@pytest.mark.parametrize("changes", [{"sinks": True}, {"page_size": 4}])
+def test_the_public_function_is_given_the_sinks_and_pages_of_a_problem(changes: dict[str, Any]) -> None:
+    problem = dataclasses.replace(TINY, dtype="float32", **changes)
     arrays = ATTENTION.inputs(problem, jax.random.key(0))
     out = public.CALLS["flash_attention"](problem, "xla")(*public.arrays_of(ATTENTION, arrays))
     np.testing.assert_allclose(out, ATTENTION.reference(problem, *arrays)[0], rtol=1e-4, atol=1e-5)
@@ -297,6 +298,10 @@ def attention_context(problem: Any, **changes: Any) -> settings.TuningContext:
         ("cudnn", {"segments": True}, "no segment ids"),
         ("cudnn", {"soft_cap": True}, "no soft cap"),
         ("cudnn", {"sinks": True}, "takes no sinks"),
+        ("cudnn", {"causal": False, "page_size": 16, "lengths": True}, None),
+        ("cudnn", {"page_size": 16}, "without causal mask, window or bias"),
+        ("cudnn", {"causal": False, "page_size": 16, "soft_cap": True}, "no soft cap"),
+        ("tokamax", {"page_size": 16}, "takes no pages"),
         ("cudnn", {"dtype": "float32"}, "not float32"),
         ("cudnn", {"head_dim": 100}, "not 100"),
         ("jax-pallas", {}, None),
