@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mosaic
@@ -20,6 +19,7 @@ from jax.extend.mlir.dialects import arith
 
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.registers import i32
+from mgpu_ops.core.tile_scheduler import Int
 
 _CHUNK = 16  # bytes that a thread stores at once; those of a warpgroup lie side by side
 _THREADS = 128
@@ -37,19 +37,19 @@ class Partials:
     values: Any
     arrived: Any
 
-    def leave(self, place: jax.Array, tiles: Sequence[jax.Array]) -> None:
+    def leave(self, place: Int, tiles: Sequence[jax.Array]) -> None:
         """Stores tiles [64, columns] in wgmma's layout, and says that they are there."""
         for number, tile in enumerate(tiles):
             _store(tile, self.values.at[place, number])
         if not interpreting():  # which runs one cluster after another
             _signal(self.arrived.at[place])
 
-    def wait(self, place: jax.Array) -> None:
+    def wait(self, place: Int) -> None:
         """Waits until a place is filled."""
         if not interpreting():
             _wait(self.arrived.at[place])
 
-    def add(self, tile: jax.Array, number: int, place: jax.Array) -> jax.Array:
+    def add(self, tile: jax.Array, number: int, place: Int) -> jax.Array:
         """tile + tile `number` of a place that was waited for."""
         return _add(tile, self.values.at[place, number])
 
@@ -74,7 +74,7 @@ def _add(tile: jax.Array, ref: Any) -> jax.Array:
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=layout)
+        arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=layout)
     )
     def add(_: Any, tile: Any, ref: Any) -> Any:
         i64 = ir.IntegerType.get_signless(64)

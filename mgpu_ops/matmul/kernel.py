@@ -369,8 +369,8 @@ def _kernel_of_items(
     p, c, block = work.problem, work.config, lax.axis_index("block")
     partials = None
     if c.last_wave == "stream_k":
-        *refs, arrived, out, values = refs
-        refs, partials = (*refs, out), Partials(values, arrived)
+        *rest, arrived, out, values = refs
+        refs, partials = (*rest, out), Partials(values, arrived)
     of, items = _refs(p, *refs), _items(work)
     pipeline = Pipeline(c.max_concurrent_steps, *barriers)
     turns = c.compute_warpgroups if takes_turns(c) else 1

@@ -12,6 +12,7 @@ from typing import Any
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
+from mgpu_ops.core.tile_scheduler import StreamK
 from mgpu_ops.matmul.problem import (
     LAST_WAVES,
     Config,
@@ -84,19 +85,20 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds, with at least the time of HBM.
 
     step = |2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
-    steps = waves * (k steps * step + store), or what the power cap allows, and slower within milliseconds
+    steps = waves * (k steps * step + store) (`_of_a_block`), or what the power cap allows, and slower within milliseconds
     time = launch + latency + |steps, HBM bytes / HBM rate| + sum of the split_k parts
     |...|: the times joined by a norm (`gemm.together`), not much more than the longest
     """
     p, c = as_computed(partial_problem(problem, config), config)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    waves = math.ceil(tiles / (resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms))
+    blocks = resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms
+    waves = math.ceil(tiles / blocks)
     efficiency = _RATE * gemm.efficiency(c, _LEAST)
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
-    steps = waves * (k_steps(p, c) * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
+    steps = _of_a_block(c, tiles, blocks, k_steps(p, c), step, store, gpu) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.bf16_flops)
     steps = slowdown(max(steps, under_power))
     memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
@@ -106,6 +108,24 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     elif c.split_k > 1:
         reduction = _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
     return _LAUNCH + _LATENCY + gemm.together(_MEMORY_NORM, steps, memory) + reduction
+
+
+def _of_a_block(c: Config, tiles: int, blocks: int, steps: int, step: float, store: float, gpu: Gpu) -> float:
+    """Seconds that a block takes for its tiles, of so many steps each.
+
+    Where warpgroups take turns, a store runs beside the other's steps, but for the last. Under stream-k the last wave takes as
+    long as the longest stretch; a part is stored and read again, and the flags are set to zero before.
+    """
+    if c.last_wave == "stream_k" and (rest := tiles % blocks):
+        shared = StreamK(tiles, blocks, steps)
+        parts = shared.sharers / rest
+        last = math.ceil(shared.shared / shared.sharers) * step + store
+        left = _LAUNCH + (1 + parts) * gemm.store_seconds(c, 4, gpu) if parts > 1 else 0.0
+        return tiles // blocks * (steps * step + store) + last + left
+    waves = math.ceil(tiles / blocks)
+    if gemm.takes_turns(c):
+        return waves * max(steps * step, (steps * step + store) / 2) + store
+    return waves * (steps * step + store)
 
 
 def slowdown(seconds: float) -> float:
