@@ -90,6 +90,22 @@ def test_a_config_runs_or_the_reason_names_the_field_the_value_and_the_rule(p, c
             raise ValueError(found)
 
 
+def cost(p: Problem, **changes: object) -> float:
+    return SPEC.cost(p, replace(BASE, max_concurrent_steps=4, **changes), H200)
+
+
+def test_the_model_hides_the_stores_of_warpgroups_that_take_turns():
+    p = replace(P, m=8192, n=8192)
+    assert cost(p, schedule="pingpong") < cost(p)
+
+
+@pytest.mark.parametrize(("tiles", "gains"), [(27 * 132 + 40, True), (27 * 132, False), (27 * 132 + 131, False)])
+def test_the_model_shares_a_last_wave_that_is_badly_filled(tiles, gains):
+    p = replace(P, m=tiles * 128, n=128, k=8192)
+    whole, shared = cost(p), cost(p, last_wave="stream_k")
+    assert shared < whole if gains else shared >= whole
+
+
 @pytest.mark.parametrize("sizes", [(16, 4096, 4096), (16, 4096, 14336), (24, 4096, 14336)])
 def test_the_tuner_may_choose_every_candidate_for_few_rows(sizes):
     p = Problem(*sizes)
