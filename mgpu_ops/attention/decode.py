@@ -428,8 +428,12 @@ def _rows_of_page(p: Problem, c: Config) -> int:
 
 
 def _flat_table(table: jax.Array, indices: int) -> jax.Array:
-    """The table of pages, [batch, pages of a sequence], as one row of no fewer entries than the `indices` of a thread block."""
-    return jnp.pad(table.reshape(1, -1), ((0, 0), (0, max(0, indices - table.size))))
+    """The table of pages, [batch, pages of a sequence], as one row of no fewer entries than the `indices` of a thread block.
+
+    TMA wants whole 16 bytes of it: where those are missing, XLA makes a copy of the table at each call.
+    """
+    size = max(-(-table.size // 4) * 4, indices)
+    return jnp.pad(table.reshape(1, -1), ((0, 0), (0, size - table.size)))
 
 
 def _without_needless_bounds(p: Problem) -> Problem:
