@@ -143,7 +143,8 @@ class Storage:
     epilogue_buffers: of each consumer warpgroup. out_itemsize: bytes of an element of the output.
     received: float32 epilogue tiles that each consumer warpgroup has room for, of other blocks of its cluster.
     barriers: beside those of the pipeline and of the cluster's sum.
-    b_tiles: tiles of B of a pipeline stage.
+    b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
+    scales: float32 numbers of a pipeline stage that scale its product, one for each row of the tile.
     """
 
     config: Tiled
@@ -152,6 +153,8 @@ class Storage:
     received: int = 0
     barriers: int = 0
     b_tiles: int = 1
+    itemsize: int = 2
+    scales: int = 0
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -163,8 +166,10 @@ class Storage:
     def bytes(self) -> int:
         """All of it, with a full and an empty barrier for each stage."""
         c, stages = self.config, self.config.max_concurrent_steps
-        a, b = ((stages, c.tile_m, c.tile_k), 2), ((stages, c.tile_k, c.tile_n), 2)
+        a, b = ((stages, c.tile_m, c.tile_k), self.itemsize), ((stages, c.tile_k, c.tile_n), self.itemsize)
         buffers, barriers = [a, (self.out_shape, self.out_itemsize), *[b] * self.b_tiles], 2 * stages + self.barriers
+        if self.scales:
+            buffers.insert(1, ((stages, self.scales), 4))
         if self.received:  # they arrived at each warpgroup; they were taken
             buffers.append(((c.compute_warpgroups, self.received, ROWS, c.epilogue_tile_n), 4))
             barriers += c.compute_warpgroups + 1

@@ -37,6 +37,10 @@ class Gpu:
     nvlink_bytes_per_s: float  # one direction, all links together
     source: str
 
+    def flops(self, dtype: str) -> float:
+        """FLOP/s of the tensor cores on operands of this dtype: on 8 bits, twice those on 16 (the same datasheets)."""
+        return self.bf16_flops * (2 if dtype == "int8" or dtype.startswith("float8") else 1)
+
 
 def _hopper(key: str, *kinds: str, **numbers: Any) -> Gpu:
     return Gpu(

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from mgpu_ops.core.gpu import Gpu
 
 DTYPES = ("bfloat16", "float16")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 MAX_SIZE = 2**31 - 256  # of a dimension: 32 bits count up to the end of its last tile
 
 
@@ -42,13 +43,25 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def itemsize_of(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
+    return {"float64": 8, "float32": 4, "int32": 4, "int8": 1}.get(dtype, 1 if dtype.startswith("float8") else 2)
+
+
+def result_dtype(dtype: str) -> str:
+    """The dtype of a product's result where none is asked for: that of its operands, bfloat16 for floats of 8 bits."""
+    return "bfloat16" if dtype.startswith("float8") else dtype
+
+
+def supports_gpu(gpu: Gpu) -> str | None:
+    """Why `gpu` has no wgmma, or None."""
+    if gpu.architecture != "hopper":
+        return f"{gpu.name} is not a Hopper GPU: the kernel uses wgmma (sm_90a); use backend='xla'"
+    return None
 
 
 def supports_dtypes(dtype: str, out_dtype: str, gpu: Gpu) -> str | None:
     """Why wgmma on `gpu` cannot multiply `dtype` into `out_dtype`, or None."""
-    if gpu.architecture != "hopper":
-        return f"{gpu.name} is not a Hopper GPU: the kernel uses wgmma (sm_90a); use backend='xla'"
+    if reason := supports_gpu(gpu):
+        return reason
     if dtype not in DTYPES:
         return f"dtype {dtype} is not one of {', '.join(DTYPES)}: cast, or use backend='xla'"
     if out_dtype not in (dtype, "float32"):

@@ -51,6 +51,7 @@ else:
         "moe_dispatch",
         "moe_experts",
         "moe_route",
+        "quantize",
         "ragged_contraction",
         "ragged_dot",
         "reduce_scatter",

@@ -30,6 +30,7 @@ from mgpu_ops.matmul.dot_general import dot_general
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
+from mgpu_ops.matmul.quantize import quantize
 from mgpu_ops.moe import MoeDispatch, moe, moe_combine, moe_dispatch, moe_experts, moe_route
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
@@ -141,6 +142,7 @@ __all__ = [
     "moe_dispatch",
     "moe_experts",
     "moe_route",
+    "quantize",
     "ragged_contraction",
     "ragged_dot",
     "reduce_scatter",

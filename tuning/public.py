@@ -24,6 +24,7 @@ from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.grouped.grouped_matmul.problem import by_name
+from mgpu_ops.matmul.epilogue import names
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning.terminal import brief
@@ -37,9 +38,8 @@ def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callabl
     options |= {"transpose_a": p.layout[0] == "t", "transpose_b": p.layout[1] == "t"}
 
     def call(a: jax.Array, b: jax.Array, *extra: jax.Array) -> jax.Array:
-        arrays = iter(extra)
-        bias, residual = (next(arrays) if there else None for there in (p.bias, p.residual))
-        return mgpu_ops.matmul(a, b, bias=bias, residual=residual, **options)
+        arrays: dict[str, Any] = dict(zip(names(p)[2:], extra, strict=True))
+        return mgpu_ops.matmul(a, b, **arrays, **options)
 
     return call
 

@@ -2,6 +2,9 @@
 
 `sustained`, of matmul: 12 products of real models with 4096 rows or more, in which the power cap of a GPU decides.
 
+`fp8` and `fp8-block`, of matmul: products of 8-bit floats (e4m3) of real models with 128, 4096 and 8192 rows, with a scale of
+each operand or of blocks of 128; the latter also the product that DeepSeek's kernels for them are known by.
+
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them.
 """
@@ -50,6 +53,23 @@ def _sustained() -> dict[str, MatmulProblem]:
     return found
 
 
+def _fp8(m: int, n: int, k: int, scales: str) -> MatmulProblem:
+    return MatmulProblem(m, n, k, "float8_e4m3fn", "bfloat16", "nt", scales=scales)
+
+
+@functools.cache
+def _of_8_bits(scales: str) -> dict[str, MatmulProblem]:
+    end = "fp8" if scales == "tensor" else f"fp8-{scales}"
+    found = {
+        f"{model}-{what}-{m}-{end}": _fp8(m, MODELS[model].projections[what].n, MODELS[model].projections[what].k, scales)
+        for model in ("llama3-8b", "llama3-70b")
+        for what in ("qkv", "out", "gate_up", "down")
+        for m in (128, 4096, 8192)
+    }
+    extra = {f"square-8192-{end}": (8192, 8192, 8192)} if scales == "tensor" else {f"deepseek-v3-{end}": (4096, 7168, 16384)}
+    return found | {name: _fp8(*sides, scales) for name, sides in extra.items()}
+
+
 @functools.cache
 def _anywhere() -> dict[str, MatmulProblem]:
     drawn = json.loads(ANYWHERE.read_text())["problems"]
@@ -57,7 +77,12 @@ def _anywhere() -> dict[str, MatmulProblem]:
 
 
 _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
-    "matmul": {"sustained": _sustained, "anywhere": _anywhere},
+    "matmul": {
+        "sustained": _sustained,
+        "anywhere": _anywhere,
+        "fp8": functools.partial(_of_8_bits, "tensor"),
+        "fp8-block": functools.partial(_of_8_bits, "block"),
+    },
 }
 
 

@@ -1,8 +1,8 @@
-"""matmul: activation(A B + bias) + residual, float32 accumulation, for NVIDIA Hopper.
+"""matmul: activation(scales A B + bias) + residual, float32 accumulation, for NVIDIA Hopper.
 
 `problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel,
-from load to store. `epilogue.py`: what follows the product, through XLA. Here: the public function, its gradient and batching
-rules, the reference, and the op's SPEC.
+from load to store. `epilogue.py`: what follows the product, through XLA. `scales.py`: those of operands of 8 bits. Here: the
+public function, its gradient and batching rules, the reference, and the op's SPEC.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.matmul import xla
-from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
+from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
     SHAPES,
@@ -40,13 +41,14 @@ from mgpu_ops.matmul.problem import (
     tolerance,
     transposed,
 )
+from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The arguments of a call other than its arrays, of which the last may be a bias and a residual."""
+    """The arguments of a call other than its arrays, `epilogue.names`."""
 
     transpose_a: bool
     transpose_b: bool
@@ -56,6 +58,7 @@ class _Call:
     activation: Activation = "none"
     bias: bool = False
     residual: bool = False
+    scales: str = "none"
 
     def plain(self, **changes: Any) -> _Call:
         """A product without an epilogue, with the database's config."""
@@ -69,6 +72,8 @@ def matmul(
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
+    scale_a: ArrayLike | None = None,
+    scale_b: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_a: bool = False,
@@ -78,15 +83,20 @@ def matmul(
 ) -> jax.Array:
     """activation(A B + bias) + residual, accumulated in float32, by the kernel tuned for the running GPU.
 
-    out[..., m, n] = activation(sum_k A[..., m, k] B[..., k, n] + bias[n]) + residual[..., m, n], rounded once, when stored.
+    out[..., m, n] = activation(scale_a scale_b sum_k A[..., m, k] B[..., k, n] + bias[n]) + residual[..., m, n], rounded once,
+    when stored.
 
     Args:
-      a: A, [..., m, k], or [..., k, m] with `transpose_a`. bfloat16 or float16 for the kernel; other floats run through XLA.
-      b: B, [..., k, n], or [..., n, k] with `transpose_b`, of a's dtype.
+      a: A, [..., m, k], or [..., k, m] with `transpose_a`. For the kernel bfloat16 or float16, or float8_e4m3fn or float8_e5m2
+        with `transpose_b` and without `transpose_a`: wgmma reads 8 bits along k only. All else runs through XLA.
+      b: B, [..., k, n], or [..., n, k] with `transpose_b`, of a's dtype; the two 8-bit floats mix.
+      scale_a, scale_b: what the operands were divided by, float32 (`mgpu_ops.quantize`). Numbers; or of the rows of A and the
+        columns of B, [..., m] or [..., m, 1] and [..., n] or [..., 1, n]; or of blocks of 1 x 128 and 128 x 128,
+        [..., m, k / 128] and [..., n / 128, k / 128], rounded up. Default: 1. A number goes with any of them.
       bias: [n] floats. Default: none.
       activation: "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf" of float32 values. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
-      out_dtype: of the result; a's dtype by default. "float32" keeps the accumulator as it is.
+      out_dtype: of the result; a's dtype by default, bfloat16 for 8-bit floats. "float32" keeps the accumulator as it is.
       preferred_element_type: another name for out_dtype, as in `jax.numpy.matmul`.
       transpose_a, transpose_b: the operand is stored transposed; it is read in place, not copied.
       config: runs the forward kernel with this Config instead of the database's.
@@ -105,18 +115,26 @@ def matmul(
     Works under jit, grad (reverse mode), vmap (one launch for the whole batch) and shard_map. The config is looked up when a
     shape is traced: `mgpu_ops.explain` says which one and why.
 
+    8-bit floats are multiplied exactly, and summed with less than float32: Hopper keeps 13 bits behind the leading one of the
+    largest addend. The error grows with k, up to k / 32 of 2^-13 of it (measured errors: docs/kernels/matmul.md). Scales of
+    blocks end such a sum at every 128 of k and add up in float32; so do equal scales of blocks in place of one number.
+
     Both gradients of the product run the same kernels, on cotangents rounded to a's dtype. Nothing is kept for them but a and
     b, and with an activation A B + bias: the kernel then stores that, rounded to out_dtype, and XLA applies activation and
     residual. `jax.checkpoint` computes it again instead.
 
+    There is no gradient with scales or operands of 8 bits: JAX would have it in their 8 bits, without a scale of its own, where
+    most of it is lost. Train with the gradient of the numbers before `mgpu_ops.quantize`, in 16 bits.
+
     Raises:
-      ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run.
+      ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run, a
+        gradient that there is not. Scales that are not finite are no error: the result has what arithmetic makes of them.
       TypeError: not arrays of floats.
 
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
     """
-    arrays = _checked(a, b, bias, residual)
-    out = float_dtype(out_dtype, preferred_element_type, arrays["a"].dtype)
+    arrays = _checked(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
+    out = float_dtype(out_dtype, preferred_element_type, result_dtype(arrays["a"].dtype.name))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
     call = _Call(
@@ -132,14 +150,14 @@ def matmul(
     return products(call, **arrays)
 
 
-def _checked(a: ArrayLike, b: ArrayLike, bias: ArrayLike | None, residual: ArrayLike | None) -> dict[str, jax.Array]:
+def _checked(**given: ArrayLike | None) -> dict[str, jax.Array]:
     """The arrays there are, by name. Raises for one that is no array of floats, and for two dtypes of a and b."""
-    given = {"a": a, "b": b} | {k: x for k, x in (("bias", bias), ("residual", residual)) if x is not None}
-    arrays = {name: floats("matmul", name, x) for name, x in given.items()}
+    arrays = {name: floats("matmul", name, x) for name, x in given.items() if x is not None or name in ("a", "b")}
     for name in ("a", "b"):
         if arrays[name].ndim == 0:
             raise ValueError(f"{name} is a scalar: matmul takes arrays of rank 1 or more; multiply by it")
-    if arrays["a"].dtype != arrays["b"].dtype:
+    dtypes = {arrays[name].dtype.name for name in ("a", "b")}
+    if len(dtypes) == 2 and not dtypes <= {*FLOAT8}:
         raise ValueError(f"a is {arrays['a'].dtype} and b is {arrays['b'].dtype}: cast one with .astype")
     return arrays
 
@@ -175,7 +193,13 @@ def float_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, dtype:
 
 
 def products(
-    call: _Call, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, residual: jax.Array | None = None
+    call: _Call,
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array | None = None,
+    scale_b: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """`matmul` of operands of any rank: as one product of more rows, or as a batch of products."""
     if (call.transpose_a and a.ndim == 1) or (call.transpose_b and b.ndim == 1):
@@ -195,20 +219,23 @@ def products(
         raise ValueError(f"bias has shape {bias.shape}: it must be [n] = {(n,)}")
     if residual is not None:
         residual = _like_the_result(residual, shape, call.out_dtype).reshape(*lead, m, n)
-    operands = [wide_a, wide_b, *(x for x in (bias, residual) if x is not None)]
+    kind, (scale_a, scale_b) = checked_scales((scale_a, scale_b), (m, n, k_a), (wide_a.shape[:-2], wide_b.shape[:-2]))
+    call = dataclasses.replace(call, scales=kind)
+    operands = [x for x in (wide_a, wide_b, scale_a, scale_b, bias, residual) if x is not None]
     if not lead:
         return _matmul(call, *mesh.same_mesh_axes(*operands)).reshape(shape)
     size = math.prod(lead)
+    own = list(zip(operands, ranks(_shapeless(call)), strict=True))  # with the rank of one product's
     if wide_b.ndim == 2 and not call.transpose_a:  # more rows of one product
-        rows = (x if x.ndim < 3 else x.reshape(size * m, x.shape[-1]) for x in operands)
+        rows = (x if x.ndim == rank else x.reshape(size * m, *x.shape[len(lead) + 1 :]) for x, rank in own)
         return _matmul(call, *mesh.same_mesh_axes(*rows)).reshape(shape)
-    in_axes = tuple(0 if x.ndim > 2 else None for x in operands)
-    batch = (x if x.ndim < 3 else _broadcast(x, lead).reshape(size, *x.shape[-2:]) for x in operands)
+    in_axes = tuple(0 if x.ndim > rank else None for x, rank in own)
+    batch = (x if x.ndim == rank else _broadcast(x, lead, rank).reshape(size, *x.shape[-rank:]) for x, rank in own)
     return jax.vmap(functools.partial(_matmul, call), in_axes)(*mesh.same_mesh_axes(*batch)).reshape(shape)
 
 
-def _broadcast(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    return jnp.broadcast_to(x, (*lead, *x.shape[-2:]))
+def _broadcast(x: jax.Array, lead: tuple[int, ...], rank: int) -> jax.Array:
+    return jnp.broadcast_to(x, (*lead, *x.shape[x.ndim - rank :]))
 
 
 def _broadcast_batches(a: jax.Array, b: jax.Array) -> tuple[int, ...]:
@@ -233,13 +260,19 @@ def _like_the_result(residual: jax.Array, shape: tuple[int, ...], dtype: str) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(call: _Call, *arrays: jax.Array) -> jax.Array:
-    """The product of A and B of rank 2, then bias [n] and residual [m, n] where the call has them."""
+    """The product of A and B of rank 2, with what the call has beside them."""
     return _batchable(call)(*arrays)
 
 
 def _forward(call: _Call, *arrays: jax.Array) -> Any:
     """The result, and what the backward pass needs: A, B, and with an activation its argument."""
     a, b, *extra = arrays
+    if call.scales != "none" or not {a.dtype.name, b.dtype.name}.isdisjoint(FLOAT8):
+        raise ValueError(
+            f"matmul of {a.dtype} and {b.dtype} with scales={call.scales!r} has no gradient: 8 bits without a scale of its own "
+            "would lose it. Give a function of the 16-bit arrays, which quantizes them and calls matmul, a jax.custom_vjp that "
+            "multiplies them in 16 bits, or hold the arrays constant with jax.lax.stop_gradient"
+        )
     saved = (a, b, extra[0] if call.bias else None, None)
     if call.activation == "none":
         return _matmul(call, *arrays), saved
@@ -279,9 +312,10 @@ def _batchable(call: _Call) -> Any:
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        own = ranks(_problem(call, arrays))  # of one product
+        own = ranks(_shapeless(call))  # of one product
         if _is_more_rows(call, batched, arrays):
-            rows = [x.reshape(-1, x.shape[-1]) if i in (0, call.bias + 2) else x for i, x in enumerate(arrays)]
+            each, joined = zip(names(_shapeless(call)), own, arrays, strict=True), _of_rows(call)
+            rows = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) if name in joined else x for name, rank, x in each]
             out = run(*rows)
             return out.reshape(*arrays[0].shape[:-1], out.shape[-1]), True
         batches = [x.shape[y] for x, y, rank in zip(arrays, batched, own, strict=True) if x.ndim - y > rank]
@@ -302,12 +336,23 @@ def _batchable(call: _Call) -> Any:
     return run
 
 
+def _of_rows(call: _Call) -> set[str]:
+    """The arrays of which a product with more rows has more."""
+    return {"a", "residual"} if call.scales == "tensor" else {"a", "scale_a", "residual"}
+
+
 def _is_more_rows(call: _Call, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> bool:
-    """Whether a batch of products is one with more rows: B and bias are shared, and A and residual are not."""
-    a, b = arrays[:2]
-    shared = not batched[1] and b.ndim == 2 and not (call.bias and (batched[2] or arrays[2].ndim > 1))
-    rows = batched[0] and not (call.residual and not (batched[-1] and arrays[-1].ndim == a.ndim))
-    return shared and rows and not call.transpose_a
+    """Whether a batch of products is one with more rows: all that has rows is batched alike, and all else is shared."""
+    if call.transpose_a:
+        return False
+    own, lead, of_rows = _shapeless(call), arrays[0].ndim - 2, _of_rows(call)
+    each = zip(names(own), ranks(own), batched, arrays, strict=True)
+    return all(b == (name in of_rows) and x.ndim - rank == lead * b for name, rank, b, x in each)
+
+
+def _shapeless(call: _Call) -> Problem:
+    """A problem with the names and ranks of the call's arrays."""
+    return Problem(1, 1, 1, bias=call.bias, residual=call.residual, scales=call.scales)
 
 
 def _problem(call: _Call, arrays: Sequence[jax.Array]) -> Problem:
@@ -315,7 +360,20 @@ def _problem(call: _Call, arrays: Sequence[jax.Array]) -> Problem:
     m, k = a.shape[-2:][::-1] if call.transpose_a else a.shape[-2:]
     n = b.shape[-2] if call.transpose_b else b.shape[-1]
     layout = "nt"[call.transpose_a] + "nt"[call.transpose_b]
-    problem = Problem(m, n, k, a.dtype.name, call.out_dtype, layout, 1, call.bias, call.activation, call.residual)
+    problem = Problem(
+        m,
+        n,
+        k,
+        a.dtype.name,
+        call.out_dtype,
+        layout,
+        1,
+        call.bias,
+        call.activation,
+        call.residual,
+        b.dtype.name,
+        call.scales,
+    )
     batches = (x.shape[0] for x, rank in zip(arrays, ranks(problem), strict=True) if x.ndim > rank)
     return dataclasses.replace(problem, batch=max(batches, default=1))
 
@@ -324,16 +382,34 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array, *extra: jax.Array) -
     """The same through XLA (cuBLAS on a GPU): float32 accumulation, then rounding to out_dtype.
 
     On a GPU a product of 16-bit floats is rounded to out_dtype before the epilogue, as a program written with jnp would.
+    Operands of 8 bits are products in cuBLASLt, of float32 numbers where blocks have scales.
     """
     a_t, b_t = transposed(problem)
+    by = by_name(problem, extra)
+    if problem.scales == "block":
+        a = scaled(a.mT if a_t else a, by["scale_a"])
+        b = scaled(b if b_t else b.mT, rows_of_blocks(by["scale_b"], problem.n)).mT
+        return with_epilogue(problem, jnp.matmul(a, b), **by)
     wide = np.promote_types(problem.dtype, np.float32)
     if problem.dtype == problem.out_dtype:
         wide = jnp.dtype(problem.dtype)  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
         wide = np.promote_types(problem.dtype, np.float32)
         a, b = a.astype(wide), b.astype(wide)
-    product = jnp.matmul(a.mT if a_t else a, b.mT if b_t else b, preferred_element_type=wide)
-    return with_epilogue(problem, product, **by_name(problem, extra))
+    product = _product(a.mT if a_t else a, b.mT if b_t else b, wide)
+    return with_epilogue(problem, product, **by)
+
+
+def _product(a: jax.Array, b: jax.Array, wide: Any) -> jax.Array:
+    """a @ b, also of two 8-bit floats, which jnp.matmul does not mix."""
+    if a.dtype == b.dtype:
+        return jnp.matmul(a, b, preferred_element_type=wide)
+    if a.ndim != b.ndim:
+        lead = (a if a.ndim > b.ndim else b).shape[:1]
+        a, b = (x if x.ndim > 2 else jnp.broadcast_to(x, (*lead, *x.shape)) for x in (a, b))
+    batch = tuple(range(a.ndim - 2))
+    numbers = ((a.ndim - 1,), (a.ndim - 2,)), (batch, batch)
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=wide)
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:

@@ -32,17 +32,21 @@ from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.partials import Partials
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
+from mgpu_ops.matmul.epilogue import by_name, names, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
+    BLOCK,
     Config,
     Problem,
+    accumulators,
     as_computed,
     cluster_size,
     computes_transposed,
     consumer_registers,
+    dtype_of_b,
     has_epilogue,
     has_items,
     k_steps,
+    panel,
     partial_problem,
     storage,
     swizzle_bytes,
@@ -65,16 +69,19 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """Arrays in global memory, as the product `as_computed` has them. bias and residual: None where there is none.
+    """Arrays in global memory, as the product `as_computed` has them. All but a, b and out: None where there is none.
 
-    A bias is as long as its side of all tiles; residual has the shape of out.
+    A bias, and a scale of rows or columns, is as long as its side of all tiles; residual has the shape of out. scale_a and
+    scale_b are those of the call, also where A and B have changed places; of blocks, scale_a is transposed.
     """
 
     a: Any
     b: Any
-    bias: Any
-    residual: Any
     out: Any
+    scale_a: Any = None
+    scale_b: Any = None
+    bias: Any = None
+    residual: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +170,43 @@ def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, i
     return (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k), (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
 
 
+def _load_scales(work: Work, scale_a: Any) -> Any:
+    """Producer: the scales of A's rows that step (tile, k) loads, of an array [..., k / 128, rows of A]."""
+    c = work.config
+
+    def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
+        at = _tile(work, t)
+        return (*((at.batch,) if scale_a.ndim == 3 else ()), _block_of_k(work, at, k), at.column if work.transposed else at.row)
+
+    tile = c.tile_n if work.transposed else c.tile_m
+    return plgpu.BlockSpec((None,) * (scale_a.ndim - 1) + (tile,), where, memory_space=plgpu.SMEM)
+
+
+def _block_of_k(work: Work, at: Tile, k: jax.Array) -> Int:
+    """Which tile_k of A and B step k of an output tile multiplies."""
+    return k + at.part * k_steps(work.problem, work.config) if work.config.split_k > 1 else k
+
+
+def _add_scaled(work: Work, accs: Any, refs: _Refs, at: tuple[jax.Array, jax.Array], smem: tuple[Any, Any, Any]) -> None:
+    """Consumer: total += scales * (A tile @ B tile) with float32 additions, of accumulators (total, product).
+
+    A warpgroup's part of the tile has one scale of B, as it lies within a block of 128 columns of the output, and a scale of A
+    for each row of the output. Two warpgroups take turns at the tensor cores: one adds while the other multiplies.
+    """
+    (total, product), (a_smem, b_smem, scale_smem) = accs, smem
+    # Both scales arrive while the tensor cores multiply.
+    rows, columns = (1, 0) if work.transposed else (0, 1)
+    place = Place.of(work, at[0])
+    blocks, parts = refs.scale_b.shape[-2:]
+    column = jnp.minimum(place.start(columns, 0) // BLOCK, blocks - 1)
+    part = jnp.minimum(_block_of_k(work, place.tile, at[1]), parts - 1)
+    scale_b = (refs.scale_b.at[place.tile.batch] if refs.scale_b.ndim == 3 else refs.scale_b)[column, part]
+    scale_a = along(scale_smem, place.share[rows], product.shape, rows)
+    product[...] = jnp.zeros(product.shape, jnp.float32)
+    multiply(work.problem, work.config, product, a_smem, b_smem)
+    total[...] = total[...] + engine.accumulated(product, 0) * (scale_a * scale_b)
+
+
 def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
     """Consumer: starts acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile."""
     a_t, b_t = transposed(p)
@@ -238,11 +282,20 @@ def epilogue_origins(c: Config) -> list[tuple[int, int]]:
 
 
 def _finish(work: Work, refs: _Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
-    """Consumer: activation(values + bias) + residual of an epilogue tile, in float32; the residual lies in its buffer."""
+    """Consumer: the epilogue of an epilogue tile at (row, column) `at`, in float32; the residual lies in its buffer."""
+    rows, columns = (1, 0) if work.transposed else (0, 1)  # the axes of `values` along the output's rows and columns
+
+    def vector(ref: Any, axis: int) -> jax.Array:
+        return along(_of_product(ref, place), place.start(axis, at[axis]), values.shape, axis)
+
+    if work.problem.scales == "tensor":
+        scale_a, scale_b = (_of_product(ref, place)[0] for ref in (refs.scale_a, refs.scale_b))
+        values *= scale_a * scale_b
+    if work.problem.scales == "row":
+        values *= vector(refs.scale_a, rows)
+        values *= vector(refs.scale_b, columns)
     if refs.bias is not None:
-        bias = refs.bias.at[place.product()] if refs.bias.ndim == 2 else refs.bias
-        axis = 0 if work.transposed else 1  # the output's columns
-        values += along(bias, place.start(axis, at[axis]), values.shape, axis)
+        values += vector(refs.bias, columns)
     values = in_registers(work.problem.activation, values)
     if refs.residual is not None:
         if work.transposed:
@@ -252,6 +305,11 @@ def _finish(work: Work, refs: _Refs, place: Place, values: jax.Array, buffer: An
             residual = buffer[...]
         values += residual.astype(jnp.float32)
     return values
+
+
+def _of_product(ref: Any, place: Place) -> Any:
+    """The vector of this product, of those of a batch or of one that all share."""
+    return ref.at[place.product()] if ref.ndim == 2 else ref
 
 
 def _store(
@@ -314,20 +372,25 @@ def _kernel(
     p, c = work.problem, work.config
     of = _refs(p, *refs)
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
+    scales = (of.scale_a,) if p.scales == "block" else ()
     steps = k_steps(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
 
     # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
-    def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, acc: Any) -> Any:
-        t, k = indices
+    def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, *rest: Any) -> Any:
+        (t, k), (*scale_smem, accs) = indices, rest
+        acc = accs[0]  # with scales of blocks there is another one
         if p.residual:  # it arrives while the second half of k is multiplied
 
             @pl.when(k == steps // 2)
             def _() -> None:
                 _if_it_stores(c, lambda: _load_residual(work, t, of, out_smem, residual_arrived))
 
-        multiply(p, c, acc, a_smem, b_smem)
+        if scale_smem:
+            _add_scaled(work, accs, of, (t, k), (a_smem, b_smem, *scale_smem))
+        else:
+            multiply(p, c, acc, a_smem, b_smem)
         engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
 
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
@@ -336,24 +399,24 @@ def _kernel(
             _store(work, t, acc, of, **epilogue)
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-        return acc
+        return accs
 
     # Only consumers have accumulators: their registers live around the whole loop.
     def consumer(pipeline: Any) -> None:
-        accumulator.scope(lambda acc: (pipeline(acc), None)[1])
+        accumulator.scope(lambda *accs: (pipeline(accs), None)[1])
         if cluster_sum is not None:  # other blocks' last sums read this block's shared memory, or are sent to it
             pl.when(own_tiles > 0)(cluster_sum.finish)
 
     plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(own_tiles, steps),
-        in_specs=load(work, of.a, of.b),
+        in_specs=[*load(work, of.a, of.b), *(_load_scales(work, x) for x in scales)],
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
         wg_axis="wg",
         compute_context=consumer,
-    )(of.a, of.b)
+    )(of.a, of.b, *scales)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
@@ -473,15 +536,14 @@ class _Others:
 
 def _refs(p: Problem, a: Any, b: Any, *rest: Any) -> _Refs:
     *extra, out = rest
-    bias = extra.pop(0) if p.bias else None
-    return _Refs(a, b, bias, extra.pop(0) if p.residual else None, out)
+    return _Refs(a, b, out, **dict(zip(names(p)[2:], extra, strict=True)))
 
 
 def ends_with_rows(p: Problem, c: Config) -> bool:
     """Whether the last tile along m or n ends with the array, and so may begin anywhere (`tma.block_start`)."""
     a_t, b_t = transposed(p)
-    panel = swizzle_bytes(p, c) // 2
-    along_m, along_n = tma.last_start(p.m, c.tile_m, panel), tma.last_start(p.n, c.tile_n, panel)
+    width = panel(p, c)
+    along_m, along_n = tma.last_start(p.m, c.tile_m, width), tma.last_start(p.n, c.tile_n, width)
     return (a_t and along_m is not None) or (not b_t and along_n is not None)
 
 
@@ -492,7 +554,7 @@ def clusters_of_tiles(p: Problem, c: Config) -> int:
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
-    """Runs the kernel on A and B as they are stored, then bias and residual where the problem has them.
+    """Runs the kernel on A and B as they are stored, then scales, bias and residual where the problem has them.
 
     Each has a leading batch dimension, or is shared by all products.
     """
@@ -550,11 +612,24 @@ def _arrived(left: jax.ShapeDtypeStruct | None) -> list[Any]:
 
 
 def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-    """bias and residual as the kernel reads them: a bias up to the end of the last tile, a residual [1, ...] where out is."""
+    """What follows A and B as the kernel reads it: vectors up to the end of the last tile, a residual [1, ...] where out is."""
     p, c, found = work.problem, work.config, []
+    rows, columns = (p.m, c.tile_m), (p.n, c.tile_n)
+    if work.transposed:
+        rows, columns = columns, rows
+
+    def padded(vector: jax.Array, side: tuple[int, int]) -> jax.Array:
+        length, tile = side
+        return jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % tile)])
+
+    if p.scales == "tensor":
+        found += [extra["scale_a"], extra["scale_b"]]
+    if p.scales == "row":
+        found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
+    if p.scales == "block":
+        found += [padded(extra["scale_a"].mT, (rows[0], 4)), extra["scale_b"]]  # rows of 16 bytes, for TMA
     if p.bias:
-        length, tile = (p.m, c.tile_m) if work.transposed else (p.n, c.tile_n)
-        found.append(jnp.pad(extra["bias"], [(0, 0)] * (extra["bias"].ndim - 1) + [(0, -length % tile)]))
+        found.append(padded(extra["bias"], columns))
     if p.residual:
         residual = extra["residual"]
         if ends_with_rows(p, c):
@@ -569,7 +644,7 @@ def _scratch(work: Work) -> dict[str, Any]:
     *buffers, rows, columns = storage(p, c).out_shape
     tile = (columns, rows) if work.transposed else (rows, columns)
     scratch = {
-        "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
+        "accumulator": engine.Accumulators((warpgroup_tile(c),) * accumulators(p), c.compute_warpgroups),
         "out_smem": plgpu.SMEM(
             (*buffers, *tile), jnp.dtype(p.out_dtype), transforms=engine.operand_transforms(tile[1], p.out_dtype)
         ),
@@ -579,9 +654,10 @@ def _scratch(work: Work) -> dict[str, Any]:
     if has_items(c):
         stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
         cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
+        dtypes = (p.dtype, dtype_of_b(p))
         scratch["operands"] = tuple(
-            plgpu.SMEM((stages, *tile), jnp.dtype(p.dtype), transforms=engine.operand_transforms(tile[1], p.dtype, swizzle))
-            for tile in _operand_tiles(p, c)
+            plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
+            for tile, dtype in zip(_operand_tiles(p, c), dtypes[::-1] if work.transposed else dtypes, strict=True)
         )
         make = Pipeline.barriers_in_turn if takes_turns(c) else Pipeline.barriers
         scratch["barriers"] = make(stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes)

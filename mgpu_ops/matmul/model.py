@@ -41,7 +41,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     return {
         "tile_m": (*few_rows, 128, 192, 256),
         "tile_n": (64, 96, 128, 160, 192, 224, 256),
-        "tile_k": (64, 128),
+        "tile_k": (64, 128) if itemsize_of(problem.dtype) == 2 else (128,) if problem.scales == "block" else (128, 256),
         "max_concurrent_steps": _STEPS,
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),
@@ -93,13 +93,13 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
     blocks = resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms
     waves = math.ceil(tiles / blocks)
-    efficiency = _RATE * gemm.efficiency(c, _LEAST)
+    efficiency = _RATE * gemm.efficiency(c, _LEAST) * gpu.flops(p.dtype) / gpu.bf16_flops
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = _of_a_block(c, tiles, blocks, k_steps(p, c), step, store, gpu) * gemm.raster_factor(c.raster_width, _STRIP)
-    under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.bf16_flops)
+    under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     steps = slowdown(max(steps, under_power))
     memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
     reduction = 0.0
@@ -136,7 +136,7 @@ def slowdown(seconds: float) -> float:
 def _moved(p: Problem) -> float:
     """What is read and written counts as, in bytes."""
     a, b = (_HBM_ACROSS_LINES if across else 1.0 for across in _across_lines(p))
-    return bytes_moved(p) + 2 * p.batch * p.k * ((a - 1.0) * p.m + (b - 1.0) * p.n)
+    return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * ((a - 1.0) * p.m + (b - 1.0) * p.n)
 
 
 def _loaded(p: Problem, c: Config) -> float:
@@ -144,13 +144,14 @@ def _loaded(p: Problem, c: Config) -> float:
     a_across, b_across = _across_lines(p)
     a = c.tile_m * (_ACROSS_LINES if a_across else 1.0) * (_MULTICAST if c.cluster == "n" else 1.0)
     b = c.tile_n * (_ACROSS_LINES if b_across else 1.0) * (_MULTICAST if c.cluster == "m" else 1.0)
-    return _LOADS * 2 * c.tile_k * (a + b)
+    return _LOADS * itemsize_of(p.dtype) * c.tile_k * (a + b)
 
 
 def _across_lines(p: Problem) -> tuple[bool, bool]:
     """Whether rows of A and of B begin in the middle of 128-byte lines."""
     a_t, b_t = transposed(p)
-    return bool((p.m if a_t else p.k) % 64), bool((p.k if b_t else p.n) % 64)
+    line = 128 // itemsize_of(p.dtype)
+    return bool((p.m if a_t else p.k) % line), bool((p.k if b_t else p.n) % line)
 
 
 _TILES = (
@@ -184,8 +185,10 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 def _shapes(problem: Problem) -> Iterator[Config]:
     """Tiles, and how they are divided, with as many steps as any of them may have."""
     few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)
-    tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in (64, 128)] if few else []
-    tiles += [(m, n, 64) for m, n in _TILES]
+    line = 128 // itemsize_of(problem.dtype)  # elements of k in a swizzle row
+    deep = (line,) if problem.scales == "block" else (line, 2 * line)
+    tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in deep] if few else []
+    tiles += [(m, n, line) for m, n in _TILES]
     for tile_m, tile_n, tile_k in tiles:
         for warpgroups, wg_dimension in _DIVISIONS:
             if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
@@ -232,13 +235,15 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 def distance(x: Problem, y: Problem) -> float | None:
     """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
 
-    The sum of |log2| of the ratios of m, n, k and batch, and a small step for another 16-bit dtype, layout or epilogue, which
-    tile alike: what was tuned for a plain product carries over to the same one with an epilogue.
+    The sum of |log2| of the ratios of m, n, k and batch, and a small step for another dtype of as many bits, another layout or
+    epilogue, which tile alike: what was tuned for a plain product carries over to the same one with an epilogue.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
         return None
+    if itemsize_of(x.dtype) != itemsize_of(y.dtype) or (x.scales == "block") != (y.scales == "block"):
+        return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
-    near += 0.05 * (x.dtype != y.dtype) + 0.5 * (x.layout != y.layout)
+    near += 0.05 * ((x.dtype, x.b_dtype) != (y.dtype, y.b_dtype)) + 0.05 * (x.scales != y.scales) + 0.5 * (x.layout != y.layout)
     near += 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation) + 0.1 * (x.residual != y.residual)
     return near if near <= 4.0 else None

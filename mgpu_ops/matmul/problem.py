@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,14 @@ from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import (
+    DTYPES,
+    FLOAT8,
     MAX_SIZE,
     check_fields,
     itemsize_of,
+    result_dtype,
     supports_dtypes,
+    supports_gpu,
     supports_rows,
     supports_sizes,
 )
@@ -31,14 +35,18 @@ class Problem:
     """`batch` products of A[m, k] and B[k, n], out = activation(A B + bias) + residual.
 
     m, n, k: rows of A, columns of B, and what is summed over.
-    dtype: of A and B, "bfloat16" or "float16" in the kernel.
-    out_dtype: of the result, dtype or "float32".
+    dtype: of A and B: in the kernel "bfloat16", "float16", or "float8_e4m3fn" or "float8_e5m2" in layout "nt".
+    out_dtype: of the result, dtype or "float32"; of a product of 8-bit floats "bfloat16", "float16" or "float32".
     layout: how A and B are stored, "n" as written, "t" transposed (A as [k, m], B as [n, k]); "nt" is A as written and B
       transposed.
     batch: how many products; an operand without this dimension is shared by all.
     bias: whether bias[n] is added to each row.
     activation: of `core.activations`.
     residual: whether an array of the result's shape and dtype is added last.
+    b_dtype: of B where it is the other of the two 8-bit floats; "none" where it is dtype.
+    scales: of `SCALES`, float32 numbers that A B is multiplied by before the bias: "none"; "tensor", scale_a[1] and scale_b[1];
+      "row", scale_a[m] and scale_b[n]; "block", scale_a[m, k / 128] and scale_b[n / 128, k / 128], rounded up, where the
+      product of each 128 of k is scaled and then added up.
     """
 
     m: int
@@ -51,9 +59,13 @@ class Problem:
     bias: bool = False
     activation: str = "none"
     residual: bool = False
+    b_dtype: str = "none"
+    scales: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.b_dtype == self.dtype:  # one problem, written in one way
+            object.__setattr__(self, "b_dtype", "none")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -135,12 +147,13 @@ SUITES: dict[str, Sequence[str]] = {
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
 LAST_WAVES = ("whole", "stream_k")
+SCALES = ("none", "tensor", "row", "block")
+BLOCK = 128  # of k, and of n, that has one scale
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
-    reason = supports_dtypes(problem.dtype, problem.out_dtype, gpu)
-    if reason is not None:
+    if reason := _supports_operands(problem, gpu):
         return reason
     if problem.activation not in ACTIVATIONS:
         return f"activation {problem.activation!r} is not one of {', '.join(ACTIVATIONS)}"
@@ -153,11 +166,34 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     a_t, b_t = transposed(problem)
     rows = {  # what holds the row -> (the dimension along it, its length, bytes per element)
-        "a": ("m" if a_t else "k", problem.m if a_t else problem.k, 2),
-        "b": ("k" if b_t else "n", problem.k if b_t else problem.n, 2),
+        "a": ("m" if a_t else "k", problem.m if a_t else problem.k, itemsize_of(problem.dtype)),
+        "b": ("k" if b_t else "n", problem.k if b_t else problem.n, itemsize_of(problem.dtype)),
         "the output": ("n", problem.n, itemsize_of(problem.out_dtype)),
     }
     return supports_rows(rows)
+
+
+def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
+    """Why wgmma cannot multiply operands of these dtypes and scales, stored so, or None."""
+    if p.dtype not in FLOAT8 and p.b_dtype == "none":
+        reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
+        if reason is None and p.scales != "none":
+            return f"scales={p.scales!r} are of 8-bit floats, not {p.dtype}: multiply by them, or use backend='xla'"
+        return reason
+    if reason := supports_gpu(gpu):
+        return reason
+    if p.dtype not in FLOAT8 or dtype_of_b(p) not in FLOAT8:
+        return f"a is {p.dtype} and b is {p.b_dtype}: only {' and '.join(FLOAT8)} mix; cast one, or use backend='xla'"
+    if p.out_dtype not in (*DTYPES, "float32"):
+        return f"out_dtype {p.out_dtype} is not one of bfloat16, float16, float32: cast the result, or use backend='xla'"
+    if p.scales not in SCALES:
+        return f"scales={p.scales!r} is not one of {', '.join(SCALES)}"
+    if p.layout != "nt":
+        return (
+            f"layout {p.layout} of 8-bit floats: wgmma reads them along k only; store a as [m, k] and b as [n, k] "
+            "(transpose_b=True), or use backend='xla'"
+        )
+    return None
 
 
 def supports_work(p: Any, batch: int, gpu: Gpu, way_out: str) -> str | None:
@@ -173,7 +209,9 @@ def supports_work(p: Any, batch: int, gpu: Gpu, way_out: str) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
-    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES) or _check_turns(config)
+    reason = (
+        supports(problem, gpu) or gemm.check_choices(config, _CHOICES) or _check_turns(config) or _check_blocks(problem, config)
+    )
     if reason is not None:
         return reason
     if not computes_transposed(config):
@@ -218,7 +256,7 @@ def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Con
     return (
         check_schedule(p, c, check_output)
         or check_counts(p, c, gpu)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu))
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators(p))
         or limits.check_smem(storage(p, c).bytes, gpu)
     )
 
@@ -265,6 +303,21 @@ def _check_order(p: Problem, c: Config) -> str | None:
     if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
         return f"cluster={c.cluster!r} needs an even number of tiles along it, but there are {tiles_m} x {tiles_n}"
     return _check_shared(p, c)
+
+
+def _check_blocks(p: Problem, c: Config) -> str | None:
+    """With scales of blocks, a step is one block of k, and a warpgroup's part of the tile lies within one block of n."""
+    if p.scales != "block":
+        return None
+    for field, value in (("schedule", "cooperative"), ("last_wave", "whole")):
+        if getattr(c, field) != value:
+            return f"{field}={getattr(c, field)!r} must be {value!r} with scales of blocks"
+    if c.tile_k != BLOCK:
+        return f"tile_k={c.tile_k} must be {BLOCK}, the k of a block that has a scale"
+    columns = gemm.warpgroup_tile(c)[1]
+    if columns < 1 or BLOCK % columns:
+        return f"a warpgroup's {columns} columns of tile_n={c.tile_n} must divide {BLOCK}, the n of a block that has a scale"
+    return None
 
 
 def _check_shared(p: Problem, c: Config) -> str | None:
@@ -314,7 +367,7 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
     """
     few_registers = c.memory_registers < 40 or c.cluster != "none"
     a_t, b_t = transposed(p)
-    tile = swizzle_bytes(p, c) // 2
+    tile = panel(p, c)
     operands = (  # name, rows and row length, and the block's row length and its field
         ("A", (p.k, p.m) if a_t else (p.m, p.k), *((c.tile_m, "tile_m") if a_t else (c.tile_k, "tile_k"))),
         ("B", (p.n, p.k) if b_t else (p.k, p.n), *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n"))),
@@ -342,6 +395,11 @@ def _tiles_divide(rows: int, columns: int, width: int) -> bool:
 
 
 # --- What a config takes --------------------------------------------------------------------------------------------
+
+
+def dtype_of_b(p: Problem) -> str:
+    """The dtype of B."""
+    return p.dtype if p.b_dtype == "none" else p.b_dtype
 
 
 def transposed(problem: Problem) -> tuple[bool, bool]:
@@ -374,11 +432,16 @@ def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
 
 def has_epilogue(p: Problem) -> bool:
     """Whether anything is done with a product before it is stored."""
-    return p.bias or p.residual or p.activation != "none"
+    return p.bias or p.residual or p.activation != "none" or scales_sums(p)
+
+
+def scales_sums(p: Problem) -> bool:
+    """Whether scales are factors of whole sums over k, and so belong to the epilogue."""
+    return p.scales in ("tensor", "row")
 
 
 def plain(p: Problem) -> Problem:
-    """The same product without an epilogue."""
+    """The same product, scaled, without the rest of an epilogue."""
     return replace(p, bias=False, activation="none", residual=False)
 
 
@@ -399,7 +462,8 @@ def partial_problem(p: Problem, c: Config) -> Problem:
     """
     if c.split_k == 1 or c.cluster == "k":
         return p
-    return replace(plain(p), out_dtype="float32", batch=p.batch * c.split_k)
+    scales = "none" if scales_sums(p) else p.scales
+    return replace(plain(p), out_dtype="float32", batch=p.batch * c.split_k, scales=scales)
 
 
 def k_steps(p: Problem, c: Config) -> int:
@@ -418,12 +482,22 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
 
 
+def accumulators(p: Problem) -> int:
+    """Accumulators of a consumer warpgroup: with scales of blocks the sum, and the product of one block."""
+    return 2 if p.scales == "block" else 1
+
+
 def swizzle_bytes(problem: Problem, c: Config) -> int:
     """The largest swizzle in bytes that divides the rows of both operands' tiles, and of what a warpgroup takes; 0 for none."""
     a_t, b_t = transposed(problem)
     wg_m, wg_n = gemm.warpgroup_tile(c)
     rows = (c.tile_k, wg_m if a_t else c.tile_k, c.tile_k if b_t else wg_n)
-    return next((s for s in (128, 64) if all(r * 2 % s == 0 for r in rows)), 0)
+    return next((s for s in (128, 64) if all(r * itemsize_of(problem.dtype) % s == 0 for r in rows)), 0)
+
+
+def panel(problem: Problem, c: Config) -> int:
+    """Elements of an operand in a row of a swizzle."""
+    return swizzle_bytes(problem, c) // itemsize_of(problem.dtype)
 
 
 def _largest_swizzle(row_bytes: int) -> int:
@@ -441,7 +515,9 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     barriers = config.compute_warpgroups if stored.residual else 0
     barriers += config.max_concurrent_steps if gemm.takes_turns(config) else 0  # each consumer has `full` barriers of its own
     buffers = tiles if stored.residual else min(2, tiles)
-    return gemm.Storage(config, buffers, itemsize_of(stored.out_dtype), received, barriers)
+    size = itemsize_of(stored.out_dtype)
+    scales = max(config.tile_m, config.tile_n) if problem.scales == "block" else 0  # of either side: A may be B
+    return gemm.Storage(config, buffers, size, received, barriers, itemsize=itemsize_of(problem.dtype), scales=scales)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
@@ -461,26 +537,69 @@ def bytes_moved(problem: Problem) -> int:
     """Each input read once and each output written once."""
     p = problem
     outputs = (1 + p.residual) * p.m * p.n * itemsize_of(p.out_dtype)
-    return p.batch * ((p.m + p.n) * p.k * itemsize_of(p.dtype) + outputs) + p.bias * p.n * itemsize_of(p.dtype)
+    scales = 4 * sum(map(math.prod, scale_shapes(p)))
+    return p.batch * ((p.m + p.n) * p.k * itemsize_of(p.dtype) + outputs + scales) + p.bias * p.n * bias_itemsize(p)
+
+
+def bias_itemsize(p: Problem) -> int:
+    """Bytes of an element of the bias of `inputs`."""
+    return itemsize_of(result_dtype(p.dtype))
+
+
+def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """The shapes of scale_a and scale_b of one product; none without scales."""
+    parts = math.ceil(p.k / BLOCK)
+    return {
+        "tensor": ((1,), (1,)),
+        "row": ((p.m,), (p.n,)),
+        "block": ((p.m, parts), (math.ceil(p.n / BLOCK), parts)),
+    }.get(p.scales, ())
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal operands, stored as `problem.layout` says; then a bias of their dtype and a residual, where it has them.
+    """Random normal operands, stored as `problem.layout` says; then scales, a bias and a residual, where it has them.
 
-    With an epilogue, B is divided by the square root of k, as weights are: the product is as large as bias and residual.
+    With an epilogue, B is divided by the square root of k, as weights are: the product is as large as bias and residual. B of
+    8-bit floats keeps its size, and its scales have that factor. The bias has A's dtype, beside 8 bits bfloat16.
     """
     p = problem
     a_t, b_t = transposed(p)
     lead = (p.batch,) if p.batch > 1 else ()
     key_a, key_b = jax.random.split(key)
-    a = jax.random.normal(key_a, (*lead, p.k, p.m) if a_t else (*lead, p.m, p.k), p.dtype)
-    b = jax.random.normal(key_b, (*lead, p.n, p.k) if b_t else (*lead, p.k, p.n), p.dtype)
-    shapes = [((p.n,), p.dtype)] * p.bias + [((*lead, p.m, p.n), p.out_dtype)] * p.residual
+    a = _normal(key_a, (*lead, p.k, p.m) if a_t else (*lead, p.m, p.k), p.dtype)
+    b = _normal(key_b, (*lead, p.n, p.k) if b_t else (*lead, p.k, p.n), dtype_of_b(p))
+    shapes = [((p.n,), result_dtype(p.dtype))] * p.bias + [((*lead, p.m, p.n), p.out_dtype)] * p.residual
     keys = jax.random.split(jax.random.fold_in(key, 1), 2)
-    b = b / math.sqrt(p.k) if has_epilogue(p) else b
-    return a, b, *(jax.random.normal(k, *x) for k, x in zip(keys, shapes, strict=False))
+    b = b / math.sqrt(p.k) if has_epilogue(p) and p.scales == "none" else b
+    extra = (jax.random.normal(k, *x) for k, x in zip(keys, shapes, strict=False))
+    return a, b, *_scales(p, lead, jax.random.fold_in(key, 2)), *extra
+
+
+def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Random normal numbers; those of 8 bits are rounded."""
+    return jax.random.normal(key, shape, result_dtype(dtype)).astype(dtype)
+
+
+def _scales(p: Problem, lead: tuple[int, ...], key: Any) -> Iterator[jax.Array]:
+    """Scales from 1/2 to 2, those of B divided by the square root of k."""
+    factors = (1.0, 1.0 / math.sqrt(p.k or 1))
+    for shape, factor, k in zip(scale_shapes(p), factors, jax.random.split(key, 2), strict=False):
+        yield 2.0 ** jax.random.uniform(k, (*lead, *shape), "float32", -1.0, 1.0) * factor
 
 
 def tolerance(problem: Problem) -> float:
     """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings of the output's dtype."""
-    return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+    rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+    return rounding + accumulation_error(problem)
+
+
+def accumulation_error(p: Problem) -> float:
+    """The error of sums over k on the tensor cores, beside that of float32, by the scale of `tolerance`.
+
+    On 8-bit floats Hopper keeps 13 bits behind the leading one of the largest addend, and cuts off the rest in each addition of
+    32 of k. Block scales end such sums at every 128 of k.
+    """
+    if p.dtype not in FLOAT8:
+        return 0.0
+    additions = math.ceil(min(p.k, BLOCK) if p.scales == "block" else p.k) / 32
+    return additions * 2.0**-13

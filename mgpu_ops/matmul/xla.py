@@ -55,7 +55,7 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
     waves = math.ceil(p.batch * parts * math.ceil(p.m / rows) * math.ceil(p.n / columns) / gpu.sms)
     flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
     area = rows * columns / 128**2
-    return waves * (flops * gpu.sms / (left * _RATE * gpu.bf16_flops) + _STORE * area)
+    return waves * (flops * gpu.sms / (left * _RATE * gpu.flops(p.dtype)) + _STORE * area)
 
 
 def split_k(problem: Problem, gpu: Gpu) -> int:

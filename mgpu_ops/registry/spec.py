@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import result_dtype
 
 
 class Record(Protocol):
@@ -85,7 +86,7 @@ def baseline_of(spec: OpSpec, problem: Any) -> Baseline:
 
 
 def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
-    """A Problem from some of its fields: the rest have their defaults, out_dtype that of dtype.
+    """A Problem from some of its fields: the rest have their defaults, out_dtype that of dtype (bfloat16 of 8-bit floats).
 
     ValueError names the field that is missing, unknown, of another type or too small.
     """
@@ -100,7 +101,7 @@ def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
     # a whole number of numpy's, as a computed size is, is one
     given = {name: operator.index(value) if isinstance(value, np.integer) else value for name, value in fields.items()}
     if "dtype" in given and "out_dtype" in known:
-        given.setdefault("out_dtype", given["dtype"])
+        given.setdefault("out_dtype", result_dtype(str(given["dtype"])) if isinstance(given["dtype"], str) else given["dtype"])
     try:
         return spec.Problem(**given)
     except TypeError as e:

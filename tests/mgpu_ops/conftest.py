@@ -26,13 +26,25 @@ def _assert_near(out: Any, wanted: Any, tolerance: float) -> None:
 
 def _assert_matmul(problem: Any, out: Any, a: Any, b: Any, *extra: Any) -> None:
     """`out` has `problem`'s dtype and is within the op's tolerance of NumPy's float64 product and epilogue."""
-    a, b = (x.swapaxes(-1, -2) if t == "t" else x for x, t in zip((a, b), problem.layout))
+    a, b = (float64(x.swapaxes(-1, -2) if t == "t" else x) for x, t in zip((a, b), problem.layout))
     assert out.dtype == problem.out_dtype
     arrays = iter(map(float64, extra))
-    wanted = float64(a) @ float64(b)
+    if problem.scales != "none":
+        a, b = _dequantized(problem, a, b, next(arrays), next(arrays))
+    wanted = a @ b
     wanted = ragged.ACTIVATIONS[problem.activation](wanted + next(arrays) if problem.bias else wanted)
     wanted = wanted + next(arrays) if problem.residual else wanted
     _assert_near(out, wanted, SPECS["matmul"].tolerance(problem))
+
+
+def _dequantized(problem: Any, a: Any, b: Any, scale_a: Any, scale_b: Any) -> tuple[Any, Any]:
+    """The operands [..., m, k] and [..., k, n] times their scales."""
+    if problem.scales == "tensor":
+        return a * scale_a[..., None], b * scale_b[..., None]
+    if problem.scales == "row":
+        return a * scale_a[..., None], b * scale_b[..., None, :]
+    of_a, of_b = scale_a.repeat(128, -1), scale_b.repeat(128, -1).repeat(128, -2)
+    return a * of_a[..., : problem.k], b * of_b[..., : problem.n, : problem.k].swapaxes(-1, -2)
 
 
 def _assert_grouped(problem: Any, sizes: Any, out: Any, *arrays: Any) -> None:

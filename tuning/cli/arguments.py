@@ -15,10 +15,11 @@ from typing import Any
 from mgpu_ops.models import MODELS
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
+_DTYPES |= {"f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}  # matmul only
 _DTYPES |= {"i32": "int32", "u32": "uint32"}  # collectives only
 
 SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
-    "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "sustained", "anywhere"),
+    "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "sustained", "anywhere", "fp8", "fp8-block"),
     "gated_matmul": ("llm", "gradient", "llama3-8b", "llama3-70b", "gemma2-9b"),
     "grouped_matmul": (
         "moe",
@@ -152,13 +153,17 @@ _BOUND: dict[str, Any] = {"type": _bound, "metavar": "N"}
 # Title of a group in the help -> the fields of problems in it, and how each is given. An option may belong to several ops.
 FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "problem of any op, by its fields": {
-        "dtype": {"type": dtype, "help": "of the inputs: bf16 (default) or f16; of collectives also f32, i32 or u32"},
+        "dtype": {
+            "type": dtype,
+            "help": "of the inputs: bf16 (default) or f16; of matmul with --layout nt also f8e4m3 or f8e5m2; of collectives "
+            "also f32, i32 or u32",
+        },
     },
     "matmul, gated_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction": {
         "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
-        "out_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of the output: --dtype (default) or f32"},
+        "out_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of the output: --dtype (default; of f8 bf16) or f32"},
         "layout": {
             "choices": ("nn", "nt", "tn", "tt"),
             "help": "how each operand is stored: n as [m, k] and [k, n] (default nn), t transposed",
@@ -173,6 +178,11 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
         "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
         "second": _FLAG | {"help": "of grouped_matmul: add the product of a second pair of operands"},
+        "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of matmul's right operand: the other f8 than --dtype"},
+        "scales": {
+            "choices": ("none", "tensor", "row", "block"),
+            "help": "of matmul's f8 operands (default none): a number each; of rows and columns; of blocks of 128",
+        },
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",

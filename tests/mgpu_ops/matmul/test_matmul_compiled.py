@@ -37,6 +37,33 @@ def test_an_epilogue_takes_two_slow_instructions_an_element_and_no_spills(activa
     assert 2 * elements <= kernel.sass.count("MUFU") <= 2 * elements + 8  # an exponential, a reciprocal square root
 
 
+@pytest.mark.parametrize("sides", [(4096, 7168, 2048), (16, 7168, 2048)], ids=str)
+def test_products_of_blocks_are_added_beside_the_tensor_cores_without_spills(sides):
+    """Products of a block begin at zero without a move, and every sum takes one instruction."""
+    problem = MatmulProblem(*sides, "float8_e4m3fn", "bfloat16", "nt", scales="block")
+    config = MATMUL.default(problem, H200)
+    report = compiled(problem, config)
+    (kernel,) = report.kernels
+    assert (report.spills, report.serialized) == (0, "")
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    elements = config.tile_m * config.tile_n // config.compute_warpgroups // 128  # of a thread
+    assert elements <= kernel.sass.count("FFMA") <= elements + 8
+    multiplied = [line for line in kernel.sass.splitlines() if "QGMMA" in line]
+    assert len([line for line in multiplied if "RZ, !UPT" in line]) * 4 == len(multiplied) > 0
+
+
+@pytest.mark.parametrize("scales", thorough.cases(["none", "tensor", "row"], ["row"]))
+def test_operands_of_8_bits_compile_without_spills(scales):
+    problem = MatmulProblem(
+        4096, 4096, 4096, "float8_e5m2", "bfloat16", "nt", b_dtype="float8_e4m3fn", scales=scales, bias=True
+    )
+    config = MATMUL.default(problem, H200)
+    report = compiled(problem, config)
+    assert (report.spills, report.serialized) == (0, "")
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    assert ".e5m2.e4m3" in report.ptx
+
+
 def test_few_rows_lie_along_the_narrow_side_of_wgmma():
     problem = MatmulProblem(17, 4104, 4096, layout="nt")
     report = compiled(problem, FEW_ROWS)

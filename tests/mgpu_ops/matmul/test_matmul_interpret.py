@@ -29,6 +29,7 @@ ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
 STREAM_K = replace(ONE, last_wave="stream_k")
+WIDE_8, ONE_8, FEW_ROWS_8 = (replace(config, tile_k=128) for config in (BASE, ONE, FEW_ROWS))
 
 
 def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax.Array:
@@ -39,6 +40,11 @@ def interpret(problem: Any, config: Any, arrays: Any, gpu: Any = FEW_SMS) -> jax
 
 
 ALL = {"bias": True, "activation": "gelu", "residual": True}
+
+
+def of_8_bits(m: int, n: int, k: int, scales: str, out_dtype: str = "bfloat16", **more: Any) -> MatmulProblem:
+    return P(m, n, k, "float8_e4m3fn", out_dtype, "nt", scales=scales, **more)
+
 
 # Where n is no multiple of a swizzle row (64 elements), `check` wants epilogue tiles that wide.
 CASES = {
@@ -179,6 +185,34 @@ CASES = {
         replace(STREAM_K, epilogue_tile_n=32),
     ),
     "stream-k, transposed": (P(17, 200, 1352), replace(FEW_ROWS, last_wave="stream_k")),
+    # operands of 8 bits
+    "8 bits, no scales, two panels of k": (of_8_bits(200, 136, 384, "none"), replace(ONE, tile_k=256)),
+    "8 bits, two dtypes, scales of rows, epilogue": (
+        of_8_bits(200, 136, 272, "row", b_dtype="float8_e5m2", **ALL),
+        replace(ONE_8, max_concurrent_steps=2),
+    ),
+    "8 bits, a number, cluster along m": (of_8_bits(200, 320, 400, "tensor"), replace(WIDE_8, cluster="m")),
+    "8 bits, transposed, scales of rows": (of_8_bits(17, 712, 272, "row", bias=True), FEW_ROWS_8),
+    "8 bits, parts of k, a batch, scales of rows": (
+        of_8_bits(72, 136, 400, "row", batch=2),
+        replace(ONE_8, split_k=2, epilogue_tile_n=32),
+    ),
+    "8 bits, two dtypes, in turn": (of_8_bits(200, 200, 400, "row", b_dtype="float8_e5m2"), replace(IN_TURN, tile_k=128)),
+    "8 bits, two dtypes, transposed, stream-k": (
+        of_8_bits(17, 200, 2704, "tensor", b_dtype="float8_e5m2"),
+        replace(FEW_ROWS_8, last_wave="stream_k"),
+    ),
+    "blocks, two warpgroups": (of_8_bits(330, 264, 400, "block", bias=True), replace(WIDE_8, max_concurrent_steps=2)),
+    "blocks, columns shared, cluster along n": (
+        of_8_bits(200, 448, 272, "block", "float32"),
+        replace(WIDE_8, cluster="n", wg_dimension="n", epilogue_tile_n=32),
+    ),
+    "blocks, parts of k, a batch": (of_8_bits(72, 136, 656, "block", batch=2), replace(ONE_8, split_k=4, epilogue_tile_n=32)),
+    "blocks, two blocks share k": (of_8_bits(72, 136, 656, "block"), replace(ONE_8, split_k=2, cluster="k")),
+    "blocks, transposed, warpgroups share columns": (
+        of_8_bits(17, 328, 400, "block", residual=True),
+        replace(FEW_ROWS_8, tile_m=24, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
+    ),
     # dtypes
     "float16": (P(200, 192, 128, "float16", "float16"), BASE),
     "float16 to float32": (
@@ -229,6 +263,12 @@ IN_ALL = [  # what others show together or one by one
     "stream-k, fewer tiles than blocks",
     "stream-k, cluster along m, a batch",
     "stream-k, transposed",
+    "8 bits, a number, cluster along m",
+    "8 bits, two dtypes, in turn",
+    "8 bits, two dtypes, transposed, stream-k",
+    "8 bits, parts of k, a batch, scales of rows",
+    "blocks, parts of k, a batch",
+    "blocks, two blocks share k",
 ]
 
 

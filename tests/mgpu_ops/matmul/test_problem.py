@@ -13,6 +13,7 @@ from tests.configs import BASE
 
 H200 = gpu.find("h200")
 P = Problem(512, 512, 512)
+F8 = Problem(512, 512, 512, "float8_e4m3fn", "bfloat16", "nt")
 FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
 
 
@@ -77,6 +78,25 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
             "33554428 steps of k for each of 132 tiles of the last wave are",
         ),
         (P, {"schedule": "pingpong", "tile_n": 256}, "accumulator takes 256 registers a thread"),
+        (F8, {"tile_k": 128}, None),
+        (F8, {"tile_k": 256, "max_concurrent_steps": 2}, None),
+        (F8, {"tile_k": 32}, "tile_k=32 and the operand tiles' rows must be multiples"),
+        (
+            replace(F8, k=528),
+            {"tile_k": 256, "max_concurrent_steps": 2},
+            "tile_k=256 must be 128, one swizzle tile, .* 512 x 528",
+        ),
+        (replace(F8, scales="block"), {"tile_k": 128}, None),
+        (F8, {"tile_k": 128, "schedule": "pingpong"}, None),
+        (replace(F8, scales="block"), {"schedule": "pingpong"}, "schedule='pingpong' must be 'cooperative' with scales of"),
+        (replace(F8, scales="block"), {"last_wave": "stream_k"}, "last_wave='stream_k' must be 'whole' with scales of blocks"),
+        (replace(F8, scales="block"), {}, "tile_k=64 must be 128, the k of a block that has a scale"),
+        (replace(F8, scales="block"), {"tile_k": 128, "tile_n": 192}, "192 columns of tile_n=192 must divide 128, the n of"),
+        (
+            replace(F8, scales="block"),
+            {"tile_k": 128, "tile_m": 256},
+            "the accumulator takes 256 registers a thread and addresses about 40 more",
+        ),
         (P, {"max_concurrent_steps": 12}, "bytes of shared memory exceed the 232448 of NVIDIA H200"),
     ],
     ids=str,
