@@ -137,7 +137,7 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
 
     Raises ValueError for shapes that do not fit each other, and TypeError for experts that are no integers.
     """
-    x, experts = jnp.asarray(x), integers.array("experts", experts)
+    x, experts = jnp.asarray(x), jnp.asarray(integers.array("experts", experts))
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
         raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
     if not isinstance(num_experts, int | np.integer) or num_experts < 1:

@@ -61,13 +61,8 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
             left = _scaled(call, lhs, scale, sizes).astype(name)
         else:
             right = g = _scaled(call, g, scale, sizes).astype(name)
-    return (
-        dlhs,
-        _contracted(call, name, *((right, left) if t else (left, right)), sizes),
-        None,
-        _dbias(call, bias, g, sizes),
-        dscale,
-    )
+    left, right = (right, left) if t else (left, right)
+    return dlhs, _contracted(call, name, left, right, sizes), None, _dbias(call, bias, g, sizes), dscale
 
 
 def _dbias(call: grouped_matmul.Call, bias: jax.Array | None, g: jax.Array, sizes: jax.Array) -> jax.Array | None:
@@ -121,8 +116,12 @@ def _gated_backward(call: gated.Call, saved: Any, g: jax.Array) -> tuple[Any, ..
     dgate, dup = gated.gradients(call, lhs, w_gate, w_up, sizes, g.astype(name))
     plain = grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend, call.group_offset)
     dlhs = grouped_matmul.sum_of_two(plain, dgate, w_gate, sizes, dup, w_up)
-    dw_gate, dw_up = (_contracted(plain, name, *((d, lhs) if t else (lhs, d)), sizes) for d in (dgate, dup))
-    return dlhs, dw_gate, dw_up, None
+
+    def dw(of: jax.Array) -> jax.Array:
+        left, right = (of, lhs) if t else (lhs, of)
+        return _contracted(plain, name, left, right, sizes)
+
+    return dlhs, dw(dgate), dw(dup), None
 
 
 gated.gated.defvjp(_gated_forward, _gated_backward)

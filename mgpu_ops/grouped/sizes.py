@@ -48,7 +48,7 @@ def draw_shard(spread: str, rows: int, groups: int, key: Any) -> jax.Array:
     return jnp.concatenate([jnp.full(1, start, jnp.int32), draw_sizes(spread, rows - start, groups, key)])
 
 
-def safe_sizes(sizes: jax.Array, rows: int) -> jax.Array:
+def safe_sizes(sizes: jax.Array, rows: int | jax.Array) -> jax.Array:
     """The sizes as they count: a negative one as 0, and the last ones cut where the rows end."""
     ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.clip(sizes, 0, rows))
     return jnp.diff(ends, prepend=0).astype(jnp.int32)

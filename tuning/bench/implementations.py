@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 
+import mgpu_ops
 from mgpu_ops import SPECS, FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem
 from mgpu_ops.attention import cudnn
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry.spec import baseline_of
+from mgpu_ops.tuning.bench import layers
 from mgpu_ops.tuning.bench.settings import (
     CompiledCall,
     Function,
@@ -41,8 +43,8 @@ class Competitor:
 
     `unavailable(problem, gpu)` says why it cannot run a problem, or None. `prepare` returns a function of the context's arrays
     and its settings; where it is `tuned`, it searches the fastest of these. `arrays(problem, *arrays)` makes what the function
-    takes of what ours takes, in advance and untimed. A yardstick computes something else of the same cost: its result is not
-    compared.
+    takes of what ours takes, in advance and untimed, and `answers(results)` what ours gives of what the function gives, for the
+    comparison. A yardstick computes something else of the same cost: its result is not compared.
     """
 
     unavailable: Callable[[Any, Gpu], str | None]
@@ -50,6 +52,7 @@ class Competitor:
     differentiable: bool
     yardstick: bool = False
     arrays: Callable[..., tuple] | None = None
+    answers: Callable[[Any], Any] | None = None
     tuned: bool = False
 
 
@@ -530,7 +533,36 @@ def _tokamax_window(problem: FlashAttentionProblem) -> tuple[int, int]:
     return (problem.q_tokens if left is None else left), (problem.kv_tokens if right is None else right)
 
 
+# --- A whole layer of experts -----------------------------------------------------------------------------------------
+
+
+def _tokamax_layer(context: TuningContext) -> Prepared:
+    """Of tokamax's kernels, each product tuned by itself: gate and up in one, and down, with their gradients."""
+    p = context.problem
+    x, logits, gate_up, down = context.arrays
+    _, experts = mgpu_ops.moe_route(logits, p.top_k)
+    rows, sizes, _, _ = jax.jit(mgpu_ops.moe_dispatch, static_argnums=2)(x, experts, p.groups)
+    hidden = jax.random.normal(jax.random.key(2), (p.rows, p.hidden), p.dtype)
+    parts = []
+    for problem, arrays in ((p.gate_up, (rows, gate_up, sizes)), (p.down, (hidden, down, sizes))):
+        one = dataclasses.replace(context, problem=problem, arrays=arrays, seconds=context.seconds / 2)
+        parts.append(_with_backward(_tokamax, _tokamax, one))
+    (first, first_text), (second, second_text) = parts
+    return partial(layers.composed, p, first, second), f"{first_text} || {second_text}"
+
+
+def _tokamax_layer_unavailable(problem: layers.Problem, gpu: Gpu) -> str | None:
+    return _tokamax_unavailable(problem.gate_up, gpu)
+
+
+_FUSED: dict[str, Any] = {"differentiable": True, "arrays": layers.fused, "answers": layers.unfused}
+
 COMPETITORS: dict[str, dict[str, Competitor]] = {
+    "moe": {
+        "tokamax": Competitor(_tokamax_layer_unavailable, _tokamax_layer, tuned=True, **_FUSED),
+        "tokamax-default": Competitor(_tokamax_layer_unavailable, partial(_under_jit, layers.composed_of_tokamax), **_FUSED),
+        "lax": Competitor(layers.expanded_bytes, partial(_under_jit, layers.composed_of_lax), **_FUSED),
+    },
     "matmul": {
         "xla": _baseline("matmul"),
         "jax-pallas": Competitor(_pallas_unavailable, _pallas_prepare, differentiable=False, tuned=True),

@@ -23,6 +23,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import dispatch, resolution
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning import measure, public
+from mgpu_ops.tuning.bench import layers
 from mgpu_ops.tuning.bench.implementations import COMPETITORS, Competitor
 from mgpu_ops.tuning.bench.results import (
     GRAD,
@@ -194,7 +195,7 @@ class _ProblemRun:
         """Ours and every competitor that can run the problem, compiled and compared with float32."""
         key, cotangent_key = jax.random.split(jax.random.key(self.options.seed))
         arrays = public.arrays_of(self.spec, jax.jit(partial(self.spec.inputs, self.problem))(key))
-        ours = public.CALLS[self.spec.name](self.problem, self.options.backend)
+        ours = _call(self.spec)(self.problem, self.options.backend)
         check = _Check(self, ours, arrays, cotangent_key)
         found = [check(OURS, ours, self.our_config(), arrays)]
         for name, competitor in competitors.items():
@@ -205,7 +206,7 @@ class _ProblemRun:
                     continue
                 theirs = arrays if competitor.arrays is None else jax.jit(partial(competitor.arrays, self.problem))(*arrays)
                 function, config = competitor.prepare(self.tuning_context(name, theirs))
-                found.append(check(name, function, config, theirs, yardstick=competitor.yardstick))
+                found.append(check(name, function, config, theirs, competitor))
             except Exception as error:
                 self.say(f"{name} failed: {brief(error)}")
         return found
@@ -241,6 +242,8 @@ class _ProblemRun:
         """
         if self.options.backend == "xla":
             return "backend=xla"
+        if self.spec is layers.SPEC:
+            return "of its products"
         text = f"{'forward ' * self.options.grad}{self._config_or_xla(self.spec, self.problem)}"
         if self.options.grad and (backward := self._backward()):
             text += f" | backward {self._config_or_xla(*backward)}"
@@ -331,12 +334,16 @@ class _Check:
         self._expected = _expected(one.spec, one.problem, self._operands(ours, arrays), grad=self._grad)
         self._limit = tolerance(one.spec, one.problem, self._grad)
 
-    def __call__(self, impl: str, function: Function, config: str, arrays: tuple, yardstick: bool = False) -> _Implementation:
+    def __call__(
+        self, impl: str, function: Function, config: str, arrays: tuple, competitor: Competitor | None = None
+    ) -> _Implementation:
         """Compiled, run once and compared; a wrong result is said. A yardstick is not compared."""
         call = compiled(_with_gradient(function) if self._grad else function, self._operands(function, arrays))
         answers = call()
-        if yardstick:
+        if competitor is not None and competitor.yardstick:
             return _Implementation(impl, config, call, None)
+        if competitor is not None and competitor.answers is not None:
+            answers = competitor.answers(answers)
         error = measure.error(answers, self._expected)
         if not error <= self._limit:
             self._one.say(f"WRONG RESULT of {impl}: error {error:.2g} is above {self._limit:.2g}")
@@ -348,6 +355,11 @@ class _Check:
             return arrays
         out = jax.eval_shape(function, *arrays)
         return *arrays, self._cotangent(out.shape, out.dtype)
+
+
+def _call(spec: OpSpec) -> Callable[..., Function]:
+    """Of a problem and a backend, the public function."""
+    return layers.call if spec is layers.SPEC else public.CALLS[spec.name]
 
 
 def _is_float(x: jax.Array) -> bool:
@@ -375,7 +387,7 @@ def _with_gradient(function: Function) -> Callable[..., tuple]:
 def _expected(spec: OpSpec, problem: Problem, operands: tuple, *, grad: bool) -> tuple[jax.Array, ...]:
     """The results in float32, by the public function through XLA at its highest precision, from the same inputs."""
     wide = tuple(x.astype(jnp.float32) if _is_float(x) else x for x in operands)
-    function = public.CALLS[spec.name](_in_float32(problem), "xla")
+    function = _call(spec)(_in_float32(problem), "xla")
     if grad:
         function = _with_gradient(function)
     with jax.default_matmul_precision("highest"):

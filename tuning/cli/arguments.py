@@ -54,6 +54,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
     "gated_grouped_matmul": ("dense",),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
+    "moe": ("tokamax", "tokamax-default", "lax"),
     "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
     "flash_attention_backward": ("cudnn",),
 }

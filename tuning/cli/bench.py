@@ -33,6 +33,7 @@ def register(commands: Any) -> None:
         mgpu-tune bench matmul --suite sustained --sustained          # without pause, at the clock that the power cap leaves
         mgpu-tune bench grouped_matmul --suite moe --against dense,jax-pallas,tokamax
         mgpu-tune bench grouped_matmul --suite training --against dense,tokamax --grad --peer-seconds 30s
+        mgpu-tune bench moe --suite training --against tokamax --grad  # a whole layer of experts, beside one of others' parts
         mgpu-tune bench flash_attention --suite llm --against cudnn,tokamax,jax-pallas
         mgpu-tune bench flash_attention --suite d128 --against cudnn,tokamax --grad
         mgpu-tune bench flash_attention_backward --suite llm
@@ -77,9 +78,9 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
-    from mgpu_ops.tuning.bench import results, runner
+    from mgpu_ops.tuning.bench import layers, results, runner
 
-    spec = mgpu_ops.spec_of(arguments.op)
+    spec = layers.SPEC if arguments.op == layers.SPEC.name else mgpu_ops.spec_of(arguments.op)
     problems = problems_of(spec, arguments)
     here = _hopper_here()
     between_gpus = any(spec.devices(problem) > 1 for problem in problems.values())

@@ -114,7 +114,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(sizes: Any, lhs: Any, gate: Any, up: Any, *rest: Any, **scratch: Any) -> None:
         g, outs = (rest[0], rest[1:]) if p.gradient else (None, rest)
-        refs = _Refs(sizes, lhs, gate, *outs[:1], up=up, out2=outs[1] if p.gradient else None, g=g, **scratch)
+        out, out2 = outs if p.gradient else (*outs, None)
+        refs = _Refs(sizes, lhs, gate, out, up=up, out2=out2, g=g, **scratch)
         kernel.run_block(_Stages(p, c, blocks, refs), gpu)
 
     out = jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype)

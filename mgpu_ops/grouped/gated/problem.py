@@ -97,8 +97,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 def of_one(p: Problem) -> grouped.Problem:
     """One of both products, as a grouped matmul."""
-    sizes = {"spread": p.spread, "group_offset": p.group_offset}
-    return grouped.Problem(p.m, p.n, p.k, p.groups, p.dtype, p.out_dtype, p.layout, **sizes)
+    one = grouped.Problem(p.m, p.n, p.k, p.groups, p.dtype, p.out_dtype, p.layout)
+    return replace(one, spread=p.spread, group_offset=p.group_offset)
 
 
 def gradient_buffers(p: Problem, c: Config) -> int:

@@ -98,8 +98,9 @@ def ragged_contraction(
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
     if (group_offset is None) != (num_groups is None):
         raise ValueError(f"group_offset={group_offset} and num_groups={num_groups}: a shard of the groups takes both")
-    if num_groups is not None and (not isinstance(num_groups, int | np.integer) or not 1 <= num_groups <= len(group_sizes)):
-        raise ValueError(f"num_groups={num_groups!r} is not from 1 to the {len(group_sizes)} groups of group_sizes")
+    every = np.size(group_sizes)
+    if num_groups is not None and (not isinstance(num_groups, int | np.integer) or not 1 <= num_groups <= every):
+        raise ValueError(f"num_groups={num_groups!r} is not from 1 to the {every} groups of group_sizes")
     groups = None if num_groups is None else int(num_groups)
     sizes = checked_sizes("ragged_contraction", group_sizes, groups, lhs.shape[0], group_offset)
     if config is not None and not isinstance(config, Config):

@@ -1,0 +1,74 @@
+"""`bench moe`: a whole layer of experts is timed, compared, and told beside one that is made of others' parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.tuning.bench import implementations, layers, report, results, runner
+from mgpu_ops.tuning.labels import label, problem_of
+from tests.tuning.bench.test_runner import timer, warm
+
+H200 = gpus.find("h200")
+SMALL = {"small": layers.Problem(40, 16, 24, 4, 2)}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_and_one_of_others_parts_are_right_and_told(grad: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+    options = runner.BenchOptions(H200, 0.01, against=["lax"], grad=grad, backend="xla", timer=timer, warm_timer=warm)
+    rows = runner.run(layers.SPEC, SMALL, options, progress=said.append)
+    assert [row.impl for row in rows] == ["mgpu_ops", "lax", "roofline"], said
+    assert {row.op for row in rows} == {"moe+grad" if grad else "moe"}
+    assert results.failures(rows, layers.SPEC, SMALL, grad=grad) == []
+    assert all(row.error is not None and row.error < 0.03 for row in rows)
+    results.write_csv(rows, tmp_path / "rows.csv")
+    assert results.read_csv(tmp_path / "rows.csv") == rows
+    assert report.table(rows).row_count
+    assert report.picture(rows, tmp_path / "rows.png")
+
+
+def test_work_is_that_of_three_products_of_each_assignment() -> None:
+    p = layers.SHAPES["d2560-e64-16384"]
+    assert p.rows == 65536
+    assert layers.flops(p) == 2 * 65536 * 2560 * 1280 * 3
+    assert layers.flops(p) == sum(2 * q.m * q.n * q.k for q in (p.gate_up, p.down))
+
+
+@pytest.mark.parametrize("spread", ["even", "random", "skewed", "sparse"])
+def test_tokens_spread_over_the_experts_as_the_problem_says(spread: str) -> None:
+    p = layers.Problem(2000, 8, 8, 16, 2, spread=spread)
+    _, logits, *_ = layers.inputs(p, jax.random.key(0))
+    counts = np.bincount(np.ravel(jax.lax.top_k(logits, 2)[1]), minlength=16) / 4000
+    if spread == "sparse":
+        assert (counts > 0).sum() == 8
+    assert counts.std() / counts.mean() == pytest.approx(
+        {"even": 0.05, "random": 0.4, "skewed": 0.9, "sparse": 1.1}[spread], abs=0.3
+    )
+
+
+def test_shapes_are_those_of_models_and_their_labels_read_back() -> None:
+    for name, problem in layers.SHAPES.items():
+        assert problem_of(layers.SPEC, label(layers.SPEC, name, problem)) == problem
+    assert sorted(name for names in layers.SUITES.values() for name in names) == sorted(layers.SHAPES)
+
+
+def test_lax_is_not_run_where_it_would_expand_its_operands_beyond_memory() -> None:
+    lax = implementations.COMPETITORS["moe"]["lax"]
+    assert "expands its operands" in str(lax.unavailable(layers.SHAPES["d2560-e64-16384"], H200))
+    assert lax.unavailable(SMALL["small"], H200) is None
+
+
+def test_answers_of_fused_weights_are_split_for_the_comparison() -> None:
+    p = dataclasses.replace(SMALL["small"], dtype="float32")
+    arrays = layers.inputs(p, jax.random.key(0))
+    fused = layers.fused(p, *arrays)
+    out, pull = jax.vjp(partial(layers.composed_of_lax, p), *fused)
+    answers = layers.unfused((out, *pull(out)))
+    assert [x.shape for x in answers] == [(40, 16), *(x.shape for x in arrays)]

@@ -1,0 +1,203 @@
+"""A whole mixture-of-experts layer as something to measure: `mgpu-tune bench moe`, beside the same made of others' parts.
+
+It is no op of `mgpu_ops.SPECS`: it has no config of its own, and those of its products are theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mgpu_ops
+from mgpu_ops import GroupedMatmulProblem
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_fields, itemsize_of
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """`mgpu_ops.moe` of x[tokens, d], with matrices [d, hidden] and [hidden, d] of each of the groups, the experts.
+
+    spread: how the tokens spread over the experts, as in `grouped_matmul`; "sparse" sends them to half of the experts.
+    """
+
+    tokens: int
+    d: int
+    hidden: int
+    groups: int
+    top_k: int
+    dtype: str = "bfloat16"
+    spread: str = "random"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def rows(self) -> int:
+        """Assignments."""
+        return self.tokens * self.top_k
+
+    @property
+    def gate_up(self) -> GroupedMatmulProblem:
+        """Both first products in one."""
+        return GroupedMatmulProblem(self.rows, 2 * self.hidden, self.d, self.groups, self.dtype, self.dtype, spread=self.spread)
+
+    @property
+    def down(self) -> GroupedMatmulProblem:
+        return GroupedMatmulProblem(self.rows, self.d, self.hidden, self.groups, self.dtype, self.dtype, spread=self.spread)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Config:
+    """Nothing: the products have configs of their own."""
+
+
+SHAPES = {
+    "d2560-e64-16384": Problem(16384, 2560, 1280, 64, 4),
+    "mixtral-8x7b-8192": Problem(8192, 4096, 14336, 8, 2),
+    "deepseek-v3-ep8-4096": Problem(4096, 7168, 2048, 32, 8),
+    "qwen3-30b-16384": Problem(16384, 2048, 768, 128, 8),
+    "qwen3-235b-8192": Problem(8192, 4096, 1536, 128, 8),
+    "qwen3-235b-8192-skewed": Problem(8192, 4096, 1536, 128, 8, spread="skewed"),
+    "qwen3-30b-64": Problem(64, 2048, 768, 128, 8),
+    "mixtral-8x7b-16": Problem(16, 4096, 14336, 8, 2),
+}
+SUITES: dict[str, Sequence[str]] = {
+    "training": [name for name, p in SHAPES.items() if p.tokens >= 4096],
+    "decoding": [name for name, p in SHAPES.items() if p.tokens < 4096],
+}
+
+# --- What it takes ----------------------------------------------------------------------------------------------------
+
+
+def flops(problem: Problem) -> int:
+    """Of the three products of each assignment; the router's is not in the layer."""
+    return 6 * problem.rows * problem.d * problem.hidden
+
+
+def bytes_moved(problem: Problem) -> int:
+    """x and logits read, the matrices of the experts that have rows read once, the result written once."""
+    p = problem
+    used = min(p.groups, p.rows) if p.spread != "sparse" else max(1, min(p.groups // 2, p.rows))
+    return (2 * p.tokens * p.d + 3 * used * p.d * p.hidden) * itemsize_of(p.dtype) + 4 * p.tokens * p.groups
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """x, router_logits, w_gate, w_up and w_down, so that results are about normal and tokens spread as the problem says."""
+    p = problem
+    keys = jax.random.split(key, 6)
+    shapes = ((p.groups, p.d, p.hidden), (p.groups, p.d, p.hidden), (p.groups, p.hidden, p.d))
+    weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(shape[1]) for k, shape in zip(keys, shapes, strict=False)]
+    x = jax.random.normal(keys[3], (p.tokens, p.d), p.dtype)
+    scores = jax.random.gumbel(keys[4], (p.tokens, p.groups), jnp.float32)  # a top_k of them draws without replacement
+    return x, scores + _popularity(p, keys[5]), *weights
+
+
+def _popularity(p: Problem, key: Any) -> jax.Array:
+    """The logarithm of how likely each expert is."""
+    rank = jax.random.permutation(key, jnp.arange(p.groups))
+    if p.spread == "even":
+        return jnp.zeros(p.groups)
+    if p.spread == "skewed":
+        return -jnp.log1p(rank.astype(jnp.float32))
+    likely = jnp.log(jax.random.gamma(key, 4.0, (p.groups,)))
+    return jnp.where(rank < max(p.top_k, p.groups // 2), likely, -1e9) if p.spread == "sparse" else likely
+
+
+def reference(problem: Problem, *arrays: jax.Array) -> jax.Array:
+    return mgpu_ops.moe(*arrays, problem.top_k, spread=problem.spread, backend="xla")  # type: ignore[arg-type]
+
+
+def call(problem: Problem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
+    """The public function."""
+    return partial(mgpu_ops.moe, top_k=problem.top_k, spread=problem.spread, backend=backend)  # type: ignore[arg-type]
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+SPEC = OpSpec(
+    name="moe",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=lambda problem, gpu: {},
+    supports=_nothing,
+    check=_nothing,
+    candidates=lambda problem, gpu: [Config()],
+    default=lambda problem, gpu: Config(),
+    cost=lambda problem, config, gpu: bytes_moved(problem) / gpu.memory_bytes_per_s,
+    distance=lambda x, y: 0.0 if x == y else None,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=lambda problem, config, gpu, *arrays, interpret=False: reference(problem, *arrays),
+    reference=reference,
+    tolerance=lambda problem: 3e-2,  # hidden activations, an expert's result and their sum are each rounded to 16 bits
+)
+
+
+# --- The same of others' parts ----------------------------------------------------------------------------------------
+
+type Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of rows, matrices and group sizes
+
+
+def fused(problem: Problem, x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> tuple:
+    """The arrays of `composed`: matrices of gate and up side by side, made in advance and untimed."""
+    return x, logits, jnp.concatenate([gate, up], axis=2), down
+
+
+def unfused(answers: tuple) -> tuple:
+    """A result of `composed` with the gradients that ours has, for comparison."""
+    out, *gradients = jax.tree.leaves(answers)
+    if not gradients:
+        return (out,)
+    dx, dlogits, dgate_up, ddown = gradients
+    return (out, dx, dlogits, *jnp.split(dgate_up, 2, axis=2), ddown)
+
+
+def composed(
+    problem: Problem, gate_up: Product, down: Product, x: jax.Array, logits: jax.Array, w_gate_up: jax.Array, w_down: jax.Array
+) -> jax.Array:
+    """A layer as programs write it: tokens gathered by a sort, two grouped products, XLA between them, a scatter-add."""
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits), problem.top_k)
+    weights /= weights.sum(axis=1, keepdims=True)
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    token = order // problem.top_k
+    sizes = jnp.bincount(experts.reshape(-1), length=problem.groups).astype(jnp.int32)
+    gate, up = jnp.split(gate_up(x[token], w_gate_up, sizes), 2, axis=1)
+    rows = down(jax.nn.silu(gate) * up, w_down, sizes).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros(x.shape, jnp.float32).at[token].add(rows).astype(x.dtype)
+
+
+def composed_of_lax(problem: Problem, *arrays: jax.Array) -> jax.Array:
+    return composed(problem, jax.lax.ragged_dot, jax.lax.ragged_dot, *arrays)
+
+
+def composed_of_tokamax(problem: Problem, *arrays: jax.Array) -> jax.Array:
+    """With tokamax's ragged_dot as it chooses its own kernel and config."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    import tokamax  # type: ignore[import-not-found, unused-ignore]
+
+    return composed(problem, tokamax.ragged_dot, tokamax.ragged_dot, *arrays)
+
+
+def expanded_bytes(problem: Problem, gpu: Gpu) -> str | None:
+    """Why `jax.lax.ragged_dot`, which multiplies all rows for each group, is not run."""
+    p = problem
+    size = p.groups * p.rows * (p.d + 2 * p.hidden) * itemsize_of(p.dtype)
+    if size > gpu.memory_bytes / 8:
+        return f"is not run: it expands its operands to {size / 1e9:.0f} GB, and takes {p.groups} times the arithmetic"
+    return None
