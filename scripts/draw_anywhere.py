@@ -1,6 +1,8 @@
-"""Draws the problems of matmul's suite `anywhere`.
+"""Draws the problems of the suites `anywhere`, of matmul and of both grouped ops.
 
-    python scripts/draw_anywhere.py     # writes mgpu_ops/tuning/anywhere.json, which a test compares with what is drawn
+    python scripts/draw_anywhere.py     # writes anywhere.json and anywhere_grouped.json in mgpu_ops/tuning, which tests compare
+
+Of matmul:
 
 84 problems are drawn from `SEED`: m from 1 to 16384, n and k from 128 to 32768 in steps of 8, each log-uniform. The layouts
 nn, nt, tn and tt take turns; where A is stored transposed, m is rounded up to a multiple of 8, as its rows must have 16 bytes.
@@ -8,6 +10,10 @@ Every fifth problem has a batch from 2 to 16. A problem above `MOST_BYTES` or `M
 would take 27 ms.
 
 12 more are the products before a model's logits, in decoding (m up to 96) and in training: see `HEADS`.
+
+Of grouped ops, 48 problems: every third is of ragged_contraction, the others of grouped_matmul with layouts nn and nt in turn.
+Groups are 4 to 256, rows 2 to 4096 for each of them, up to 262144 in all, n and k from 256 to 16384 in steps of 8, each
+log-uniform; the spreads take turns. The bounds on bytes and operations are the same.
 """
 
 from __future__ import annotations
@@ -17,11 +23,15 @@ import math
 import random
 from typing import Any
 
-from mgpu_ops import MatmulProblem, spec_of
-from mgpu_ops.tuning.suites import ANYWHERE
+from mgpu_ops import GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
+from mgpu_ops.grouped.sizes import SPREADS
+from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_GROUPED
 
 SEED = 15
 DRAWN = 84
+GROUPED_SEED = 18
+GROUPED = 48
+MOST_ROWS = 262144
 MOST_BYTES = 4 * 2**30  # of A, B and the output
 MOST_FLOPS = 16e12
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -64,6 +74,39 @@ def heads() -> list[MatmulProblem]:
     ]
 
 
+def grouped() -> list[tuple[str, GroupedMatmulProblem | RaggedContractionProblem]]:
+    """Each with the name of its op."""
+    rng = random.Random(GROUPED_SEED)
+    found: list[tuple[str, GroupedMatmulProblem | RaggedContractionProblem]] = []
+    while len(found) < GROUPED:
+        i = len(found)
+        groups = round(_log_uniform(rng, 4, 256))
+        m = round(groups * _log_uniform(rng, 2, 4096))
+        n, k = (8 * round(_log_uniform(rng, 256, 16384) / 8) for _ in "nk")
+        spread = SPREADS[i // 3 % len(SPREADS)]
+        problem: GroupedMatmulProblem | RaggedContractionProblem
+        if i % 3 == 2:
+            op, problem = "ragged_contraction", RaggedContractionProblem(m, n, k, groups, spread=spread)
+        else:
+            op, problem = "grouped_matmul", GroupedMatmulProblem(m, n, k, groups, layout=("nn", "nt")[i % 3], spread=spread)
+        spec = spec_of(op)
+        fits = m <= MOST_ROWS and spec.bytes(problem) <= MOST_BYTES and spec.flops(problem) <= MOST_FLOPS
+        if fits and (op, problem) not in found:
+            found.append((op, problem))
+    return found
+
+
+def grouped_text() -> str:
+    """The file of the grouped ops, one problem a line."""
+    lines = ",\n".join(f"  {json.dumps(_grouped_fields(op, problem))}" for op, problem in grouped())
+    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {GROUPED_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+
+
+def _grouped_fields(op: str, p: GroupedMatmulProblem | RaggedContractionProblem) -> dict[str, Any]:
+    fields = {"op": op, "m": p.m, "n": p.n, "k": p.k, "groups": p.groups, "spread": p.spread}
+    return fields | ({"layout": p.layout} if isinstance(p, GroupedMatmulProblem) else {})
+
+
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
     return low * math.exp(math.log(high / low) * rng.random())
 
@@ -81,3 +124,4 @@ def _fields(problem: MatmulProblem) -> dict[str, Any]:
 
 if __name__ == "__main__":
     ANYWHERE.write_text(text())
+    ANYWHERE_GROUPED.write_text(grouped_text())

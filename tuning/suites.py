@@ -6,7 +6,8 @@
 each operand or of blocks of 128; the latter also the product that DeepSeek's kernels for them are known by.
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
-what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them.
+what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
+grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
+from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.models import MODELS
 from mgpu_ops.registry.spec import OpSpec, Problem
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
+ANYWHERE_GROUPED = Path(__file__).with_name("anywhere_grouped.json")
 
 
 # Model, projection and tokens; "da" and "db" are the gradients of its two operands, as problems of `mgpu_ops.tuning.problems`.
@@ -76,6 +80,13 @@ def _anywhere() -> dict[str, MatmulProblem]:
     return {f"anywhere-{i}": MatmulProblem(**fields) for i, fields in enumerate(drawn)}
 
 
+@functools.cache
+def _anywhere_grouped(op: str, make: Callable[..., Problem]) -> dict[str, Problem]:
+    drawn = json.loads(ANYWHERE_GROUPED.read_text())["problems"]
+    own = [{name: value for name, value in fields.items() if name != "op"} for fields in drawn if fields["op"] == op]
+    return {f"anywhere-{i}": make(**fields) for i, fields in enumerate(own)}
+
+
 _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
     "matmul": {
         "sustained": _sustained,
@@ -83,6 +94,8 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-block": functools.partial(_of_8_bits, "block"),
     },
+    "grouped_matmul": {"anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem)},
+    "ragged_contraction": {"anywhere": functools.partial(_anywhere_grouped, "ragged_contraction", RaggedContractionProblem)},
 }
 
 

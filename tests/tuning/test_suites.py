@@ -42,6 +42,28 @@ def test_anywhere_is_96_problems_within_the_stated_rule() -> None:
     assert {p.n for p in heads} == {32000, 128256, 129280, 152064, 256000}
 
 
+GROUPED = {op: suites.problems(spec_of(op), "anywhere") for op in ("grouped_matmul", "ragged_contraction")}
+
+
+def test_anywhere_of_grouped_ops_is_what_its_script_draws_within_the_stated_rule() -> None:
+    assert suites.ANYWHERE_GROUPED.read_text() == draw_anywhere.grouped_text(), "run `python scripts/draw_anywhere.py`"
+    assert [len(found) for found in GROUPED.values()] == [32, 16]
+    for op, found in GROUPED.items():
+        spec = spec_of(op)
+        for p in found.values():
+            assert spec.supports(p, H200) is None
+            assert spec.bytes(p) <= 4 * 2**30
+            assert spec.flops(p) / H200.bf16_flops < 0.03
+            assert 4 <= p.groups <= 256
+            assert 2 * p.groups <= p.m <= 262144
+            assert p.n % 8 == p.k % 8 == 0
+        assert {p.spread for p in found.values()} == {"even", "random", "skewed", "sparse"}
+        assert set(found.values()).isdisjoint(spec.shapes.values())
+        for path in Path(mgpu_ops.__path__[0], "configs").glob(f"*/{op}.json"):
+            shipped = {database.to_problem(spec, entry.problem) for entry in database.read(path).entries}
+            assert shipped.isdisjoint(found.values())
+
+
 def test_no_shipped_entry_is_for_a_problem_of_anywhere() -> None:
     held_out = set(suites.problems(MATMUL, "anywhere").values())
     files = list(Path(mgpu_ops.__path__[0], "configs").glob("*/matmul.json"))
