@@ -1,12 +1,11 @@
-"""A mixture-of-experts layer on `mgpu_ops.grouped_matmul`, and some steps of its training.
+"""A mixture-of-experts layer on `mgpu_ops.moe`, and some steps of its training.
 
     python examples/moe.py --steps 20                  # through the kernels on a Hopper GPU, elsewhere through XLA
     python examples/moe.py --steps 20 --backend xla    # through XLA anywhere: the same losses within rounding
 
 A router scores the experts for each token; the best `top_k` of them each compute down(silu(gate(x)) * up(x)) with matrices of
 their own, and the results are summed with the router's weights. An expert's matrices meet only the tokens that were sent to it,
-and no token is dropped, however uneven the routing: the tokens are sorted by expert, and a grouped matmul multiplies each
-expert's rows, as many as there are, by that expert's matrix.
+and no token is dropped, however uneven the routing. `expert_parallel.py` shares the experts among devices.
 
 Parameters, router and optimizer are float32. The experts multiply bfloat16 and accumulate float32.
 """
@@ -41,44 +40,32 @@ def init(layer: Layer, key: jax.Array) -> Params:
     def normal(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-2] ** 0.5
 
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(key, 4)
     return {
         "router": normal(keys[0], layer.width, layer.experts),
-        "gate_up": normal(keys[1], layer.experts, layer.width, 2 * layer.hidden),  # side by side: one product for both
-        "down": normal(keys[2], layer.experts, layer.hidden, layer.width),
+        "gate": normal(keys[1], layer.experts, layer.width, layer.hidden),
+        "up": normal(keys[2], layer.experts, layer.width, layer.hidden),
+        "down": normal(keys[3], layer.experts, layer.hidden, layer.width),
     }
 
 
-def route(layer: Layer, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The experts of each token [tokens, top_k], their weights [tokens, top_k], which sum to 1, and the balance loss.
+def balance_loss(layer: Layer, logits: jax.Array) -> jax.Array:
+    """experts * sum_e (share of the assignments that e got) * (mean probability of e), for logits [tokens, experts].
 
-    The balance loss is experts * sum_e (share of the assignments that e got) * (mean probability of e). It is 1 where all
-    experts are used alike, and more where the router prefers some. Only the probabilities have a gradient. Source: Fedus et
-    al., Switch Transformers, section 2.2, arXiv:2101.03961.
+    It is 1 where all experts are used alike, and more where the router prefers some. Only the probabilities have a gradient.
+    Source: Fedus et al., Switch Transformers, section 2.2, arXiv:2101.03961.
     """
-    probabilities = jax.nn.softmax(jnp.matmul(x, router, precision="highest"))
-    weights, experts = jax.lax.top_k(probabilities, layer.top_k)
+    _, experts = mgpu_ops.moe_route(logits, layer.top_k)
     shares = jnp.bincount(experts.ravel(), length=layer.experts) / experts.size
-    balance = layer.experts * jnp.sum(shares * probabilities.mean(axis=0))
-    return experts, weights / weights.sum(axis=1, keepdims=True), balance
+    return layer.experts * jnp.sum(shares * jax.nn.softmax(logits).mean(axis=0))
 
 
 def moe(layer: Layer, params: Params, x: jax.Array, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
     """The layer's output [tokens, width] and the balance loss, for x [tokens, width]."""
-    experts, weights, balance = route(layer, params["router"], x)
-    matmul = functools.partial(mgpu_ops.grouped_matmul, backend=backend)
-
-    # An assignment is a token and one of its experts. Sorted by expert, those of expert 0 come first.
-    order = jnp.argsort(experts.ravel(), stable=True)
-    token = order // layer.top_k
-    group_sizes = jnp.bincount(experts.ravel(), length=layer.experts)  # known on the device only, which is enough
-
-    rows = x.astype(jnp.bfloat16)[token]  # gather
-    gate, up = jnp.split(matmul(rows, params["gate_up"].astype(jnp.bfloat16), group_sizes), 2, axis=1)
-    hidden = jax.nn.silu(gate) * up
-    out = matmul(hidden, params["down"].astype(jnp.bfloat16), group_sizes, out_dtype=jnp.float32)
-    out *= weights.ravel()[order][:, None]
-    return jnp.zeros_like(x).at[token].add(out), balance  # scatter: each token sums its top_k rows
+    logits = jnp.matmul(x, params["router"], precision="highest")
+    x, gate, up, down = (y.astype(jnp.bfloat16) for y in (x, params["gate"], params["up"], params["down"]))
+    out = mgpu_ops.moe(x, logits, gate, up, down, layer.top_k, backend=backend)
+    return out.astype(jnp.float32), balance_loss(layer, logits)
 
 
 def batch(layer: Layer, tokens: int, key: jax.Array, kinds: int = 8) -> tuple[jax.Array, jax.Array]:

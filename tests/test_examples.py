@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import moe, tensor_parallel
+import mgpu_ops
+from examples import expert_parallel, moe, tensor_parallel
 from mgpu_ops.core import engine
 
 SMALL = moe.Layer(width=32, hidden=48, experts=4, top_k=2)
@@ -25,9 +26,9 @@ def dense(layer: moe.Layer, params: moe.Params, x: jax.Array) -> jax.Array:
     rank = jnp.sum(scores[:, None, :] > scores[:, :, None], axis=2)  # how many experts score higher
     weights = jnp.where(rank < layer.top_k, jnp.exp(scores - scores.max(axis=1, keepdims=True)), 0)
     weights /= weights.sum(axis=1, keepdims=True)
-    x, gate_up, down = (y.astype(jnp.bfloat16).astype(jnp.float32) for y in (x, params["gate_up"], params["down"]))
-    gate, up = jnp.split(jnp.einsum("td,edh->teh", x, gate_up).astype(jnp.bfloat16), 2, axis=2)
-    out = jnp.einsum("teh,ehd->ted", (jax.nn.silu(gate) * up).astype(jnp.float32), down)
+    x, *matrices = (y.astype(jnp.bfloat16).astype(jnp.float32) for y in (x, *(params[k] for k in ("gate", "up", "down"))))
+    gate, up = (jnp.einsum("td,edh->teh", x, w) for w in matrices[:2])
+    out = jnp.einsum("teh,ehd->ted", (jax.nn.silu(gate) * up).astype(jnp.bfloat16).astype(jnp.float32), matrices[2])
     return jnp.einsum("te,ted->td", weights, out, precision="highest")
 
 
@@ -59,7 +60,7 @@ def test_all_tokens_to_one_expert_drops_none():
     params, x, _ = inputs(layer, 64)
     params["router"] = jnp.zeros_like(params["router"]).at[:, 2].set(100 * jnp.sign(x.sum(axis=0)))
     x = jnp.abs(x) * jnp.sign(x.sum(axis=0))
-    assert set(np.asarray(moe.route(layer, params["router"], x)[0]).ravel()) == {2}
+    assert set(np.asarray(mgpu_ops.moe_route(x @ params["router"], 1)[1]).ravel()) == {2}
     out, balance = moe.moe(layer, params, x)
     assert_near(out, dense(layer, params, x), 0.01)
     assert float(balance) == pytest.approx(layer.experts)  # the worst there is
@@ -68,17 +69,16 @@ def test_all_tokens_to_one_expert_drops_none():
 def test_the_balance_loss_is_one_where_experts_are_used_alike():
     router = jnp.eye(4)
     x = 30 * jnp.tile(jnp.eye(4), (3, 1)) + 20 * jnp.tile(jnp.roll(jnp.eye(4), 1, axis=1), (3, 1))
-    experts, weights, balance = moe.route(moe.Layer(width=4, experts=4, top_k=2), router, x)
+    balance = moe.balance_loss(moe.Layer(width=4, experts=4, top_k=2), x @ router)
     assert float(balance) == pytest.approx(1, abs=1e-3)
-    np.testing.assert_array_equal(np.bincount(np.ravel(experts)), [6, 6, 6, 6])
-    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(np.bincount(np.ravel(mgpu_ops.moe_route(x @ router, 2)[1])), [6, 6, 6, 6])
 
 
 def test_training_lowers_the_loss_as_the_dense_layer_does(monkeypatch):
     losses = moe.train(SMALL, steps=12, tokens=256)
     assert losses[-1] < 0.5 * losses[0]
     monkeypatch.setattr(
-        moe, "moe", lambda layer, params, x, _: (dense(layer, params, x), moe.route(layer, params["router"], x)[2])
+        moe, "moe", lambda layer, params, x, _: (dense(layer, params, x), moe.balance_loss(layer, x @ params["router"]))
     )
     assert losses == pytest.approx(moe.train(SMALL, steps=12, tokens=256), rel=1e-2)
 
@@ -137,3 +137,13 @@ def test_layers_that_devices_share_compute_what_one_does(capsys):
     with pytest.raises(SystemExit):
         tensor_parallel.main(["--hidden", "65", "--devices", "2"])
     assert "--hidden 65 is no multiple of the 2 devices" in capsys.readouterr().err
+
+
+def test_experts_that_devices_share_compute_what_one_device_does(capsys):
+    expert_parallel.main(["--devices", "4", "--tokens", "64", "--width", "32", "--hidden", "48", "--experts", "8"])
+    apart = [float(x) for x in re.findall(r": (\S+) of its size apart", capsys.readouterr().out)]
+    assert len(apart) == 6
+    assert max(apart) < 6e-3  # roundings to bfloat16: a token's experts are added on two devices
+    with pytest.raises(SystemExit):
+        expert_parallel.main(["--experts", "6", "--devices", "4"])
+    assert "--experts 6 is no multiple of the 4 devices" in capsys.readouterr().err
