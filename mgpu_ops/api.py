@@ -16,6 +16,9 @@ from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import target
+from mgpu_ops.cross_entropy import Config as CrossEntropyConfig
+from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
+from mgpu_ops.cross_entropy import cross_entropy
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.gated import Problem as GatedGroupedMatmulProblem
 from mgpu_ops.grouped.gated import gated_grouped_matmul
@@ -45,6 +48,7 @@ type OpName = Literal[
     "ragged_contraction",
     "flash_attention",
     "flash_attention_backward",
+    "cross_entropy",
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -111,6 +115,8 @@ __all__ = [
     "SPECS",
     "CollectiveConfig",
     "CollectiveProblem",
+    "CrossEntropyConfig",
+    "CrossEntropyProblem",
     "DatabaseError",
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
@@ -129,6 +135,7 @@ __all__ = [
     "autotune",
     "capture",
     "collective_workspace",
+    "cross_entropy",
     "dot_general",
     "dot_product_attention",
     "explain",

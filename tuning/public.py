@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import mgpu_ops
 from mgpu_ops import (
+    CrossEntropyProblem,
     FlashAttentionProblem,
     GatedGroupedMatmulProblem,
     GatedMatmulProblem,
@@ -113,6 +114,13 @@ def _flash_attention_backward(
     return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
 
 
+def _cross_entropy(problem: CrossEntropyProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The public function; for the gradient, which users get through `jax.grad`, the op itself."""
+    if problem.gradient:
+        return lambda *arrays: dispatch.run(mgpu_ops.spec_of("cross_entropy"), problem, arrays, config=None, backend=backend)
+    return partial(mgpu_ops.cross_entropy, return_lse=True, backend=backend)
+
+
 # op -> call(problem, backend): the public function on the arrays of `arrays_of`
 CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
@@ -122,6 +130,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "ragged_contraction": _ragged_contraction,
     "flash_attention": _flash_attention,
     "flash_attention_backward": _flash_attention_backward,
+    "cross_entropy": _cross_entropy,
 }
 
 

@@ -100,6 +100,7 @@ MODULES = {
     "gated_grouped_matmul": "grouped.gated",
     "ragged_contraction": "grouped.ragged_contraction",
     "flash_attention": "attention.flash_attention",
+    "cross_entropy": "cross_entropy",
     "dot_product_attention": "attention.dot_product_attention",
 }
 

@@ -568,6 +568,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         "jax-pallas": Competitor(_pallas_unavailable, _pallas_prepare, differentiable=False, tuned=True),
     },
     "gated_matmul": {"xla": _baseline("gated_matmul")},
+    "cross_entropy": {"xla": _baseline("cross_entropy")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
         "jax-pallas": Competitor(

@@ -45,6 +45,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere"),
     "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged"),
     "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads"),
+    "cross_entropy": ("llm", "gradient"),
     "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
@@ -58,6 +59,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "moe": ("tokamax", "tokamax-default", "lax"),
     "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
     "flash_attention_backward": ("cudnn",),
+    "cross_entropy": ("xla",),
 }
 BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
@@ -176,7 +178,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "applied to the output (default none); of gated ops, to the gate (default silu)",
         },
         "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype"},
-        "gradient": _FLAG | {"help": "of gated ops: the gradients of gate and up"},
+        "gradient": _FLAG | {"help": "of gated ops: the gradients of gate and up; of cross_entropy: of the logits"},
         "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
         "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
         "second": _FLAG | {"help": "of grouped_matmul: add the product of a second pair of operands"},
@@ -219,6 +221,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "page_size": _SIZE | {"help": "tokens of a page of keys and values: 16, 32, 64, 128 or 256 (default 0: no pages)"},
         "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
         "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
+    },
+    "cross_entropy (--dtype also f32, --gradient too)": {
+        "rows": _SIZE | {"help": "rows of the logits: tokens"},
+        "vocabulary": _SIZE | {"help": "columns of the logits"},
     },
     "all_reduce, reduce_scatter, all_gather": {
         "size": _SIZE | {"help": "elements of the payload on each GPU"},

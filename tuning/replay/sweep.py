@@ -70,6 +70,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "mistral-7b-16384-window",
     ),
     "flash_attention_backward": ("gpt2-1024-causal", "mha64-4096-causal"),
+    "cross_entropy": ("llama3-8b-512", "llama3-8b-4096-gradient"),
 }
 
 # Parameters left out have all choices of the op's space.
@@ -104,6 +105,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "ragged_contraction": _GROUPED,
     "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40), "pv_wait": ("early",)},
     "flash_attention_backward": {},
+    "cross_entropy": {},
 }
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
@@ -113,6 +115,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "flash_attention": ("memory_registers", "section_waves"),
     "flash_attention_backward": ("section_waves",),
+    "cross_entropy": ("stages",),
 }
 
 

@@ -1,0 +1,224 @@
+"""cross_entropy: the loss of a language model over its vocabulary, in one pass over the logits, for NVIDIA Hopper.
+
+`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernels.
+Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from mgpu_ops import integers
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.cross_entropy.model import candidates, cost, default, distance, space
+from mgpu_ops.cross_entropy.problem import (
+    SHAPES,
+    SUITES,
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+    tolerance,
+)
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    config: Config | None
+    backend: dispatch.Backend | None
+    gradient: bool = False
+
+
+@overload
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: bool = False,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Softmax cross-entropy of logits with integer labels, in one pass over the logits that stores no probabilities.
+
+    lse[...] = log(sum_v exp(logits[..., v])), loss[...] = lse[...] - logits[..., labels[...]]
+
+    Args:
+      logits: floats [..., vocabulary]. For the kernel bfloat16, float16 or float32 with a vocabulary that is a multiple of 128;
+        others run through XLA.
+      labels: integers [...] of any dtype. The loss of a negative label is 0, and so is its gradient: for tokens that do not
+        count. The loss of a label of the vocabulary's size or more is NaN.
+      return_lse: return also lse, e.g. for a loss on its square. It is differentiable.
+      config: runs the forward kernel with this Config instead of the database's.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
+        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
+        kernel was measured to be the faster for this problem or one near it, otherwise "xla".
+
+    Returns:
+      The loss of each token, float32 [...] (float64 of float64 logits); with `return_lse` (loss, lse).
+
+    Works under jit, grad (reverse mode), vmap (one launch) and shard_map. The gradient keeps the logits and lse, and a kernel
+    computes it in one pass: exp(logits - lse), less 1 at the label, times the gradient of the token's loss, of logits' dtype.
+
+    Raises:
+      ValueError: shapes that do not fit each other, an empty vocabulary, an unknown backend, a config that cannot run.
+      TypeError: logits that are no floats, labels that are no integers.
+    """
+    x = logits if isinstance(logits, jax.Array) else jnp.asarray(logits)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"logits has dtype {x.dtype}: cross_entropy takes floats; cast it first")
+    y = integers.array("labels", labels)
+    if x.ndim == 0 or x.shape[:-1] != y.shape:
+        raise ValueError(f"logits{x.shape} and labels{y.shape} do not fit: they are [..., vocabulary] and [...]")
+    if x.shape[-1] == 0:
+        raise ValueError(f"logits{x.shape} has an empty vocabulary: there is no label")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.CrossEntropyConfig")
+    call = _Call(config, dispatch.requested_backend(backend))
+    known = _known_labels(y, x.shape[-1]).reshape(-1)
+    loss, lse = _losses(call, *mesh.same_mesh_axes(x.reshape(known.shape[0], x.shape[-1]), known))
+    loss, lse = loss.reshape(y.shape), lse.reshape(y.shape)
+    return (loss, lse) if return_lse else loss
+
+
+def _known_labels(labels: Any, vocabulary: int) -> jax.Array:
+    """As int32: all that are negative as -1, all beyond the vocabulary as its size, whatever the dtype can hold."""
+    holds = jnp.iinfo(labels.dtype)
+    clip = (jnp if isinstance(labels, jax.Array) else np).clip
+    return jnp.asarray(clip(labels, max(-1, holds.min), min(vocabulary, holds.max)), jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(call: _Call, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(loss, lse) of logits [tokens, vocabulary]."""
+    found: tuple[jax.Array, jax.Array] = _batchable(call)(logits, labels)
+    return found
+
+
+def _forward(call: _Call, logits: jax.Array, labels: jax.Array) -> Any:
+    loss, lse = _losses(call, logits, labels)
+    return (loss, lse), (logits, labels, lse)
+
+
+def _backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    """By the kernel: exp(x - lse) (dloss + dlse) - (v == label) dloss, without dloss where the label is negative."""
+    logits, labels, lse = saved
+    dloss, dlse = gradients
+    of_loss = jnp.where(labels < 0, 0, jnp.where(labels < logits.shape[1], dloss, dloss * jnp.nan))
+    again = dataclasses.replace(call, config=None, gradient=True)
+    return _batchable(again)(logits, labels, lse, of_loss + dlse, of_loss), None
+
+
+_losses.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def losses(*arrays: jax.Array) -> Any:
+        rows, vocabulary = arrays[0].shape
+        problem = Problem(rows, vocabulary, arrays[0].dtype.name, call.gradient)
+        return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+
+    @losses.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        """More tokens."""
+        whole = [
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape)) for x, is_batched in zip(arrays, batched, strict=True)
+        ]
+        out = run(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        split = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), out) if size else _nothing(out, whole[0])
+        return split, jax.tree.map(lambda _: True, out)
+
+    run = jax.jit(losses)
+    return run
+
+
+def _nothing(out: Any, logits: jax.Array) -> Any:
+    """The results of a mapped axis of size 0."""
+    return jax.tree.map(lambda y: y.reshape(0, logits.shape[1], *y.shape[1:]), out)
+
+
+def reference(problem: Problem, logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> Any:
+    """The same through XLA: (loss, lse), or with lse, p and q of the tokens the gradient of the logits."""
+    wide = logits.astype(np.promote_types(problem.dtype, np.float32))
+    if problem.gradient:
+        lse, p, q = (x[:, None] for x in rows)
+        at_label = jnp.arange(problem.vocabulary) == labels[:, None]
+        return (jnp.exp(wide - lse) * p - jnp.where(at_label, q, 0)).astype(problem.dtype)
+    lse = jax.nn.logsumexp(wide, axis=1)
+    seen = jnp.clip(labels, 0, problem.vocabulary - 1)
+    loss = lse - jnp.take_along_axis(wide, seen[:, None], axis=1)[:, 0]
+    return jnp.where(labels < 0, 0, jnp.where(labels < problem.vocabulary, loss, jnp.nan)), lse
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.cross_entropy import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="cross_entropy",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    unmeasured="xla",
+)
+
+__all__ = ["SPEC", "Config", "Problem", "cross_entropy", "default", "launch", "reference", "smem_bytes"]

@@ -1,0 +1,175 @@
+"""The kernels of cross-entropy: one pass over the logits for loss and lse, and one for their gradient.
+
+Each warpgroup takes every so-many-th row, tile after tile of its columns. While it works on one, TMA loads the next ones, also
+those of its next row. TMA fills what lies beyond the end of a row with zeros, which count as -inf, and writes nothing there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core import engine
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.cross_entropy.problem import LANES, Config, Problem
+
+LOG2E = math.log2(math.e)
+
+
+def launch(
+    problem: Problem, config: Config, gpu: Gpu, logits: jax.Array, labels: jax.Array, *rows: jax.Array, interpret: bool = False
+) -> Any:
+    """(loss, lse) of float32, or the gradient of the logits; `rows` are then lse, p and q of float32."""
+    p, c = problem, config
+    blocks, parts = min(gpu.sms, math.ceil(p.rows / c.warpgroups)), (p.vocabulary // LANES, LANES)
+    tile, dtype = (c.tile // LANES, LANES), jnp.dtype(p.dtype)
+    number = jax.ShapeDtypeStruct((p.rows,), jnp.float32)
+    scratch: dict[str, Any] = {
+        "smem": plgpu.SMEM((c.warpgroups, c.stages, *tile), dtype),
+        "full": plgpu.Barrier(num_barriers=c.warpgroups * c.stages),
+    }
+    if p.gradient:
+        scratch["out_smem"] = plgpu.SMEM((c.warpgroups, 2, *tile), dtype)
+    body = _gradient if p.gradient else _forward
+    name = f"mgpu_ops_cross_entropy{'_gradient' * p.gradient}"
+
+    def kernel(*refs: Any, smem: Any, full: Any, **more: Any) -> None:
+        body(_Rows(p, c, blocks, refs[0], smem, full), *refs, **more)
+
+    run = engine.kernel(
+        kernel,
+        engine.Launch(name, {"block": blocks}, c.warpgroups, approx_math=True, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((p.rows, *parts), dtype) if p.gradient else (number, number),
+        scratch_types=scratch,
+    )
+    out = run(logits.reshape(p.rows, *parts), labels, *rows)
+    return out.reshape(logits.shape) if p.gradient else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of a warpgroup, and their tiles as they come through shared memory."""
+
+    problem: Problem
+    config: Config
+    blocks: int
+    logits: Any  # [rows, vocabulary / 128, 128]
+    smem: Any  # [warpgroups, stages, tile / 128, 128]
+    full: Any
+
+    @property
+    def parts(self) -> int:
+        return self.problem.vocabulary // LANES
+
+    @property
+    def tile(self) -> int:
+        return self.config.tile // LANES
+
+    @property
+    def tiles(self) -> int:
+        """Of a row; the last one may reach beyond its end."""
+        return math.ceil(self.parts / self.tile)
+
+    def for_each(self, row: Callable[[jax.Array, Callable[..., Any]], None]) -> None:
+        """Runs `row(number, for_each_tile)` for each row of this warpgroup.
+
+        `for_each_tile(fn, carry)` runs `carry = fn(first part, values, number of the tile, carry)` for each tile of the row and
+        returns the last carry. values: float32 [tile / 128, 128].
+        """
+        wg = lax.axis_index("wg")
+        first, stride = lax.axis_index("block") * self.config.warpgroups + wg, self.blocks * self.config.warpgroups
+        rows = lax.div(self.problem.rows - first + stride - 1, stride)
+        count, ahead = rows * self.tiles, self.config.stages - 1
+
+        def load(i: jax.Array) -> None:
+            stage = lax.rem(i, jnp.int32(self.config.stages))
+            at = first + lax.div(i, jnp.int32(self.tiles)) * stride
+            part = lax.rem(i, jnp.int32(self.tiles)) * self.tile
+            place = self.full.at[wg * self.config.stages + stage]
+            engine.copy_gmem_to_smem(self.logits.at[at, pl.ds(part, self.tile)], self.smem.at[wg, stage], place)
+
+        for i in range(ahead):
+            pl.when(i < count)(functools.partial(load, jnp.int32(i)))
+
+        def one(r: jax.Array, _: None) -> None:
+            def for_each_tile(fn: Callable[..., Any], carry: Any) -> Any:
+                def step(j: jax.Array, carry: Any) -> Any:
+                    i = r * self.tiles + j
+                    stage = lax.rem(i, jnp.int32(self.config.stages))
+                    plgpu.barrier_wait(self.full.at[wg * self.config.stages + stage])
+                    values = self.smem[wg, stage].astype(jnp.float32)
+                    plgpu.commit_smem()  # all threads have read the tile: the stage of the one before it may be filled again
+                    pl.when(i + ahead < count)(functools.partial(load, i + ahead))
+                    return fn(j * self.tile, values, i, carry)
+
+                return lax.fori_loop(0, self.tiles, step, carry)
+
+            row(first + r * stride, for_each_tile)
+
+        lax.fori_loop(0, rows, one, None)
+
+
+def _forward(x: _Rows, logits: Any, labels: Any, loss: Any, lse: Any) -> None:
+    p = x.problem
+
+    def row(number: jax.Array, for_each_tile: Callable[..., Any]) -> None:
+        label = labels[number]
+        seen = jnp.clip(label, 0, p.vocabulary - 1)
+        of_label = logits[number, lax.div(seen, jnp.int32(LANES)), lax.rem(seen, jnp.int32(LANES))].astype(jnp.float32)
+
+        def add(part: jax.Array, values: jax.Array, _: jax.Array, carry: Any) -> Any:
+            """The largest logit until now, and the sum of exponentials beside it."""
+            largest, total = carry
+            if x.parts % x.tile:
+                values = jnp.where(part + _iota(values.shape, 0) < x.parts, values, -jnp.inf)
+            now = jnp.maximum(largest, jnp.max(values))
+            kept = jnp.where(largest == -jnp.inf, 0.0, jnp.exp2((_finite(largest) - _finite(now)) * LOG2E))
+            return now, total * kept + jnp.sum(jnp.exp2((values - _finite(now)) * LOG2E))
+
+        largest, total = for_each_tile(add, (jnp.float32(-jnp.inf), jnp.float32(0.0)))
+        found = _finite(largest) + jnp.log(total)
+        beyond = jnp.where(label < p.vocabulary, found - of_label, jnp.nan)
+        lse[number] = found
+        loss[number] = jnp.where(label < 0, 0.0, beyond)
+
+    x.for_each(row)
+
+
+def _gradient(x: _Rows, logits: Any, labels: Any, lse: Any, p: Any, q: Any, out: Any, *, out_smem: Any) -> None:
+    wg = lax.axis_index("wg")
+
+    def row(number: jax.Array, for_each_tile: Callable[..., Any]) -> None:
+        label, sums, of_all, of_label = labels[number], lse[number], p[number], q[number]
+
+        def store(part: jax.Array, values: jax.Array, i: jax.Array, carry: None) -> None:
+            column = (part + _iota(values.shape, 0)) * LANES + _iota(values.shape, 1)
+            gradient = jnp.exp2((values - sums) * LOG2E) * of_all - jnp.where(column == label, of_label, 0.0)
+            slot = out_smem.at[wg, lax.rem(i, jnp.int32(2))]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last one has read its slot
+            slot[...] = gradient.astype(out.dtype)
+            plgpu.commit_smem()  # TMA sees what was written
+            plgpu.copy_smem_to_gmem(slot, out.at[number, pl.ds(part, x.tile)])
+            return carry
+
+        for_each_tile(store, None)
+
+    x.for_each(row)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """x, or 0 where it is infinite: what is taken off before exponentials."""
+    return jnp.where(jnp.abs(x) == jnp.inf, 0.0, x)
+
+
+def _iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, shape, dimension)

@@ -1,0 +1,59 @@
+"""Which configs of cross-entropy are worth trying: a model of their time, not fitted to any GPU yet, and what follows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.cross_entropy.problem import SPACE, Config, Problem, bytes_moved, check, supports
+
+_LAUNCH = 3e-6  # seconds
+_STEP = 0.3e-6  # of a tile that no other warpgroup hides: its maximum and sum over the threads
+_LATENCY_BYTES = 16384  # on their way to an SM at full rate: half of the rate with as many
+_SM_SHARE = 2.0  # of its share of the memory's rate that an SM takes where others have nothing to do
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence]:
+    return dict(SPACE)
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled seconds: the bytes at the rate that those in flight allow, and the steps of the warpgroup with most rows."""
+    if reason := supports(problem, gpu):
+        raise ValueError(f"cross_entropy cannot run {problem} on {gpu.name}: {reason}")
+    p, c = problem, config
+    blocks = min(gpu.sms, math.ceil(p.rows / c.warpgroups))
+    waves = math.ceil(p.rows / (blocks * c.warpgroups))  # rows of the busiest warpgroup
+    in_flight = c.warpgroups * (c.stages - 1) * c.tile * itemsize_of(p.dtype)
+    share = in_flight / (in_flight + _LATENCY_BYTES)
+    rate = min(1.0, _SM_SHARE * blocks / gpu.sms) * gpu.memory_bytes_per_s * share
+    uneven = waves * blocks * c.warpgroups / p.rows
+    steps = waves * math.ceil(p.vocabulary / c.tile) * _STEP / c.warpgroups
+    return _LAUNCH + bytes_moved(p) * uneven / rate + steps
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """The configs that can run, the fastest by the model first."""
+    every = (Config(*fields) for fields in itertools.product(*SPACE.values()))
+    return sorted((c for c in every if check(problem, c, gpu) is None), key=lambda c: (cost(problem, c, gpu), c))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    if reason := supports(problem, gpu):
+        raise ValueError(f"no config of cross_entropy fits {problem} on {gpu.name}: {reason}")
+    config: Config = first_of(candidates(problem, gpu), problem, gpu)
+    return config
+
+
+def distance(a: Problem, b: Problem) -> float | None:
+    """How far two problems are, in doublings of the vocabulary, of which the tokens count a quarter."""
+    if (a.dtype, a.gradient) != (b.dtype, b.gradient):
+        return None
+    if a == b:
+        return 0.0
+    if min(a.rows, a.vocabulary, b.rows, b.vocabulary) < 1:
+        return None
+    return abs(math.log2(a.vocabulary / b.vocabulary)) + 0.25 * abs(math.log2(a.rows / b.rows))
