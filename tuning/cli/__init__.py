@@ -143,7 +143,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     known = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, what in COMMANDS.items():
         if [name] == list(words[:1]):
-            importlib.import_module(f"mgpu_ops.tuning.cli.{name}").register(known)
+            importlib.import_module(f"mgpu_ops.tuning.cli.{name.replace('-', '_')}").register(known)
         else:
             known.add_parser(name, help=what)
     return parser

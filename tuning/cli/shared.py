@@ -26,6 +26,7 @@ COMMANDS = {
     "show": "list the tuned problems of a GPU",
     "which": "show which config a call would use, and why",
     "validate": "check database files: schema, fields, and whether every config can run",
+    "check-in": "check a folder of databases before others get it: where files lie, faults, and the evidence of each entry",
     "merge": "join databases of several machines, and keep the fastest measured entry of each problem",
     "diff": "list what differs between two databases: entries added, removed or changed, and their times",
     "export": "write tuned configs: a directory for MGPU_OPS_CONFIG_PATH, or one table",

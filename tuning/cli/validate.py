@@ -19,11 +19,17 @@ def register(commands: Any) -> None:
         """
         mgpu-tune validate
         mgpu-tune validate tuned.json configs/h200/matmul.json
+        mgpu-tune validate tuned               # a folder: its <gpu>/<op>.json
         mgpu-tune validate --stale             # then: mgpu-tune retune --stale
         mgpu-tune validate --stale --details   # each entry
         """,
     )
-    parser.add_argument("files", nargs="*", type=Path, help="database files (default: your own and the shipped ones)")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        help="database files, or folders of <gpu>/<op>.json (default: your own and the shipped ones)",
+    )
     parser.add_argument(
         "--stale",
         action="store_true",
@@ -39,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.details and not arguments.stale:
         raise UsageError("--details lists what --stale counts: say --stale too")
-    files = list(arguments.files)
+    files = [file for place in arguments.files for file in (databases_in(place) if place.is_dir() else [place])]
     if not files:
         keys = [g.key for g in gpu.GPUS]
         files = [path for spec in mgpu_ops.SPECS.values() for _, _, path in database.existing_files(keys, spec.name)]
     found = []
     for path in files:
         faults, old = faults_of(path), stale_of(path) if arguments.stale else []
-        say(f"{path}: {count(len(faults), 'fault') if faults else 'ok'}{_counted(old)}{_left_to_xla(path)}")
+        say(f"{path}: {count(len(faults), 'fault') if faults else 'ok'}{counted(old)}{_left_to_xla(path)}")
         for line in faults + (old if arguments.details else []):
             say(f"  {line}")
         found.append({"path": path, "faults": faults} | ({"stale": old} if arguments.stale else {}))
@@ -58,7 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     return WRONG if any(file["faults"] for file in found) else OK
 
 
-def _counted(old: Sequence[str]) -> str:
+def databases_in(folder: Path) -> list[Path]:
+    """The databases of a folder: <gpu>/<op>.json; the folder itself, which is none, where it has none."""
+    return sorted(folder.glob("*/*.json")) or [folder]
+
+
+def counted(old: Sequence[str]) -> str:
     """How many entries of a file there are for each reason."""
     reasons = collections.Counter(line.rpartition(": ")[2] for line in old)
     return "".join(f"; {number} {reason}" for reason, number in reasons.items())

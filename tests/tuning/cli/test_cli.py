@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mgpu_ops import SPECS, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
@@ -153,6 +154,7 @@ JSON: dict[str, tuple[tuple[Any, ...], str]] = {  # words -> what the document h
     "which": (("which", "matmul", *SIDES, "--gpu", "h200", "--json"), "config"),
     "which through XLA": (("which", "matmul", "--m", 8, "--n", 8, "--k", 100, "--gpu", "h200", "--json"), "reason"),
     "validate": (("validate", "--json"), "files"),
+    "check-in": (("check-in", Path(database.shipped_path("h200", "matmul")).parents[1], "--json"), "files"),
     "merge": (("merge", database.shipped_path("h200", "matmul"), "--into", "new.json", "--json"), "conflicts"),
     "diff": (("diff", *[database.shipped_path("h200", "matmul")] * 2, "--json"), "differences"),
     "export": (("export", "matmul", "--gpu", "h200", "--output", "out", "--json"), "files"),
@@ -780,6 +782,81 @@ def test_validate_of_good_files_is_0(tmp_path: Path, mgpu_tune: Command) -> None
     path = store(tmp_path / "tuned.json")
     done = mgpu_tune("validate", path)
     assert (done.code, done.out) == (0, f"{path}: ok\n")
+
+
+def test_validate_takes_a_folder_of_a_teams_databases(tmp_path: Path, mgpu_tune: Command) -> None:
+    paths = [store(tmp_path / "tuned" / key / "matmul.json", gpu_key=key) for key in ("h100-sxm", "h200")]
+    done = mgpu_tune("validate", tmp_path / "tuned")
+    assert (done.code, done.out) == (0, "".join(f"{path}: ok\n" for path in paths))
+
+
+# --- check-in
+
+
+def with_evidence(path: Path, **changes: Any) -> Path:
+    """Stores an entry with other evidence."""
+    (entry,) = database.read(store(path)).entries
+    evidence = msgspec.structs.replace(entry.evidence, **changes)
+    path.write_bytes(database.encode(database.File(1, "h200", "matmul", (msgspec.structs.replace(entry, evidence=evidence),))))
+    return path
+
+
+def test_what_is_shipped_can_be_checked_in(mgpu_tune: Command) -> None:
+    done = mgpu_tune("check-in", database.shipped_path("h200", "matmul").parents[1])
+    assert (done.code, done.err) == (0, "")
+    assert "h200/matmul.json: 51 entries, all measured on NVIDIA H200" in done.out
+
+
+FAULTY_EVIDENCE: dict[str, tuple[dict[str, Any], str]] = {
+    "modelled": ({"kind": "modelled"}, "modelled, not measured: tune it on the GPU"),
+    "no driver": ({"driver": None}, "does not say with which driver: measure again"),
+    "no cuda": ({"cuda": None}, "does not say with which CUDA: measure again"),
+    "no baseline": ({"baseline_us": None}, "has no time of a baseline from the same run: measure again"),
+    "no default": ({"default_us": None}, "has no time of the default config from the same run: measure again"),
+    "no error": ({"error": None}, "has no error against the reference: measure again"),
+    "wide": ({"spread_us": 4.0}, "spread of 4 us is more than 20 % of 12.5 us: measure again, with nothing else on the GPU"),
+    "samples": ({"samples_us": [9.0, 9.1, 9.2]}, "the median of its samples is 9.1 us, not 12.5: measure again"),
+    "another GPU": ({"gpu": "NVIDIA H20"}, "evidence of 'NVIDIA H20' in a file of NVIDIA H200"),
+    "wrong": ({"error": 0.5, "date": "2026-11-23"}, "error 0.5 is above"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY_EVIDENCE)
+def test_check_in_names_an_entry_whose_evidence_does_not_do(name: str, tmp_path: Path, mgpu_tune: Command) -> None:
+    changes, fault = FAULTY_EVIDENCE[name]
+    with_evidence(tmp_path / "tuned" / "h200" / "matmul.json", **changes)
+    done = mgpu_tune("check-in", tmp_path / "tuned")
+    assert done.code == 1
+    assert "h200/matmul.json: 1 fault\n" in done.out
+    assert "'m': 512" in done.out
+    assert fault in done.out
+
+
+def test_check_in_names_files_that_no_call_would_find(tmp_path: Path, mgpu_tune: Command) -> None:
+    store(tmp_path / "h200" / "matmul.json")
+    store(tmp_path / "NVIDIA H200" / "matmul.json")
+    store(tmp_path / "h200" / "grouped_matmul.json")
+    store(tmp_path / "matmul.json")
+    (tmp_path / "h200" / "mine.json").write_text("{}")
+    (tmp_path / "README.md").write_text("ours")
+    done = mgpu_tune("check-in", tmp_path)
+    assert done.code == 1
+    assert "h200/matmul.json: 1 entry, all measured on NVIDIA H200" in done.out
+    for place, fault in (
+        ("NVIDIA H200/matmul.json", "no call looks here: move it to h200/matmul.json"),
+        ("h200/grouped_matmul.json", "no call looks here: move it to h200/matmul.json"),
+        ("matmul.json", "no call looks here: move it to h200/matmul.json"),
+        ("h200/mine.json", "is corrupt"),
+    ):
+        assert re.search(rf"^{place}: 1 fault\n  .*{fault}", done.out, re.MULTILINE), done.out
+    assert mgpu_tune("check-in", tmp_path / "none").code == 2
+
+
+def test_check_in_marks_entries_of_another_jax_and_takes_them(tmp_path: Path, mgpu_tune: Command) -> None:
+    with_evidence(tmp_path / "h200" / "matmul.json", jax="99.0.0")
+    done = mgpu_tune("check-in", tmp_path)
+    assert done.code == 0
+    assert "h200/matmul.json: 1 entry, all measured on NVIDIA H200; 1 tuned with jax 99.0.0, not " in done.out
 
 
 def test_validate_without_a_file_checks_the_users_and_the_shipped_ones(mgpu_tune: Command) -> None:
