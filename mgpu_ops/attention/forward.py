@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import Part, parts, rounded, rounded_values
+from mgpu_ops.attention.heads import Part, panels, parts, rounded, rounded_values, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import (
     BlockSpec,
@@ -122,11 +122,6 @@ class _ThreadBlock:
         """Of a head of queries and keys."""
         return parts(self.p.head_dim)
 
-    @property
-    def v_parts(self) -> tuple[Part, ...]:
-        """Of a head of values and of the output: no more than of queries."""
-        return parts(self.p.v_dim)
-
     def position(self, number: jax.Array) -> Position:
         """The first row of an output tile."""
         return Position.of(number, self.p.q_tokens, self.p.q_heads, self.tile_q)
@@ -167,13 +162,9 @@ class _ThreadBlock:
                 x.load_keys(x.k, first, self.smem[part.name("k")].at[stage], full, part)
             x.load_optional("kv", at, first.token, Stage(self.smem, stage, full))
 
-        def values(stage: jax.Array, full: Any) -> None:
-            for part in self.v_parts:
-                x.load_block(x.v, "kv", first, self.smem[part.name("v")].at[stage], full, part)
-
         # Keys and values have pipelines of their own: keys are empty again a step earlier than the values of their block.
         self.k_pipeline.fill(step, keys)
-        self.v_pipeline.fill(step, values)
+        self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full))
         return step + 1
 
 
@@ -188,15 +179,15 @@ class _Consumer:
     mask: ScoreMask
     score_scale: jax.Array  # the scale of the scores times log2(e)
     s_acc: Any
-    o_accs: tuple[Any, ...]  # of each part of a head of values
+    o_acc: Any
 
     @staticmethod
-    def run(block: _ThreadBlock, s_acc: Any, *o_accs: Any) -> None:
+    def run(block: _ThreadBlock, s_acc: Any, o_acc: Any) -> None:
         """Works through all output tiles."""
         wg, tiles = lax.axis_index("wg"), block.tiles.count
         own, mask = pl.ds(wg * ROWS, ROWS), ScoreMask(block.smem["numbers"])
         mask.write_numbers(wg)
-        consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_accs)
+        consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
         lax.fori_loop(0, tiles, consumer._output_tile, (block.tiles.number(0), jnp.int32(0)))
         if block.c.q_slots > 1:
             pl.when(tiles > 0)(lambda: consumer._release_queries(tiles - 1))
@@ -232,7 +223,7 @@ class _Consumer:
         terms = block.x.mask_terms(at.batch)
         stage = opaque(lax.rem(i, jnp.int32(block.c.q_slots)))
         plgpu.barrier_wait(block.q_pipeline.full.at[stage])
-        q = [block.smem[part.name("q")].at[stage, panel, self.own, :] for part in block.parts for panel in range(part.panels)]
+        q = [block.smem[part.name("q")].at[stage, panel, self.own, :] for part, panel in panels(block.parts)]
         segments = block.x.inputs.segments
         q_segments = load_per_row(segments[0].at[at.batch, pl.ds(at.token, ROWS)]) if segments is not None else None
         return _Rows(self, at, order, terms, q, q_segments)
@@ -293,31 +284,26 @@ class _Rows:
         # Two products are started, in this order: the scores of this block, and the last block's weights times its values.
         k_stage = self._start_scores(step)
         v_stage = self._start_values(weights, step - 1)
-        # Waits for the scores alone (the product with values may be in flight). The softmax runs beside weights times values.
-        scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=len(w.o_accs))
+        # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
+        scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=1)
         weights, softmax, rescale = softmax.update(scores, block.p.dtype)
         if block.c.pv_wait == "late":
             # Keeps ptxas from moving the next wait ahead of the softmax. Nobody reads what it stores.
             engine.store_volatile(softmax.row_sum, block.smem["lse"].at[w.wg])
         # Waits for weights times values; then the stage is empty and the output may be rescaled.
-        outs = [engine.accumulated(acc, 0) for acc in w.o_accs]
+        out = engine.accumulated(w.o_acc, 0)
         engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
-        for acc, out in zip(w.o_accs, outs, strict=True):
-            acc[...] = out * along_rows(rescale, out.shape)
+        w.o_acc[...] = out * along_rows(rescale, out.shape)
         return weights, softmax, step + 1
 
-    def last_values(self, weights: jax.Array, step: jax.Array) -> list[jax.Array]:
-        """The sums of all weights times values, after the product for the last kv block, of each part of a head.
-
-        Sets the accumulators to 0 again.
-        """
-        o_accs = self.consumer.o_accs
+    def last_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
+        """The sum of all weights times values, after the product for the last kv block. Sets the accumulator to 0 again."""
+        o_acc = self.consumer.o_acc
         stage = self._start_values(weights, step)
-        outs = [engine.accumulated(acc, 0) for acc in o_accs]
+        out = engine.accumulated(o_acc, 0)
         engine.barrier_arrive(self.block.v_pipeline.empty.at[stage])
-        for acc in o_accs:
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        return outs
+        o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
+        return out
 
     # --- Their parts
 
@@ -327,7 +313,7 @@ class _Rows:
         stage = lax.rem(step, jnp.int32(k.stages))
         plgpu.barrier_wait(k.full.at[stage])
         s_acc[...] = jnp.zeros(s_acc.shape, jnp.float32)  # here, and not where they were read: registers are scarce
-        keys = (self.block.smem[part.name("k")].at[stage, i] for part in self.block.parts for i in range(part.panels))
+        keys = (self.block.smem[part.name("k")].at[stage, panel] for part, panel in panels(self.block.parts))
         for q, k in zip(self.q, keys, strict=True):
             engine.wgmma(s_acc, q, engine.transpose_ref(k))
         return stage
@@ -354,19 +340,18 @@ class _Rows:
         v = self.block.v_pipeline
         stage = lax.rem(step, jnp.int32(v.stages))
         plgpu.barrier_wait(v.full.at[stage])
-        for acc, part in zip(self.consumer.o_accs, self.block.v_parts, strict=True):
-            engine.wgmma(acc, weights, self.block.smem[part.name("v")].at[stage])
+        engine.wgmma(self.consumer.o_acc, weights, self.block.smem["v"].at[stage])
         return stage
 
     def _rescale_output(self, rescale: jax.Array) -> None:
         """No product may be in flight."""
-        for acc in self.consumer.o_accs:
-            acc[...] = engine.accumulated(acc, 0) * along_rows(rescale, acc.shape)
+        o_acc = self.consumer.o_acc
+        o_acc[...] = engine.accumulated(o_acc, 0) * along_rows(rescale, o_acc.shape)
 
     # --- The way out
 
     @regions.region("store")
-    def store(self, outs: list[jax.Array], softmax: OnlineSoftmax) -> None:
+    def store(self, out: jax.Array, softmax: OnlineSoftmax) -> None:
         """Starts the copies of output and lse to global memory. They run on beside the next output tile."""
         block, p, at, wg = self.block, self.block.p, self.at, self.consumer.wg
         if p.lengths:
@@ -374,19 +359,18 @@ class _Rows:
         rescale = None
         if p.sinks:
             softmax, rescale = softmax.with_sink(block.x.sink(at.batch, at.head) * LOG2E)
-        # This warpgroup's queries are done with: the output leaves from their place, panel by panel.
-        panels = [(part, panel) for part in block.v_parts for panel in range(part.panels)]
-        nothing = some_see_nothing(p)
-        normalised = [softmax.normalise(x, some_see_nothing=nothing, rescale=rescale).astype(p.dtype) for x in outs]
-        for place, (part, panel) in zip(self.q, panels, strict=False):
-            place[...] = normalised[part.number][:, part[panel]]
+        normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p), rescale=rescale).astype(p.dtype)
+        # This warpgroup's queries are done with: the output leaves from their place, panel by panel. It may have fewer.
+        columns = [(part.column(panel), part.panel) for part, panel in panels(block.parts)]
+        places = [(place, first, width) for place, (first, width) in zip(self.q, columns, strict=True) if first < p.v_dim]
+        for place, first, width in places:
+            place[...] = normalised[:, first : first + width]
         block.smem["lse"][wg] = softmax.log_sum_exp()
         plgpu.commit_smem()  # TMA sees what was written
         start = at.batch * p.q_tokens
-        for place, (part, panel) in zip(self.q, panels, strict=False):
+        for place, first, width in places:
             row, end = start + at.token, start + p.q_tokens
-            column = at.head * p.v_dim + (part.first + panel * part.panel)
-            store_rows(place, block.out, row, end, column, part.anywhere)
+            store_rows(place, block.out, row, end, at.head * p.v_dim + first, p.v_dim % width != 0)
         plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
 
 
@@ -400,7 +384,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     p = dataclasses.replace(p, head_dim=d, v_head_dim=v_d if v_d < d else 0)
     q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
-    tiles, panels = math.ceil(p.q_tokens / tile_q), sum(part.panels for part in parts(d))
+    tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
     blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
     optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages)
 
@@ -411,19 +395,19 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     spec = BlockSpec(
         consumers=consumers,
-        accumulators=((ROWS, c.tile_kv), *((ROWS, part.columns) for part in parts(v_d))),
+        accumulators=((ROWS, c.tile_kv), (ROWS, v_d)),
         smem={
-            **in_panels("q", (c.q_slots, tile_q), d, p.dtype),
-            **in_panels("k", (stages, c.tile_kv), d, p.dtype),
-            **in_rows("v", (stages, c.tile_kv), v_d, p.dtype),
+            **{part.name("q"): in_panels(part, (c.q_slots,), tile_q, p.dtype) for part in parts(d)},
+            **{part.name("k"): in_panels(part, (stages,), c.tile_kv, p.dtype) for part in parts(d)},
+            "v": in_rows(whole(v_d), (stages, c.tile_kv), p.dtype),
             "numbers": plgpu.SMEM((consumers, c.tile_kv), jnp.int32),
             "lse": plgpu.SMEM((consumers, ROWS), jnp.float32),
             **smem,
         },
         barriers={
-            "q": Pipeline.barriers(c.q_slots, copies=panels, consumers=consumers),
-            "k": Pipeline.barriers(stages, copies=panels + len(smem), consumers=consumers),
-            "v": Pipeline.barriers(stages, copies=len(parts(v_d)), consumers=consumers),
+            "q": Pipeline.barriers(c.q_slots, copies=copies, consumers=consumers),
+            "k": Pipeline.barriers(stages, copies=copies + len(smem), consumers=consumers),
+            "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
         },
     )
     refs = _Refs(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)

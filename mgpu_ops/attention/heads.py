@@ -1,8 +1,9 @@
-"""How the columns of a head lie in shared memory: in parts, whose swizzle rows are as wide as they divide the head.
+"""How the columns of a head lie in shared memory: in panels, whose rows are as wide a swizzle as divides the head.
 
 TMA and wgmma take tiles with rows of 128, 64 or 32 bytes: 64, 32 or 16 columns of 16 bits, a *panel*. A head of 96 columns is
-one panel of 64 and one of 32; one of 160 is two of 64 and one of 32. Each product of a head then has as many wgmma as parts or
-panels, and none of them multiplies zeros. A head dim that is no multiple of 16 is padded to the next in `HEAD_DIMS`.
+three panels of 32, so that one wgmma of 96 columns adds weights times values. In two parts, of 64 and of 32, it would take two,
+and a wgmma with few columns costs nearly as much as one with many. A head dim that is no multiple of 16 is padded to the next
+in `HEAD_DIMS`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ class Part:
         return self.panel * self.panels
 
     @property
+    def swizzle(self) -> int:
+        """Bytes of a panel's row."""
+        return 2 * self.panel
+
+    @property
     def anywhere(self) -> bool:
-        """Whether a head may begin elsewhere than at a multiple of PANEL."""
-        return self.head_dim % PANEL != 0
+        """Whether a head may begin elsewhere than at a multiple of a panel."""
+        return self.head_dim % self.panel != 0
 
     def name(self, array: str) -> str:
         """Of the part's buffer: "k" of the first part, "k1" of the second."""
@@ -41,16 +47,27 @@ class Part:
         """The columns of one panel, within the part."""
         return slice(panel * self.panel, (panel + 1) * self.panel)
 
+    def column(self, panel: int) -> int:
+        """The first column of one panel, within the head."""
+        return self.first + panel * self.panel
+
+
+@functools.cache
+def whole(head_dim: int) -> Part:
+    """A whole head, a multiple of 16 columns, in panels of one width."""
+    width = min(PANEL, head_dim & -head_dim)  # the largest power of two that divides it
+    return Part(0, head_dim, 0, width, head_dim // width)
+
 
 @functools.cache
 def parts(head_dim: int) -> tuple[Part, ...]:
-    """Of a head dim, a multiple of 16: panels of 64, and what is left in panels as wide as divide it."""
-    whole, rest = divmod(head_dim, PANEL)
-    found = [Part(0, head_dim, 0, PANEL, whole)] if whole else []
-    if rest:
-        width = rest & -rest  # the largest power of two that divides it: 32 or 16
-        found.append(Part(len(found), head_dim, whole * PANEL, width, rest // width))
-    return tuple(found)
+    """Of queries and keys: one part."""
+    return (whole(head_dim),)
+
+
+def panels(found: tuple[Part, ...]) -> tuple[tuple[Part, int], ...]:
+    """All panels of some parts, in order: (part, which panel of it)."""
+    return tuple((part, panel) for part in found for panel in range(part.panels))
 
 
 def rounded(head_dim: int) -> int:
@@ -64,3 +81,9 @@ def rounded_values(head_dim: int, v_head_dim: int) -> int:
     The output leaves from the place of the queries, panel by panel: it has their columns, or fewer, in panels of 64.
     """
     return min(rounded(head_dim), -(-v_head_dim // PANEL) * PANEL)
+
+
+def backward_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """The head dims of queries and values that the backward kernels compute with."""
+    d = next(d for d in (64, 128, 256) if d >= head_dim)
+    return d, d

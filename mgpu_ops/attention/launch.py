@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import parts
+from mgpu_ops.attention.heads import Part
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem
@@ -85,17 +85,14 @@ def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=engine.operand_transforms(swizzle // jnp.dtype(dtype).itemsize, dtype, swizzle))
 
 
-def in_panels(array: str, shape: tuple[int, ...], head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Shared memory for rows of a head, a buffer for each of its parts: [*shape[:-1], panels, shape[-1], panel]."""
-    *lead, rows = shape
-    return {
-        part.name(array): swizzled((*lead, part.panels, rows, part.panel), dtype, 2 * part.panel) for part in parts(head_dim)
-    }
+def in_panels(part: Part, lead: tuple[int, ...], rows: int, dtype: Any) -> Any:
+    """Shared memory for rows of a part of a head, one panel after the other: [*lead, panels, rows, panel]."""
+    return swizzled((*lead, part.panels, rows, part.panel), dtype, part.swizzle)
 
 
-def in_rows(array: str, shape: tuple[int, ...], head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Likewise [*shape, columns of the part]."""
-    return {part.name(array): swizzled((*shape, part.columns), dtype, 2 * part.panel) for part in parts(head_dim)}
+def in_rows(part: Part, lead: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for rows of a part of a head: [*lead, columns]. wgmma takes all of them at once."""
+    return swizzled((*lead, part.columns), dtype, part.swizzle)
 
 
 # --- Arrays ----------------------------------------------------------------------------------------------------------
@@ -131,8 +128,7 @@ def as_blocks(x: jax.Array, tile: int, problem: Problem) -> jax.Array:
 
     Copies from an array that tiles divide never need to be cut, and take less code; lengths cut any.
     """
-    divided = x.shape[1] % tile == 0 and x.shape[3] % PANEL == 0
-    return x if divided and not problem.lengths else as_rows(x)
+    return x if x.shape[1] % tile == 0 and not problem.lengths else as_rows(x)
 
 
 def pad_head(x: jax.Array, head_dim: int) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.attention import reference
-from mgpu_ops.attention.heads import PANEL, rounded, rounded_values
+from mgpu_ops.attention.heads import backward_dims, rounded, rounded_values, whole
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     HEAD_DIMS,
@@ -124,10 +124,16 @@ def splits_keys_by_default(problem: Problem) -> bool:
     return few and splits_keys(problem) is None
 
 
-# The fastest found on an H200 for long sequences, by head dim (docs/kernels/flash_attention.md).
+# The fastest found on an H200 for long sequences, by head dims of keys and values (docs/kernels/flash_attention.md).
 _MEASURED = {
     (64, 64): Config(3, 128, 3, 2, 1, 32, "early"),
+    (80, 80): Config(2, 128, 3, 2, 1, 40, "early"),
+    (96, 96): Config(2, 128, 3, 2, 1, 40, "early"),
+    (112, 112): Config(2, 128, 2, 2, 1, 40, "early"),
     (128, 128): Config(2, 128, 2, 2, 1, 24, "early"),
+    (160, 160): Config(2, 128, 2, 1, 4, 40, "early"),
+    (192, 128): Config(2, 128, 2, 1, 1, 24, "early"),
+    (192, 192): Config(2, 64, 2, 2, 4, 24, "early"),
     (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
 _MARGIN = 1.05  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
@@ -137,8 +143,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
 
     For each number of consumers, tile_kv and q_slots, the deepest pipeline of up to three stages: two load while consumers work
-    on one. Heads of several parts take the producer more registers: with fewer it spills. For few query tokens
-    `_split_candidates`.
+    on one. For few query tokens `_split_candidates`.
     """
     reason = supports(problem, gpu)
     if reason is not None:
@@ -147,8 +152,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         return _split_candidates(problem, gpu)
     measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
     found = [] if measured is None else [measured]
+    many = whole(rounded(problem.head_dim)).panels > 5  # whose copies take the producer more registers: with fewer it spills
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        registers = 40 if rounded(problem.head_dim) % PANEL else 32 if warpgroups == 3 else 24
+        registers = 40 if many else 32 if warpgroups == 3 else 24
         pipelines = [Config(warpgroups, tile_kv, steps, q_slots, _SECTION, registers, "early") for steps in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
@@ -269,7 +275,7 @@ def distance(x: Problem, y: Problem) -> float | None:
 def _head_dims(p: Problem) -> tuple[int, int]:
     """Of queries and values, that the kernel computes with."""
     if isinstance(p, BackwardProblem):
-        return padded(p.head_dim), padded(p.head_dim)
+        return backward_dims(p.head_dim, p.v_dim)
     return rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
 
 
@@ -325,20 +331,22 @@ _STEP = 0.1e-6  # s of a step that a larger tile saves: barriers, and ds on its 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
     """Modelled time in seconds. It ranks configs, and is not fitted to measurements.
 
-    Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes five
-    products, and dq is added to global memory in float32. Split: four products in the dk/dv kernel, three in the dq kernel.
+    Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes three
+    products of head_dim and two of v's, and dq is added to global memory in float32. Split: two and two in the dk/dv kernel,
+    two and one in the dq kernel.
     """
     p, c = problem, config
     _require(supports_backward(p, gpu))
     group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d = padded(p.head_dim)
+    d, v_d = backward_dims(p.head_dim, p.v_dim)
     dq = 4 * c.tile_q * d  # bytes
-    keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
-    rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
-    kernels = [(5, *keys, dq)] if c.mode == "fused" else [(4, *keys, 0), (3, *rows, 0)]
+    keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, c.tile_q * (d + v_d) * size
+    rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, c.tile_kv * (d + v_d) * size
+    of_keys, of_rows = 2 * (d + v_d), 2 * d + v_d  # columns of all products
+    kernels = [(of_keys + d, *keys, dq)] if c.mode == "fused" else [(of_keys, *keys, 0), (of_rows, *rows, 0)]
     work = 0.0
-    for products, steps, entries, loaded, added in kernels:
-        step = _gradient_step(p, c, products, loaded + added, gpu)
+    for columns, steps, entries, loaded, added in kernels:
+        step = _gradient_step(p, c, columns, loaded + added, gpu)
         work += rates.LAUNCH + _shared_out(steps * step + _TILE, entries, gpu)
     moved = reference.backward_bytes_moved(p)
     converted = (
@@ -347,11 +355,11 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     return max(work, moved / _hbm(gpu)) + converted / _hbm(gpu)
 
 
-def _gradient_step(p: BackwardProblem, c: BackwardConfig, products: int, moved: int, gpu: Gpu) -> float:
-    """Seconds of one tile of scores: its `products`, then the work on each score. With several stages, loads overlap."""
+def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: int, gpu: Gpu) -> float:
+    """Seconds of one tile of scores: products of so many columns, then the work on each score. Several stages overlap loads."""
     scores = c.tile_q * c.tile_kv
     elementwise = (scores / _EXPONENTIALS + scores * _GRADIENT_OPERATIONS / _LANES) / gpu.clock_hz
-    compute = 2 * products * scores * padded(p.head_dim) / _rate(gpu) + elementwise + _STEP
+    compute = 2 * columns * scores / _rate(gpu) + elementwise + _STEP
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY

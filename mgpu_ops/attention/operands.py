@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mgpu_ops.attention.heads import Part, parts
+from mgpu_ops.attention.heads import Part, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.layouts import load_tile
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
@@ -123,8 +123,8 @@ class Operands:
     def load_rows(self, src: Any, at: Position, dst: Any, full: Any, part: Part | None = None) -> None:
         """Starts the copies of query rows of one head: dst is [panels, rows, panel], for a part of the head.
 
-        part: by default the first, which is the whole head where PANEL divides it. Rows beyond the end arrive as zeros, here
-        and below, and so do those beyond a length: whatever the padding holds, be it NaN, counts as 0.
+        part: the whole head by default. Rows beyond the end arrive as zeros, here and below, and so do those beyond a length:
+        whatever the padding holds, be it NaN, counts as 0.
         """
         start = at.batch * self.problem.q_tokens
         self._load_panels(src, start, self.mask_terms(at.batch).q_end, at, dst, full, part)
@@ -135,15 +135,13 @@ class Operands:
         self._load_panels(src, start, self.mask_terms(at.batch).kv_end, at, dst, full, part)
 
     def _load_panels(self, src: Any, start: Int, end: Int, at: Position, dst: Any, full: Any, part: Part | None) -> None:
-        part = parts(self.problem.head_dim)[0] if part is None else part
+        part = whole(self.problem.head_dim) if part is None else part
         for panel in range(dst.shape[0]):
-            column = at.head * part.head_dim + (part.first + panel * part.panel)
+            column = at.head * part.head_dim + part.column(panel)
             load_rows(src, start + at.token, start + end, column, dst.at[panel], full, part.anywhere)
 
-    def load_block(
-        self, src: Any, kind: Literal["q", "kv"], at: Position, dst: Any, full: Any, part: Part | None = None
-    ) -> None:
-        """Starts the copy of a q block (or the gradient of one) or a kv block: dst is [tokens, columns of a part of the head].
+    def load_block(self, src: Any, kind: Literal["q", "kv"], at: Position, dst: Any, full: Any) -> None:
+        """Starts the copy of a q block (or the gradient of one) or a kv block: dst is [tokens, columns of a head].
 
         A product with a whole row of them takes fewer instructions than with one of panels. src: see `launch.as_blocks`.
         """
@@ -153,9 +151,7 @@ class Operands:
             return
         p, terms = self.problem, self.mask_terms(at.batch)
         tokens, end = (p.q_tokens, terms.q_end) if kind == "q" else (p.kv_tokens, terms.kv_end)
-        head_dim, first, anywhere = (d, 0, False) if part is None else (part.head_dim, part.first, part.anywhere)
-        row, column = at.batch * tokens + at.token, at.head * head_dim + first
-        load_rows(src, row, at.batch * tokens + end, column, dst, full, anywhere)
+        load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, at.head * d, dst, full)
 
     def load_optional(self, kind: Literal["q", "kv"], own: Position, token: Int, stage: Stage) -> None:
         """Starts the copies of what a q block or kv block that begins at `token` has beside its tokens: segments and bias.

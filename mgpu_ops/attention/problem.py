@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_ops.attention.heads import PANEL, rounded, rounded_values
+from mgpu_ops.attention.heads import PANEL, backward_dims, rounded, rounded_values
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
@@ -463,7 +463,8 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     if reason is not None:
         return reason
     p, c = problem, config
-    wide = padded(p.head_dim) > 128
+    d, _ = backward_dims(p.head_dim, p.v_dim)
+    wide = d > 128
     if c.mode not in ("fused", "split"):
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
     if c.mode == "fused" and (p.deterministic or wide):
@@ -472,9 +473,9 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     tile_kv = ROWS if wide else 2 * ROWS
     if c.tile_kv != tile_kv:
         return f"tile_kv={c.tile_kv} must be {tile_kv} for head_dim={p.head_dim}: {ROWS} keys of each warpgroup's gradients"
-    if c.tile_q not in (ROWS, 2 * ROWS) or (c.tile_q == 2 * ROWS and padded(p.head_dim) > 64):
+    if c.tile_q not in (ROWS, 2 * ROWS) or (c.tile_q == 2 * ROWS and d > 64):
         return f"tile_q={c.tile_q} must be {ROWS}, or {2 * ROWS} where head_dim is at most 64"
-    if c.mode == "fused" and padded(p.head_dim) == 64 and c.tile_q == ROWS:
+    if c.mode == "fused" and d == 64 and c.tile_q == ROWS:
         return f"tile_q={c.tile_q} must be {2 * ROWS} with mode='fused' and head_dim={p.head_dim}: dq's rows are shared out"
     if not 1 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
@@ -488,12 +489,12 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
 
 def dq_steps(problem: BackwardProblem) -> int:
     """Stages of the dq kernel's pipeline of keys."""
-    return 1 if padded(problem.head_dim) > 128 and problem.bias != "none" else 2
+    return 1 if rounded(problem.head_dim) > 128 and problem.bias != "none" else 2
 
 
 def dq_value_steps(problem: BackwardProblem) -> int:
     """Stages of its pipeline of values: head dim 256 leaves room for one."""
-    return 1 if padded(problem.head_dim) > 128 else 2
+    return 1 if rounded(problem.head_dim) > 128 else 2
 
 
 def padded(head_dim: int) -> int:
@@ -515,25 +516,24 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
     """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
-    p, c, d, steps = problem, config, padded(problem.head_dim), config.max_concurrent_steps
-    wide, fused = d > 128, config.mode == "fused"
-    rows, stats = ((steps, c.tile_q, d), 2), ((steps, c.tile_q), 4)
+    p, c, steps = problem, config, config.max_concurrent_steps
+    d, v_d = backward_dims(p.head_dim, p.v_dim)
+    wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
-    buffers += [stats, rows]  # delta, the output's gradient
+    buffers += [stats, ((steps, c.tile_q, v_d), 2)]  # delta, the output's gradient
     buffers += [((2, ROWS, PANEL), 4)] if fused else []  # dq
     buffers += [((ROWS, ROWS) if wide else (2, c.tile_q, c.tile_kv), 2)] if fused or p.bias_grad else []  # ds
-    buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), rows]  # keys, lse, numbers, queries
+    buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
-    buffers += [((c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
+    buffers += [((c.tile_kv, v_d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
     return limits.block_bytes(buffers, barriers=2 * steps + 2 + (2 if wide else 1))
 
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
     """Bytes of shared memory of a thread block of the dq kernel, likewise."""
-    p, d = problem, padded(problem.head_dim)
+    p, (d, v_d) = problem, backward_dims(problem.head_dim, problem.v_dim)
     k_steps, v_steps = dq_steps(p), dq_value_steps(p)
-    rows = ((2 * ROWS, d), 2)
     buffers: list[limits.Buffer] = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
-    buffers += [rows, ((k_steps, ROWS, d), 2), ((2, ROWS), 4), rows]
+    buffers += [((2 * ROWS, v_d), 2), ((k_steps, ROWS, d), 2), ((2, ROWS), 4), ((2 * ROWS, d), 2)]
     buffers += [((k_steps, ROWS), 4)] if p.segments else []
-    return limits.block_bytes([*buffers, ((v_steps, ROWS, d), 2)], barriers=2 * (1 + k_steps + v_steps))
+    return limits.block_bytes([*buffers, ((v_steps, ROWS, v_d), 2)], barriers=2 * (1 + k_steps + v_steps))

@@ -83,7 +83,7 @@ P, B, ONE = FORWARD.Problem, BACKWARD.Problem, cases.BASE
 FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     "plain": (P(1, 256, 256, 1, 1, 64), ONE),
     "two q stages, three warpgroups, padded": (P(1, 256, 250, 1, 1, 72), replace(ONE, compute_warpgroups=3, q_slots=2)),
-    "head_dim in two parts": (P(1, 256, 256, 1, 1, 96), replace(ONE, compute_warpgroups=2)),
+    "head_dim in narrow panels": (P(1, 256, 256, 1, 1, 96), replace(ONE, compute_warpgroups=2)),
     "fewer columns of values": (P(1, 256, 256, 1, 1, 192, v_head_dim=128), ONE),
     "bias and segments": (P(1, 256, 256, 1, 1, 128, segments=True, bias="float32"), ONE),
 }
