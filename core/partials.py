@@ -40,7 +40,7 @@ class Partials:
     def leave(self, place: Int, tiles: Sequence[jax.Array]) -> None:
         """Stores tiles [64, columns] in wgmma's layout, and says that they are there."""
         for number, tile in enumerate(tiles):
-            _store(tile, self.values.at[place, number])
+            _store(tile, self.values.at[place], number)
         if not interpreting():  # which runs one cluster after another
             _signal(self.arrived.at[place])
 
@@ -51,26 +51,26 @@ class Partials:
 
     def add(self, tile: jax.Array, number: int, place: Int) -> jax.Array:
         """tile + tile `number` of a place that was waited for."""
-        return _add(tile, self.values.at[place, number])
+        return _add(tile, self.values.at[place], number)
 
 
-def _store(tile: jax.Array, ref: Any) -> None:
+def _store(tile: jax.Array, ref: Any, number: int) -> None:
     if interpreting():
-        ref[...] = tile.reshape(-1)
+        ref[number] = tile.reshape(-1)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
     def store(_: Any, tile: Any, ref: Any) -> None:
-        for address, offset, pair in _chunks(tile, ref):
+        for address, offset, pair in _chunks(tile, ref, number):
             words = [mosaic.bitcast(register, ir.IntegerType.get_signless(64)) for register in pair]
             mosaic.inline_ptx(f"st.global.v2.b64 [$0+{offset}], {{$1, $2}};", address, *words, has_side_effects=True)
 
     store(tile, ref)
 
 
-def _add(tile: jax.Array, ref: Any) -> jax.Array:
+def _add(tile: jax.Array, ref: Any, number: int) -> jax.Array:
     if interpreting():
-        return tile + ref[...].reshape(tile.shape)
+        return tile + ref[number].reshape(tile.shape)
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -79,7 +79,7 @@ def _add(tile: jax.Array, ref: Any) -> jax.Array:
     def add(_: Any, tile: Any, ref: Any) -> Any:
         i64 = ir.IntegerType.get_signless(64)
         loaded = []
-        for address, offset, pair in _chunks(tile, ref):
+        for address, offset, pair in _chunks(tile, ref, number):
             words = mosaic.inline_ptx(
                 f"ld.global.v2.b64 {{$0, $1}}, [$2+{offset}];", address, result_types=[i64, i64], has_side_effects=True
             )
@@ -93,12 +93,17 @@ def _add(tile: jax.Array, ref: Any) -> jax.Array:
     return added
 
 
-def _chunks(tile: Any, ref: Any) -> list[tuple[Any, int, list[Any]]]:
-    """Of each chunk of a thread: its address without an offset, the offset in bytes, and the two registers pairs in it."""
+def _chunks(tile: Any, ref: Any, number: int) -> list[tuple[Any, int, list[Any]]]:
+    """Of each chunk of a thread in tile `number`: an address, the offset from it in bytes, and two pairs of registers.
+
+    All tiles of a place have one address, so that few registers are taken beside the sums.
+    """
     thread = arith.remui(mosaic.thread_idx(), i32(_THREADS))
     address = mosaic.getelementptr(mosaic.memref_ptr(ref), [arith.muli(thread, i32(_CHUNK // 4))], ir.F32Type.get())
     pairs = list(tile.registers.flat)
-    return [(address, i * _CHUNK * _THREADS, pairs[2 * i : 2 * i + 2]) for i in range(len(pairs) // 2)]
+    chunks = len(pairs) // 2
+    first = number * chunks
+    return [(address, (first + i) * _CHUNK * _THREADS, pairs[2 * i : 2 * i + 2]) for i in range(chunks)]
 
 
 def _signal(flag: Any) -> None:

@@ -69,8 +69,8 @@ class StreamK:
     As many tiles as make up whole waves are taken whole. The steps of the tiles that are left over lie in a row, of which each
     block takes an equal stretch, one after the other. A stretch is no longer than a tile, and so holds at most one end of a
     tile: it is the last part of that tile, and the first or a middle one of the next. A block computes first the part that it
-    leaves for a later block, then the tile that it ends, and whole tiles last. So it waits only for blocks before it, and for
-    what these compute before they wait themselves.
+    leaves for a later block, then a whole tile, then the part that it ends. So it waits only for blocks before it, and for what
+    these compute before they wait themselves; and where two consumers take turns, one of them computes both parts.
 
     Source: Osama et al., "Stream-K" (arXiv 2301.03598).
     """
@@ -128,20 +128,26 @@ class StreamK:
             return WholeTiles(self.tiles, self.blocks, self.steps).item(block, i)
         start, end, tile_end = self._stretch(block)
         leaves, ends = (end > tile_end).astype(jnp.int32), (tile_end > start).astype(jnp.int32)
-        left, ended = i < leaves, i < leaves + ends  # the first that holds says what the item is
-        tile, number = lax.div(tile_end, jnp.int32(self.steps)), i - leaves - ends  # that is left, and among those taken whole
-        part = jnp.minimum(tile_end - start, self.steps)  # steps of the tile that ends
-        to_leave = end - jnp.maximum(start, tile_end)
+        to_leave, to_end = end - jnp.maximum(start, tile_end), jnp.minimum(tile_end - start, self.steps)
+        between = min(1, self.whole)  # tiles taken whole between the two parts
+        end_at = leaves * (1 + between)
+        is_left, is_ended = i < leaves, jnp.logical_and(ends > 0, i == end_at)
+        number = i - leaves - ends * (i > end_at).astype(jnp.int32)  # of a tile taken whole
+        tile = lax.div(tile_end, jnp.int32(self.steps))  # that is left
 
-        def choose(leave: Int, end: Int, whole: Int) -> jax.Array:
-            return jnp.where(left, jnp.int32(leave), jnp.where(ended, jnp.int32(end), jnp.int32(whole)))
+        def choose(left: Int, ended: Int, whole: Int) -> jax.Array:
+            return jnp.where(is_left, jnp.int32(left), jnp.where(is_ended, jnp.int32(ended), jnp.int32(whole)))
 
         return Item(
             tile=choose(self.whole + tile, self.whole + tile - 1, number * self.blocks + block),
-            first=choose(end - tile_end - to_leave, self.steps - part, 0),
-            steps=choose(to_leave, part, self.steps),
-            before=choose(0, leaves * to_leave, end - start + number * self.steps),
-            stores=jnp.logical_not(left),
+            first=choose(end - tile_end - to_leave, self.steps - to_end, 0),
+            steps=choose(to_leave, to_end, self.steps),
+            before=choose(
+                0,
+                leaves * (to_leave + between * self.steps),
+                jnp.where(i < end_at, to_leave, end - start + number * self.steps),
+            ),
+            stores=jnp.logical_not(is_left),
             others=choose(block, self._block_of(jnp.maximum(tile_end - self.steps, 0)), block),
         )
 

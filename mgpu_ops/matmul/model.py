@@ -62,6 +62,7 @@ _STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 _RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
 _LEAST = 0.70  # of the rate is left with the narrowest tiles
 _ONE_WARPGROUP = 0.68  # of the rate is left with one consumer: nothing multiplies while it stores or waits
+_IN_TURN = 1.025  # times the rate, power included, where warpgroups take turns: there is always a wgmma in flight
 _SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
 _STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
@@ -100,7 +101,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = _of_a_block(c, tiles, blocks, k_steps(p, c), step, store, gpu) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
-    steps = slowdown(max(steps, under_power))
+    steps = slowdown(max(steps, under_power)) / (_IN_TURN if gemm.takes_turns(c) and waves > 1 else 1.0)
     memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
     reduction = 0.0
     if c.cluster == "k":
@@ -158,9 +159,10 @@ _TILES = (
     *((128, 256), (256, 128), (128, 192), (192, 128), (192, 256), (256, 192)),
     *((128, 128), (64, 256), (128, 64), (64, 128), (64, 64)),
 )
+_TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
-_LONG_K = 1024  # with which it tries stream-k
+_LONG_K = 1024  # with which it tries stream-k, and the default may be ping-pong
 _SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
 
 
@@ -174,10 +176,10 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
     best: dict[tuple[Any, ...], tuple[float, Config]] = {}
-    for config in _shapes(problem):
+    for config in itertools.chain(_shapes(problem), _in_turn(problem, gpu)):
         found = deepest(problem, config, gpu)
         if found is not None:
-            key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k)
+            key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule)
             best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
     return [config for _, config in sorted(best.values(), key=lambda pair: pair[0])]
 
@@ -210,13 +212,42 @@ def _shapes(problem: Problem) -> Iterator[Config]:
                 )
 
 
+def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Tiles of warpgroups that take turns, for problems like those measured: several tiles a block, each of several steps.
+
+    A residual would take the place of stages.
+    """
+    for tile_m, tile_n in _TILES_IN_TURN:
+        tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
+        if tiles > 2 * gpu.sms and problem.k >= _LONG_K and not problem.residual:
+            yield Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                tile_k=64,
+                max_concurrent_steps=_STEPS[-1],
+                compute_warpgroups=2,
+                wg_dimension="m",
+                cluster="none",
+                raster_dimension="m",
+                raster_width=8,
+                epilogue_tile_n=64,
+                split_k=1,
+                memory_registers=40,
+                schedule="pingpong",
+            )
+
+
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
 
 
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower."""
-    for columns in (64, 32) if config.tile_m >= gemm.ROWS else (64,):
+    """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
+
+    Where warpgroups take turns, the narrowest: their stores take no time of the tensor cores.
+    """
+    widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
+    for columns in reversed(widths) if gemm.takes_turns(config) else widths:
         for steps in reversed(_STEPS):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
             if smem_bytes(problem, found) <= gpu.smem_per_block:

@@ -241,7 +241,6 @@ def _check_turns(c: Config) -> str | None:
         ("compute_warpgroups", (2,), "which take turns"),
         ("wg_dimension", ("m",), "as no side of a tile is shared"),
         ("cluster", ("none", "m", "n"), "as the blocks of a cluster along k add up one tile at a time"),
-        ("last_wave", ("whole",), "as warpgroups leave sums for those of their own number"),
     ):
         if getattr(c, field) not in allowed:
             wanted = " or ".join(map(repr, allowed))
@@ -275,9 +274,14 @@ def check_schedule(p: Problem, c: Config, check_output: Callable[[Problem, Confi
 
 
 def check_counts(p: Problem, c: Config, gpu: Gpu) -> str | None:
-    """Tiles, steps of a block and elements of k can be counted in 32 bits, for a problem and a config `as_computed`."""
+    """Tiles, steps of a block and elements of k can be counted in 32 bits, for a problem and a config `as_computed`.
+
+    Also that there are whole tiles beside the parts that one of two consumers computes.
+    """
     steps, clusters = k_steps(p, c), limits.resident_clusters(cluster_size(c), gpu)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n) * (1 if c.cluster == "k" else c.split_k)
+    if c.last_wave == "stream_k" and gemm.takes_turns(c) and tiles < clusters * cluster_size(c):
+        return f"last_wave='stream_k' with schedule='pingpong' needs as many tiles as SMs, but there are {tiles}"
     for what, count in (
         (f"{tiles} tiles of {c.tile_m} x {c.tile_n}", tiles),
         (f"{steps} steps of k for each of {tiles} tiles", math.ceil(tiles / clusters) * steps),
@@ -293,7 +297,7 @@ def _check_order(p: Problem, c: Config) -> str | None:
     """The order of tiles and the parts of k exist for this problem."""
     if c.raster_width < 1:
         return f"raster_width={c.raster_width} must be at least 1"
-    if c.split_k > 1 and c.last_wave == "stream_k":
+    if c.last_wave == "stream_k" and c.split_k > 1:
         return f"split_k={c.split_k} must be 1 with last_wave='stream_k', which shares out k itself"
     if c.cluster == "k" and c.split_k not in (2, 4, 8):
         return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"

@@ -180,6 +180,8 @@ CASES = {
     "stream-k, two warpgroups, tails": (P(200, 328, 328), replace(BASE, last_wave="stream_k")),
     "stream-k, cluster along m, a batch": (P(100, 72, 520, batch=3), replace(STREAM_K, cluster="m")),
     "stream-k, bias, gelu and residual": (P(200, 136, 520, **ALL), replace(STREAM_K, epilogue_tile_n=32)),
+    "stream-k, in turn": (P(330, 72, 1352), replace(IN_TURN, last_wave="stream_k")),
+    "stream-k, in turn, residual": (P(200, 200, 520, **ALL), replace(IN_TURN, last_wave="stream_k")),
     "stream-k, float32, nothing left over": (
         P(128, 128, 328, out_dtype="float32"),
         replace(STREAM_K, epilogue_tile_n=32),
@@ -269,6 +271,7 @@ IN_ALL = [  # what others show together or one by one
     "8 bits, parts of k, a batch, scales of rows",
     "blocks, parts of k, a batch",
     "blocks, two blocks share k",
+    "stream-k, in turn, residual",
 ]
 
 

@@ -71,7 +71,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
             {"last_wave": "stream_k", "split_k": 2},
             "split_k=2 must be 1 with last_wave='stream_k', which shares out k itself",
         ),
-        (P, {"last_wave": "stream_k", "schedule": "pingpong"}, "last_wave='stream_k' must be 'whole' with schedule='pingpong'"),
+        (P, {"last_wave": "stream_k", "schedule": "pingpong"}, "'pingpong' needs as many tiles as SMs, but there are 16"),
         (
             replace(P, k=2**31 - 256),
             {"last_wave": "stream_k"},
