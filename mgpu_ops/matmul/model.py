@@ -217,9 +217,11 @@ def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
     A residual would take the place of stages.
     """
+    if problem.k < _LONG_K or problem.residual or itemsize_of(problem.dtype) != 2:
+        return
     for tile_m, tile_n in _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
-        if tiles > 2 * gpu.sms and problem.k >= _LONG_K and not problem.residual:
+        if tiles > 2 * gpu.sms:
             yield Config(
                 tile_m=tile_m,
                 tile_n=tile_n,
