@@ -60,6 +60,53 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any,
     plgpu.barrier_arrive(barrier)
 
 
+def load_pages(
+    src: Any, table: Any, entry: Int, count: Int, column: int | jax.Array, dst: Any, barrier: Any, page_size: int
+) -> None:
+    """Starts the copy of pages of rows, one after the other in dst; arrives at `barrier` when done, once for all.
+
+    dst[i * page_size + j] = src[table[entry + i] * page_size + j], for the first `count` rows of dst; zeros in the others, for
+    which neither table nor src is read. Numbers of pages out of range count as the nearest.
+
+    src: a `rows_view` in global memory of fewer than 2^28 rows, whole pages.
+    table: int32 [chunks, entries of a chunk] in shared memory, as if it were flat.
+    column, dst: as for `load_rows`; page_size, a multiple of 8, divides dst's rows.
+    """
+    inflight.copies(dst, barrier)
+    if not interpreting():
+        place = _shared_address(table) + 4 * entry
+        count_unit, kind = pl.ds(count * tma.ROW_UNIT, dst.shape[0]), jnp.int32(tma.PAGES + page_size)
+        plgpu.copy_gmem_to_smem(src.at[place, kind, count_unit, pl.ds(column, dst.shape[1])], dst, barrier)
+        return
+    pages, (rows, columns) = src.shape[2] // page_size, dst.shape
+
+    def piece(i: jax.Array, _: None) -> None:
+        number = entry + jnp.minimum(i, lax.div(jnp.maximum(count, 1) - 1, jnp.int32(page_size)))
+        page = table[lax.div(number, jnp.int32(table.shape[1])), lax.rem(number, jnp.int32(table.shape[1]))]
+        whole = src[0, 0, pl.ds(jnp.clip(page, 0, pages - 1) * page_size, page_size), :]
+        found = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (page_size, columns))
+        counts = lax.broadcasted_iota(jnp.int32, found.shape, 0) < count - i * page_size
+        dst[pl.ds(i * page_size, page_size), :] = jnp.where(counts, found, jnp.zeros((), found.dtype))
+
+    lax.fori_loop(0, rows // page_size, piece, None)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+def _shared_address(ref: Any) -> jax.Array:
+    """The address of a ref in the block's shared memory, int32."""
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def address(_: Any, ref: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        place = mosaic.inline_ptx("mov.u32 $0, $1;", mosaic.memref_ptr(ref), result_types=word)
+        return mosaic_gpu.FragmentedArray.splat(place, (), is_signed=True)
+
+    found: jax.Array = address(ref)
+    return found
+
+
 def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int, anywhere: bool = False) -> None:
     """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`, the reverse of `load_rows`.
 

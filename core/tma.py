@@ -23,12 +23,13 @@ from mgpu_ops.core.jax_patches import is_marked
 from mgpu_ops.core.tile_scheduler import Int
 
 # Mosaic insists that a tile of 8 rows begins at a multiple of 8, and of columns likewise. A copy that begins anywhere gives its
-# first row times ROW_UNIT and its first column times COLUMN_UNIT; an index of one of the two values below marks such a copy.
+# first row times ROW_UNIT and its first column times COLUMN_UNIT; an index of one of the values below marks such a copy.
 ROW_UNIT = 8
 COLUMN_UNIT = 64
 ANYWHERE = 0x414E5957  # in the first dimension, of size 1: a block that begins anywhere
 WINDOW = 0x57494E44  # in the second dimension, of size 1: a window of rows
 WINDOW_ANYWHERE = 0x57414E59  # likewise: a window whose columns begin anywhere
+PAGES = 0x50470000  # likewise, plus the rows of a page: rows in pages, which a table in shared memory names
 type Slice = tuple[Any, ...]  # an index or a DynamicSlice for each dimension of the array
 type Transforms = tuple[launch_context.MemRefTransform, ...]
 
@@ -162,14 +163,23 @@ def copy_any_shape() -> None:
         to_smem = utils.is_smem_ref(dst_ref)
         gmem, smem = (src_ref, dst_ref) if to_smem else (dst_ref, src_ref)
 
-        def one(smem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms, only: ir.Value | None = None) -> None:
+        def one(
+            smem: ir.Value,
+            gmem_slice: Slice,
+            gmem_transform: Transforms,
+            only: ir.Value | None = None,
+            thread: ir.Value | None = None,  # in place of the one thread that `options` names
+        ) -> None:
             src, dst = (gmem, smem) if to_smem else (smem, gmem)
-            given = dict(options, predicate=arith.andi(options["predicate"], only)) if only else options
+            given = dict(options, predicate=thread) if thread is not None else options
+            given = dict(given, predicate=arith.andi(given["predicate"], only)) if only else given
             copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
 
         if len(gmem_slice) > 2 and _is_constant(gmem_slice[0], ANYWHERE):
             gmem_slice = _anywhere(gmem_slice)
-        if _is_window(gmem_slice):
+        if page_size := _page_size(gmem_slice):
+            _pages(gmem, smem, gmem_slice, page_size, one)
+        elif _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
         elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform)):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
@@ -223,12 +233,26 @@ def _is_window(gmem_slice: Slice) -> bool:
     return False
 
 
+def _page_size(gmem_slice: Slice) -> int | None:
+    """The rows of a page where the slice is (address, PAGES + rows of a page, rows, columns), else None."""
+    match gmem_slice:
+        case (_, index, _, _):
+            value = _constant(index)
+            return value - PAGES if value is not None and 0 < value - PAGES < 2**16 else None
+    return None
+
+
 def _is_constant(x: Any, value: int) -> bool:
+    return _constant(x) == value
+
+
+def _constant(x: Any) -> int | None:
+    """The value of a constant integer; None for what is none."""
     owner: Any = getattr(x, "owner", None)
     while isinstance(owner, ir.Operation | ir.OpView) and owner.name == "arith.index_cast":
         owner = owner.operands[0].owner
     constant = isinstance(owner, ir.Operation | ir.OpView) and owner.name == "arith.constant"
-    return constant and bool(ir.IntegerAttr(owner.attributes["value"]).value == value)
+    return int(ir.IntegerAttr(owner.attributes["value"]).value) if constant else None
 
 
 def _anywhere(gmem_slice: Slice) -> Slice:
@@ -420,3 +444,41 @@ def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]
             copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end, anywhere),))
             scf.YieldOp([])
         scf.YieldOp([])
+
+
+def _pages(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, page_size: int, copy: Callable[..., None]) -> None:
+    """Copies pages of an array of rows to a block of several pages in shared memory, tiled [rows / 8, panels, 8, panel].
+
+    The block is one copy to Mosaic: one barrier among the warps before it, one arrival for all its bytes. Its pages are dealt
+    to the warps, and one thread of each starts their copies. The slice is (address, PAGES + page_size, count, columns): the
+    numbers of the pages lie from that address in shared memory on, 32 bits each; the first `count` rows of the block count, and
+    the others arrive as zeros. Numbers of pages that count are clamped to those there are, others are not read.
+    """
+    address, _, rows, columns = gmem_slice
+    pages, pieces, tiles = gmem.type.shape[2] // page_size, rows.length // page_size, page_size // smem.type.shape[2]
+    count = arith.divui(rows.base, _index(ROW_UNIT))
+    last = arith.divui(arith.subi(arith.maxui(count, _index(1)), _index(1)), _index(page_size))  # page that counts
+    warp = arith.remui(utils.warp_idx(sync=True), utils.c(utils.WARPS_IN_WARPGROUP, ir.IntegerType.get_signless(32)))
+    thread = utils.single_thread_predicate(utils.ThreadSubset.WARP)
+    for first in range(0, pieces, utils.WARPS_IN_WARPGROUP):
+        piece = arith.addi(arith.index_cast(ir.IndexType.get(), warp), _index(first))
+        mine = thread
+        if pieces - first < utils.WARPS_IN_WARPGROUP:
+            mine = arith.andi(thread, arith.cmpi(arith.CmpIPredicate.ult, piece, _index(pieces)))
+            piece = arith.minui(piece, _index(pieces - 1))
+        row = arith.muli(_page(address, arith.minui(piece, last), pages), _index(page_size))
+        before = arith.muli(piece, _index(page_size))
+        left = arith.minui(arith.subi(arith.maxui(count, before), before), _index(page_size))
+        window = utils.DynamicSlice(arith.muli(row, _index(ROW_UNIT)), page_size)
+        own = utils.memref_slice(smem, (utils.DynamicSlice(arith.muli(piece, _index(tiles)), tiles),))
+        there = (arith.addi(row, left), _index(WINDOW), window, columns)
+        _window_of_rows(own, there, functools.partial(copy, thread=mine))
+
+
+def _page(address: ir.Value, piece: ir.Value, pages: int) -> ir.Value:
+    """The number of a page from the table in shared memory, clamped to the pages there are."""
+    i32 = ir.IntegerType.get_signless(32)
+    place = arith.index_cast(i32, arith.addi(address, arith.muli(piece, _index(4))))
+    page = utils.inline_ptx("ld.shared.b32 $0, [$1];", place, result_types=i32, has_side_effects=True)
+    page = arith.minsi(arith.maxsi(page, utils.c(0, i32)), utils.c(pages - 1, i32))
+    return arith.index_cast(ir.IndexType.get(), page)

@@ -42,7 +42,7 @@ from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.rows import load_rows, load_scattered, rows_view, store_scattered
+from mgpu_ops.core.rows import load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
 
 
@@ -151,35 +151,30 @@ class _ThreadBlock:
         """Entries of the table for a sequence."""
         return self.p.kv_tokens // self.p.page_size
 
-    def _row_of_pool(self, token: jax.Array) -> jax.Array:
-        """Where key `token` of this batch entry lies among the rows of the pool.
-
-        Whatever the table says, the row is one of the pool's: an index out of range counts as the nearest. A tile may reach
-        beyond the table's last entry, and nothing is read from a page behind a length.
-        """
-        size, table = jnp.int32(self.p.page_size), self.smem["page_table"]
-        number = self.at.batch * self._pages + lax.div(token, size) - self._first_entry
-        number = jnp.minimum(number, math.prod(table.shape) - 1)
-        page = table[lax.div(number, jnp.int32(table.shape[1])), lax.rem(number, jnp.int32(table.shape[1]))]
-        pages = self.x.k.shape[2] // self.p.page_size
-        return jnp.clip(page, 0, pages - 1) * size + lax.rem(token, size)
-
     def _load_pages(self, what: Literal["k", "v"], stage: jax.Array, token: Int) -> None:
         """Starts the copies of a tile from its pages. Rows behind the entry's length arrive as zeros, and are not read."""
-        rows, full = _rows_of_page(self.p, self.c), self.full[what].at[stage]
+        size, full, first = jnp.int32(self.p.page_size), self.full[what].at[stage], self.at.head * self.p.head_dim
+        entry = self.at.batch * self._pages + lax.div(jnp.int32(token), size) - self._first_entry
+        count = jnp.clip(self.terms.kv_end - token, 0, self.c.tile_kv)  # rows of the tile
 
-        def load(i: jax.Array, _: None) -> None:
-            first, own = token + i * rows, pl.ds(i * rows, rows)
-            row = self._row_of_pool(first)
-            end = row + jnp.clip(self.terms.kv_end - first, 0, rows)
-            if what == "k":
-                for panel in range(self.p.head_dim // PANEL):
-                    dst = self.smem["k"].at[stage, panel, own]
-                    load_rows(self.x.k, row, end, self.at.head * self.p.head_dim + panel * PANEL, dst, full)
+        def load(src: Any, column: jax.Array, dst: Any) -> None:
+            if self.p.page_size < self.c.tile_kv:
+                load_pages(src, self.smem["page_table"], entry, count, column, dst, full, self.p.page_size)
             else:
-                load_rows(self.x.v, row, end, self.at.head * self.p.head_dim, self.smem["v"].at[stage, own], full)
+                row = self._page(src, entry) * size + lax.rem(jnp.int32(token), size)
+                load_rows(src, row, row + count, column, dst, full)
 
-        lax.fori_loop(0, self.c.tile_kv // rows, load, None)
+        if what == "v":
+            load(self.x.v, first, self.smem["v"].at[stage])
+            return
+        for panel in range(self.p.head_dim // PANEL):
+            load(self.x.k, first + panel * PANEL, self.smem["k"].at[stage, panel])
+
+    def _page(self, pool: Any, entry: jax.Array) -> jax.Array:
+        """The page that an entry of the copied table names, the nearest where it names none."""
+        table = self.smem["page_table"]
+        page = table[lax.div(entry, jnp.int32(table.shape[1])), lax.rem(entry, jnp.int32(table.shape[1]))]
+        return jnp.clip(page, 0, pool.shape[2] // self.p.page_size - 1)
 
     # --- Copies
 
@@ -405,7 +400,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         "k": swizzled((k_stages, panels, c.tile_kv, PANEL), p.dtype),
         "v": swizzled((v_stages, c.tile_kv, p.head_dim), p.dtype),
     }
-    copies, indices = c.tile_kv // _rows_of_page(p, c), page_indices(p, c)  # copies of a tile from its pages
+    indices = page_indices(p, c)
     chunk = min(indices, PAGE_INDICES_COPIED)
     table = {"page_table": plgpu.SMEM((indices // chunk, chunk), jnp.int32)} if indices else {}
     return {
@@ -414,17 +409,12 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         "q": swizzled((panels, ROWS, PANEL), p.dtype),
         "barriers": {
             "q": plgpu.Barrier(num_arrivals=panels),
-            "k": plgpu.Barrier(num_arrivals=panels * copies, num_barriers=k_stages),
-            "v": plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
+            "k": plgpu.Barrier(num_arrivals=panels, num_barriers=k_stages),
+            "v": plgpu.Barrier(num_barriers=v_stages),
             **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },
         **table,
     }
-
-
-def _rows_of_page(p: Problem, c: Config) -> int:
-    """Keys of a tile that one copy brings: of a page, all that are in the tile; without pages, the tile."""
-    return min(p.page_size or c.tile_kv, c.tile_kv)
 
 
 def _flat_table(table: jax.Array, indices: int) -> jax.Array:
