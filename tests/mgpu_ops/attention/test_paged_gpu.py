@@ -51,17 +51,6 @@ def drawn(seed: int) -> tuple[dict[str, Any], Any]:
     return changes, next(c for c in configs if FORWARD.check(problem, c, device) is None)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_pages_are_right(seed, assert_near):
-    changes, config = drawn(seed)
-    pages = paged.draw(seed, **changes)
-    run = functools.partial(flash_attention, return_lse=True, config=config, backend="mosaic", **pages.options)
-    out, lse = jax.jit(lambda q, k, v, table: run(q, k, v, page_table=table))(*pages.arrays, pages.table.astype(np.int32))
-    wanted = cases.truth(pages.q, *pages.gathered(), **pages.options)
-    assert_near(out, wanted["out"], 0.1 if changes["dtype"] == "bfloat16" else 0.015)
-    np.testing.assert_allclose(float64(lse), wanted["lse"], rtol=1e-3, atol=1e-3)
-
-
 def test_pages_have_the_bits_of_the_same_keys_without_pages():
     pages = paged.draw(0, page_size=64, pages_each=32, batch=4, head_dim=128, q_heads=8, garbage=False)
     config = FORWARD.default(FORWARD.Problem(4, 1, 2048, 8, 2, 128, page_size=64), gpu.current())
@@ -77,3 +66,14 @@ def test_indices_out_of_range_are_safe():
     found = flash_attention(q, k, v, page_table=table, backend="mosaic")
     wanted = flash_attention(q, k, v, page_table=table, backend="xla")
     np.testing.assert_allclose(float64(found), float64(wanted), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_pages_are_right(seed, assert_near):
+    changes, config = drawn(seed)
+    pages = paged.draw(seed, **changes)
+    run = functools.partial(flash_attention, return_lse=True, config=config, backend="mosaic", **pages.options)
+    out, lse = jax.jit(lambda q, k, v, table: run(q, k, v, page_table=table))(*pages.arrays, pages.table.astype(np.int32))
+    wanted = cases.truth(pages.q, *pages.gathered(), **pages.options)
+    assert_near(out, wanted["out"], 0.1 if changes["dtype"] == "bfloat16" else 0.015)
+    np.testing.assert_allclose(float64(lse), wanted["lse"], rtol=1e-3, atol=1e-3)
