@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import MatmulConfig, MatmulProblem, matmul, spec_of, use_configs
-from mgpu_ops.core import gpu
+from mgpu_ops.core import gemm, gpu
 from mgpu_ops.tuning import measure
 
 pytestmark = pytest.mark.gpu
@@ -151,7 +151,7 @@ def draw_stream_k(seed: int) -> tuple[Any, Any]:
     extra = {"bias": True, "activation": "silu", "residual": True} if rng.random() < 0.3 else {}
     problem = P(m, n, k, layout=layout, batch=rng.choice([1, 1, 3]), **extra)
     device = gpu.current()
-    fixed = {"last_wave": ("stream_k",), "schedule": ("cooperative",), "cluster": ("none", "none", "m", "n"), "split_k": (1,)}
+    fixed = {"last_wave": ("stream_k",), "schedule": gemm.SCHEDULES[:2], "cluster": ("none", "none", "m", "n"), "split_k": (1,)}
     space = {**MATMUL.space(problem, device), **fixed}
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
