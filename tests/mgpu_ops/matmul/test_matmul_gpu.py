@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import MatmulConfig, MatmulProblem, matmul, spec_of, use_configs
-from mgpu_ops.core import gemm, gpu
+from mgpu_ops.core import gpu
 from mgpu_ops.tuning import measure
 
 pytestmark = pytest.mark.gpu
@@ -139,20 +139,25 @@ def draw_in_turn(seed: int) -> tuple[Any, Any]:
 
 
 def draw_stream_k(seed: int) -> tuple[Any, Any]:
-    """As `draw`, with few or many tiles, the last ones of which all blocks share."""
-    rng = random.Random(seed)
+    """As `draw`, with few or many tiles, the last ones of which all blocks share. Every third takes turns at many tiles."""
+    rng, in_turn = random.Random(seed), seed % 3 == 0
     layout = rng.choice(["nn", "nt", "tn", "tt"])
-    high = rng.choice([3, 10, 60])
-    m, n, k = 64 * rng.randint(1, high), 64 * rng.randint(1, high), 8 * rng.randint(1, rng.choice([100, 1000]))
+    low, high = (30, 60) if in_turn else rng.choice([(1, 4), (1, 10), (10, 60)])
+    m, n, k = 64 * rng.randint(low, high), 64 * rng.randint(low, high), 8 * rng.randint(1, rng.choice([100, 1000]))
     if rng.random() < 0.5:
         m, n = m - 8, n - 24
-    if layout[0] == "n" and rng.random() < 0.3:
+    if layout[0] == "n" and not in_turn and rng.random() < 0.3:
         m = rng.randint(1, 64)
     extra = {"bias": True, "activation": "silu", "residual": True} if rng.random() < 0.3 else {}
     problem = P(m, n, k, layout=layout, batch=rng.choice([1, 1, 3]), **extra)
     device = gpu.current()
-    fixed = {"last_wave": ("stream_k",), "schedule": gemm.SCHEDULES[:2], "cluster": ("none", "none", "m", "n"), "split_k": (1,)}
-    space = {**MATMUL.space(problem, device), **fixed}
+    space = {
+        **MATMUL.space(problem, device),
+        "last_wave": ("stream_k",),
+        "cluster": ("none", "none", "m", "n"),
+        "split_k": (1,),
+    }
+    space["schedule"] = ("pingpong" if in_turn else "cooperative",)
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
 
