@@ -1,6 +1,7 @@
 """Rows of arrays in global memory: windows that begin and end anywhere, by TMA, and single rows at any place.
 
 - `load_rows` and `store_rows` copy a window of rows of an array that `rows_view` has marked (`core/tma.py`).
+- `load_pages` copies rows that lie in pages of such an array, which a table in shared memory names.
 - `load_scattered` and `store_scattered` read and write the rows of a tile in registers, each at an address of its own.
 """
 
@@ -60,9 +61,7 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any,
     plgpu.barrier_arrive(barrier)
 
 
-def load_pages(
-    src: Any, table: Any, entry: Int, count: Int, column: int | jax.Array, dst: Any, barrier: Any, page_size: int
-) -> None:
+def load_pages(src: Any, table: Any, entry: Int, count: Int, column: Int, dst: Any, barrier: Any, page_size: int) -> None:
     """Starts the copy of pages of rows, one after the other in dst; arrives at `barrier` when done, once for all.
 
     dst[i * page_size + j] = src[table[entry + i] * page_size + j], for the first `count` rows of dst; zeros in the others, for

@@ -1,7 +1,7 @@
-"""TMA copies that Mosaic GPU lacks: of arrays of any shape, and of windows of rows that end anywhere.
+"""TMA copies that Mosaic GPU lacks: of arrays of any shape, of windows of rows that end anywhere, and of rows in pages.
 
 `copy_any_shape` extends `LaunchContext.async_copy`, through which every TMA copy of a compiled kernel goes, for kernels of
-`engine.kernel`. `block_start` and `block_anywhere` are for kernels; windows are copied by `core/rows.py`.
+`engine.kernel`. `block_start` and `block_anywhere` are for kernels; windows and pages are copied by `core/rows.py`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class _ThreadBlock:
         entry = self.at.batch * self._pages + lax.div(jnp.int32(token), size) - self._first_entry
         count = jnp.clip(self.terms.kv_end - token, 0, self.c.tile_kv)  # rows of the tile
 
-        def load(src: Any, column: jax.Array, dst: Any) -> None:
+        def load(src: Any, column: Int, dst: Any) -> None:
             if self.p.page_size < self.c.tile_kv:
                 load_pages(src, self.smem["page_table"], entry, count, column, dst, full, self.p.page_size)
             else:
