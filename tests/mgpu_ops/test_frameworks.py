@@ -1,7 +1,7 @@
 """The programs of docs/frameworks/ run as they stand, and what they run on a Hopper GPU are kernels.
 
-`levanter` and `maxtext` do not run with the jax that this library needs: their pages are held to the signatures that they
-document, by stand-ins.
+`levanter` and `maxtext` do not run with the jax that this library needs, and `tokamax` may not be installed: their pages are
+held to the signatures that they document, by stand-ins.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 
 import mgpu_ops
 from tests.arrays import normal
+from tests.mgpu_ops.grouped import ragged
 
 FOLDER = Path(__file__).parents[2] / "docs" / "frameworks"
 PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {  # packages, arguments of its step, its ops
@@ -53,7 +54,7 @@ def run(page: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], 
 
 
 def test_every_page_is_run_or_held_to_a_signature() -> None:
-    assert {path.stem for path in FOLDER.glob("*.md")} == {*PROGRAMS, "levanter", "maxtext"}
+    assert {path.stem for path in FOLDER.glob("*.md")} == {*PROGRAMS, "levanter", "maxtext", "tokamax"}
 
 
 @pytest.mark.filterwarnings("default")  # those of the packages
@@ -87,6 +88,85 @@ def test_a_pages_program_does_on_the_gpu_what_it_does_through_xla(
         np.testing.assert_allclose(out, wanted, atol=0.03 * np.abs(wanted).max())
     else:
         np.testing.assert_allclose(kernels["losses"], xla["losses"], rtol=0.05, atol=0.02)
+
+
+# --- tokamax: itself where it is installed, else a stand-in with its signature
+
+
+def stand_in(own: list[Any]) -> types.ModuleType:
+    """tokamax with a ragged_dot that tries implementations in turn, as its own does; `own` gets the calls of its own."""
+
+    def xla(lhs, rhs, *, group_sizes, ragged_dot_dimension_numbers, activation, preferred_element_type, **others) -> jax.Array:
+        own.append(others)
+        out = jax.lax.ragged_dot_general(
+            lhs, rhs, group_sizes, ragged_dot_dimension_numbers, preferred_element_type=preferred_element_type
+        )
+        return out if activation is None else activation(out)
+
+    def ragged_dot(
+        lhs,
+        rhs,
+        group_sizes,
+        precision=None,
+        preferred_element_type=None,
+        group_offset=None,
+        activation=None,
+        manual_axis_type=None,
+        *,
+        implementation=None,
+        bypass_device_check=None,
+        zero_initialize=False,
+        fuse_gateup_activation=None,
+    ) -> jax.Array:
+        more = {"manual_axis_type": manual_axis_type, "group_offset": group_offset, "zero_initialize": zero_initialize}
+        more = {name: value for name, value in more.items() if value is not None and value is not False}
+        basic = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+        for each in (implementation,) if isinstance(implementation, str) else implementation:
+            try:
+                return (xla if each == "xla" else each)(
+                    lhs,
+                    rhs,
+                    group_sizes=group_sizes,
+                    ragged_dot_dimension_numbers=basic,
+                    precision=precision,
+                    preferred_element_type=preferred_element_type,
+                    activation=activation,
+                    **more,
+                )
+            except NotImplementedError:
+                continue
+        raise NotImplementedError
+
+    module = types.ModuleType("tokamax")
+    module.ragged_dot = ragged_dot  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.filterwarnings("default")
+def test_tokamaxs_page_runs_ours_where_a_kernel_can_and_its_own_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, assert_near: Any
+) -> None:
+    own: list[Any] = []
+    if importlib.util.find_spec("tokamax") is None:
+        monkeypatch.setitem(sys.modules, "tokamax", stand_in(own))
+    tokamax = importlib.import_module("tokamax")
+    monkeypatch.setattr(tokamax, "ragged_dot", tokamax.ragged_dot)  # put back in the end
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(program_of("tokamax"), names)
+    lhs, rhs, sizes = names["lhs"], names["rhs"], names["sizes"]
+    captured = mgpu_ops.capture(names["step"], "h200")(lhs, rhs)
+    assert [use.op for use in captured.problems] == ["grouped_matmul", "grouped_matmul", "ragged_contraction"]
+    wanted = ragged.grouped(lhs, rhs, sizes)
+    for out in (
+        tokamax.ragged_dot(lhs, rhs, sizes, preferred_element_type=F32),
+        tokamax.ragged_dot(lhs, rhs, jnp.array([*sizes, 0]), group_offset=jnp.array([0])),
+        tokamax.ragged_dot(lhs, rhs, group_sizes=sizes, implementation="xla"),
+        tokamax.ragged_dot(lhs.astype(F32), rhs.astype(F32), sizes),
+    ):
+        assert_near(out, wanted, 1e-2)
+    tanh = tokamax.ragged_dot(lhs, rhs, sizes, activation=jnp.tanh)
+    assert_near(tanh, np.tanh(wanted), 1e-2)
+    assert len(own) in (0, 3)  # of the stand-in: named, float32 and tanh
 
 
 # --- Haliax and Levanter: stand-ins with their signatures
