@@ -91,7 +91,7 @@ def gated_grouped_matmul(
     Works under jit, grad (reverse mode), vmap (one launch after the other), scan, checkpoint and shard_map. The gradient keeps
     lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the gradients of
     gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of the weights
-    two `ragged_contraction`s.
+    two calls of `ragged_contraction`.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown activation,
