@@ -38,9 +38,9 @@ def logits(x: jax.Array, router: jax.Array) -> jax.Array:
     return jnp.matmul(x.astype(jnp.float32), router, precision="highest")
 
 
-def alone(top_k: int, x: jax.Array, router: jax.Array, *weights: jax.Array) -> jax.Array:
+def alone(top_k: int, x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """The layer on one device."""
-    return mgpu_ops.moe(x, logits(x, router), *weights, top_k)
+    return mgpu_ops.moe(x, logits(x, router), gate, up, down, top_k)
 
 
 def shard(top_k: int, experts: int, x: jax.Array, router: jax.Array, *weights: jax.Array) -> jax.Array:

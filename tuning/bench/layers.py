@@ -19,6 +19,7 @@ import mgpu_ops
 from mgpu_ops import GroupedMatmulProblem
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
+from mgpu_ops.grouped.calls import checked_spread
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
 
@@ -114,12 +115,14 @@ def _popularity(p: Problem, key: Any) -> jax.Array:
 
 
 def reference(problem: Problem, *arrays: jax.Array) -> jax.Array:
-    return mgpu_ops.moe(*arrays, problem.top_k, spread=problem.spread, backend="xla")  # type: ignore[arg-type]
+    """The layer through XLA."""
+    return call(problem, "xla")(*arrays)
 
 
 def call(problem: Problem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
     """The public function."""
-    return partial(mgpu_ops.moe, top_k=problem.top_k, spread=problem.spread, backend=backend)  # type: ignore[arg-type]
+    spread = checked_spread(problem.spread)  # type: ignore[arg-type]
+    return partial(mgpu_ops.moe, top_k=problem.top_k, spread=spread, backend=backend)
 
 
 def _nothing(*_: Any) -> None:
