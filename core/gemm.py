@@ -122,9 +122,9 @@ def check_epilogue(c: Tiled, unit: int) -> str | None:
     return None
 
 
-def check_accumulator(c: Tiled, registers: int, accumulators: int = 1) -> str | None:
-    """So many accumulators fit into the `registers` of a consumer thread."""
-    accumulator = accumulators * accumulator_registers(c)
+def check_accumulator(c: Tiled, registers: int, accumulators: float = 1) -> str | None:
+    """So many times the accumulator of a warpgroup's part of the tile fit into the `registers` of a consumer thread."""
+    accumulator = int(accumulators * accumulator_registers(c))
     if accumulator + _ADDRESSES > registers:
         return (
             f"the accumulator takes {accumulator} registers a thread and addresses about {_ADDRESSES} more, but "
@@ -144,7 +144,7 @@ class Storage:
     received: float32 epilogue tiles that each consumer warpgroup has room for, of other blocks of its cluster.
     barriers: beside those of the pipeline and of the cluster's sum.
     b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
-    scales: float32 numbers of a pipeline stage that scale its product, one for each row of the tile.
+    scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
     """
 
     config: Tiled
@@ -154,7 +154,7 @@ class Storage:
     barriers: int = 0
     b_tiles: int = 1
     itemsize: int = 2
-    scales: int = 0
+    scales: tuple[int, ...] = ()
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -168,8 +168,7 @@ class Storage:
         c, stages = self.config, self.config.max_concurrent_steps
         a, b = ((stages, c.tile_m, c.tile_k), self.itemsize), ((stages, c.tile_k, c.tile_n), self.itemsize)
         buffers, barriers = [a, (self.out_shape, self.out_itemsize), *[b] * self.b_tiles], 2 * stages + self.barriers
-        if self.scales:
-            buffers.insert(1, ((stages, self.scales), 4))
+        buffers[1:1] = [((stages, numbers), 4) for numbers in self.scales]
         if self.received:  # they arrived at each warpgroup; they were taken
             buffers.append(((c.compute_warpgroups, self.received, ROWS, c.epilogue_tile_n), 4))
             barriers += c.compute_warpgroups + 1

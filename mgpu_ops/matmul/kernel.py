@@ -72,7 +72,7 @@ class _Refs:
     """Arrays in global memory, as the product `as_computed` has them. All but a, b and out: None where there is none.
 
     A bias, and a scale of rows or columns, is as long as its side of all tiles; residual has the shape of out. scale_a and
-    scale_b are those of the call, also where A and B have changed places; of blocks, scale_a is transposed.
+    scale_b are those of the call, also where A and B have changed places; those of blocks are as `_load_scales` says.
     """
 
     a: Any
@@ -170,41 +170,103 @@ def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, i
     return (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k), (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
 
 
-def _load_scales(work: Work, scale_a: Any) -> Any:
-    """Producer: the scales of A's rows that step (tile, k) loads, of an array [..., k / 128, rows of A]."""
-    c = work.config
+def _load_scales(work: Work, scale_a: Any, scale_b: Any) -> list[Any]:
+    """Producer: the scales that step (tile, k) loads, of A's rows and of each 64 columns of B.
 
-    def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
-        at = _tile(work, t)
-        return (*((at.batch,) if scale_a.ndim == 3 else ()), _block_of_k(work, at, k), at.column if work.transposed else at.row)
-
-    tile = c.tile_n if work.transposed else c.tile_m
-    return plgpu.BlockSpec((None,) * (scale_a.ndim - 1) + (tile,), where, memory_space=plgpu.SMEM)
-
-
-def _block_of_k(work: Work, at: Tile, k: jax.Array) -> Int:
-    """Which tile_k of A and B step k of an output tile multiplies."""
-    return k + at.part * k_steps(work.problem, work.config) if work.config.split_k > 1 else k
-
-
-def _add_scaled(work: Work, accs: Any, refs: _Refs, at: tuple[jax.Array, jax.Array], smem: tuple[Any, Any, Any]) -> None:
-    """Consumer: total += scales * (A tile @ B tile) with float32 additions, of accumulators (total, product).
-
-    A warpgroup's part of the tile has one scale of B, as it lies within a block of 128 columns of the output, and a scale of A
-    for each row of the output. Two warpgroups take turns at the tensor cores: one adds while the other multiplies.
+    scale_a: [..., k / 128, rows of A]. scale_b: [..., n / 64, k / 128, 4], four times the same: TMA copies 16 bytes and more.
     """
-    (total, product), (a_smem, b_smem, scale_smem) = accs, smem
-    # Both scales arrive while the tensor cores multiply.
-    rows, columns = (1, 0) if work.transposed else (0, 1)
-    place = Place.of(work, at[0])
-    blocks, parts = refs.scale_b.shape[-2:]
-    column = jnp.minimum(place.start(columns, 0) // BLOCK, blocks - 1)
-    part = jnp.minimum(_block_of_k(work, place.tile, at[1]), parts - 1)
-    scale_b = (refs.scale_b.at[place.tile.batch] if refs.scale_b.ndim == 3 else refs.scale_b)[column, part]
-    scale_a = along(scale_smem, place.share[rows], product.shape, rows)
-    product[...] = jnp.zeros(product.shape, jnp.float32)
-    multiply(work.problem, work.config, product, a_smem, b_smem)
-    total[...] = total[...] + engine.accumulated(product, 0) * (scale_a * scale_b)
+    c, parts = work.config, work.config.tile_k // BLOCK
+    rows, columns = (c.tile_n, c.tile_m) if work.transposed else (c.tile_m, c.tile_n)
+
+    def spec(ref: Any, block: tuple[int, ...], index: Callable[[Tile, Int], tuple[Int, ...]]) -> Any:
+        lead = (None,) * (ref.ndim - len(block))
+
+        def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
+            at = _tile(work, t)
+            k = k + at.part * k_steps(work.problem, c) if c.split_k > 1 else k
+            return (*(at.batch for _ in lead), *index(at, k))
+
+        return plgpu.BlockSpec((*lead, *block), where, memory_space=plgpu.SMEM)
+
+    def of_a(at: Tile, k: Int) -> tuple[Int, ...]:
+        return k, at.column if work.transposed else at.row
+
+    def of_b(at: Tile, k: Int) -> tuple[Int, ...]:
+        return at.row if work.transposed else at.column, k, 0
+
+    return [spec(scale_a, (parts, rows), of_a), spec(scale_b, (columns // ROWS, parts, 4), of_b)]
+
+
+def _add_scaled(work: Work, accs: tuple[Any, ...], a_smem: Any, b_smem: Any, a_scales: Any, b_scales: Any) -> None:
+    """Consumer: sums += scales * (A tile @ B tile) in float32, for products of 64 rows and 128 of k at a time.
+
+    accs: the `_Sums`, then accumulators that products take in turn. While a product is added, the tensor cores compute the next
+    one, if there are two accumulators for them, or that of the other warpgroup.
+    """
+    c, sums = work.config, _Sums.of(work, accs)
+    products = accs[len(sums.accs) :]
+    rows, columns = (1, 0) if work.transposed else (0, 1)  # the axes of the tile along the output's rows and columns
+    share, shape = tile_scheduler.warpgroup_origin(c), products[0].shape
+    units = [(i, part) for i in range(sums.rows) for part in range(c.tile_k // BLOCK)]
+    size = min(ROWS, shape[1])
+
+    def scale(i: int, j: int, part: int) -> jax.Array:
+        start = [share[0] + i * ROWS, share[1] + j * size]
+        of_rows = along(a_scales.at[part], start[rows], (ROWS, size), rows)
+        return of_rows * b_scales[start[columns] // ROWS, part, 0]
+
+    def start(unit: int) -> None:
+        i, part = units[unit]
+        k = pl.ds(part * BLOCK, BLOCK)
+        product = products[unit % len(products)]
+        product[...] = jnp.zeros(shape, jnp.float32)
+        b = b_smem.at[pl.ds(share[1], shape[1]), k]
+        engine.wgmma(product, a_smem.at[pl.ds(share[0] + i * ROWS, ROWS), k], engine.transpose_ref(b))
+
+    # The scales arrive while the tensor cores multiply.
+    scales = [[scale(i, j, part) for j in range(sums.columns)] for i, part in units]
+    for unit in range(len(products)):
+        start(unit)
+    for unit, (i, _) in enumerate(units):
+        left = min(len(units) - 1 - unit, len(products) - 1)
+        value = engine.accumulated(products[unit % len(products)], left)
+        for j in range(sums.columns):
+            acc = sums.accs[i * sums.columns + j]
+            acc[...] = engine.accumulated(acc, left) + value[:, j * size : (j + 1) * size] * scales[unit][j]
+        if unit + len(products) < len(units):
+            start(unit + len(products))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """A warpgroup's part of the output tile as accumulators of 64 x 64, each with one scale of B: what `store_tile` reads."""
+
+    accs: tuple[Any, ...]
+    rows: int
+    columns: int
+    dtype: Any = jnp.float32
+
+    @staticmethod
+    def of(work: Work, accs: tuple[Any, ...]) -> _Sums:
+        rows, columns = warpgroup_tile(work.config)
+        rows, columns = rows // ROWS, max(1, columns // ROWS)
+        return _Sums(accs[: rows * columns], rows, columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.accs[0].shape
+        return self.rows * rows, self.columns * columns
+
+    def astype(self, dtype: Any) -> _Sums:
+        return dataclasses.replace(self, dtype=dtype)
+
+    def __getitem__(self, at: tuple[slice, slice]) -> jax.Array:
+        rows, columns = at
+        i, j = rows.start // ROWS, columns.start // ROWS
+        start = columns.start - j * ROWS
+        values: jax.Array = self.accs[i * self.columns + j][...]
+        width = columns.stop - columns.start
+        return (values if width == values.shape[1] else values[:, start : start + width]).astype(self.dtype)
 
 
 def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
@@ -347,8 +409,9 @@ def _store(
         others.wait()
     finishes = has_epilogue(p) or others is not None
     wide = cluster_sum is not None or finishes
+    values = acc if isinstance(acc, _Sums) else acc[...]
     store_tile(
-        acc[...].astype(jnp.float32 if wide else refs.out.dtype),
+        values.astype(jnp.float32 if wide else refs.out.dtype),
         out_smem.at[lax.axis_index("wg")],
         copy,
         transpose=work.transposed,
@@ -372,7 +435,7 @@ def _kernel(
     p, c = work.problem, work.config
     of = _refs(p, *refs)
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
-    scales = (of.scale_a,) if p.scales == "block" else ()
+    scales = (of.scale_a, of.scale_b) if p.scales == "block" else ()
     steps = k_steps(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
 
@@ -380,7 +443,6 @@ def _kernel(
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
     def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, *rest: Any) -> Any:
         (t, k), (*scale_smem, accs) = indices, rest
-        acc = accs[0]  # with scales of blocks there is another one
         if p.residual:  # it arrives while the second half of k is multiplied
 
             @pl.when(k == steps // 2)
@@ -388,16 +450,18 @@ def _kernel(
                 _if_it_stores(c, lambda: _load_residual(work, t, of, out_smem, residual_arrived))
 
         if scale_smem:
-            _add_scaled(work, accs, of, (t, k), (a_smem, b_smem, *scale_smem))
+            _add_scaled(work, accs, a_smem, b_smem, *scale_smem)
         else:
-            multiply(p, c, acc, a_smem, b_smem)
+            multiply(p, c, *accs, a_smem, b_smem)
         engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
 
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
-            _store(work, t, acc, of, **epilogue)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            sums = _Sums.of(work, accs) if scale_smem else None
+            _store(work, t, sums or accs[0], of, **epilogue)
+            for acc in sums.accs if sums else accs:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         return accs
 
@@ -410,7 +474,7 @@ def _kernel(
     plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(own_tiles, steps),
-        in_specs=[*load(work, of.a, of.b), *(_load_scales(work, x) for x in scales)],
+        in_specs=[*load(work, of.a, of.b), *(_load_scales(work, *scales) if scales else ())],
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
@@ -627,7 +691,8 @@ def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> l
     if p.scales == "row":
         found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
     if p.scales == "block":
-        found += [padded(extra["scale_a"].mT, (rows[0], 4)), extra["scale_b"]]  # rows of 16 bytes, for TMA
+        found.append(padded(extra["scale_a"].mT, (rows[0], 4)))  # rows of 16 bytes, for TMA
+        found.append(jnp.repeat(jnp.repeat(extra["scale_b"], BLOCK // ROWS, -2)[..., None], 4, -1))
     if p.bias:
         found.append(padded(extra["bias"], columns))
     if p.residual:
@@ -644,7 +709,7 @@ def _scratch(work: Work) -> dict[str, Any]:
     *buffers, rows, columns = storage(p, c).out_shape
     tile = (columns, rows) if work.transposed else (rows, columns)
     scratch = {
-        "accumulator": engine.Accumulators((warpgroup_tile(c),) * accumulators(p), c.compute_warpgroups),
+        "accumulator": engine.Accumulators(accumulators(p, c), c.compute_warpgroups),
         "out_smem": plgpu.SMEM(
             (*buffers, *tile), jnp.dtype(p.out_dtype), transforms=engine.operand_transforms(tile[1], p.out_dtype)
         ),

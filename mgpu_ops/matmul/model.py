@@ -41,7 +41,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     return {
         "tile_m": (*few_rows, 128, 192, 256),
         "tile_n": (64, 96, 128, 160, 192, 224, 256),
-        "tile_k": (64, 128) if itemsize_of(problem.dtype) == 2 else (128,) if problem.scales == "block" else (128, 256),
+        "tile_k": (64, 128) if itemsize_of(problem.dtype) == 2 else (128, 256),
         "max_concurrent_steps": _STEPS,
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),

@@ -255,7 +255,7 @@ def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Con
     return (
         check_schedule(p, c, check_output)
         or check_counts(p, c, gpu)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators(p))
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), _accumulators_in_all(p, c))
         or limits.check_smem(storage(p, c).bytes, gpu)
     )
 
@@ -310,17 +310,24 @@ def _check_order(p: Problem, c: Config) -> str | None:
 
 
 def _check_blocks(p: Problem, c: Config) -> str | None:
-    """With scales of blocks, a step is one block of k, and a warpgroup's part of the tile lies within one block of n."""
+    """With scales of blocks, a step is one or two of k, and a warpgroup's part of the tile lies within one of n."""
     if p.scales != "block":
         return None
     for field, value in (("schedule", "cooperative"), ("last_wave", "whole")):
         if getattr(c, field) != value:
             return f"{field}={getattr(c, field)!r} must be {value!r} with scales of blocks"
-    if c.tile_k != BLOCK:
-        return f"tile_k={c.tile_k} must be {BLOCK}, the k of a block that has a scale"
-    columns = gemm.warpgroup_tile(c)[1]
-    if columns < 1 or BLOCK % columns:
-        return f"a warpgroup's {columns} columns of tile_n={c.tile_n} must divide {BLOCK}, the n of a block that has a scale"
+    if c.tile_k not in (BLOCK, 2 * BLOCK):
+        return f"tile_k={c.tile_k} must be {BLOCK}, the k of a block that has a scale, or {2 * BLOCK}"
+    rows, columns = gemm.warpgroup_tile(c)
+    if rows > 2 * gemm.ROWS:
+        return (
+            f"a warpgroup's {rows} rows of tile_m={c.tile_m} must be at most {2 * gemm.ROWS} with scales of blocks: more spill"
+        )
+    if c.tile_n % gemm.ROWS or (columns % gemm.ROWS and columns not in (8, 16, 32)) or c.epilogue_tile_n > gemm.ROWS:
+        return (
+            f"a warpgroup's {columns} columns of tile_n={c.tile_n}, and epilogue_tile_n={c.epilogue_tile_n}, must be 8, 16, 32 "
+            f"or, but for the last, a multiple of {gemm.ROWS}: each {gemm.ROWS} columns have one scale"
+        )
     return None
 
 
@@ -486,9 +493,23 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
 
 
-def accumulators(p: Problem) -> int:
-    """Accumulators of a consumer warpgroup: with scales of blocks the sum, and the product of one block."""
-    return 2 if p.scales == "block" else 1
+def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
+    """The shapes of a consumer warpgroup's accumulators.
+
+    With scales of blocks: sums of 64 x 64, which have one scale of B; and two that products of 64 rows and 128 of k take in
+    turn, or one for the only product of a step.
+    """
+    rows, columns = gemm.warpgroup_tile(c)
+    if p.scales != "block":
+        return ((rows, columns),)
+    count, width = rows // gemm.ROWS, min(gemm.ROWS, columns)
+    products = min(2, count * c.tile_k // BLOCK)
+    return ((gemm.ROWS, width),) * (count * (columns // width)) + ((gemm.ROWS, columns),) * products
+
+
+def _accumulators_in_all(p: Problem, c: Config) -> float:
+    """What they take, in accumulators of a warpgroup's part of the tile."""
+    return sum(map(math.prod, accumulators(p, c))) / math.prod(gemm.warpgroup_tile(c))
 
 
 def swizzle_bytes(problem: Problem, c: Config) -> int:
@@ -520,8 +541,14 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     barriers += config.max_concurrent_steps if gemm.takes_turns(config) else 0  # each consumer has `full` barriers of its own
     buffers = tiles if stored.residual else min(2, tiles)
     size = itemsize_of(stored.out_dtype)
-    scales = max(config.tile_m, config.tile_n) if problem.scales == "block" else 0  # of either side: A may be B
+    scales = _scales_of_a_step(config) if problem.scales == "block" else ()
     return gemm.Storage(config, buffers, size, received, barriers, itemsize=itemsize_of(problem.dtype), scales=scales)
+
+
+def _scales_of_a_step(c: Config) -> tuple[int, int]:
+    """At most so many scales of A and of B a pipeline step loads; A and B may have changed places."""
+    parts, widest = c.tile_k // BLOCK, max(c.tile_m, c.tile_n)
+    return parts * widest, 4 * parts * max(1, widest // gemm.ROWS)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:

@@ -211,6 +211,8 @@ CASES = {
     ),
     "blocks, parts of k, a batch": (of_8_bits(72, 136, 656, "block", batch=2), replace(ONE_8, split_k=4, epilogue_tile_n=32)),
     "blocks, two blocks share k": (of_8_bits(72, 136, 656, "block"), replace(ONE_8, split_k=2, cluster="k")),
+    "blocks, two of k a step, epilogue": (of_8_bits(200, 136, 640, "block", **ALL), replace(ONE, tile_k=256)),
+    "blocks, tiles across two of n": (of_8_bits(200, 456, 272, "block"), replace(WIDE_8, tile_n=192)),
     "blocks, transposed, warpgroups share columns": (
         of_8_bits(17, 328, 400, "block", residual=True),
         replace(FEW_ROWS_8, tile_m=24, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
@@ -272,6 +274,7 @@ IN_ALL = [  # what others show together or one by one
     "blocks, parts of k, a batch",
     "blocks, two blocks share k",
     "stream-k, in turn, residual",
+    "blocks, two warpgroups",
 ]
 
 
