@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -61,33 +62,41 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any,
     plgpu.barrier_arrive(barrier)
 
 
-def load_pages(src: Any, table: Any, entry: Int, count: Int, column: Int, dst: Any, barrier: Any, page_size: int) -> None:
-    """Starts the copy of pages of rows, one after the other in dst; arrives at `barrier` when done, once for all.
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Rows in pages: row i is row i % size of page table[entry + i // size]. Numbers out of range count as the nearest."""
 
-    dst[i * page_size + j] = src[table[entry + i] * page_size + j], for the first `count` rows of dst; zeros in the others, for
-    which neither table nor src is read. Numbers of pages out of range count as the nearest.
+    table: Any  # int32 [chunks, entries of a chunk] in shared memory, as if it were flat
+    entry: Int
+    size: int  # rows of a page, a multiple of 8
+
+
+def load_pages(src: Any, pages: Pages, count: Int, column: Int, dst: Any, barrier: Any) -> None:
+    """Starts the copy of rows from pages of src to dst; arrives at `barrier` when done, once for all.
+
+    Rows of dst from `count` on become zeros; for pages with none before, neither table nor src is read.
 
     src: a `rows_view` in global memory of fewer than 2^28 rows, whole pages.
-    table: int32 [chunks, entries of a chunk] in shared memory, as if it were flat.
-    column, dst: as for `load_rows`; page_size, a multiple of 8, divides dst's rows.
+    column, dst: as for `load_rows`; dst has whole pages.
     """
     inflight.copies(dst, barrier)
+    table, entry, size = pages.table, pages.entry, pages.size
     if not interpreting():
-        place = _shared_address(table) + 4 * entry
-        count_unit, kind = pl.ds(count * tma.ROW_UNIT, dst.shape[0]), jnp.int32(tma.PAGES + page_size)
-        plgpu.copy_gmem_to_smem(src.at[place, kind, count_unit, pl.ds(column, dst.shape[1])], dst, barrier)
+        place, kind = _shared_address(table) + 4 * entry, jnp.int32(tma.PAGES + size)
+        rows, columns = pl.ds(count * tma.ROW_UNIT, dst.shape[0]), pl.ds(column, dst.shape[1])
+        plgpu.copy_gmem_to_smem(src.at[place, kind, rows, columns], dst, barrier)
         return
-    pages, (rows, columns) = src.shape[2] // page_size, dst.shape
+    last = src.shape[2] // size - 1
 
     def piece(i: jax.Array, _: None) -> None:
-        number = entry + jnp.minimum(i, lax.div(jnp.maximum(count, 1) - 1, jnp.int32(page_size)))
+        number = entry + jnp.minimum(i, lax.div(jnp.maximum(count, 1) - 1, jnp.int32(size)))
         page = table[lax.div(number, jnp.int32(table.shape[1])), lax.rem(number, jnp.int32(table.shape[1]))]
-        whole = src[0, 0, pl.ds(jnp.clip(page, 0, pages - 1) * page_size, page_size), :]
-        found = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (page_size, columns))
-        counts = lax.broadcasted_iota(jnp.int32, found.shape, 0) < count - i * page_size
-        dst[pl.ds(i * page_size, page_size), :] = jnp.where(counts, found, jnp.zeros((), found.dtype))
+        whole = src[0, 0, pl.ds(jnp.clip(page, 0, last) * size, size), :]
+        found = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (size, dst.shape[1]))
+        counts = lax.broadcasted_iota(jnp.int32, found.shape, 0) < count - i * size
+        dst[pl.ds(i * size, size), :] = jnp.where(counts, found, jnp.zeros((), found.dtype))
 
-    lax.fori_loop(0, rows // page_size, piece, None)
+    lax.fori_loop(0, dst.shape[0] // size, piece, None)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 

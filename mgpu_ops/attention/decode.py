@@ -42,7 +42,7 @@ from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.rows import load_pages, load_rows, load_scattered, rows_view, store_scattered
+from mgpu_ops.core.rows import Pages, load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
 
 
@@ -159,7 +159,7 @@ class _ThreadBlock:
 
         def load(src: Any, column: Int, dst: Any) -> None:
             if self.p.page_size < self.c.tile_kv:
-                load_pages(src, self.smem["page_table"], entry, count, column, dst, full, self.p.page_size)
+                load_pages(src, Pages(self.smem["page_table"], entry, self.p.page_size), count, column, dst, full)
             else:
                 row = self._page(src, entry) * size + lax.rem(jnp.int32(token), size)
                 load_rows(src, row, row + count, column, dst, full)
