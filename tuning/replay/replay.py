@@ -233,14 +233,14 @@ def _resolved(sweep: Sweep, others: Sequence[Sweep]) -> tuple[float, float]:
 
 
 def _optimum(sweep: Sweep) -> Entry:
-    spec = mgpu_ops.spec_of(sweep.op)
-    problem, rows = database.to_problem(spec, sweep.problem), dict(zip(sweep.configs(spec), sweep.rows, strict=True))
+    spec, problem = recorded_spec(sweep)
+    rows = dict(zip(sweep.configs(spec), sweep.rows, strict=True))
     config, row = min(rows.items(), key=lambda pair: pair[1].us)
-    default = rows.get(spec.default(problem, gpu_of(sweep)))
+    default = rows[spec.default(problem, gpu_of(sweep))]
     evidence = Evidence(
         kind="measured", gpu=sweep.device, driver=sweep.driver, jax=sweep.jax, jaxlib=sweep.jaxlib, cuda=sweep.cuda,
         kernel_version=sweep.kernel_version, median_us=row.us, spread_us=measure.spread_us(row.samples),
-        default_us=default.us if default is not None and default.samples else None, baseline=None, baseline_us=None,
+        default_us=default.us if default.samples else None, baseline=None, baseline_us=None,
         error=None, trials=len(rows), seed=sweep.seed, date=sweep.date,
     )  # fmt: skip
     return database.to_entry(problem, config, evidence)
