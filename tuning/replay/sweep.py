@@ -101,7 +101,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "grouped_matmul": _GROUPED,
-    "gated_grouped_matmul": _GROUPED,
+    "gated_grouped_matmul": _GROUPED | {"epilogue_tile_n": (64, 128)},
     "ragged_contraction": _GROUPED,
     "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40), "pv_wait": ("early",)},
     "flash_attention_backward": {},

@@ -17,6 +17,7 @@ import mgpu_ops
 from examples import moe
 from mgpu_ops import (
     FlashAttentionProblem,
+    GatedGroupedMatmulProblem,
     GroupedMatmulProblem,
     MatmulConfig,
     MatmulProblem,
@@ -177,11 +178,12 @@ def test_a_step_of_the_example_counts_its_products_and_their_gradients():
     layer = moe.Layer()
     rows, (width, hidden, experts) = 1024 * layer.top_k, (layer.width, layer.hidden, layer.experts)
     assert counts(capture(moe.step)()) == {
-        GroupedMatmulProblem(rows, 2 * hidden, width, experts): 1,
-        GroupedMatmulProblem(rows, width, hidden, experts, out_dtype="float32"): 1,
+        GatedGroupedMatmulProblem(rows, hidden, width, experts): 1,
+        GroupedMatmulProblem(rows, width, hidden, experts, row_scale=True): 1,
         GroupedMatmulProblem(rows, hidden, width, experts, layout="nt"): 1,
         RaggedContractionProblem(rows, width, hidden, experts): 1,
-        RaggedContractionProblem(rows, 2 * hidden, width, experts): 1,
+        GatedGroupedMatmulProblem(rows, hidden, width, experts, gradient=True): 1,
+        RaggedContractionProblem(rows, hidden, width, experts): 2,
     }
 
 

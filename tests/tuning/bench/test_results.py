@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mgpu_ops import SPECS
 from mgpu_ops.tuning import labels
-from mgpu_ops.tuning.bench import results
+from mgpu_ops.tuning.bench import layers, results
 
 ROOT = Path(__file__).parents[3]
 MATMUL, GROUPED, ATTENTION = SPECS["matmul"], SPECS["grouped_matmul"], SPECS["flash_attention"]
@@ -93,7 +93,8 @@ def test_every_committed_result_is_read_and_its_problems_are_of_their_op(path: P
     rows = results.read_csv(path)
     assert rows
     for r in rows:
-        labels.problem_of(SPECS[r.op.removesuffix(results.GRAD)], r.problem)
+        op = r.op.removesuffix(results.GRAD)
+        labels.problem_of(layers.SPEC if op == layers.SPEC.name else SPECS[op], r.problem)
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=20)
