@@ -62,7 +62,7 @@ class ScratchType(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Accumulators(ScratchType):
-    """Scratch type: float32 accumulators of `shapes` in the registers of each of `warpgroups` consumer warpgroups.
+    """Scratch type: accumulators of `shapes` in the registers of each of `warpgroups` consumer warpgroups; int32 for integers.
 
     A kernel receives a handle. A consumer warpgroup calls `handle.scope(fn)`, which runs `fn(*accs)` with accumulators of its
     own, set to zero. `acc[...]` waits for all wgmma and reads, `accumulated(acc, n)` waits for all but the last n, and
@@ -71,25 +71,26 @@ class Accumulators(ScratchType):
 
     shapes: tuple[tuple[int, int], ...]
     warpgroups: int
+    dtype: Any = jnp.float32
 
     def scratch(self, interpret: bool) -> list[Any]:
         """Interpreted, accumulators are in shared memory."""
-        return [plgpu.SMEM((self.warpgroups, *shape), jnp.float32) for shape in self.shapes] if interpret else []
+        return [plgpu.SMEM((self.warpgroups, *shape), self.dtype) for shape in self.shapes] if interpret else []
 
     def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _Registers | _Simulated:
-        return _Simulated(scratch) if interpret else _Registers(self.shapes)
+        return _Simulated(scratch) if interpret else _Registers(self.shapes, self.dtype)
 
 
 class _Registers:
-    def __init__(self, shapes: tuple[tuple[int, int], ...]):
-        self._shapes = shapes
+    def __init__(self, shapes: tuple[tuple[int, int], ...], dtype: Any):
+        self._shapes, self._dtype = shapes, dtype
 
     def scope(self, fn: Callable[..., None]) -> None:
         def run(*accs: Any) -> None:
             with inflight.scope():
                 fn(*accs)
 
-        pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in self._shapes))
+        pl.run_scoped(run, *(plgpu.ACC(shape, self._dtype) for shape in self._shapes))
 
 
 class _Simulated:
@@ -101,7 +102,7 @@ class _Simulated:
     def scope(self, fn: Callable[..., None]) -> None:
         accs = [ref.at[lax.axis_index("wg")] for ref in self._refs]
         for acc in accs:
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            acc[...] = jnp.zeros(acc.shape, acc.dtype)
         with inflight.scope():
             fn(*accs)
 
@@ -115,8 +116,8 @@ def accumulated(acc: Any, in_flight: int) -> jax.Array:
 def wgmma(acc: Any, a: Any, b: Any) -> None:
     """acc[m, n] += sum_k a[m, k] b[k, n] on the tensor cores, asynchronously: `wgmma_wait(n)` leaves n in flight.
 
-    a and b are shared-memory refs (see `operand_transforms`), 16-bit floats; a may be registers instead. m % 64 == 0,
-    n % 8 == 0, n <= 256. Source: PTX ISA, "wgmma.mma_async".
+    a and b are shared-memory refs (see `operand_transforms`) of 16 or, stored along k, 8 bits; a may be registers instead.
+    m % 64 == 0, n % 8 == 0, n <= 256. Source: PTX ISA, "wgmma.mma_async".
     """
     inflight.starts(acc, a, b)
     if not interpreting():
@@ -124,7 +125,7 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
             ptxas.warn_of_register_operands()
         plgpu.wgmma(acc, a, b)
     else:  # the interpreter wants a fence between loads and the next TMA write; wgmma's own loads need none
-        acc[...] += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+        acc[...] += jnp.dot(a[...], b[...], preferred_element_type=acc.dtype)
         plgpu.commit_smem()
 
 

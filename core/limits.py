@@ -47,8 +47,8 @@ def itemsize_of(dtype: str) -> int:
 
 
 def result_dtype(dtype: str) -> str:
-    """The dtype of a product's result where none is asked for: that of its operands, bfloat16 for floats of 8 bits."""
-    return "bfloat16" if dtype.startswith("float8") else dtype
+    """The dtype of a product's result where none is asked for: that of its operands; of 8 bits bfloat16 or int32."""
+    return "int32" if dtype == "int8" else "bfloat16" if dtype.startswith("float8") else dtype
 
 
 def supports_gpu(gpu: Gpu) -> str | None:

@@ -88,7 +88,7 @@ def matmul(
 
     Args:
       a: A, [..., m, k], or [..., k, m] with `transpose_a`. For the kernel bfloat16 or float16, or float8_e4m3fn or float8_e5m2
-        with `transpose_b` and without `transpose_a`: wgmma reads 8 bits along k only. All else runs through XLA.
+        with `transpose_b` and without `transpose_a`: wgmma reads 8 bits along k only. int8 likewise. All else runs through XLA.
       b: B, [..., k, n], or [..., n, k] with `transpose_b`, of a's dtype; the two 8-bit floats mix.
       scale_a, scale_b: what the operands were divided by, float32 (`mgpu_ops.quantize`). Numbers; or of the rows of A and the
         columns of B, [..., m] or [..., m, 1] and [..., n] or [..., 1, n]; or of blocks of 1 x 128 and 128 x 128,
@@ -96,7 +96,8 @@ def matmul(
       bias: [n] floats. Default: none.
       activation: "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf" of float32 values. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
-      out_dtype: of the result; a's dtype by default, bfloat16 for 8-bit floats. "float32" keeps the accumulator as it is.
+      out_dtype: of the result; a's dtype by default, bfloat16 for 8-bit floats and for int8 with scales, int32 for int8
+        without an epilogue. "float32" keeps the accumulator as it is.
       preferred_element_type: another name for out_dtype, as in `jax.numpy.matmul`.
       transpose_a, transpose_b: the operand is stored transposed; it is read in place, not copied.
       config: runs the forward kernel with this Config instead of the database's.
@@ -129,12 +130,12 @@ def matmul(
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run, a
         gradient that there is not. Scales that are not finite are no error: the result has what arithmetic makes of them.
-      TypeError: not arrays of floats.
+      TypeError: not arrays of floats, nor a and b of int8.
 
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
     """
     arrays = _checked(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
-    out = float_dtype(out_dtype, preferred_element_type, result_dtype(arrays["a"].dtype.name))
+    out = _out_dtype(out_dtype, preferred_element_type, arrays)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
     call = _Call(
@@ -152,7 +153,8 @@ def matmul(
 
 def _checked(**given: ArrayLike | None) -> dict[str, jax.Array]:
     """The arrays there are, by name. Raises for one that is no array of floats, and for two dtypes of a and b."""
-    arrays = {name: floats("matmul", name, x) for name, x in given.items() if x is not None or name in ("a", "b")}
+    there = {name: x for name, x in given.items() if x is not None or name in ("a", "b")}
+    arrays = {name: jnp.asarray(x) if _is_int8(name, x) else floats("matmul", name, x) for name, x in there.items()}
     for name in ("a", "b"):
         if arrays[name].ndim == 0:
             raise ValueError(f"{name} is a scalar: matmul takes arrays of rank 1 or more; multiply by it")
@@ -160,6 +162,21 @@ def _checked(**given: ArrayLike | None) -> dict[str, jax.Array]:
     if len(dtypes) == 2 and not dtypes <= {*FLOAT8}:
         raise ValueError(f"a is {arrays['a'].dtype} and b is {arrays['b'].dtype}: cast one with .astype")
     return arrays
+
+
+def _is_int8(name: str, x: Any) -> bool:
+    return name in ("a", "b") and isinstance(x, jax.Array | np.ndarray) and x.dtype == np.int8
+
+
+def _out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, arrays: dict[str, jax.Array]) -> Any:
+    """The dtype of the result: the one asked for, or that of a, if that is of 8 bits a wider one."""
+    default = result_dtype(arrays["a"].dtype.name)
+    if default == "int32":
+        asked = {_dtype(x).name for x in (out_dtype, preferred) if x is not None}
+        if asked == {"int32"} or (not asked and not arrays.keys() - {"a", "b"}):
+            return jnp.dtype("int32")
+        default = "bfloat16"
+    return float_dtype(out_dtype, preferred, default)
 
 
 def floats(op: str, name: str, x: Any) -> jax.Array:
@@ -267,7 +284,7 @@ def _matmul(call: _Call, *arrays: jax.Array) -> jax.Array:
 def _forward(call: _Call, *arrays: jax.Array) -> Any:
     """The result, and what the backward pass needs: A, B, and with an activation its argument."""
     a, b, *extra = arrays
-    if call.scales != "none" or not {a.dtype.name, b.dtype.name}.isdisjoint(FLOAT8):
+    if call.scales != "none" or not {a.dtype.name, b.dtype.name}.isdisjoint({*FLOAT8, "int8"}):
         raise ValueError(
             f"matmul of {a.dtype} and {b.dtype} with scales={call.scales!r} has no gradient: 8 bits without a scale of its own "
             "would lose it. Give a function of the 16-bit arrays, which quantizes them and calls matmul, a jax.custom_vjp that "
@@ -390,6 +407,8 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array, *extra: jax.Array) -
         a = scaled(a.mT if a_t else a, by["scale_a"])
         b = scaled(b if b_t else b.mT, rows_of_blocks(by["scale_b"], problem.n)).mT
         return with_epilogue(problem, jnp.matmul(a, b), **by)
+    if problem.dtype == "int8":
+        return with_epilogue(problem, _product(a.mT if a_t else a, b.mT if b_t else b, np.int32), **by)
     wide = np.promote_types(problem.dtype, np.float32)
     if problem.dtype == problem.out_dtype:
         wide = jnp.dtype(problem.dtype)  # XLA accumulates 16-bit floats in float32; asking for it costs a second pass

@@ -40,6 +40,8 @@ def with_epilogue(
 
     Scales of blocks are no part of it: they are factors of parts of the product (`scaled`).
     """
+    if p.out_dtype != "int32" and jnp.issubdtype(product.dtype, jnp.integer):
+        product = product.astype(np.float32)
     if scale_a is not None and scale_b is not None and scales_sums(p):
         product = product.astype(np.promote_types(product.dtype, np.float32))
         product = product * scale_a[..., :, None] * scale_b[..., None, :]

@@ -452,7 +452,7 @@ def _kernel(
         if scale_smem:
             _add_scaled(work, accs, a_smem, b_smem, *scale_smem)
         else:
-            multiply(p, c, *accs, a_smem, b_smem)
+            multiply(p, c, accs[0], a_smem, b_smem)
         engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
 
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
@@ -461,7 +461,7 @@ def _kernel(
             sums = _Sums.of(work, accs) if scale_smem else None
             _store(work, t, sums or accs[0], of, **epilogue)
             for acc in sums.accs if sums else accs:
-                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+                acc[...] = jnp.zeros(acc.shape, acc.dtype)
 
         return accs
 
@@ -527,7 +527,7 @@ def _kernel_of_items(
 
         def compute(i: jax.Array, _: None) -> None:
             item = items.item(block, i * turns + first)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            acc[...] = jnp.zeros(acc.shape, acc.dtype)
             if p.residual:  # it arrives while the tile is multiplied
                 _when(item.stores, lambda: _load_residual(work, item.tile, of, smem["out_smem"], smem["residual_arrived"]))
             own_pipeline.multiply(
@@ -709,7 +709,9 @@ def _scratch(work: Work) -> dict[str, Any]:
     *buffers, rows, columns = storage(p, c).out_shape
     tile = (columns, rows) if work.transposed else (rows, columns)
     scratch = {
-        "accumulator": engine.Accumulators(accumulators(p, c), c.compute_warpgroups),
+        "accumulator": engine.Accumulators(
+            accumulators(p, c), c.compute_warpgroups, jnp.int32 if p.dtype == "int8" else jnp.float32
+        ),
         "out_smem": plgpu.SMEM(
             (*buffers, *tile), jnp.dtype(p.out_dtype), transforms=engine.operand_transforms(tile[1], p.out_dtype)
         ),

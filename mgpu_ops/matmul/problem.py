@@ -19,7 +19,6 @@ from mgpu_ops.core.limits import (
     MAX_SIZE,
     check_fields,
     itemsize_of,
-    result_dtype,
     supports_dtypes,
     supports_gpu,
     supports_rows,
@@ -35,8 +34,9 @@ class Problem:
     """`batch` products of A[m, k] and B[k, n], out = activation(A B + bias) + residual.
 
     m, n, k: rows of A, columns of B, and what is summed over.
-    dtype: of A and B: in the kernel "bfloat16", "float16", or "float8_e4m3fn" or "float8_e5m2" in layout "nt".
-    out_dtype: of the result, dtype or "float32"; of a product of 8-bit floats "bfloat16", "float16" or "float32".
+    dtype: of A and B: in the kernel "bfloat16", "float16", or in layout "nt" "float8_e4m3fn", "float8_e5m2" or "int8".
+    out_dtype: of the result, dtype or "float32"; of a product of 8 bits "bfloat16", "float16" or "float32", of int8 without an
+      epilogue also "int32".
     layout: how A and B are stored, "n" as written, "t" transposed (A as [k, m], B as [n, k]); "nt" is A as written and B
       transposed.
     batch: how many products; an operand without this dimension is shared by all.
@@ -175,6 +175,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     """Why wgmma cannot multiply operands of these dtypes and scales, stored so, or None."""
+    if p.dtype == "int8" and p.b_dtype == "none":
+        return supports_gpu(gpu) or _supports_integers(p)
     if p.dtype not in FLOAT8 and p.b_dtype == "none":
         reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
         if reason is None and p.scales != "none":
@@ -188,12 +190,27 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not one of bfloat16, float16, float32: cast the result, or use backend='xla'"
     if p.scales not in SCALES:
         return f"scales={p.scales!r} is not one of {', '.join(SCALES)}"
+    return _supports_layout(p, "floats")
+
+
+def _supports_layout(p: Problem, what: str) -> str | None:
     if p.layout != "nt":
         return (
-            f"layout {p.layout} of 8-bit floats: wgmma reads them along k only; store a as [m, k] and b as [n, k] "
+            f"layout {p.layout} of 8-bit {what}: wgmma reads them along k only; store a as [m, k] and b as [n, k] "
             "(transpose_b=True), or use backend='xla'"
         )
     return None
+
+
+def _supports_integers(p: Problem) -> str | None:
+    """Why the kernel cannot multiply int8 so, or None."""
+    if p.scales not in ("none", "tensor", "row"):
+        return f"scales={p.scales!r} of int8 are not one of none, tensor, row: use backend='xla'"
+    if p.out_dtype == "int32" and has_epilogue(p):
+        return "out_dtype int32 has no scales, bias, activation or residual: ask for a float, or use backend='xla'"
+    if p.out_dtype not in (*DTYPES, "float32", "int32"):
+        return f"out_dtype {p.out_dtype} is not one of bfloat16, float16, float32, int32: cast the result, or use backend='xla'"
+    return _supports_layout(p, "integers")
 
 
 def supports_work(p: Any, batch: int, gpu: Gpu, way_out: str) -> str | None:
@@ -210,7 +227,11 @@ def supports_work(p: Any, batch: int, gpu: Gpu, way_out: str) -> str | None:
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
     reason = (
-        supports(problem, gpu) or gemm.check_choices(config, _CHOICES) or _check_turns(config) or _check_blocks(problem, config)
+        supports(problem, gpu)
+        or gemm.check_choices(config, _CHOICES)
+        or _check_turns(config)
+        or _check_blocks(problem, config)
+        or _check_integers(problem, config)
     )
     if reason is not None:
         return reason
@@ -329,6 +350,18 @@ def _check_blocks(p: Problem, c: Config) -> str | None:
             f"or, but for the last, a multiple of {gemm.ROWS}: each {gemm.ROWS} columns have one scale"
         )
     return None
+
+
+def _check_integers(p: Problem, c: Config) -> str | None:
+    """Sums of parts of k within the kernel are of float32."""
+    if p.dtype == "int8" and (c.cluster == "k" or c.last_wave != "whole"):
+        return f"cluster={c.cluster!r} and last_wave={c.last_wave!r} must not share k out for int8: their sums are float32"
+    if p.dtype == "int8" and gemm.warpgroup_tile(c)[0 if computes_transposed(c) else 1] not in _INTEGER_COLUMNS:
+        return f"tile_m={c.tile_m}, tile_n={c.tile_n} of int8: wgmma has 8, 16, 24 or a multiple of 16 columns a warpgroup"
+    return None
+
+
+_INTEGER_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # wgmma's N
 
 
 def _check_shared(p: Problem, c: Config) -> str | None:
@@ -474,7 +507,8 @@ def partial_problem(p: Problem, c: Config) -> Problem:
     if c.split_k == 1 or c.cluster == "k":
         return p
     scales = "none" if scales_sums(p) else p.scales
-    return replace(plain(p), out_dtype="float32", batch=p.batch * c.split_k, scales=scales)
+    sums = "int32" if p.dtype == "int8" else "float32"
+    return replace(plain(p), out_dtype=sums, batch=p.batch * c.split_k, scales=scales)
 
 
 def k_steps(p: Problem, c: Config) -> int:
@@ -574,7 +608,12 @@ def bytes_moved(problem: Problem) -> int:
 
 def bias_itemsize(p: Problem) -> int:
     """Bytes of an element of the bias of `inputs`."""
-    return itemsize_of(result_dtype(p.dtype))
+    return itemsize_of(_of_16_bits(p.dtype))
+
+
+def _of_16_bits(dtype: str) -> str:
+    """The dtype, bfloat16 in place of one of 8 bits."""
+    return "bfloat16" if itemsize_of(dtype) == 1 else dtype
 
 
 def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
@@ -599,7 +638,7 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     key_a, key_b = jax.random.split(key)
     a = _normal(key_a, (*lead, p.k, p.m) if a_t else (*lead, p.m, p.k), p.dtype)
     b = _normal(key_b, (*lead, p.n, p.k) if b_t else (*lead, p.k, p.n), dtype_of_b(p))
-    shapes = [((p.n,), result_dtype(p.dtype))] * p.bias + [((*lead, p.m, p.n), p.out_dtype)] * p.residual
+    shapes = [((p.n,), _of_16_bits(p.dtype))] * p.bias + [((*lead, p.m, p.n), p.out_dtype)] * p.residual
     keys = jax.random.split(jax.random.fold_in(key, 1), 2)
     b = b / math.sqrt(p.k) if has_epilogue(p) and p.scales == "none" else b
     extra = (jax.random.normal(k, *x) for k, x in zip(keys, shapes, strict=False))
@@ -607,8 +646,10 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
 
 
 def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Random normal numbers; those of 8 bits are rounded."""
-    return jax.random.normal(key, shape, result_dtype(dtype)).astype(dtype)
+    """Random normal numbers; those of 8 bits are rounded, integers any that there are."""
+    if dtype == "int8":
+        return jax.random.randint(key, shape, -128, 128, dtype)
+    return jax.random.normal(key, shape, _of_16_bits(dtype)).astype(dtype)
 
 
 def _scales(p: Problem, lead: tuple[int, ...], key: Any) -> Iterator[jax.Array]:

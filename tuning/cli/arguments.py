@@ -16,7 +16,7 @@ from mgpu_ops.models import MODELS
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
 _DTYPES |= {"f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}  # matmul only
-_DTYPES |= {"i32": "int32", "u32": "uint32"}  # collectives only
+_DTYPES |= {"i8": "int8", "i32": "int32", "u32": "uint32"}  # matmul; collectives, and results of i8
 
 SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "sustained", "anywhere", "fp8", "fp8-block"),
@@ -159,8 +159,8 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "problem of any op, by its fields": {
         "dtype": {
             "type": dtype,
-            "help": "of the inputs: bf16 (default) or f16; of matmul with --layout nt also f8e4m3 or f8e5m2; of collectives "
-            "also f32, i32 or u32",
+            "help": "of the inputs: bf16 (default) or f16; of matmul with --layout nt also f8e4m3, f8e5m2 or i8; of "
+            "collectives also f32, i32 or u32",
         },
     },
     "matmul, gated_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction": {

@@ -244,7 +244,7 @@ def test_a_wrong_request_prints_no_json(mgpu_tune: Command) -> None:
         ),
         ((*GROUPED, "--batch", "2"), "grouped_matmul problems have no batch: the fields are "),
         ((*GROUPED, "--bias", "bf16"), "--bias of grouped_matmul takes no dtype: leave bfloat16 out"),
-        ((*GROUPED, "--bias", "int8"), "'int8' is not one of bf16, f16"),
+        ((*GROUPED, "--bias", "int4"), "'int4' is not one of bf16, f16"),
         ((*GROUPED, "--causal"), "grouped_matmul problems have no causal: the fields are "),
         (
             ("run", "flash_attention", *HEADS, "--window-left", "-2", "--gpu", "h200"),
@@ -274,7 +274,7 @@ def test_a_wrong_request_prints_no_json(mgpu_tune: Command) -> None:
         ((*RUN, "--m", "4.5"), "'4.5' must be a whole number of at least 1"),
         ((*RUN, "--batch", "0"), "'0' must be a whole number of at least 1"),
         ((*RUN, "--trials", "0"), "'0' must be a whole number of at least 1"),
-        ((*RUN, "--dtype", "int8"), "'int8' is not one of bf16, f16"),
+        ((*RUN, "--dtype", "int4"), "'int4' is not one of bf16, f16"),
         ((*RUN, "--out-dtype", "double"), "'double' is not one of bf16, f16"),
         ((*RUN, "--layout", "nx"), "invalid choice: 'nx'"),
         ((*RUN, "--seed", "one"), "--seed: "),

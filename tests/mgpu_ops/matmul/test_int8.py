@@ -1,0 +1,84 @@
+"""Products of int8 in `mgpu_ops.matmul`: exact sums, floats where they are scaled, and errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mgpu_ops
+from mgpu_ops import MatmulProblem, matmul
+from mgpu_ops.core import aot, gpu
+from tests.arrays import normal
+from tests.configs import BASE
+
+pytestmark = pytest.mark.usefixtures("no_races")
+BACKENDS = pytest.mark.parametrize("backend", ["xla", "interpret"])
+SMALL = replace(BASE, tile_m=64, tile_n=64, tile_k=128, max_concurrent_steps=2, compute_warpgroups=1)
+P = MatmulProblem(72, 136, 272, "int8", "int32", "nt")
+
+
+def operands(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.integers(-128, 128, shape, np.int8)) for shape in shapes]
+
+
+@BACKENDS
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_sums_are_exact_int32(split_k, backend):
+    a, b = operands((72, 272), (136, 272))
+    config = replace(SMALL, split_k=split_k, epilogue_tile_n=32) if backend == "interpret" else None
+    out = matmul(a, b, transpose_b=True, backend=backend, config=config)
+    assert out.dtype == jnp.int32
+    np.testing.assert_array_equal(out, np.asarray(a, np.int64) @ np.asarray(b, np.int64).T)
+
+
+@BACKENDS
+def test_scaled_products_are_floats_with_an_epilogue(backend, assert_matmul):
+    a, b = operands((9, 272), (136, 272))
+    scales, bias = (jnp.exp(normal(2, 9)) / 1000, jnp.exp(normal(3, 136)) / 1000), normal(4, 136)
+    out = matmul(a, b, scale_a=scales[0], scale_b=scales[1], bias=bias, activation="silu", transpose_b=True, backend=backend)
+    problem = replace(P, m=9, out_dtype="bfloat16", scales="row", bias=True, activation="silu")
+    assert_matmul(problem, out, a, b, *scales, bias)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"out_dtype": "bfloat16"}, None),
+        ({"layout": "nn"}, "layout nn of 8-bit integers"),
+        ({"scales": "row"}, "out_dtype int32 has no scales, bias, activation or residual"),
+        ({"scales": "block", "out_dtype": "float32"}, "scales='block' of int8 are not one of none, tensor, row"),
+        ({"out_dtype": "int8"}, "out_dtype int8 is not one of bfloat16, float16, float32, int32"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_runs_or_why_not(changes, reason):
+    found = mgpu_ops.spec_of("matmul").supports(replace(P, **changes), gpu.find("h200"))
+    if reason is None:
+        assert found is None
+    else:
+        with pytest.raises(ValueError, match=reason):
+            raise ValueError(found)
+
+
+def test_sums_that_are_float32_are_no_config_of_integers():
+    spec, device = mgpu_ops.spec_of("matmul"), gpu.find("h200")
+    for changes in ({"cluster": "k", "split_k": 2}, {"last_wave": "stream_k"}):
+        assert "their sums are float32" in spec.check(P, replace(SMALL, **changes), device)
+    assert spec.check(P, spec.default(P, device), device) is None
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_the_kernel_multiplies_integers_without_spills():
+    spec, device = mgpu_ops.spec_of("matmul"), gpu.find("h200")
+    problem = replace(P, m=4096, n=4096, k=4096)
+    config = spec.default(problem, device)
+    arrays = jax.eval_shape(lambda key: spec.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(device, lambda *x: spec.run(problem, config, device, *x), *arrays)
+    assert (report.spills, report.serialized) == (0, "")
+    assert "s32.s8.s8" in report.ptx
