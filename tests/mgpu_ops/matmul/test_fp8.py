@@ -14,6 +14,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul
 from mgpu_ops.core import gpu
+from tests import thorough
 from tests.arrays import normal
 from tests.configs import BASE
 
@@ -51,8 +52,16 @@ def as_stored(kind: str, scale_a: jax.Array, scale_b: jax.Array) -> tuple[jax.Ar
     return next(stored), next(stored)
 
 
-@BACKENDS
-@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(
+            backend, name, marks=[thorough.only_in_all] * (backend == "interpret" and name not in ("blocks", "numbers"))
+        )
+        for backend in ("xla", "interpret")
+        for name in SCALES
+    ],
+)
 def test_the_product_is_that_of_the_scaled_operands(name, backend, assert_matmul):
     a, b = operands()
     scale_a, scale_b, kind = SCALES[name]
