@@ -35,6 +35,7 @@ from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
     BLOCK,
+    SCALES_IN_LINE,
     Config,
     Problem,
     accumulators,
@@ -173,13 +174,14 @@ def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, i
 def _load_scales(work: Work, scale_a: Any, scale_b: Any) -> list[Any]:
     """Producer: the scales that step (tile, k) loads, of A's rows and of each 64 columns of B.
 
-    scale_a: [..., k / 128, rows of A]. scale_b: [..., n / 64, k / 128, 4], four times the same: TMA copies 16 bytes and more.
+    scale_a: [..., k / 128, tiles, rows of a tile and what fills up 128 bytes]. scale_b: [..., n / 64, k / 128, 32], all 32 the
+    same. For TMA writes to multiples of 128 bytes of shared memory.
     """
     c, parts = work.config, work.config.tile_k // BLOCK
-    rows, columns = (c.tile_n, c.tile_m) if work.transposed else (c.tile_m, c.tile_n)
+    columns = c.tile_m if work.transposed else c.tile_n
 
-    def spec(ref: Any, block: tuple[int, ...], index: Callable[[Tile, Int], tuple[Int, ...]]) -> Any:
-        lead = (None,) * (ref.ndim - len(block))
+    def spec(ref: Any, block: tuple[int | None, ...], index: Callable[[Tile, Int], tuple[Int, ...]]) -> Any:
+        lead = (None,) * (ref.ndim - 3)
 
         def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
             at = _tile(work, t)
@@ -189,12 +191,15 @@ def _load_scales(work: Work, scale_a: Any, scale_b: Any) -> list[Any]:
         return plgpu.BlockSpec((*lead, *block), where, memory_space=plgpu.SMEM)
 
     def of_a(at: Tile, k: Int) -> tuple[Int, ...]:
-        return k, at.column if work.transposed else at.row
+        return k, at.column if work.transposed else at.row, 0
 
     def of_b(at: Tile, k: Int) -> tuple[Int, ...]:
         return at.row if work.transposed else at.column, k, 0
 
-    return [spec(scale_a, (parts, rows), of_a), spec(scale_b, (columns // ROWS, parts, 4), of_b)]
+    return [
+        spec(scale_a, (parts, None, scale_a.shape[-1]), of_a),
+        spec(scale_b, (columns // ROWS, parts, scale_b.shape[-1]), of_b),
+    ]
 
 
 def _add_scaled(work: Work, accs: tuple[Any, ...], a_smem: Any, b_smem: Any, a_scales: Any, b_scales: Any) -> None:
@@ -691,8 +696,7 @@ def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> l
     if p.scales == "row":
         found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
     if p.scales == "block":
-        found.append(padded(extra["scale_a"].mT, (rows[0], 4)))  # rows of 16 bytes, for TMA
-        found.append(jnp.repeat(jnp.repeat(extra["scale_b"], BLOCK // ROWS, -2)[..., None], 4, -1))
+        found += _scales_for_tma(extra["scale_a"], extra["scale_b"], rows[1])
     if p.bias:
         found.append(padded(extra["bias"], columns))
     if p.residual:
@@ -701,6 +705,15 @@ def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> l
             residual = jnp.broadcast_to(residual, shape[1:])[None]
         found.append(residual)
     return found
+
+
+def _scales_for_tma(scale_a: jax.Array, scale_b: jax.Array, tile: int) -> list[jax.Array]:
+    """The scales of blocks as `_load_scales` reads them, for tiles of so many rows of A."""
+    a = scale_a.mT
+    a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % tile)]).reshape(*a.shape[:-1], -1, tile)
+    a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -tile % SCALES_IN_LINE)])
+    b = jnp.repeat(scale_b, BLOCK // ROWS, -2)[..., None]
+    return [a, jnp.broadcast_to(b, (*b.shape[:-1], SCALES_IN_LINE))]
 
 
 def _scratch(work: Work) -> dict[str, Any]:

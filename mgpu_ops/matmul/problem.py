@@ -149,6 +149,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 LAST_WAVES = ("whole", "stream_k")
 SCALES = ("none", "tensor", "row", "block")
 BLOCK = 128  # of k, and of n, that has one scale
+SCALES_IN_LINE = 32  # in 128 bytes, to whose multiples in shared memory TMA writes
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -582,7 +583,8 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
 def _scales_of_a_step(c: Config) -> tuple[int, int]:
     """At most so many scales of A and of B a pipeline step loads; A and B may have changed places."""
     parts, widest = c.tile_k // BLOCK, max(c.tile_m, c.tile_n)
-    return parts * widest, 4 * parts * max(1, widest // gemm.ROWS)
+    lines = math.ceil(widest / SCALES_IN_LINE)
+    return parts * lines * SCALES_IN_LINE, parts * SCALES_IN_LINE * max(1, widest // gemm.ROWS)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:

@@ -131,6 +131,16 @@ def test_the_model_shares_a_last_wave_that_is_badly_filled(tiles, gains):
     assert shared < whole if gains else shared >= whole
 
 
+@pytest.mark.parametrize("tile_m", [8, 24, 64, 192])
+def test_stages_of_scales_begin_where_tma_can_write(tile_m):
+    """At multiples of 128 bytes of shared memory, which neither the compiler nor the interpreter asks for."""
+    config = replace(BASE, tile_m=tile_m, tile_n=192 if tile_m < 192 else 64, tile_k=128, compute_warpgroups=1)
+    p = replace(F8, scales="block")
+    found = problem.storage(*problem.as_computed(p, config)).scales
+    assert len(found) == 2
+    assert all(numbers * 4 % 128 == 0 for numbers in found)
+
+
 @pytest.mark.parametrize("sizes", [(16, 4096, 4096), (16, 4096, 14336), (24, 4096, 14336)])
 def test_the_tuner_may_choose_every_candidate_for_few_rows(sizes):
     p = Problem(*sizes)
