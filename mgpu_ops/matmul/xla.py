@@ -11,12 +11,15 @@ import math
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.matmul.model import slowdown
 from mgpu_ops.matmul.problem import Problem, bytes_moved
 
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _LAUNCH = 2.95e-6  # s
 _RATE = 0.87  # of the datasheet's FLOP/s
+_RATE_8_BITS = 0.75  # of theirs on operands of 8 bits,
+_RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
 _MEMORY = 0.94  # of HBM's rate
 _STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128
 _NORM = 3.8  # arithmetic and HBM overlap (`gemm.together`)
@@ -44,7 +47,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in _TILES)
     arithmetic = slowdown(arithmetic)
-    seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY)
+    seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY) + _widening(p, gpu)
     if p.k % (_ALIGNED * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
     return _LAUNCH + seconds
@@ -55,7 +58,17 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
     waves = math.ceil(p.batch * parts * math.ceil(p.m / rows) * math.ceil(p.n / columns) / gpu.sms)
     flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
     area = rows * columns / 128**2
-    return waves * (flops * gpu.sms / (left * _RATE * gpu.flops(p.dtype)) + _STORE * area)
+    rate = _RATE * gpu.bf16_flops if itemsize_of(p.dtype) > 1 else _RATE_8_BITS * gpu.flops(p.dtype)
+    if p.scales == "block":  # of float32 numbers, rounded to tf32
+        rate = _RATE_OF_BLOCKS * gpu.bf16_flops
+    return waves * (flops * gpu.sms / (left * rate) + _STORE * area)
+
+
+def _widening(p: Problem, gpu: Gpu) -> float:
+    """The time of kernels that scale operands before the product: with scales of blocks, to float32 in memory and back."""
+    if p.scales != "block":
+        return 0.0
+    return p.batch * (p.m + p.n) * p.k * (itemsize_of(p.dtype) + 2 * 4) / (_MEMORY * gpu.memory_bytes_per_s)
 
 
 def split_k(problem: Problem, gpu: Gpu) -> int:
