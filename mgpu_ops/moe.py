@@ -149,11 +149,11 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
     counted = jnp.arange(tokens * top_k, dtype=jnp.int32)
     key, order, counted = mesh.same_mesh_axes(key, order, counted)
     positions = jnp.zeros_like(counted).at[order].set(counted, unique_indices=True, mode="promise_in_bounds")
-    ends = jnp.searchsorted(key[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # A sum of comparisons is one pass over the keys; a search in them, or a count by adding, would be many small steps.
+    sizes = jnp.sum(key[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     positions = positions.reshape(tokens, top_k)
-    x, order, positions, ends = mesh.same_mesh_axes(x, order, positions, ends)
-    rows = _rows_of_tokens(x, order // max(top_k, 1), positions)
-    return MoeDispatch(rows, jnp.diff(ends, prepend=jnp.zeros_like(ends[:1])), order, positions)
+    x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
+    return MoeDispatch(_rows_of_tokens(x, order // max(top_k, 1), positions), sizes, order, positions)
 
 
 def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_dtype: DTypeLike | None = None) -> jax.Array:

@@ -91,7 +91,8 @@ def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry:
     group_offset: `sizes` are those of a shard, as `of_shard` gives them.
     """
     block = max(1, min(_BLOCK, rows))
-    start, sizes = split(sizes, rows, group_offset)
+    # XLA for GPUs fails to compile the loop where it finds out the number of its turns by running it, with sizes that it knows.
+    start, sizes = split(lax.optimization_barrier(sizes), rows, group_offset)
     ends = start + jnp.cumsum(sizes, dtype=jnp.int32)  # not the int64 that JAX's 64-bit mode would take
     blocks = -(-sizes // block)
     last = jnp.cumsum(blocks, dtype=jnp.int32)

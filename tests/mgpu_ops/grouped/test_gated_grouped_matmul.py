@@ -245,3 +245,12 @@ def test_check_counts_both_accumulators():
     config = replace(BASE, tile_m=128, tile_n=256, compute_warpgroups=2)
     assert "accumulator takes 256 registers" in str(SPEC.check(P(512, 256, 256, 4), config, H200))
     assert SPEC.check(P(512, 256, 256, 4), replace(config, tile_n=128), H200) is None
+
+
+@needs_compiler
+def test_gradients_through_xla_compile_for_a_gpu_where_the_sizes_are_known():
+    """XLA runs a loop to find out how often it turns, where it can, and failed in this one."""
+    sizes = np.array([100, 0, 33, 250, 1], np.int32)
+    arrays = [jax.ShapeDtypeStruct(s, BF16) for s in ((600, 136), (5, 136, 264), (5, 136, 264))]
+    loss = lambda *a: gated_grouped_matmul(*a, sizes, backend="xla").astype(F32).sum()  # noqa: E731
+    aot.compile_for(H200, jax.grad(loss, (0, 1, 2)), *arrays)
