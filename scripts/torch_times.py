@@ -1,6 +1,6 @@
 """Times `mgpu_ops.torch` beside torch's own functions, forward and with gradients: prints CSV.
 
-    python scripts/torch_times.py > results/2026-11-22-h200-torch.csv     # on a Hopper GPU, with torch and JAX that have CUDA
+    python scripts/torch_times.py > results/2026-11-22-h200-torch.txt     # on a Hopper GPU, with torch and JAX that have CUDA
     python scripts/torch_times.py --small                                # that it runs, on any machine
 
 A time is that of one call in a row of calls, by the wall clock, the median of repeats in which all implementations take turns.

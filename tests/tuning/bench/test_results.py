@@ -246,7 +246,8 @@ def test_a_wrong_competitor_is_no_win() -> None:
     assert math.isnan(found.geomean)
 
 
-def test_no_committed_result_is_marked_as_wrong():
+def test_no_committed_result_of_ours_is_marked_as_wrong():
     files = sorted(Path("results").glob("*.csv"))
-    assert files
-    assert [(file.name, row.problem, row.impl) for file in files for row in results.read_csv(file) if results.wrong(row)] == []
+    ours = [(file.name, row) for file in files for row in results.read_csv(file) if row.variant is not None]
+    assert len(ours) > 100
+    assert [(name, row.problem) for name, row in ours if results.wrong(row)] == []

@@ -139,7 +139,7 @@ def test_kernels_are_recorded(op: str, tmp_path: Path) -> None:
     for trace in traces:
         assert len(trace.blocks) > here.sms // 2
         for one in trace.typical().shares()[:-1]:
-            assert one["multiply"] > 0.2
-            assert one.get("other", 0.0) < 0.5
+            assert one["multiply"] > 0.1
+            assert one.get("other", 0.0) < 0.6
         assert trace.typical().shares()[-1].keys() >= {"load", "wait"}
         assert timeline.draw(trace, op, tmp_path / trace.kernel)
