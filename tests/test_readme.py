@@ -246,6 +246,13 @@ def test_the_changelog_has_the_form_that_contributing_describes() -> None:
             assert all(line.startswith(("- ", "  ")) for line in lines), f"{head}: an entry begins with '- '"
 
 
+def test_the_readme_reads_in_two_minutes() -> None:
+    """550 words outside of programs and tables."""
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    prose = re.sub(r"^\|.*$|\]\([^)]*\)", "", prose, flags=re.MULTILINE)
+    assert len(re.findall(r"[A-Za-z][\w'-]+", prose)) <= 550
+
+
 def test_every_file_of_core_is_described() -> None:
     described = re.findall(r"^\| `(core/\w+\.py)` \|", TEXTS["docs/architecture.md"], re.MULTILINE)
     assert sorted(described) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("[!_]*.py"))
