@@ -1,7 +1,9 @@
 """The kernels of cross-entropy: one pass over the logits for loss and lse, and one for their gradient.
 
-Each warpgroup takes every so-many-th row, tile after tile of its columns. While it works on one, TMA loads the next ones, also
-those of its next row. TMA fills what lies beyond the end of a row with zeros, which count as -inf, and writes nothing there.
+A block is one warpgroup: Mosaic's sums and maxima go through shared memory that all warpgroups of a block would write. It
+takes every so-many-th row, tile after tile of its columns. While it works on one, TMA loads the next ones, also those of its
+next row. The last tile of a row ends with the row, and so may begin within the one before: Mosaic stores a tile that lies
+contiguous in memory by a plain bulk copy, which nothing clips. Where they overlap, both store the same gradient, in turn.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ def launch(
 ) -> Any:
     """(loss, lse) of float32, or the gradient of the logits; `rows` are then lse, p and q of float32."""
     p, c = problem, config
-    blocks, parts = min(gpu.sms, math.ceil(p.rows / c.warpgroups)), (p.vocabulary // LANES, LANES)
+    blocks, parts = min(p.rows, gpu.sms * c.blocks), (p.vocabulary // LANES, LANES)
     tile, dtype = (c.tile // LANES, LANES), jnp.dtype(p.dtype)
     number = jax.ShapeDtypeStruct((p.rows,), jnp.float32)
     scratch: dict[str, Any] = {
-        "smem": plgpu.SMEM((c.warpgroups, c.stages, *tile), dtype),
-        "full": plgpu.Barrier(num_barriers=c.warpgroups * c.stages),
+        "smem": plgpu.SMEM((c.stages, *tile), dtype),
+        "full": plgpu.Barrier(num_barriers=c.stages),
     }
     if p.gradient:
-        scratch["out_smem"] = plgpu.SMEM((c.warpgroups, 2, *tile), dtype)
+        scratch["out_smem"] = plgpu.SMEM((2, *tile), dtype)
     body = _gradient if p.gradient else _forward
     name = f"mgpu_ops_cross_entropy{'_gradient' * p.gradient}"
 
@@ -47,7 +49,7 @@ def launch(
 
     run = engine.kernel(
         kernel,
-        engine.Launch(name, {"block": blocks}, c.warpgroups, approx_math=True, interpret=interpret),
+        engine.Launch(name, {"block": blocks}, warpgroups=1, approx_math=True, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((p.rows, *parts), dtype) if p.gradient else (number, number),
         scratch_types=scratch,
     )
@@ -57,13 +59,13 @@ def launch(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of a warpgroup, and their tiles as they come through shared memory."""
+    """The rows of a block, and their tiles as they come through shared memory."""
 
     problem: Problem
     config: Config
     blocks: int
     logits: Any  # [rows, vocabulary / 128, 128]
-    smem: Any  # [warpgroups, stages, tile / 128, 128]
+    smem: Any  # [stages, tile / 128, 128]
     full: Any
 
     @property
@@ -76,26 +78,29 @@ class _Rows:
 
     @property
     def tiles(self) -> int:
-        """Of a row; the last one may reach beyond its end."""
+        """Of a row."""
         return math.ceil(self.parts / self.tile)
 
-    def for_each(self, row: Callable[[jax.Array, Callable[..., Any]], None]) -> None:
-        """Runs `row(number, for_each_tile)` for each row of this warpgroup.
+    def _start(self, tile: jax.Array) -> jax.Array:
+        """The first part of a tile of a row."""
+        return jnp.minimum(tile * self.tile, self.parts - self.tile)
 
-        `for_each_tile(fn, carry)` runs `carry = fn(first part, values, number of the tile, carry)` for each tile of the row and
-        returns the last carry. values: float32 [tile / 128, 128].
+    def for_each(self, row: Callable[[jax.Array, Callable[..., Any]], None]) -> None:
+        """Runs `row(number, for_each_tile)` for each row of this block.
+
+        `for_each_tile(fn, carry)` runs `carry = fn(at, values, before, i, carry)` for each tile of the row and returns the last
+        carry. at: the tile's first part of the row. values: float32 [tile / 128, 128]. before: how many of its first parts were
+        in the tile before. i: counts the tiles of all rows.
         """
-        wg = lax.axis_index("wg")
-        first, stride = lax.axis_index("block") * self.config.warpgroups + wg, self.blocks * self.config.warpgroups
+        first, stride = lax.axis_index("block"), self.blocks
         rows = lax.div(self.problem.rows - first + stride - 1, stride)
         count, ahead = rows * self.tiles, self.config.stages - 1
 
         def load(i: jax.Array) -> None:
             stage = lax.rem(i, jnp.int32(self.config.stages))
             at = first + lax.div(i, jnp.int32(self.tiles)) * stride
-            part = lax.rem(i, jnp.int32(self.tiles)) * self.tile
-            place = self.full.at[wg * self.config.stages + stage]
-            engine.copy_gmem_to_smem(self.logits.at[at, pl.ds(part, self.tile)], self.smem.at[wg, stage], place)
+            part = self._start(lax.rem(i, jnp.int32(self.tiles)))
+            engine.copy_gmem_to_smem(self.logits.at[at, pl.ds(part, self.tile)], self.smem.at[stage], self.full.at[stage])
 
         for i in range(ahead):
             pl.when(i < count)(functools.partial(load, jnp.int32(i)))
@@ -105,11 +110,12 @@ class _Rows:
                 def step(j: jax.Array, carry: Any) -> Any:
                     i = r * self.tiles + j
                     stage = lax.rem(i, jnp.int32(self.config.stages))
-                    plgpu.barrier_wait(self.full.at[wg * self.config.stages + stage])
-                    values = self.smem[wg, stage].astype(jnp.float32)
+                    plgpu.barrier_wait(self.full.at[stage])
+                    values = self.smem[stage].astype(jnp.float32)
                     plgpu.commit_smem()  # all threads have read the tile: the stage of the one before it may be filled again
                     pl.when(i + ahead < count)(functools.partial(load, i + ahead))
-                    return fn(j * self.tile, values, i, carry)
+                    at = self._start(j)
+                    return fn(at, values, j * self.tile - at, i, carry)
 
                 return lax.fori_loop(0, self.tiles, step, carry)
 
@@ -126,11 +132,11 @@ def _forward(x: _Rows, logits: Any, labels: Any, loss: Any, lse: Any) -> None:
         seen = jnp.clip(label, 0, p.vocabulary - 1)
         of_label = logits[number, lax.div(seen, jnp.int32(LANES)), lax.rem(seen, jnp.int32(LANES))].astype(jnp.float32)
 
-        def add(part: jax.Array, values: jax.Array, _: jax.Array, carry: Any) -> Any:
+        def add(at: jax.Array, values: jax.Array, before: jax.Array, i: jax.Array, carry: Any) -> Any:
             """The largest logit until now, and the sum of exponentials beside it."""
             largest, total = carry
             if x.parts % x.tile:
-                values = jnp.where(part + _iota(values.shape, 0) < x.parts, values, -jnp.inf)
+                values = jnp.where(_iota(values.shape, 0) >= before, values, -jnp.inf)  # each logit once
             now = jnp.maximum(largest, jnp.max(values))
             kept = jnp.where(largest == -jnp.inf, 0.0, jnp.exp2((_finite(largest) - _finite(now)) * LOG2E))
             return now, total * kept + jnp.sum(jnp.exp2((values - _finite(now)) * LOG2E))
@@ -145,19 +151,19 @@ def _forward(x: _Rows, logits: Any, labels: Any, loss: Any, lse: Any) -> None:
 
 
 def _gradient(x: _Rows, logits: Any, labels: Any, lse: Any, p: Any, q: Any, out: Any, *, out_smem: Any) -> None:
-    wg = lax.axis_index("wg")
-
     def row(number: jax.Array, for_each_tile: Callable[..., Any]) -> None:
         label, sums, of_all, of_label = labels[number], lse[number], p[number], q[number]
 
-        def store(part: jax.Array, values: jax.Array, i: jax.Array, carry: None) -> None:
-            column = (part + _iota(values.shape, 0)) * LANES + _iota(values.shape, 1)
+        def store(at: jax.Array, values: jax.Array, before: jax.Array, i: jax.Array, carry: None) -> None:
+            column = (at + _iota(values.shape, 0)) * LANES + _iota(values.shape, 1)
             gradient = jnp.exp2((values - sums) * LOG2E) * of_all - jnp.where(column == label, of_label, 0.0)
-            slot = out_smem.at[wg, lax.rem(i, jnp.int32(2))]
+            slot = out_smem.at[lax.rem(i, jnp.int32(2))]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last one has read its slot
+            if x.parts % x.tile:
+                pl.when(before > 0)(lambda: plgpu.wait_smem_to_gmem(0))  # the tile before is written
             slot[...] = gradient.astype(out.dtype)
             plgpu.commit_smem()  # TMA sees what was written
-            plgpu.copy_smem_to_gmem(slot, out.at[number, pl.ds(part, x.tile)])
+            plgpu.copy_smem_to_gmem(slot, out.at[number, pl.ds(at, x.tile)])
             return carry
 
         for_each_tile(store, None)

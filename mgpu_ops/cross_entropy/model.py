@@ -11,7 +11,7 @@ from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.cross_entropy.problem import SPACE, Config, Problem, bytes_moved, check, supports
 
 _LAUNCH = 3e-6  # seconds
-_STEP = 0.3e-6  # of a tile that no other warpgroup hides: its maximum and sum over the threads
+_STEP = 0.3e-6  # of a tile that no other block hides: its maximum and sum over the threads
 _LATENCY_BYTES = 16384  # on their way to an SM at full rate: half of the rate with as many
 _SM_SHARE = 2.0  # of its share of the memory's rate that an SM takes where others have nothing to do
 
@@ -21,17 +21,17 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence]:
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Modelled seconds: the bytes at the rate that those in flight allow, and the steps of the warpgroup with most rows."""
+    """Modelled seconds: the bytes at the rate that those in flight allow, and the steps of the block with most rows."""
     if reason := supports(problem, gpu):
         raise ValueError(f"cross_entropy cannot run {problem} on {gpu.name}: {reason}")
     p, c = problem, config
-    blocks = min(gpu.sms, math.ceil(p.rows / c.warpgroups))
-    waves = math.ceil(p.rows / (blocks * c.warpgroups))  # rows of the busiest warpgroup
-    in_flight = c.warpgroups * (c.stages - 1) * c.tile * itemsize_of(p.dtype)
+    blocks = min(p.rows, gpu.sms * c.blocks)
+    waves = math.ceil(p.rows / blocks)  # rows of the busiest block
+    in_flight = c.blocks * (c.stages - 1) * c.tile * itemsize_of(p.dtype)
     share = in_flight / (in_flight + _LATENCY_BYTES)
-    rate = min(1.0, _SM_SHARE * blocks / gpu.sms) * gpu.memory_bytes_per_s * share
-    uneven = waves * blocks * c.warpgroups / p.rows
-    steps = waves * math.ceil(p.vocabulary / c.tile) * _STEP / c.warpgroups
+    rate = min(1.0, _SM_SHARE * math.ceil(blocks / c.blocks) / gpu.sms) * gpu.memory_bytes_per_s * share
+    uneven = waves * blocks / p.rows
+    steps = waves * math.ceil(p.vocabulary / c.tile) * _STEP / c.blocks
     return _LAUNCH + bytes_moved(p) * uneven / rate + steps
 
 

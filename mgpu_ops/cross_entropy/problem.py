@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import block_bytes, check_fields, check_smem, itemsize_of, supports_sizes
+from mgpu_ops.core.limits import block_bytes, check_fields, itemsize_of, supports_sizes
 from mgpu_ops.models import MODELS
 
 LANES = 128  # columns of a part of a row: TMA copies a row as [vocabulary / 128, 128]
@@ -43,17 +43,21 @@ class Problem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result but for the order of its sum.
 
-    warpgroups: of a block, 1, 2 or 4; each works on rows of its own.
-    tile: columns that a warpgroup works on at a time, a multiple of 128.
-    stages: tiles that a warpgroup has loaded or is loading.
+    blocks: on an SM at once, of one warpgroup each, which works on rows of its own: 1, 2 or 4.
+    tile: columns that a block works on at a time, a multiple of 128.
+    stages: tiles that a block has loaded or is loading.
     """
 
-    warpgroups: int
+    blocks: int
     tile: int
     stages: int
 
 
-SPACE: dict[str, Sequence[int]] = {"warpgroups": (1, 2, 4), "tile": (1024, 2048, 4096, 8192), "stages": (2, 3, 4, 6, 8)}
+SPACE: dict[str, Sequence[int]] = {
+    "blocks": (1, 2, 4),
+    "tile": (128, 512, 1024, 2048, 4096, 8192),
+    "stages": (2, 3, 4, 6, 8),
+}
 
 _MODELS = ("mistral-7b", "llama3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma2-9b")  # 32000 to 256000
 _TOKENS = (512, 4096)
@@ -93,19 +97,25 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     for name, choices in SPACE.items():
         if (value := getattr(config, name)) not in choices:
             return f"{name}={value} is not one of {', '.join(map(str, choices))}"
-    return check_smem(smem_bytes(problem, config), gpu)
+    if config.tile > problem.vocabulary:
+        return f"tile={config.tile} is more than the vocabulary, {problem.vocabulary}: take a smaller one"
+    own = smem_bytes(problem, config)
+    if config.blocks * (own + _OF_A_BLOCK) > gpu.smem_per_block + _OF_A_BLOCK:
+        return f"{config.blocks} blocks of {own} bytes of shared memory do not fit on an SM of {gpu.name}: use fewer stages"
+    return None
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
     c, itemsize = config, itemsize_of(problem.dtype)
-    buffers, barriers = [((c.warpgroups, c.stages, c.tile), itemsize)], c.warpgroups * c.stages
+    buffers = [((c.stages, c.tile), itemsize)]
     if problem.gradient:
-        return block_bytes([*buffers, ((c.warpgroups, 2, c.tile), itemsize)], barriers)
-    return block_bytes(buffers, barriers) + _REDUCTIONS
+        return block_bytes([*buffers, ((2, c.tile), itemsize)], c.stages)
+    return block_bytes(buffers, c.stages) + _REDUCTIONS
 
 
 _REDUCTIONS = 2048  # bytes that Mosaic takes for sums and maxima over a warpgroup
+_OF_A_BLOCK = 1024  # bytes of an SM's shared memory that the system takes for each block
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------
 

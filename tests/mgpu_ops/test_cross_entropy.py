@@ -50,9 +50,9 @@ def test_loss_lse_and_gradient_are_right(backend: Any, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("config", "rows", "vocabulary"),
     [
-        (CrossEntropyConfig(1, 1024, 2), 5, 2432),  # the last tile reaches beyond the row; more tiles than stages
-        (CrossEntropyConfig(2, 1024, 3), 7, 2048),  # rows that the warpgroups do not divide
-        (CrossEntropyConfig(4, 2048, 4), 3, 128),  # fewer rows than warpgroups, a tile wider than the row
+        (CrossEntropyConfig(1, 1024, 2), 5, 2432),  # the last tile begins within the one before; more tiles than stages
+        (CrossEntropyConfig(2, 1024, 3), 7, 2048),  # rows that the blocks do not divide
+        (CrossEntropyConfig(4, 128, 4), 3, 384),  # fewer rows than blocks
     ],
 )
 def test_the_kernels_are_right_and_have_no_race(config: CrossEntropyConfig, rows: int, vocabulary: int) -> None:
@@ -176,3 +176,8 @@ def test_the_default_compiles_without_spills_into_the_memory_it_is_said_to_take(
     from mgpu_ops.cross_entropy.problem import smem_bytes
 
     assert report.smem_bytes == smem_bytes(problem, config)
+
+
+def test_a_tile_wider_than_a_row_is_refused_as_its_store_would_not_be_clipped() -> None:
+    problem = CrossEntropyProblem(3, 384, gradient=True)
+    assert "tile=512 is more than the vocabulary" in str(SPEC.check(problem, CrossEntropyConfig(1, 512, 2), H200))
