@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, inflight
-from mgpu_ops.core.tile_scheduler import Int
 
 
 class Barriers(NamedTuple):
@@ -43,27 +42,24 @@ class Pipeline:
         inflight.has_pipeline(self.full, self.empty)
 
     @staticmethod
-    def barriers(stages: int, *, copies: int, consumers: int, cluster_axes: tuple[str, ...] = ()) -> Barriers:
-        """The two barriers: `copies` arrive when a stage is full, `consumers` warpgroups when it is empty again.
-
-        cluster_axes: of the blocks that share copies, all of which must have read a stage.
-        """
-        full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-        if cluster_axes:
-            return Barriers(
-                full, plgpu.ClusterBarrier(collective_axes=cluster_axes, num_arrivals=consumers, num_barriers=stages)
-            )
-        return Barriers(full, plgpu.Barrier(num_arrivals=consumers, num_barriers=stages))
+    def barriers(stages: int, *, copies: int, consumers: int) -> Barriers:
+        """The two barriers: `copies` arrive when a stage is full, `consumers` warpgroups when it is empty again."""
+        return Barriers(
+            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        )
 
     @staticmethod
     def barriers_in_turn(stages: int, *, copies: int, consumers: int, cluster_axes: tuple[str, ...] = ()) -> Barriers:
         """Those of a pipeline whose steps are each read by one of `consumers` warpgroups; `of_consumer` makes its Pipeline.
 
         A thread knows a barrier's phase by the number of its own waits. So each consumer has its own `full` barriers, on which
-        only its steps arrive.
+        only its steps arrive. cluster_axes: of the blocks that share copies, all of which must have read a stage.
         """
-        empty = Pipeline.barriers(stages, copies=copies, consumers=1, cluster_axes=cluster_axes).empty
-        return Barriers(plgpu.Barrier(num_arrivals=copies, num_barriers=consumers * stages), empty)
+        empty: Any = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+        if cluster_axes:
+            empty = plgpu.ClusterBarrier(collective_axes=cluster_axes, num_arrivals=1, num_barriers=stages)
+        return Barriers(full=plgpu.Barrier(num_arrivals=copies, num_barriers=consumers * stages), empty=empty)
 
     def of_consumer(self, consumer: jax.Array) -> Pipeline:
         """The pipeline with the steps of one consumer, where consumers take turns (`barriers_in_turn`)."""
@@ -90,7 +86,7 @@ class Pipeline:
             def _(stage: int = stage) -> None:
                 plgpu.barrier_wait(self.empty.at[stage])
 
-    def multiply(self, first: jax.Array, steps: Int, start: Callable[[jax.Array], None]) -> None:
+    def multiply(self, first: jax.Array, steps: int, start: Callable[[jax.Array], None]) -> None:
         """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on, the next one in flight.
 
         A stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always have work.

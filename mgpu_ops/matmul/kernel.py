@@ -29,7 +29,6 @@ from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, takes_turns, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
-from mgpu_ops.core.partials import Partials
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, with_epilogue
@@ -45,7 +44,6 @@ from mgpu_ops.matmul.problem import (
     consumer_registers,
     dtype_of_b,
     has_epilogue,
-    has_items,
     k_steps,
     panel,
     partial_problem,
@@ -96,7 +94,7 @@ class Tile:
 
 
 def _tile(work: Work, step: jax.Array) -> Tile:
-    """The `step`-th output tile of this block; or of all, where blocks have items.
+    """The `step`-th output tile of this block.
 
     The two blocks of a cluster along m or n take tiles next to each other. Those of a cluster along k take one tile, and each
     its part of k.
@@ -106,7 +104,7 @@ def _tile(work: Work, step: jax.Array) -> Tile:
     rows //= 2 if c.cluster == "m" else 1
     columns //= 2 if c.cluster == "n" else 1
     # The number of a cluster of tiles: product after product, and within one in the order of `raster`.
-    index = step if has_items(c) else step * work.blocks + lax.axis_index("block")
+    index = step * work.blocks + lax.axis_index("block")
     batch, index = (
         (lax.div(index, jnp.int32(rows * columns)), lax.rem(index, jnp.int32(rows * columns)))
         if p.batch > 1
@@ -388,7 +386,6 @@ def _store(
     out_smem: Any,
     cluster_sum: Any = None,
     residual_arrived: Any = None,
-    others: _Others | None = None,
 ) -> None:
     """Consumer: rounds what the epilogue makes of the accumulator of tile number t to the output's dtype and stores it.
 
@@ -400,9 +397,7 @@ def _store(
         plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
 
     def finish(part: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
-        if others is not None:
-            part = others.add(part, epilogue_origins(c).index((i, j)))
-        return _finish(work, refs, place, part, buffer, (i, j)) if has_epilogue(p) else part
+        return _finish(work, refs, place, part, buffer, (i, j))
 
     # The cluster's accumulators are added up an epilogue tile at a time: there is room for one of each block.
     def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
@@ -410,10 +405,7 @@ def _store(
 
     if refs.residual is not None:
         _if_it_stores(c, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
-    if others is not None:
-        others.wait()
-    finishes = has_epilogue(p) or others is not None
-    wide = cluster_sum is not None or finishes
+    wide = cluster_sum is not None or has_epilogue(p)
     values = acc if isinstance(acc, _Sums) else acc[...]
     store_tile(
         values.astype(jnp.float32 if wide else refs.out.dtype),
@@ -421,7 +413,7 @@ def _store(
         copy,
         transpose=work.transposed,
         add=None if cluster_sum is None else add,
-        finish=finish if finishes else None,
+        finish=finish if has_epilogue(p) else None,
     )
 
 
@@ -489,118 +481,61 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
-def _kernel_of_items(
+def _kernel_in_turn(
     work: Work, gpu: Gpu, *refs: Any, accumulator: Any, operands: tuple[Any, Any], barriers: Any, **smem: Any
 ) -> None:
-    """One block: a pipeline over the steps of its items, each a tile or a part of k of one (`tile_scheduler.Item`).
+    """One block whose consumers compute its output tiles in turn: while one stores a tile, the other multiplies the next.
 
-    Consumers that take turns compute one item each: while one stores a tile, the other multiplies the next. Both read one
-    pipeline, in which the steps of an item lie together. So the next item's multiplication begins when the last one's ends,
-    without another barrier, and stages that one consumer has read are filled for the other.
+    Both read one pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last
+    one's ends, without another barrier, and stages that one consumer has read are filled for the other.
     """
-    p, c, block = work.problem, work.config, lax.axis_index("block")
-    partials = None
-    if c.last_wave == "stream_k":
-        *rest, arrived, out, values = refs
-        refs, partials = (*rest, out), Partials(values, arrived)
-    of, items = _refs(p, *refs), _items(work)
-    pipeline = Pipeline(c.max_concurrent_steps, *barriers)
-    turns = c.compute_warpgroups if takes_turns(c) else 1
+    p, c = work.problem, work.config
+    of, steps = _refs(p, *refs), k_steps(p, c)
+    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    pipeline, turns = Pipeline(c.max_concurrent_steps, *barriers), c.compute_warpgroups
 
     def producer() -> None:
         specs = list(zip(load(work, of.a, of.b), (of.a, of.b), operands, strict=True))
 
-        def load_item(i: jax.Array, _: None) -> None:
-            item = items.item(block, i)
-            its_pipeline = pipeline.of_consumer(lax.rem(i, jnp.int32(turns))) if turns > 1 else pipeline
+        def load_tile(t: jax.Array, _: None) -> None:
+            its_pipeline = pipeline.of_consumer(lax.rem(t, jnp.int32(turns)))
 
             def load_step(k: jax.Array, _: None) -> None:
                 def copy(stage: jax.Array, full: Any) -> None:
                     for spec, ref, smem in specs:
-                        engine.copy_block(spec, ref, (item.tile, item.first + k), smem.at[stage], full)
+                        engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
 
-                its_pipeline.fill(item.before + k, copy)
+                its_pipeline.fill(t * steps + k, copy)
 
-            lax.fori_loop(0, item.steps, load_step, None)
+            lax.fori_loop(0, steps, load_step, None)
 
-        lax.fori_loop(0, items.count(block), load_item, None)
-        pipeline.drain(items.total(block))  # a block does not end before its last stages are read
+        lax.fori_loop(0, own_tiles, load_tile, None)
+        pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
 
     def consumer(acc: Any) -> None:
         wg = lax.axis_index("wg")
-        own_pipeline, first = (pipeline.of_consumer(wg), wg) if turns > 1 else (pipeline, 0)
+        own_pipeline = pipeline.of_consumer(wg)
 
-        def compute(i: jax.Array, _: None) -> None:
-            item = items.item(block, i * turns + first)
+        def compute_tile(i: jax.Array, _: None) -> None:
+            t = i * turns + wg
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             if p.residual:  # it arrives while the tile is multiplied
-                _when(item.stores, lambda: _load_residual(work, item.tile, of, smem["out_smem"], smem["residual_arrived"]))
+                _load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"])
             own_pipeline.multiply(
-                item.before, item.steps, lambda stage: multiply(p, c, acc, *(operand.at[stage] for operand in operands))
+                t * steps, steps, lambda stage: multiply(p, c, acc, *(operand.at[stage] for operand in operands))
             )
-            _when(item.stores, lambda: _store(work, item.tile, acc, of, others=_Others.of(work, partials, item), **smem))
-            if partials is not None:
-                tiles = [(slice(i, i + ROWS), slice(j, j + c.epilogue_tile_n)) for i, j in epilogue_origins(c)]
-                _when(jnp.logical_not(item.stores), lambda: partials.leave(_place(work, block), [acc[...][at] for at in tiles]))
+            _store(work, t, acc, of, **smem)
 
-        lax.fori_loop(0, tile_scheduler.tiles_of_block(items.count(block), first, turns), compute, None)
+        lax.fori_loop(0, tile_scheduler.tiles_of_block(own_tiles, wg, turns), compute_tile, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
     engine.specialize(
         producer,
         lambda: accumulator.scope(consumer),
-        consumers=c.compute_warpgroups,
+        consumers=turns,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c, gpu),
     )
-
-
-def _when(condition: Any, then: Callable[[], None]) -> None:
-    """Runs `then` where the condition, known or traced, holds."""
-    if condition is True:
-        then()
-    else:
-        pl.when(condition)(then)
-
-
-def _items(work: Work) -> Any:
-    """What the blocks compute."""
-    schedule = tile_scheduler.StreamK if work.config.last_wave == "stream_k" else tile_scheduler.WholeTiles
-    return schedule(clusters_of_tiles(work.problem, work.config), work.blocks, k_steps(work.problem, work.config))
-
-
-def _place(work: Work, block: Int) -> Int:
-    """Where this warpgroup of a block leaves its share of a part of a tile."""
-    c = work.config
-    place = block * cluster_size(c) + (lax.axis_index("cluster") if cluster_size(c) > 1 else 0)
-    return place * c.compute_warpgroups + lax.axis_index("wg")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Others:
-    """The parts of a tile that other blocks left."""
-
-    work: Work
-    partials: Partials
-    item: tile_scheduler.Item
-
-    @staticmethod
-    def of(work: Work, partials: Partials | None, item: tile_scheduler.Item) -> _Others | None:
-        return None if partials is None else _Others(work, partials, item)
-
-    def wait(self) -> None:
-        """Until they are all there."""
-        self._for_each(lambda place, _: self.partials.wait(place), None)
-
-    def add(self, part: jax.Array, number: int) -> jax.Array:
-        """`part`, epilogue tile `number` of this block's sums, and theirs, in the order of the blocks."""
-        added: jax.Array = self._for_each(lambda place, part: self.partials.add(part, number, place), part)
-        return added
-
-    def _for_each(self, body: Callable[[Int, Any], Any], carry: Any) -> Any:
-        return lax.fori_loop(
-            self.item.others, lax.axis_index("block"), lambda block, carry: body(_place(self.work, block), carry), carry
-        )
 
 
 def _refs(p: Problem, a: Any, b: Any, *rest: Any) -> _Refs:
@@ -635,12 +570,10 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     flips = computes_transposed(c)
     p, c = as_computed(p, c)
     cluster = cluster_size(c)
-    work = Work(p, c, _blocks(p, c, gpu), flips)
+    work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
     anywhere = (1, p.batch, m, n)
-    out_type = jax.ShapeDtypeStruct(anywhere if ends_with_rows(p, c) else shape, p.out_dtype)
-    left = _left(work)
     out = engine.kernel(
-        functools.partial(_kernel_of_items, work, gpu) if has_items(c) else functools.partial(_kernel, work),
+        functools.partial(_kernel_in_turn, work, gpu) if takes_turns(c) else functools.partial(_kernel, work),
         engine.Launch(
             "mgpu_ops_matmul",
             grid={"block": work.blocks},
@@ -649,35 +582,12 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             approx_math=p.activation != "none",
             interpret=interpret,
         ),
-        out_type=(out_type, left) if left else out_type,
+        out_type=jax.ShapeDtypeStruct(anywhere if ends_with_rows(p, c) else shape, p.out_dtype),
         scratch_types=_scratch(work),
-    )(*(arrays[1::-1] if flips else arrays[:2]), *_extra(work, extra, anywhere), *_arrived(left))
-    out = (out[0] if left else out).reshape(shape)
+    )(*(arrays[1::-1] if flips else arrays[:2]), *_extra(work, extra, anywhere)).reshape(shape)
     if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
         out = with_epilogue(whole, out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3), **extra)
     return out
-
-
-def _blocks(p: Problem, c: Config, gpu: Gpu) -> int:
-    """How many blocks, or clusters, have something to do."""
-    tiles, blocks = clusters_of_tiles(p, c), resident_clusters(cluster_size(c), gpu)
-    if c.last_wave == "stream_k" and tiles < blocks:
-        return tile_scheduler.StreamK(tiles, blocks, k_steps(p, c)).sharers
-    return min(blocks, tiles)
-
-
-def _left(work: Work) -> jax.ShapeDtypeStruct | None:
-    """What blocks leave for each other under stream-k, [places, epilogue tiles, elements of one]."""
-    c = work.config
-    if c.last_wave == "whole":
-        return None
-    places = work.blocks * cluster_size(c) * c.compute_warpgroups
-    return jax.ShapeDtypeStruct((places, epilogue_tiles(c), ROWS * c.epilogue_tile_n), jnp.float32)
-
-
-def _arrived(left: jax.ShapeDtypeStruct | None) -> list[Any]:
-    """A flag for each place, not set."""
-    return [jax.new_ref(jnp.zeros(left.shape[:1], jnp.int32))] if left else []
 
 
 def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
@@ -731,7 +641,7 @@ def _scratch(work: Work) -> dict[str, Any]:
     }
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
-    if has_items(c):
+    if takes_turns(c):
         stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
         cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
         dtypes = (p.dtype, dtype_of_b(p))
@@ -739,8 +649,9 @@ def _scratch(work: Work) -> dict[str, Any]:
             plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
             for tile, dtype in zip(_operand_tiles(p, c), dtypes[::-1] if work.transposed else dtypes, strict=True)
         )
-        make = Pipeline.barriers_in_turn if takes_turns(c) else Pipeline.barriers
-        scratch["barriers"] = make(stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes)
+        scratch["barriers"] = Pipeline.barriers_in_turn(
+            stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes
+        )
     if c.cluster == "k":
         scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch

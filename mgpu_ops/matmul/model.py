@@ -12,9 +12,7 @@ from typing import Any
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
-from mgpu_ops.core.tile_scheduler import StreamK
 from mgpu_ops.matmul.problem import (
-    LAST_WAVES,
     Config,
     Problem,
     as_computed,
@@ -32,8 +30,7 @@ from mgpu_ops.matmul.problem import (
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The values of each Config field, in order. `check` tells which combinations run.
 
-    The transposed product is for few rows, warpgroups take turns where there are more tiles than blocks, and a last wave is
-    shared where k is long.
+    The transposed product is for few rows, and warpgroups take turns where there are more tiles than blocks.
     """
     p = problem
     few_rows = (*_FEW_ROWS, 64) if p.m <= _MOST_FEW_ROWS else (64,)
@@ -52,7 +49,6 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
         "schedule": gemm.SCHEDULES if many_tiles else gemm.SCHEDULES[:1],
-        "last_wave": LAST_WAVES if p.k >= _LONG_K else LAST_WAVES[:1],
     }
 
 
@@ -92,14 +88,13 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """
     p, c = as_computed(partial_problem(problem, config), config)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    blocks = resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms
-    waves = math.ceil(tiles / blocks)
+    waves = math.ceil(tiles / (resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms))
     efficiency = _RATE * gemm.efficiency(c, _LEAST) * gpu.flops(p.dtype) / gpu.bf16_flops
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
-    steps = _of_a_block(c, tiles, blocks, k_steps(p, c), step, store, gpu) * gemm.raster_factor(c.raster_width, _STRIP)
+    steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     steps = slowdown(max(steps, under_power)) / (_IN_TURN if gemm.takes_turns(c) and waves > 1 else 1.0)
     memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
@@ -111,19 +106,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     return _LAUNCH + _LATENCY + gemm.together(_MEMORY_NORM, steps, memory) + reduction
 
 
-def _of_a_block(c: Config, tiles: int, blocks: int, steps: int, step: float, store: float, gpu: Gpu) -> float:
+def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float) -> float:
     """Seconds that a block takes for its tiles, of so many steps each.
 
-    Where warpgroups take turns, a store runs beside the other's steps, but for the last. Under stream-k the last wave takes as
-    long as the longest stretch; a part is stored and read again, and the flags are set to zero before.
+    Where warpgroups take turns, a store runs beside the other's steps, but for the last.
     """
-    if c.last_wave == "stream_k" and (rest := tiles % blocks):
-        shared = StreamK(tiles, blocks, steps)
-        parts = shared.sharers / rest
-        last = math.ceil(shared.shared / shared.sharers) * step + store
-        left = _LAUNCH + (1 + parts) * gemm.store_seconds(c, 4, gpu) if parts > 1 else 0.0
-        return tiles // blocks * (steps * step + store) + last + left
-    waves = math.ceil(tiles / blocks)
     if gemm.takes_turns(c):
         return waves * max(steps * step, (steps * step + store) / 2) + store
     return waves * (steps * step + store)
@@ -162,7 +149,7 @@ _TILES = (
 _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
-_LONG_K = 1024  # with which it tries stream-k, and the default may be ping-pong
+_LONG_K = 1024  # with which the default may be ping-pong
 _SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
 
 

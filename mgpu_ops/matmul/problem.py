@@ -88,8 +88,6 @@ class Config:
     memory_registers: registers of a producer thread; consumers share the rest.
     schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
       that one stores its tile while the other multiplies. It has wg_dimension="m".
-    last_wave: what becomes of the tiles that are left over when all blocks have equally many: "whole", some have one more; or
-      "stream_k", all blocks share the steps of k of these tiles, and leave each other float32 sums in global memory.
     """
 
     tile_m: int
@@ -105,7 +103,6 @@ class Config:
     split_k: int
     memory_registers: int
     schedule: str = "cooperative"
-    last_wave: str = "whole"
 
 
 _LAYER = ("qkv", "out", "gate_up", "down")  # the products of one layer: q, k and v fused, and gate and up fused
@@ -146,7 +143,6 @@ SUITES: dict[str, Sequence[str]] = {
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
-LAST_WAVES = ("whole", "stream_k")
 SCALES = ("none", "tensor", "row", "block")
 BLOCK = 128  # of k, and of n, that has one scale
 SCALES_IN_LINE = 32  # in 128 bytes, to whose multiples in shared memory TMA writes
@@ -251,7 +247,6 @@ _CHOICES = {
     "cluster": ("none", "m", "n", "k"),
     "raster_dimension": ("m", "n"),
     "schedule": gemm.SCHEDULES,
-    "last_wave": LAST_WAVES,
 }
 
 
@@ -296,19 +291,13 @@ def check_schedule(p: Problem, c: Config, check_output: Callable[[Problem, Confi
 
 
 def check_counts(p: Problem, c: Config, gpu: Gpu) -> str | None:
-    """Tiles, steps of a block and elements of k can be counted in 32 bits, for a problem and a config `as_computed`.
-
-    Also that there are whole tiles beside the parts that one of two consumers computes.
-    """
+    """Tiles, steps of a block and elements of k can be counted in 32 bits, for a problem and a config `as_computed`."""
     steps, clusters = k_steps(p, c), limits.resident_clusters(cluster_size(c), gpu)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n) * (1 if c.cluster == "k" else c.split_k)
-    if c.last_wave == "stream_k" and gemm.takes_turns(c) and tiles < clusters * cluster_size(c):
-        return f"last_wave='stream_k' with schedule='pingpong' needs as many tiles as SMs, but there are {tiles}"
     for what, count in (
         (f"{tiles} tiles of {c.tile_m} x {c.tile_n}", tiles),
         (f"{steps} steps of k for each of {tiles} tiles", math.ceil(tiles / clusters) * steps),
         (f"split_k={c.split_k} parts of {steps} steps of tile_k={c.tile_k}", c.split_k * steps * c.tile_k),
-        (f"{steps} steps of k for each of {clusters} tiles of the last wave", clusters * steps * (c.last_wave == "stream_k")),
     ):
         if count >= 2**31:
             return f"{what} are more than a block counts in 32 bits: use larger tiles or a smaller split_k, or backend='xla'"
@@ -319,8 +308,6 @@ def _check_order(p: Problem, c: Config) -> str | None:
     """The order of tiles and the parts of k exist for this problem."""
     if c.raster_width < 1:
         return f"raster_width={c.raster_width} must be at least 1"
-    if c.last_wave == "stream_k" and c.split_k > 1:
-        return f"split_k={c.split_k} must be 1 with last_wave='stream_k', which shares out k itself"
     if c.cluster == "k" and c.split_k not in (2, 4, 8):
         return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"
     if not 1 <= c.split_k <= math.ceil(p.k / c.tile_k):
@@ -335,9 +322,8 @@ def _check_blocks(p: Problem, c: Config) -> str | None:
     """With scales of blocks, a step is one or two of k, and a warpgroup's part of the tile lies within one of n."""
     if p.scales != "block":
         return None
-    for field, value in (("schedule", "cooperative"), ("last_wave", "whole")):
-        if getattr(c, field) != value:
-            return f"{field}={getattr(c, field)!r} must be {value!r} with scales of blocks"
+    if c.schedule != "cooperative":
+        return f"schedule={c.schedule!r} must be 'cooperative' with scales of blocks"
     if c.tile_k not in (BLOCK, 2 * BLOCK):
         return f"tile_k={c.tile_k} must be {BLOCK}, the k of a block that has a scale, or {2 * BLOCK}"
     rows, columns = gemm.warpgroup_tile(c)
@@ -355,8 +341,8 @@ def _check_blocks(p: Problem, c: Config) -> str | None:
 
 def _check_integers(p: Problem, c: Config) -> str | None:
     """Sums of parts of k within the kernel are of float32."""
-    if p.dtype == "int8" and (c.cluster == "k" or c.last_wave != "whole"):
-        return f"cluster={c.cluster!r} and last_wave={c.last_wave!r} must not share k out for int8: their sums are float32"
+    if p.dtype == "int8" and c.cluster == "k":
+        return f"cluster={c.cluster!r} must not share k out for int8: its sums are float32"
     if p.dtype == "int8" and gemm.warpgroup_tile(c)[0 if computes_transposed(c) else 1] not in _INTEGER_COLUMNS:
         return f"tile_m={c.tile_m}, tile_n={c.tile_n} of int8: wgmma has 8, 16, 24 or a multiple of 16 columns a warpgroup"
     return None
@@ -490,11 +476,6 @@ def plain(p: Problem) -> Problem:
     return replace(p, bias=False, activation="none", residual=False)
 
 
-def has_items(c: Config) -> bool:
-    """Whether blocks compute items of a schedule (`tile_scheduler.Item`), and not simply one tile after the other."""
-    return gemm.takes_turns(c) or c.last_wave != "whole"
-
-
 def cluster_size(c: Config) -> int:
     """Blocks of a cluster."""
     return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
@@ -522,7 +503,7 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
     As `emit_pipeline_warp_specialized` sets them, or `engine.specialize`.
     """
-    if has_items(c):
+    if gemm.takes_turns(c):
         return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)

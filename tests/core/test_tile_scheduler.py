@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,43 +235,3 @@ def test_blocks_take_the_tiles_of_one_group_and_of_256_in_turn(blocks):
     assert_blocks_share_out_the_tiles([300], 300, blocks)
     sizes = np.random.default_rng(0).multinomial(60, np.ones(256) / 256)
     assert_blocks_share_out_the_tiles(sizes.tolist(), 64, blocks)
-
-
-@pytest.mark.parametrize(
-    ("tiles", "blocks", "steps"),
-    [(27, 132, 64), (160, 132, 7), (1, 132, 64), (131, 132, 1), (132, 132, 5), (7, 4, 2), (2, 4, 100), (6, 4, 9)],
-)
-def test_blocks_share_the_steps_of_the_last_wave(tiles, blocks, steps):
-    """All steps of all tiles are computed once, in parts that blocks leave for the one that stores."""
-    schedule = tile_scheduler.StreamK(tiles, blocks, steps)
-    most = tiles // blocks + 2
-
-    def row(block: Any, i: Any) -> Any:
-        item = schedule.item(block, i)
-        return [jnp.asarray(x) for x in (item.tile, item.first, item.steps, item.before, item.stores, item.others)]
-
-    rows = jax.vmap(lambda b: jax.vmap(lambda i: row(b, i))(jnp.arange(most)))(jnp.arange(blocks))
-    table = np.stack(jax.tree.map(np.asarray, rows), -1)
-    parts: dict[int, list[tuple[int, ...]]] = {}
-    totals = []
-    for block in range(blocks):
-        done = 0
-        for number in range(int(schedule.count(jnp.int32(block)))):
-            tile, first, length, before, stores, others = map(int, table[block, number])
-            assert length > 0
-            assert before == done
-            assert stores or number == 0  # what others wait for comes first
-            done += length
-            parts.setdefault(tile, []).append((first, block, length, stores, others))
-        assert done == schedule.total(jnp.int32(block))
-        totals.append(done)
-    assert sorted(parts) == list(range(tiles))
-    for in_order in map(sorted, parts.values()):
-        ends = [first + length for first, _, length, _, _ in in_order]
-        assert [first for first, *_ in in_order] == [0, *ends[:-1]]
-        assert ends[-1] == steps
-        *before, (_, last, _, stores, others) = in_order
-        assert stores
-        assert [block for _, block, *_ in before] == list(range(others, last))
-        assert not any(part[3] for part in before)
-    assert max(totals) - min(totals) <= max(1, steps) if schedule.sharers < blocks else max(totals) - min(totals) <= 1

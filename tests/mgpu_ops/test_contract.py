@@ -51,7 +51,7 @@ def test_problem_and_config_are_frozen_and_hold_what_json_holds(spec):
 
 ADDED_LATER = {
     "flash_attention": {"kv_splits": 0, "kv_cluster": 1},
-    "matmul": {"schedule": "cooperative", "last_wave": "whole"},
+    "matmul": {"schedule": "cooperative"},
 }
 
 

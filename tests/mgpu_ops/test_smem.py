@@ -56,7 +56,6 @@ CASES = {
     ),
     "split k": (MatmulProblem(512, 512, 512), replace(BASE, split_k=3, epilogue_tile_n=32)),
     "transposed batch": (MatmulProblem(256, 256, 256, layout="tt", batch=3), BASE),
-    "stream-k": (MatmulProblem(512, 512, 512), replace(BASE, tile_m=64, compute_warpgroups=1, last_wave="stream_k")),
     "in turn": (MatmulProblem(512, 512, 512, residual=True), replace(BASE, schedule="pingpong")),
 }
 
@@ -64,7 +63,7 @@ CASES = {
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
-IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch", "stream-k", "in turn"]
+IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch", "in turn"]
 
 
 @needs_compiler

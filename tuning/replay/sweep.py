@@ -97,7 +97,6 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "split_k": (1, 2, 4),
         "memory_registers": (40,),
         "schedule": ("cooperative",),
-        "last_wave": ("whole",),
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "grouped_matmul": _GROUPED,

@@ -83,20 +83,6 @@ def test_parts_of_k_are_added_up_in_one_kernel_through_distributed_shared_memory
     assert report.spills == 0
 
 
-@pytest.mark.parametrize("cluster", thorough.cases(["none", "m"], ["m"]))
-def test_stream_k_exchanges_sums_in_whole_lines_and_without_spills(cluster):
-    problem = MatmulProblem(4096, 28672, 4096)
-    config = replace(BASE, tile_n=256, max_concurrent_steps=4, cluster=cluster, last_wave="stream_k")
-    report = compiled(problem, config)
-    (kernel,) = report.kernels
-    assert report.spills == 0
-    assert not report.serialized
-    assert report.smem_bytes <= smem_bytes(problem, config)
-    elements = config.tile_m * config.tile_n // config.compute_warpgroups // 128  # of a thread
-    assert kernel.sass.count("LDG.E.128") == kernel.sass.count("STG.E.128") == elements // 4
-    assert kernel.ptx.count("ld.acquire.gpu") == kernel.ptx.count("st.release.gpu") == 1
-
-
 def test_warpgroups_that_take_turns_start_a_step_before_they_wait_for_the_last_one():
     problem = MatmulProblem(4096, 14336, 4096)
     config = replace(BASE, tile_n=192, max_concurrent_steps=4, schedule="pingpong")

@@ -138,41 +138,6 @@ def draw_in_turn(seed: int) -> tuple[Any, Any]:
     return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
 
 
-def draw_stream_k(seed: int) -> tuple[Any, Any]:
-    """As `draw`, with few or many tiles, the last ones of which all blocks share. Every third takes turns at many tiles."""
-    rng, in_turn = random.Random(seed), seed % 3 == 0
-    layout = rng.choice(["nn", "nt", "tn", "tt"])
-    low, high = (30, 60) if in_turn else rng.choice([(1, 4), (1, 10), (10, 60)])
-    m, n, k = 64 * rng.randint(low, high), 64 * rng.randint(low, high), 8 * rng.randint(1, rng.choice([100, 1000]))
-    if rng.random() < 0.5:
-        m, n = m - 8, n - 24
-    if layout[0] == "n" and not in_turn and rng.random() < 0.3:
-        m = rng.randint(1, 64)
-    extra = {"bias": True, "activation": "silu", "residual": True} if rng.random() < 0.3 else {}
-    problem = P(m, n, k, layout=layout, batch=rng.choice([1, 1, 3]), **extra)
-    device = gpu.current()
-    space = {
-        **MATMUL.space(problem, device),
-        "last_wave": ("stream_k",),
-        "cluster": ("none", "none", "m", "n"),
-        "split_k": (1,),
-    }
-    space["schedule"] = ("pingpong" if in_turn else "cooperative",)
-    drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
-    return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_random_stream_k_is_right_everywhere_and_the_same_bits_again(seed, assert_matmul):
-    problem, config = draw_stream_k(seed)
-    arrays = MATMUL.inputs(problem, jax.random.key(seed))
-    run = compiled(problem, config, *arrays)
-    poison(problem)
-    out = run(*arrays)
-    assert_matmul(problem, out, *arrays)
-    assert all(measure.same(out, run(*arrays)) for _ in range(20))
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_random_config_whose_warpgroups_take_turns_is_right_everywhere(seed, assert_matmul):
     problem, config = draw_in_turn(seed)

@@ -28,7 +28,6 @@ P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
-STREAM_K = replace(ONE, last_wave="stream_k")
 WIDE_8, ONE_8, FEW_ROWS_8 = (replace(config, tile_k=128) for config in (BASE, ONE, FEW_ROWS))
 
 
@@ -173,20 +172,6 @@ CASES = {
     "in turn, wide tiles at the end of rows": (P(200, 328, 136), replace(BASE, schedule="pingpong")),
     "in turn, bias, gelu and residual": (P(450, 136, 264, **ALL), IN_TURN),
     "in turn, three parts of k": (P(72, 136, 328), replace(IN_TURN, split_k=3, epilogue_tile_n=32)),
-    # stream-k
-    "stream-k, a tile in four parts, whole tiles too": (P(264, 64, 1352), STREAM_K),
-    "stream-k, fewer tiles than blocks": (P(72, 136, 1352), STREAM_K),
-    "stream-k, one step": (P(200, 136, 64), STREAM_K),
-    "stream-k, two warpgroups, tails": (P(200, 328, 328), replace(BASE, last_wave="stream_k")),
-    "stream-k, cluster along m, a batch": (P(100, 72, 520, batch=3), replace(STREAM_K, cluster="m")),
-    "stream-k, bias, gelu and residual": (P(200, 136, 520, **ALL), replace(STREAM_K, epilogue_tile_n=32)),
-    "stream-k, in turn": (P(330, 72, 1352), replace(IN_TURN, last_wave="stream_k")),
-    "stream-k, in turn, residual": (P(200, 200, 520, **ALL), replace(IN_TURN, last_wave="stream_k")),
-    "stream-k, float32, nothing left over": (
-        P(128, 128, 328, out_dtype="float32"),
-        replace(STREAM_K, epilogue_tile_n=32),
-    ),
-    "stream-k, transposed": (P(17, 200, 1352), replace(FEW_ROWS, last_wave="stream_k")),
     # operands of 8 bits
     "8 bits, no scales, two panels of k": (of_8_bits(200, 136, 384, "none"), replace(ONE, tile_k=256)),
     "8 bits, two dtypes, scales of rows, epilogue": (
@@ -200,9 +185,9 @@ CASES = {
         replace(ONE_8, split_k=2, epilogue_tile_n=32),
     ),
     "8 bits, two dtypes, in turn": (of_8_bits(200, 200, 400, "row", b_dtype="float8_e5m2"), replace(IN_TURN, tile_k=128)),
-    "8 bits, two dtypes, transposed, stream-k": (
+    "8 bits, two dtypes, transposed": (
         of_8_bits(17, 200, 2704, "tensor", b_dtype="float8_e5m2"),
-        replace(FEW_ROWS_8, last_wave="stream_k"),
+        FEW_ROWS_8,
     ),
     "blocks, two warpgroups": (of_8_bits(330, 264, 400, "block", bias=True), replace(WIDE_8, max_concurrent_steps=2)),
     "blocks, columns shared, cluster along n": (
@@ -264,19 +249,15 @@ IN_ALL = [  # what others show together or one by one
     "in turn, many tiles and tails",
     "in turn, cluster along m",
     "in turn, bias, gelu and residual",
-    "stream-k, fewer tiles than blocks",
-    "stream-k, cluster along m, a batch",
-    "stream-k, transposed",
     "8 bits, no scales, two panels of k",
     "8 bits, two dtypes, scales of rows, epilogue",
     "blocks, columns shared, cluster along n",
     "8 bits, a number, cluster along m",
     "8 bits, two dtypes, in turn",
-    "8 bits, two dtypes, transposed, stream-k",
+    "8 bits, two dtypes, transposed",
     "8 bits, parts of k, a batch, scales of rows",
     "blocks, parts of k, a batch",
     "blocks, two blocks share k",
-    "stream-k, in turn, residual",
     "blocks, two warpgroups",
 ]
 

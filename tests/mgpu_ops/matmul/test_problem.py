@@ -64,19 +64,6 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (P, {"schedule": "pingpong", "compute_warpgroups": 1}, "compute_warpgroups=1 must be 2 with schedule='pingpong'"),
         (P, {"schedule": "pingpong", "cluster": "k", "split_k": 2}, "cluster='k' must be 'none' or 'm' or 'n' with schedule="),
         (P, {"schedule": "pingpong", "tile_m": 32}, "tile_m=32 must be at least 64 with schedule='pingpong'"),
-        (P, {"last_wave": "stream_k"}, None),
-        (P, {"last_wave": "half"}, r"last_wave='half' is not one of \('whole', 'stream_k'\)"),
-        (
-            P,
-            {"last_wave": "stream_k", "split_k": 2},
-            "split_k=2 must be 1 with last_wave='stream_k', which shares out k itself",
-        ),
-        (P, {"last_wave": "stream_k", "schedule": "pingpong"}, "'pingpong' needs as many tiles as SMs, but there are 16"),
-        (
-            replace(P, k=2**31 - 256),
-            {"last_wave": "stream_k"},
-            "33554428 steps of k for each of 132 tiles of the last wave are",
-        ),
         (P, {"schedule": "pingpong", "tile_n": 256}, "accumulator takes 256 registers a thread"),
         (F8, {"tile_k": 128}, None),
         (F8, {"tile_k": 256, "max_concurrent_steps": 2}, None),
@@ -89,7 +76,6 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (replace(F8, scales="block"), {"tile_k": 128}, None),
         (F8, {"tile_k": 128, "schedule": "pingpong"}, None),
         (replace(F8, scales="block"), {"schedule": "pingpong"}, "schedule='pingpong' must be 'cooperative' with scales of"),
-        (replace(F8, scales="block"), {"last_wave": "stream_k"}, "last_wave='stream_k' must be 'whole' with scales of blocks"),
         (replace(F8, scales="block"), {}, "tile_k=64 must be 128, the k of a block that has a scale, or 256"),
         (replace(F8, scales="block"), {"tile_k": 128, "tile_n": 192}, None),
         (
@@ -122,13 +108,6 @@ def cost(p: Problem, **changes: object) -> float:
 def test_the_model_hides_the_stores_of_warpgroups_that_take_turns():
     p = replace(P, m=8192, n=8192)
     assert cost(p, schedule="pingpong") < cost(p)
-
-
-@pytest.mark.parametrize(("tiles", "gains"), [(27 * 132 + 40, True), (27 * 132, False), (27 * 132 + 131, False)])
-def test_the_model_shares_a_last_wave_that_is_badly_filled(tiles, gains):
-    p = replace(P, m=tiles * 128, n=128, k=8192)
-    whole, shared = cost(p), cost(p, last_wave="stream_k")
-    assert shared < whole if gains else shared >= whole
 
 
 @pytest.mark.parametrize("tile_m", [8, 24, 64, 192])
