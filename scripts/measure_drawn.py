@@ -106,6 +106,7 @@ def legal_configs(problem: MatmulProblem, gpu: Gpu) -> list[MatmulConfig]:
             split_k=split_k,
             compute_warpgroups=warpgroups,
             wg_dimension=wg_dimension,
+            schedule="cooperative",
         )
         if (legal := deepest(problem, config, gpu)) is not None:
             found.append(legal)
