@@ -40,6 +40,7 @@ from mgpu_ops.matmul.problem import (
     supports,
     tolerance,
     transposed,
+    untried,
 )
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
@@ -459,6 +460,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=xla.cost,
+    untried=untried,
     plain=plain,
 )
 

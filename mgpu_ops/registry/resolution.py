@@ -352,6 +352,9 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
     times = winner.measured(found.entry, baseline) if found.entry is not None and near is None else None
     if times is not None and found.source == "family":
         times = dataclasses.replace(times, how="family")
+    if times is None and (untried := spec.untried(problem)) is not None:
+        query.note("xla", untried)
+        return dataclasses.replace(found, runs="xla")
     times = times or winner.expected(spec, problem, found.config, gpu, baseline)
     if times is None and near is not None and (there := winner.measured(near[0].entry, baseline)):
         times = winner.expected_from(there, near[1], spec.cost(problem, found.config, gpu) * 1e6)
