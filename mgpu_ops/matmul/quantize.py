@@ -21,7 +21,7 @@ def quantize(
 ) -> tuple[jax.Array, ...]:
     """x as 8-bit floats and float32 scales, x = values * scales up to rounding, for `matmul`'s operands.
 
-    scale = max |x| of the numbers that share it / the dtype's largest (448 of e4m3, 57344 of e5m2), 1 where they are zero.
+    scale = max abs(x) of the numbers that share it / the dtype's largest (448 of e4m3, 57344 of e5m2), 1 where they are zero.
 
     Args:
       x: floats, [..., rows, k].
@@ -37,9 +37,9 @@ def quantize(
       values, of x's shape, and scales: [] for "tensor", x's shape without `axis` for "row", with blocks in place of its `axis`
       for "block" and of both dimensions for "square", rounded up. With `transpose` (values, scales, values_t, scales_t).
 
-    Values are rounded to the nearest: |x - values * scales| <= max(2^-4 |x|, 2^-10 scale) for e4m3, and for e5m2
-    max(2^-3 |x|, 2^-17 scale), up to 2^-22 |x| from float32. No finite number becomes infinite or NaN. NaN and infinities stay
-    what they are (e4m3 has no infinity: NaN) and count for no scale.
+    Values are rounded to the nearest: abs(x - values * scales) <= max(2^-4 abs(x), 2^-10 scale) for e4m3, and for e5m2
+    max(2^-3 abs(x), 2^-17 scale), up to 2^-22 abs(x) from float32. No finite number becomes infinite or NaN. NaN and infinities
+    stay what they are (e4m3 has no infinity: NaN) and count for no scale.
 
     It is plain JAX: XLA makes one or two kernels of it. Gradients through it are 8-bit floats' own, which is why `matmul` has
     none of them.

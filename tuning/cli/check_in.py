@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = sorted({*folder.glob("*.json"), *folder.glob("*/*.json")})
     if not files:
         raise UsageError(f"{folder}: holds no database: they are <gpu>/<op>.json")
-    found = []
+    found: list[dict[str, Any]] = []
     for path in files:
         faults = [*_misplaced(path, folder), *faults_of(path), *_of_evidence(path)]
         said = count(len(faults), "fault") if faults else f"{_summary(path)}{counted(stale_of(path))}"

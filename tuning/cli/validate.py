@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not files:
         keys = [g.key for g in gpu.GPUS]
         files = [path for spec in mgpu_ops.SPECS.values() for _, _, path in database.existing_files(keys, spec.name)]
-    found = []
+    found: list[dict[str, Any]] = []
     for path in files:
         faults, old = faults_of(path), stale_of(path) if arguments.stale else []
         say(f"{path}: {count(len(faults), 'fault') if faults else 'ok'}{counted(old)}{_left_to_xla(path)}")
