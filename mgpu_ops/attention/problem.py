@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_ops.attention.heads import PANEL, backward_dims, rounded, rounded_values
+from mgpu_ops.attention.heads import PANEL as PANEL  # for the kernels
+from mgpu_ops.attention.heads import backward_dims, rounded, rounded_values
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
