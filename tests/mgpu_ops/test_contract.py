@@ -266,6 +266,7 @@ SOUND = {  # what of it a field may well hold
     "bias_grad": (True,),
     "residual": (True,),
     "gradient": (True,),
+    "page_size": (0,),
     "group_offset": (True,),
     "row_scale": (True,),
     "second": (True,),
