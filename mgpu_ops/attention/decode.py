@@ -141,10 +141,10 @@ class _ThreadBlock:
 
     @property
     def _first_entry(self) -> jax.Array:
-        """The first entry of the flat table that is copied: that of this block's first key, or one before it near the end."""
+        """The first entry of the flat table that is copied, at whole 16 bytes: of this block's first key, or before."""
         first = lax.div(self.order.blocks.first * self.c.tile_kv, jnp.int32(self.p.page_size))
         room = self.x.inputs.page_table.shape[1] - math.prod(self.smem["page_table"].shape)
-        return jnp.minimum(self.at.batch * self._pages + first, room)
+        return jnp.minimum(lax.div(self.at.batch * self._pages + first, jnp.int32(4)) * 4, room)
 
     @property
     def _pages(self) -> int:

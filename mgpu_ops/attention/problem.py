@@ -395,13 +395,13 @@ def splits_keys(problem: Problem) -> str | None:
 def page_indices(problem: Problem, config: Config) -> int:
     """How many entries of the table of pages a thread block keeps in shared memory at most; 0 without pages.
 
-    Those of its share of the kv blocks, in whole units in which they are copied.
+    Those of its share of the kv blocks, and up to three before (a copy begins at whole 16 bytes), in whole units of a copy.
     """
     p, c = problem, config
     if not p.page_size:
         return 0
     blocks = math.ceil(math.ceil(p.kv_tokens / c.tile_kv) / c.kv_splits)  # of a share, which may begin within a page
-    most = math.ceil((blocks - 1) * c.tile_kv / p.page_size) + max(1, c.tile_kv // p.page_size)
+    most = math.ceil((blocks - 1) * c.tile_kv / p.page_size) + max(1, c.tile_kv // p.page_size) + 3
     unit = 4 if most <= PAGE_INDICES_COPIED else PAGE_INDICES_COPIED
     return -(-most // unit) * unit
 

@@ -82,7 +82,7 @@ def test_more_indices_than_a_copy_brings_are_all_used(assert_near, monkeypatch):
     monkeypatch.setattr("mgpu_ops.attention.problem.PAGE_INDICES_COPIED", 4)
     monkeypatch.setattr(decode, "PAGE_INDICES_COPIED", 4)
     drawn = paged.draw(1, page_size=16, lengths=(170,), pages_each=11)
-    assert page_indices(P(1, 1, 176, 4, 2, 64, page_size=16), ONE) == 12
+    assert page_indices(P(1, 1, 176, 4, 2, 64, page_size=16), ONE) == 16
     with quiet_interpreter():
         assert_true(drawn, assert_near, 1.5e-2, backend="interpret", config=ONE)
 
@@ -238,7 +238,7 @@ def test_fields_that_no_call_can_have():
 def test_configs_that_cannot_read_pages_say_why():
     assert "kv_splits=0 reads no pages: use kv_splits of 1 or more" in FORWARD.check(BASE, cases.BASE, H200)
     long = replace(BASE, kv_tokens=2**20, page_size=16)
-    assert "of which the table of pages takes 262144: or split keys over more blocks" in FORWARD.check(long, ONE, H200)
+    assert "of which the table of pages takes 263168: or split keys over more blocks" in FORWARD.check(long, ONE, H200)
     assert FORWARD.check(long, replace(ONE, kv_splits=32), H200) is None
 
 
@@ -253,7 +253,7 @@ def test_a_share_never_has_more_indices_than_room(page_size):
         blocks, room = -(-problem.kv_tokens // tile_kv), page_indices(problem, config)
         for i in range(splits):
             first, end = (blocks * n // splits for n in (i, i + 1))
-            assert -(-end * tile_kv // page_size) - first * tile_kv // page_size <= room
+            assert -(-end * tile_kv // page_size) - first * tile_kv // page_size + 3 <= room
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 700])
@@ -292,8 +292,8 @@ def test_paged_kernel_compiles_without_spills(name):
     report = aot.compile_for(H200, functools.partial(FORWARD.run, problem, config, H200), *arrays)
     assert (report.spills, report.serialized) == (0, "")
     assert report.smem_bytes == split_smem_bytes(problem, config)
-    if name == "pages of 16":  # eight pages are one arrival: two for q, one for the table, three for each place of loads
-        assert report.sass.count("SYNCS.ARRIVE.TRANS64") <= 12
+    if name == "pages of 16":  # eight pages are one arrival: two for q, two for the table, three for each place of loads
+        assert report.sass.count("SYNCS.ARRIVE.TRANS64") <= 13
 
 
 # --- the tuner and the database
