@@ -258,13 +258,13 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
 def distance(x: Problem, y: Problem) -> float | None:
     """How far `x` is from `y`, to reuse a config: |log2| ratios of sizes and windows, and a little for each other difference.
 
-    None where a config cannot be reused: the head dims that the kernels compute with differ, one alone has a bias, or gradients
-    differ in `deterministic` or `bias_grad`. (Nor can that of a kernel without splits where there are pages: `check` says so.)
+    None where a config cannot be reused: the head dims that the kernels compute with differ, one alone has a bias or
+    pages, or gradients differ in `deterministic` or `bias_grad`.
     """
     sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
     if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:
         return None
-    kinds = [(*_head_dims(p), p.bias != "none", _gradient_kind(p)) for p in (x, y)]
+    kinds = [(*_head_dims(p), p.bias != "none", p.page_size > 0, _gradient_kind(p)) for p in (x, y)]
     if kinds[0] != kinds[1]:
         return None
     sides = ((x.batch * x.q_heads, y.batch * y.q_heads), (x.q_tokens, y.q_tokens), (x.kv_tokens, y.kv_tokens))

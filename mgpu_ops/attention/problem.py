@@ -305,6 +305,13 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
+def untried(problem: Problem) -> str | None:
+    """Why a call without a measured entry runs the baseline and not the kernel, or None."""
+    if problem.page_size:
+        return "the kernel's random tests have not passed on a GPU with pages yet: backend='mosaic' runs it"
+    return None
+
+
 def _supports_pages(p: Problem) -> str | None:
     """Why no config can run a problem with pages, or None. Rows of a pool are counted where it is known: `Arguments`."""
     if p.page_size not in PAGE_SIZES:

@@ -18,6 +18,7 @@ from mgpu_ops.attention import decode
 from mgpu_ops.attention.mask import MaskTerms
 from mgpu_ops.attention.problem import MAX_ROWS, ONE_WARPGROUP, PAGE_SIZES, page_indices, split_smem_bytes
 from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.registry import resolution
 from mgpu_ops.tuning import labels
 from tests import thorough
 from tests.mgpu_ops.attention import cases, paged
@@ -307,6 +308,14 @@ def test_problems_of_the_suite_have_a_default_and_a_label(name):
     plain = replace(problem, page_size=0)
     assert FORWARD.bytes(problem) - FORWARD.bytes(plain) == 4 * problem.batch * problem.kv_tokens // problem.page_size
     assert FORWARD.cost(problem, FORWARD.default(problem, H200), H200) > 0
+
+
+def test_calls_run_xla_where_no_entry_was_measured_and_nothing_is_named(monkeypatch, assert_near):
+    monkeypatch.setattr(gpu, "current", lambda: H200)
+    assert resolution.resolve(FORWARD, BASE, H200, None).runs == "xla"
+    assert resolution.resolve(FORWARD, replace(BASE, page_size=0), H200, None).runs == "kernel"
+    drawn = paged.draw(10, page_size=16, lengths=(20, 40), pages_each=3)
+    assert_true(drawn, assert_near, 1.5e-2)  # the kernel would not run here
 
 
 def test_explain_tells_the_config_of_a_paged_problem():
