@@ -242,6 +242,26 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
     store(values, ref)
 
 
+def store_tile(values: jax.Array, ref: Any) -> None:
+    """ref[...] = values, [64, columns] in wgmma's layout, in shared memory with `operand_transforms` of the 128-byte swizzle.
+
+    Addresses are computed where they are used: the compiler does not know that the number of a thread is always the same.
+    Otherwise LLVM computes them once for the whole block, and they are spilled where registers are scarce. As with TMA copies,
+    the caller waits until nobody reads `ref`, and calls `plgpu.commit_smem`.
+    """
+    if interpreting():
+        ref[...] = values
+        return
+    columns = 128 // values.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(operand_transforms(columns, values.dtype))))
+    def store(_: Any, values: Any, ref: Any) -> None:
+        with jax_patches.opaque_threads():
+            values.store_tiled(ref, swizzle=128)
+
+    store(values, ref)
+
+
 def add_tile(src: Any, dst: Any) -> None:
     """Starts dst += src, float32, from shared to global memory. Several blocks may add to the same place, in any order.
 

@@ -7,6 +7,7 @@
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
+| `opaque_threads` | code generated in this context reads the number of a thread anew | what a kernel asks for |
 | `threads.run_on_own_client` | the interpreter has as many threads as simulated warpgroups | all interpreted kernels |
 | `threads.run_as_traced` | simulated warpgroups run with `JAX_ENABLE_X64` as they were traced | all interpreted kernels |
 
@@ -183,3 +184,25 @@ def lower_with_32_bits() -> None:
 def _with_32_bits(jaxpr: Any) -> contextlib.AbstractContextManager[None]:
     ours = jaxpr.debug_info.func_name.startswith(PREFIX)
     return jax.enable_x64(False) if ours else contextlib.nullcontext()
+
+
+# --- Numbers of threads
+
+
+@contextlib.contextmanager
+def opaque_threads() -> Iterator[None]:
+    """In this context, code that is generated reads the number of a thread anew, and the compiler cannot know it.
+
+    A block of Pallas is one row of threads.
+    """
+    known: Any = utils.thread_idx
+
+    def thread_idx() -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        return utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
+
+    setattr(utils, "thread_idx", thread_idx)  # noqa: B010 - mypy has a type of its own for it
+    try:
+        yield
+    finally:
+        utils.thread_idx = known

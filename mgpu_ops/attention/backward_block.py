@@ -229,7 +229,11 @@ class ThreadBlock:
         p, start, zero = self.p, at.batch * self.p.kv_tokens, opaque_zero()
         for panel in self.panels:
             place = staging.at[zero + panel]
-            place[...] = values[:, panel * PANEL : (panel + 1) * PANEL].astype(p.dtype)
+            part = values[:, panel * PANEL : (panel + 1) * PANEL].astype(p.dtype)
+            if self.c.dq_step == "next":  # no register is free
+                engine.store_tile(part, place)
+            else:
+                place[...] = part
             plgpu.commit_smem()  # TMA sees what was written
             column = at.head * p.head_dim + panel * PANEL
             store_rows(place, ref, start + at.token, start + p.kv_tokens, column)

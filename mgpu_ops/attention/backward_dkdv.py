@@ -5,9 +5,9 @@ that keys are wgmma's rows: S = k q^T, P = 2^(S - lse), dP = v dO^T, dS = P (dP 
 registers, with P and dS as operands from registers. dq = dS^T k goes through shared memory and is added to dq in global memory
 by TMA.
 
-One producer warpgroup loads (`backward_block.py`) while two consumers compute (`backward_narrow.py` for head dims 64 and 128,
-`backward_wide.py` for 256). A full barrier says that a stage's copies have arrived, an empty one that both consumers are done
-with it.
+One producer warpgroup loads (`backward_block.py`) while two consumers compute: `backward_narrow.py` for head dims 64 and 128,
+`backward_ahead.py` for 128 with `dq_step="next"`, `backward_wide.py` for 256. A full barrier says that a stage's copies have
+arrived, an empty one that both consumers are done with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention import backward_narrow, backward_wide
+from mgpu_ops.attention import backward_ahead, backward_narrow, backward_wide
 from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, schedule
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -59,7 +59,8 @@ def launch(
 
     def body(refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         block = ThreadBlock.of(p, c, refs, outputs, scratch)
-        consumers = backward_wide if p.head_dim > 128 else backward_narrow
+        narrow = backward_ahead if c.dq_step == "next" else backward_narrow
+        consumers = backward_wide if p.head_dim > 128 else narrow
         specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu)
 
     refs = Refs(
@@ -102,7 +103,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
         smem["weights"] = swizzled((1, ROWS, ROWS), p.dtype)
     if fused or p.bias_grad:
         shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
-        smem["ds"] = swizzled(shape, p.dtype)
+        smem["ds"] = swizzled((1, c.tile_kv, PANEL) if c.dq_step == "next" else shape, p.dtype)
     return BlockSpec(
         consumers=CONSUMERS,
         accumulators=backward_wide.accumulators(p.head_dim) if wide else backward_narrow.accumulators(p.head_dim, fused),

@@ -303,6 +303,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "max_concurrent_steps": (1, 2, 3),
         "section_waves": _SECTION_WAVES,
         "memory_registers": (24,),  # with more, the consumer warpgroups' accumulators spill
+        "dq_step": ("same", "next"),
     }
 
 
@@ -322,12 +323,14 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
-    """The first of the `backward_candidates`."""
-    return backward_candidates(problem, gpu)[0]
+    """The first of the `backward_candidates` with dq_step="same": the other as it is now has not run on a GPU."""
+    return next(c for c in backward_candidates(problem, gpu) if c.dq_step == "same")
 
 
 _GRADIENT_OPERATIONS = 10  # of a score, beside its exponential: scale, mask, dp - delta, ds, two roundings
 _STEP = 0.1e-6  # s of a step that a larger tile saves: barriers, and ds on its way through shared memory
+# Of a step's time, where products of two q blocks overlap (results/2026-11-22-h200-flash_attention-backward-schedules.txt).
+_AHEAD = 0.95
 
 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
@@ -365,7 +368,7 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: i
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
-    return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
+    return max(compute * (_AHEAD if c.dq_step == "next" else 1.0), moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 
 
 # --- What both share ------------------------------------------------------------------------------------------------

@@ -141,6 +141,8 @@ class BackwardConfig:
       blocks go by. (In the dq kernel it keeps 128 rows while kv blocks of 64 keys go by.)
     max_concurrent_steps: stages of the pipeline of q blocks and their gradients.
     section_waves, memory_registers: as in `Config`.
+    dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
+      another q block become weights. "next" is for head dim 128 and mode "fused", without a bias or a soft cap.
     """
 
     mode: str
@@ -149,6 +151,7 @@ class BackwardConfig:
     max_concurrent_steps: int
     section_waves: int
     memory_registers: int
+    dq_step: str = "same"
 
 
 def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | None = None, **mask: Any) -> Problem:
@@ -487,12 +490,28 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return f"tile_q={c.tile_q} must be {2 * ROWS} with mode='fused' and head_dim={p.head_dim}: dq's rows are shared out"
     if not 1 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
+    if reason := _check_dq_step(p, c):
+        return reason
     if not 1 <= c.section_waves <= 1024:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
     if reason := limits.check_producer_registers(c.memory_registers):
         return reason
     sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])
     return limits.check_smem(max(sizes), gpu)
+
+
+def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
+    if c.dq_step not in ("same", "next"):
+        return f"dq_step={c.dq_step!r} is neither 'same' nor 'next'"
+    if c.dq_step == "same":
+        return None
+    if c.mode != "fused" or backward_dims(p.head_dim, p.v_dim) != (128, 128):
+        return f"dq_step='next' is for mode='fused' and head_dim=128, not {c.mode!r} and {p.head_dim}: use 'same'"
+    if p.bias != "none" or p.soft_cap:
+        return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
+    if c.max_concurrent_steps < 2:
+        return "dq_step='next' reads two q blocks at a time: use max_concurrent_steps=2 or more"
+    return None
 
 
 def dq_steps(problem: BackwardProblem) -> int:
@@ -530,7 +549,8 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, ((steps, c.tile_q, v_d), 2)]  # delta, the output's gradient
     buffers += [((2, ROWS, PANEL), 4)] if fused else []  # dq
-    buffers += [((ROWS, ROWS) if wide else (2, c.tile_q, c.tile_kv), 2)] if fused or p.bias_grad else []  # ds
+    ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
+    buffers += [(ds, 2)] if fused or p.bias_grad else []
     buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
     buffers += [((c.tile_kv, v_d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights

@@ -37,6 +37,7 @@ FUSED_64 = FlashAttentionBackwardConfig(
     memory_registers=40,
 )
 FUSED_128 = dataclasses.replace(FUSED_64, tile_q=64)
+AHEAD_128 = dataclasses.replace(FUSED_128, max_concurrent_steps=3, dq_step="next")
 SPLIT_64, SPLIT_128 = (dataclasses.replace(config, mode="split") for config in (FUSED_64, FUSED_128))
 SPLIT_256 = dataclasses.replace(SPLIT_128, tile_kv=64)
 

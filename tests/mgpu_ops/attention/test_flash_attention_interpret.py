@@ -27,7 +27,7 @@ from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
 from tests import thorough
 from tests.mgpu_ops.attention import cases
-from tests.mgpu_ops.attention.cases import BASE, FUSED_64, FUSED_128, SPLIT_64, SPLIT_128, SPLIT_256, one_step
+from tests.mgpu_ops.attention.cases import AHEAD_128, BASE, FUSED_64, FUSED_128, SPLIT_64, SPLIT_128, SPLIT_256, one_step
 from tests.mgpu_ops.grouped.ragged import float64
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter
 
@@ -295,6 +295,16 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(2, 70, 130, 2, 1, 128, causal=True, window_left=50, bias="float32", bias_grad=True),
         one_step(FUSED_128),
     ),
+    # dk and dq a step after the scores
+    "dq a step later, causal, odd lengths, grouped heads": (B(1, 270, 150, 4, 2, 128, causal=True), AHEAD_128),
+    "dq a step later, lengths, window, two steps": (
+        B(2, 70, 150, 1, 1, 128, causal=True, window_left=40, lengths=True),
+        replace(AHEAD_128, max_concurrent_steps=2),
+    ),
+    "dq a step later, segments, more steps than there are": (
+        B(1, 150, 210, 1, 1, 96, "float16", segments=True),
+        AHEAD_128,
+    ),
     # two kernels, and sums in one order
     "split, odd lengths, grouped heads, three steps": (
         B(1, 130, 150, 2, 1, 64, deterministic=True),
@@ -324,6 +334,8 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
 BACKWARD_IN_ALL = [  # what others show together or one by one
     "one row, one key",
     "causal, aligned",
+    "dq a step later, lengths, window, two steps",
+    "dq a step later, segments, more steps than there are",
     "window to both sides",
     "keys that no row sees",
     "split, segments, causal, more keys",

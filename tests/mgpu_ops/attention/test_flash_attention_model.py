@@ -111,6 +111,35 @@ def test_a_deterministic_gradient_is_never_a_sum_in_any_order(problem: Problem) 
         assert {config.mode for config in BACKWARD.candidates(exact, H200)} == {"split"}
 
 
+@pytest.mark.parametrize(
+    ("problem", "changes", "reason"),
+    [
+        ({}, {"dq_step": "later"}, "neither 'same' nor 'next'"),
+        ({"head_dim": 64}, {"tile_q": 128}, "head_dim=128"),
+        ({"deterministic": True}, {"mode": "split"}, "mode='fused'"),
+        ({"bias": "bfloat16"}, {}, "a bias"),
+        ({"soft_cap": True}, {}, "soft cap"),
+        ({}, {"max_concurrent_steps": 1}, "max_concurrent_steps=2"),
+    ],
+)
+def test_dq_a_step_later_where_it_cannot_be(problem: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    config = BACKWARD.Config(**{"mode": "fused", "tile_q": 64, "tile_kv": 128, "max_concurrent_steps": 2, "section_waves": 1,
+                                "memory_registers": 24, "dq_step": "next"} | changes)  # fmt: skip
+    found = BACKWARD.check(BACKWARD.Problem(**{"batch": 1, "q_tokens": 256, "kv_tokens": 256, "q_heads": 2, "kv_heads": 2,
+                                               "head_dim": 128} | problem), config, H200)  # fmt: skip
+    assert reason in str(found)
+
+
+@given(problem=gradients)
+def test_what_has_not_run_on_a_gpu_is_never_the_default(problem: BackwardProblem) -> None:
+    if BACKWARD.supports(problem, H200) is None:
+        assert BACKWARD.default(problem, H200).dq_step == "same"
+
+
+def test_dq_a_step_later_is_tried_first_where_it_was_faster() -> None:
+    assert BACKWARD.candidates(BACKWARD.shapes["mha128-4096"], H200)[0].dq_step == "next"
+
+
 # --- the model of time
 
 

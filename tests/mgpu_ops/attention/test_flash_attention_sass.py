@@ -1,4 +1,4 @@
-"""What ptxas makes of the forward kernel: its products, and in its loop which waits for them come before the exponentials."""
+"""What ptxas makes of the kernels: their products, and in their loops which waits for them come where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import thorough
 
 pytestmark = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
-FORWARD = spec_of("flash_attention")
+FORWARD, BACKWARD = spec_of("flash_attention"), spec_of("flash_attention_backward")
 
 
 def compiled(problem: Any, config: Any) -> str:
@@ -72,3 +72,21 @@ def test_products_are_of_the_true_head_dim_and_nothing_spills(name):
     total = sum(math.prod(shape) for shape in shapes)
     assert total % of_step == 0, collections.Counter(shapes)
     assert total // of_step == 2  # the first scores with the last values, and the loop
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dq_a_step_later_spills_nothing_and_its_products_overlap(causal):
+    problem, gpu = BACKWARD.Problem(1, 4096, 4096, 4, 4, 128, causal=causal), aot.find("h200")
+    config = dataclasses.replace(BACKWARD.default(problem, gpu), max_concurrent_steps=3, dq_step="next")
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, gpu, *x), *arrays)
+    assert (report.spills, report.serialized) == (0, "")
+    found = "".join(_order(report.sass))
+    # Scores, dq and dk are started before the first wait: the scores' exponentials run beside the other two.
+    assert re.search("W" + "s" * 8 + "s" * 8 + "d" * 4 + "W", found), found
+
+
+def _order(sass: str) -> list[str]:
+    """Products with 64 columns (s), with 128 (d), and waits (W)."""
+    names = {"64": "s", "128": "d", "": "W"}
+    return [names[columns] for columns in re.findall(r"HGMMA\.64x(64|128)x|WARPGROUP\.DEPBAR", sass)]
