@@ -90,7 +90,8 @@ def assert_candidates(spec: Any, problem: Any, device: Any) -> None:
 @pytest.mark.parametrize("name", FORWARD.shapes)
 def test_the_default_of_long_sequences_is_what_was_measured_to_be_fastest(name: str) -> None:
     problem = FORWARD.shapes[name]
-    if problem.q_tokens < 4096 or problem.head_dim not in (64, 128, 256):
+    narrow = problem.left is not None and problem.left < 1024  # a window of few tiles: none was measured
+    if problem.q_tokens < 4096 or problem.head_dim not in (64, 128, 256) or narrow:
         return
     c = FORWARD.default(problem, H200)
     wanted = {64: (3, 128, 3, 2), 128: (2, 128, 2, 2), 256: (2, 64, 2, 1)}
