@@ -322,10 +322,7 @@ def _in_tiles(n: int, columns: utils.DynamicSlice, tiling: tuple[int, int]) -> l
 def _tile_by_tile(smem: ir.Value, lead: Sequence[Any], row: ir.Value, column: ir.Value, copy: Callable[..., None]) -> None:
     """Copies the block at (row, column) in a loop over its swizzle tiles, each of which TMA clips at the array's true end."""
     tiles, panels, tile, panel = smem.type.shape
-    # The compiler does not see the number: unrolled, the loop's addresses spill.
-    i32 = ir.IntegerType.get_signless(32)
-    count = utils.inline_ptx(f"mov.b32 $0, {tiles * panels};", result_types=i32, has_side_effects=True)
-    loop = scf.ForOp(_index(0), arith.index_cast(ir.IndexType.get(), count), _index(1))  # type: ignore[arg-type, call-arg]
+    loop = scf.ForOp(_index(0), _opaque(tiles * panels), _index(1))  # type: ignore[arg-type, call-arg]
     with ir.InsertionPoint(loop.body):
         i = arith.divui(loop.induction_variable, _index(panels))
         j = arith.remui(loop.induction_variable, _index(panels))
@@ -359,6 +356,13 @@ def block_anywhere(ref: Any, *index: Any) -> Any:
         return ref.at[(0, *index)]
     there = (pl.ds(rows.start * ROW_UNIT, rows.size), pl.ds(columns.start * COLUMN_UNIT, columns.size))
     return ref.at[(jnp.int32(ANYWHERE), *lead, *there)]
+
+
+def _opaque(count: int) -> ir.Value:
+    """The number of a loop's iterations that the compiler does not see: unrolled, the loop's addresses spill."""
+    i32 = ir.IntegerType.get_signless(32)
+    moved = utils.inline_ptx(f"mov.b32 $0, {count};", result_types=i32, has_side_effects=True)
+    return arith.index_cast(ir.IndexType.get(), moved)  # type: ignore[arg-type, return-value]
 
 
 def last_start(length: int, width: int, panel: int) -> int | None:
@@ -437,7 +441,9 @@ def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
     copy(smem, block, (_RowsAnywhere(tile, panel, anywhere),), whole)
     with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
-        loop = scf.ForOp(_index(0), _index(tiles), _index(1))  # type: ignore[arg-type, call-arg]
+        narrow = panel * utils.bitwidth(smem.type.element_type) < 8 * 128
+        count = _opaque(tiles) if narrow else _index(tiles)
+        loop = scf.ForOp(_index(0), count, _index(1))  # type: ignore[arg-type, call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
             window = (0, 0, utils.DynamicSlice(first, tile), columns)

@@ -172,7 +172,9 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
     if not paged and q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k{k.shape} and v{v.shape} differ: each key needs a value, so all but head_dim must be equal")
+        raise ValueError(
+            f"k{k.shape} and v{v.shape} differ: each key needs a value, so all but the last dimension must be equal"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in head_dim: {q.shape[-1]} != {k.shape[-1]}")
     if paged and k.shape != v.shape:

@@ -16,9 +16,10 @@ import dataclasses
 import jax
 
 from mgpu_ops.attention import backward_dkdv, backward_dq
+from mgpu_ops.attention.heads import backward_dims
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import BackwardArrays, pad_head
-from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem, padded
+from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem
 from mgpu_ops.core.gpu import Gpu
 
 
@@ -30,8 +31,9 @@ def launch(
     lse as the forward kernel gives it; delta [batch, q_heads, q_tokens]: the rows' sums of output times its gradient.
     """
     head_dim, v_dim = p.head_dim, p.v_dim
-    p = dataclasses.replace(p, head_dim=padded(head_dim), v_head_dim=0)
-    q, k, v, out_grad = (pad_head(x, p.head_dim) for x in arrays[:4])
+    d, v_d = backward_dims(head_dim, p.deterministic)
+    p = dataclasses.replace(p, head_dim=d, v_head_dim=v_d if v_d < d else 0)
+    q, k, v, out_grad = (pad_head(x, to) for x, to in zip(arrays[:4], (d, d, v_d, v_d), strict=True))
     inputs = dataclasses.replace(
         Inputs.of(p, arrays[6:]), sinks=None
     )  # they are in lse, and a key without a value adds nothing

@@ -14,11 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, q_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
-from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.interpreter import interpreting
@@ -110,7 +111,8 @@ class ThreadBlock:
 
     @property
     def panels(self) -> range:
-        return range(self.p.head_dim // PANEL)
+        """Of a head of queries and keys."""
+        return range(whole(self.p.head_dim).panels)
 
     @property
     def group(self) -> int:
@@ -142,8 +144,8 @@ class ThreadBlock:
 
         def copy(stage: jax.Array, full: Any) -> None:
             del stage
-            x.load_keys(x.k, kv.at, smem["k"], full)
-            x.load_keys(x.v, kv.at, smem["v"], full)
+            x.load_keys(x.k, kv.at, smem["k"], full, whole(self.p.head_dim))
+            x.load_keys(x.v, kv.at, smem["v"], full, whole(self.p.v_dim))
 
         # Waits until dk and dv of the last kv block have left: they leave from the place of its keys and values.
         self.kv_pipeline.fill(i, copy)
@@ -225,17 +227,25 @@ class ThreadBlock:
 
     @regions.region("store")
     def store(self, ref: Any, at: Position, staging: Any, values: jax.Array) -> None:
-        """Starts the copies of dk or dv of the 64 keys from `at` on, through `staging` [panels, 64, PANEL]."""
+        """Starts the copies of dk or dv of the 64 keys from `at` on, through `staging` [panels, 64, panel] or [64, columns].
+
+        Where staging has fewer panels than values, they take turns.
+        """
         p, start, zero = self.p, at.batch * self.p.kv_tokens, opaque_zero()
-        for panel in self.panels:
-            place = staging.at[zero + panel]
-            part = values[:, panel * PANEL : (panel + 1) * PANEL].astype(p.dtype)
+        d = values.shape[1]
+        places = staging.shape[0] if len(staging.shape) == 3 else 1
+        width = d if len(staging.shape) == 2 else staging.shape[2]
+        for panel in range(d // width):
+            if panel >= places:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            place = staging if len(staging.shape) == 2 else staging.at[zero + panel % places]
+            part = values[:, panel * width : (panel + 1) * width].astype(p.dtype)
             if self.c.dq_step == "next":  # no register is free
                 engine.store_tile(part, place)
             else:
                 place[...] = part
             plgpu.commit_smem()  # TMA sees what was written
-            column = at.head * p.head_dim + panel * PANEL
+            column = at.head * d + panel * width
             store_rows(place, ref, start + at.token, start + p.kv_tokens, column)
 
 

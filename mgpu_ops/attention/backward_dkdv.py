@@ -5,8 +5,8 @@ that keys are wgmma's rows: S = k q^T, P = 2^(S - lse), dP = v dO^T, dS = P (dP 
 registers, with P and dS as operands from registers. dq = dS^T k goes through shared memory and is added to dq in global memory
 by TMA.
 
-One producer warpgroup loads (`backward_block.py`) while two consumers compute: `backward_narrow.py` for head dims 64 and 128,
-`backward_ahead.py` for 128 with `dq_step="next"`, `backward_wide.py` for 256. A full barrier says that a stage's copies have
+One producer warpgroup loads (`backward_block.py`) while two consumers compute: `backward_narrow.py` for head dims up to 128,
+`backward_ahead.py` for 128 with `dq_step="next"`, `backward_wide.py` above. A full barrier says that a stage's copies have
 arrived, an empty one that both consumers are done with it.
 """
 
@@ -22,12 +22,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_wide
 from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, schedule
+from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
     BlockSpec,
     Scratch,
     as_blocks,
     as_rows,
+    in_panels,
+    in_rows,
     optional_refs,
     pad_tokens,
     rows_like,
@@ -86,31 +89,36 @@ def launch(
 
 
 def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any]) -> BlockSpec:
-    stages, panels, fused, wide = c.max_concurrent_steps, p.head_dim // PANEL, c.mode == "fused", p.head_dim > 128
+    stages, fused, wide = c.max_concurrent_steps, c.mode == "fused", p.head_dim > 128
+    part, v_part, shares = whole(p.head_dim), whole(p.v_dim), backward_narrow.shares(p.head_dim) if fused else None
     smem = {
-        "q": swizzled((stages, c.tile_q, p.head_dim), p.dtype),
-        "do": swizzled((stages, c.tile_q, p.head_dim), p.dtype),
-        "k": swizzled((panels, c.tile_kv, PANEL), p.dtype),
-        "v": swizzled((panels, c.tile_kv, PANEL), p.dtype),
+        "q": in_rows(part, (stages, c.tile_q), p.dtype),
+        "do": in_rows(v_part, (stages, c.tile_q), p.dtype),
+        "k": in_panels(part, (), c.tile_kv, p.dtype) if shares is None else in_rows(part, (c.tile_kv,), p.dtype),
+        "v": in_panels(v_part, (), c.tile_kv, p.dtype),
         "lse": plgpu.SMEM((stages, c.tile_q), jnp.float32),
         "delta": plgpu.SMEM((stages, c.tile_q), jnp.float32),
         "numbers": plgpu.SMEM((CONSUMERS, ROWS), jnp.int32),
         **optional_smem,
     }
-    if fused:
+    if shares is not None:  # in tiles that divide dq in global memory too
+        smem |= {f"dq{wg}": swizzled((1, ROWS, n), jnp.float32, 4 * part.panel) for wg, n in enumerate(shares)}
+    elif fused:
         smem["dq"] = swizzled((CONSUMERS, ROWS, PANEL), jnp.float32)
     if wide:
         smem["weights"] = swizzled((1, ROWS, ROWS), p.dtype)
     if fused or p.bias_grad:
         shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
-        smem["ds"] = swizzled((1, c.tile_kv, PANEL) if c.dq_step == "next" else shape, p.dtype)
+        if c.dq_step == "next":
+            shape = (1, c.tile_kv, PANEL)
+        smem["ds"] = swizzled(shape, p.dtype, 128 if wide else part.swizzle)  # as the keys, beside which it is an operand
     return BlockSpec(
         consumers=CONSUMERS,
-        accumulators=backward_wide.accumulators(p.head_dim) if wide else backward_narrow.accumulators(p.head_dim, fused),
+        accumulators=backward_wide.accumulators(p) if wide else backward_narrow.accumulators(p, fused),
         smem=smem,
         barriers={
             "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
-            "kv": Pipeline.barriers(1, copies=2 * panels, consumers=CONSUMERS),
+            "kv": Pipeline.barriers(1, copies=(1 if shares else part.panels) + v_part.panels, consumers=CONSUMERS),
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
         },
     )

@@ -20,23 +20,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.heads import Part, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
     BlockSpec,
     Scratch,
     as_blocks,
     as_rows,
+    in_panels,
+    in_rows,
     optional_refs,
     pad_tokens,
     rows_like,
     run,
     specialize,
-    swizzled,
 )
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, kv_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
-from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
@@ -83,8 +85,14 @@ class _ThreadBlock:
         )
 
     @property
-    def panels(self) -> range:
-        return range(self.p.head_dim // PANEL)
+    def part(self) -> Part:
+        """A head of queries and keys."""
+        return whole(self.p.head_dim)
+
+    @property
+    def v_part(self) -> Part:
+        """A head of values and of the output's gradient."""
+        return whole(self.p.v_dim)
 
     def for_each_q_block(self, body: Callable[[jax.Array, Position, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """step = body(i, first row of the i-th q block, step). Returns how many q blocks and steps there were."""
@@ -121,7 +129,7 @@ class _ThreadBlock:
         def copy(stage: jax.Array, full: Any) -> None:
             del stage
             x.load_rows(x.q, at, smem["q"], full)
-            x.load_rows(self.refs.out_grad, at, smem["do"], full)
+            x.load_rows(self.refs.out_grad, at, smem["do"], full, self.v_part)
 
         # Waits until dq of the last q block has left: it leaves from the place of its queries.
         self.q_pipeline.fill(i, copy)
@@ -137,7 +145,7 @@ class _ThreadBlock:
             x.load_optional("kv", at, key, Stage(smem, stage, full))
 
         self.k_pipeline.fill(step, keys)
-        self.v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, first, smem["v"].at[stage], full))
+        self.v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, first, smem["v"].at[stage], full, self.v_part))
         return step + 1
 
 
@@ -187,7 +195,7 @@ class _Consumer:
         # 1. Start the scores when the keys are there, then dP when the values are there: it is computed beside 2.
         self._start_products(rows, k_stage, v_stage)
         # 2. Wait for the scores; they become weights.
-        s = engine.accumulated(self.s_acc, len(block.panels))
+        s = engine.accumulated(self.s_acc, block.v_part.panels)
         weights, slope = self._weights(s, at, lse, k_stage, rows)
         if masked:
             tokens = self.mask.tokens(TILE, at.token, self.mask.column_numbers(wg) + key)
@@ -208,11 +216,11 @@ class _Consumer:
         plgpu.barrier_wait(block.k_pipeline.full.at[k_stage])
         self.s_acc[...] = jnp.zeros(TILE, jnp.float32)
         self.dp_acc[...] = jnp.zeros(TILE, jnp.float32)
-        for panel in block.panels:
-            keys = smem["k"].at[k_stage, :, pl.ds(panel * PANEL, PANEL)]
+        for panel in range(block.part.panels):
+            keys = smem["k"].at[k_stage, :, pl.ds(panel * block.part.panel, block.part.panel)]
             engine.wgmma(self.s_acc, smem["q"].at[panel, rows, :], engine.transpose_ref(keys))
         plgpu.barrier_wait(block.v_pipeline.full.at[v_stage])
-        for panel in block.panels:
+        for panel in range(block.v_part.panels):
             values = smem["v"].at[v_stage, panel]
             engine.wgmma(self.dp_acc, smem["do"].at[panel, rows, :], engine.transpose_ref(values))
 
@@ -235,17 +243,17 @@ class _Consumer:
         block, p = self.block, self.block.p
         rows = pl.ds(opaque(self.wg) * ROWS, ROWS)
         start = at.batch * p.q_tokens
-        for panel in block.panels:
+        for panel in range(block.part.panels):
             staging = block.smem["q"].at[panel, rows, :]
-            staging[...] = dq[:, panel * PANEL : (panel + 1) * PANEL]
+            staging[...] = dq[:, block.part[panel]]
             plgpu.commit_smem()  # TMA sees what was written
             row, end = start + at.token, start + p.q_tokens
-            store_rows(staging, block.dq, row, end, at.head * p.head_dim + panel * PANEL)
+            store_rows(staging, block.dq, row, end, at.head * p.head_dim + block.part.column(panel))
 
 
 def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:
     """dq of padded head_dim."""
-    panels, k_stages, v_stages = p.head_dim // PANEL, dq_steps(p), dq_value_steps(p)
+    part, v_part, k_stages, v_stages = whole(p.head_dim), whole(p.v_dim), dq_steps(p), dq_value_steps(p)
     blocks = min(gpu.sms, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q))
     optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
 
@@ -259,17 +267,17 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
         consumers=CONSUMERS,
         accumulators=(TILE, TILE, (ROWS, p.head_dim)),
         smem={
-            "q": swizzled((panels, TILE_Q, PANEL), p.dtype),
-            "do": swizzled((panels, TILE_Q, PANEL), p.dtype),
-            "k": swizzled((k_stages, TILE_KV, p.head_dim), p.dtype),
-            "v": swizzled((v_stages, panels, TILE_KV, PANEL), p.dtype),
+            "q": in_panels(part, (), TILE_Q, p.dtype),
+            "do": in_panels(v_part, (), TILE_Q, p.dtype),
+            "k": in_rows(part, (k_stages, TILE_KV), p.dtype),
+            "v": in_panels(v_part, (v_stages,), TILE_KV, p.dtype),
             "numbers": plgpu.SMEM((CONSUMERS, TILE_KV), jnp.int32),
             **smem,
         },
         barriers={
-            "q": Pipeline.barriers(1, copies=2 * panels, consumers=CONSUMERS),
+            "q": Pipeline.barriers(1, copies=part.panels + v_part.panels, consumers=CONSUMERS),
             "k": Pipeline.barriers(k_stages, copies=1 + len(smem), consumers=CONSUMERS),
-            "v": Pipeline.barriers(v_stages, copies=panels, consumers=CONSUMERS),
+            "v": Pipeline.barriers(v_stages, copies=v_part.panels, consumers=CONSUMERS),
         },
     )
     refs = BackwardRefs(

@@ -1,13 +1,14 @@
-"""The consumers of the dk/dv kernel for head dims 64 and 128: two warpgroups, each with 64 keys and the gradients of these.
+"""The consumers of the dk/dv kernel for head dims up to 128: two warpgroups, each with 64 keys and the gradients of these.
 
 For each q block a consumer computes S = k q^T and dP = v dO^T of its keys, the weights P and dS = P (dP - delta); P and dS are
 the operands, in registers, of dv += P dO and dk += dS q. In mode "fused", dq = dS^T k needs dS of all keys: the consumers
-write theirs to shared memory, wait for each other, and compute one half of dq each.
+write theirs to shared memory, wait for each other, and compute one half of dq each: columns in whole panels, or rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,24 +17,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock
+from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock, opaque_zero
+from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
 from mgpu_ops.attention.operands import Position
-from mgpu_ops.attention.problem import PANEL, ROWS
+from mgpu_ops.attention.problem import PANEL, ROWS, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int
 
 
-def accumulators(head_dim: int, fused: bool) -> tuple[tuple[int, int], ...]:
-    """Scores, gradient of the weights, dk, dv, and a quarter of dq's tile."""
-    return (SQUARE, SQUARE, (ROWS, head_dim), (ROWS, head_dim), *([SQUARE] * fused))
+def shares(head_dim: int) -> tuple[int, int] | None:
+    """How many columns of dq each warpgroup computes, where head_dim has narrow panels; None: a quarter of its tile each."""
+    part = whole(head_dim)
+    first = -(-part.panels // 2) * part.panel
+    return None if part.panel == PANEL else (first, head_dim - first)
+
+
+def accumulators(p: BackwardProblem, fused: bool) -> tuple[tuple[int, int], ...]:
+    """Scores, gradient of the weights, dk, dv, and a quarter of dq's tile or the `shares` of both warpgroups."""
+    own = shares(p.head_dim)
+    dq = [SQUARE] if own is None else [(ROWS, columns) for columns in own]
+    return (SQUARE, SQUARE, (ROWS, p.head_dim), (ROWS, p.v_dim), *(dq * fused))
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:
     """What the consumers do."""
     (together,) = scratch.barriers["between"]
-    scratch.accumulators.scope(lambda *accs: _Consumer(block, together, *accs).run())
+    all_the_time = range(4) if _by_share(block) else None
+    scratch.accumulators.scope(lambda *accs: _Consumer(block, together, scratch.accumulators, *accs).run(), all_the_time)
+
+
+def _by_share(block: ThreadBlock) -> bool:
+    return block.c.mode == "fused" and shares(block.p.head_dim) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +58,7 @@ class _Consumer:
 
     block: ThreadBlock
     together: Any  # a barrier for both consumers
+    accumulators: Any  # all of them
     s_acc: Any
     dp_acc: Any
     dk_acc: Any
@@ -66,7 +83,9 @@ class _Consumer:
         own = _warpgroup() * ROWS
         at = kv.at._replace(token=kv.at.token + own)
         for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
-            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
+            place = block.smem[name]
+            place = place.at[:, pl.ds(own, ROWS), :] if len(place.shape) == 3 else place.at[pl.ds(own, ROWS), :]
+            block.store(ref, at, place, values)
         for acc in (self.dk_acc, self.dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         block.release_keys()
@@ -88,6 +107,11 @@ class _Consumer:
         if block.refs.dbias is not None:
             self._store_dbias(kv, at, buffer, wg)
         # 2. dq, or else a wait for the products with this stage. The stage is then empty.
+        if _by_share(block):
+            self._add_shares_of_dq(kv, at, buffer)
+            engine.wgmma_wait(0)
+            engine.barrier_arrive(q.empty.at[stage])
+            return step + 1
         half: tuple[Int, Int] = (0, wg) if len(self.parts) == 1 else (wg, 0)  # of dq: part of the rows, panel
         dq = self._dq(buffer, *half)
         engine.barrier_arrive(q.empty.at[stage])
@@ -106,7 +130,7 @@ class _Consumer:
         # Scores and dP are started together: while dP is computed, scores become weights.
         self._start_product(self.s_acc, "k", self._rows("q", tile.stage, tile.part))
         self._start_product(self.dp_acc, "v", self._rows("do", tile.stage, tile.part))
-        s = engine.accumulated(self.s_acc, len(block.panels))
+        s = engine.accumulated(self.s_acc, whole(block.p.v_dim).panels)
         weights, slope = block.weights(tile, s, wg)
         engine.wgmma(self.dv_acc, weights.astype(dtype), self._rows("do", tile.stage, tile.part))
         # dv's product may go on.
@@ -117,9 +141,11 @@ class _Consumer:
         """Starts acc = own keys or values times rows^T, in as many products as there are panels."""
         own = pl.ds(_warpgroup() * ROWS, ROWS)
         acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        for panel in self.block.panels:
-            columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
-            engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
+        place, part = self.block.smem[name], whole(rows.shape[1])
+        for panel in range(part.panels):
+            columns = pl.ds(panel * part.panel, part.panel)
+            mine = place.at[panel, own, :] if len(place.shape) == 3 else place.at[own, columns]
+            engine.wgmma(acc, mine, engine.transpose_ref(rows.at[:, columns]))
 
     def _dq(self, buffer: jax.Array, part: Int, panel: Int) -> jax.Array | None:
         """This warpgroup's half of dq = dS^T k, of 64 rows by 64 columns; None where another kernel computes it.
@@ -135,6 +161,27 @@ class _Consumer:
         ds = self.block.smem["ds"].at[buffer, part]
         engine.wgmma(self.dq_acc, engine.transpose_ref(ds), self.block.smem["k"].at[panel])
         return engine.accumulated(self.dq_acc, 0)
+
+    def _add_shares_of_dq(self, kv: KvBlock, at: Position, buffer: jax.Array) -> None:
+        """dq = dS^T k of the q block's rows, some of the columns by each warpgroup, starts its way to global memory."""
+        self._meet()  # as in `_dq`
+        for wg in range(2):
+            # In a scope of its own: an accumulator of each would live all the time, and spill.
+            share = functools.partial(self._add_share_of_dq, kv, at, buffer, wg)
+            pl.when(_warpgroup() == wg)(functools.partial(self.accumulators.scope, share, (4 + wg,)))
+
+    def _add_share_of_dq(self, kv: KvBlock, at: Position, buffer: jax.Array, wg: int, acc: Any) -> None:
+        block, smem, columns = self.block, self.block.smem, acc.shape[1]
+        column = wg * (block.p.head_dim - columns)
+        ds = engine.transpose_ref(smem["ds"].at[buffer, 0])
+        engine.wgmma(acc, ds, smem["k"].at[:, pl.ds(column, columns)])
+        dq = engine.accumulated(acc, 0)
+        # The copies of dq and dbias out of shared memory that were started earlier have read it.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        place = smem[f"dq{wg}"].at[opaque_zero()]
+        place[...] = dq
+        plgpu.commit_smem()
+        block.add_dq(kv, place, at, column)
 
     def _store_dbias(self, kv: KvBlock, at: Position, buffer: jax.Array, wg: jax.Array) -> None:
         """Starts the copies of dS, the gradient of the bias, to global memory."""

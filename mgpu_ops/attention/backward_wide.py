@@ -1,4 +1,4 @@
-"""The consumers of the dk/dv kernel for head dim 256: two warpgroups with the same 64 keys, one for dv, one for dk.
+"""The consumers of the dk/dv kernel for head dims above 128: two warpgroups with the same 64 keys, one for dv, one for dk.
 
 dk and dv of 64 keys fill half of an SM's registers, so that each warpgroup can keep one of them. For each q block the first
 computes S = k q^T and the weights P, hands these to the second through shared memory, and adds to dv; the second computes
@@ -17,18 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock, opaque_zero
+from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import load_tile
 from mgpu_ops.attention.operands import Position
-from mgpu_ops.attention.problem import PANEL, ROWS
+from mgpu_ops.attention.problem import ROWS, BackwardProblem
 from mgpu_ops.core import engine
 
 DV, DK = 0, 1  # which warpgroup computes what
 
 
-def accumulators(head_dim: int) -> tuple[tuple[int, int], ...]:
-    """Scores or the gradient of the weights, and dv or dk."""
-    return (SQUARE, (ROWS, head_dim))
+def accumulators(p: BackwardProblem) -> tuple[tuple[int, int], ...]:
+    """Scores or the gradient of the weights, dv, dk."""
+    return (SQUARE, (ROWS, p.v_dim), (ROWS, p.head_dim))
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:
@@ -39,7 +40,7 @@ def consume(block: ThreadBlock, scratch: Scratch) -> None:
         @pl.when(lax.axis_index("wg") == wg)
         def _(wg: int = wg) -> None:
             # Scopes of their own: in one for both, accumulators would live across both branches, and spill.
-            scratch.accumulators.scope(lambda *accs: _Consumer(wg, block, written, read, *accs).run())
+            scratch.accumulators.scope(lambda *accs: _Consumer(wg, block, written, read, *accs).run(), (0, 1 + wg))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,8 @@ class _Consumer:
         """Keys or values times rows^T, when it is done."""
         self.s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
         first = opaque_zero()
-        for panel in self.block.panels:
-            columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
+        part = whole(rows.shape[1])
+        for panel in range(part.panels):
+            columns = rows.at[:, pl.ds(panel * part.panel, part.panel)]
             engine.wgmma(self.s_acc, self.block.smem[name].at[first + panel], engine.transpose_ref(columns))
         return engine.accumulated(self.s_acc, 0)

@@ -28,6 +28,8 @@ def refuses(problem: Problem) -> str | None:
         return f"takes a head_dim of up to 256 in multiples of 8, not {p.head_dim}"
     if p.v_head_dim and (p.head_dim, p.v_head_dim) != (192, 128):
         return f"is asked for values of another head_dim beside keys of 192 with 128 only, not {p.head_dim} with {p.v_head_dim}"
+    if p.v_head_dim and (isinstance(p, BackwardProblem) or p.lengths or p.bias != "none"):
+        return "takes values of another head_dim, through JAX, in a forward pass without lengths and bias only"
     if p.soft_cap:
         return "has no soft cap"
     if p.sinks:

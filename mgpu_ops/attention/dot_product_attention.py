@@ -86,7 +86,7 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` with its arguments, through `flash_attention` where that computes the same, else JAX's.
 
-    query[B, T, N, H], key and value[B, S, K, H], leading dimensions left out or not -> query's shape and, with
+    query[B, T, N, H], key[B, S, K, H], value[B, S, K, V], leading dimensions left out or not -> [B, T, N, V] and, with
     `return_residual`, the natural logarithm of each row's sum of exponentials, [B, T, N] of key's dtype, without a gradient.
     Causal masks and windows align row t with key t, unlike those of `flash_attention`.
 
@@ -94,7 +94,8 @@ def dot_product_attention(
     any of these dtypes and a scale that is known and not 0. Every other call runs through JAX's own function, and so does one
     that names an `implementation` or that has an error in its arguments; the log says why, once per reason.
 
-    Where `flash_attention` runs, three things differ from JAX:
+    Where `flash_attention` runs, four things differ from JAX:
+      - Values may have another head dim than keys: V need not be H.
       - A row that sees no key is zeros with zero gradients, not the mean of all values; its residual is JAX's. A key with a
         score below -1e30, as a bias may give, counts as not seen.
       - Forward-mode differentiation (`jax.jvp`, `jax.hessian`) raises TypeError and a gradient of a gradient ValueError: call
@@ -174,11 +175,12 @@ def _through_ours(call: JaxArguments, backend: dispatch.Backend | None) -> jax.A
             backend=backend,
         )
     )
-    shape = np.shape(call.query)
+    rows = np.shape(call.query)[:-1]
+    out = out.reshape(*rows, v.shape[3])
     if not call.return_residual:
-        return out.reshape(shape)
+        return out
     residual = jnp.maximum(lse, _HIDDEN).swapaxes(1, 2).astype(k.dtype)
-    return out.reshape(shape), lax.stop_gradient(residual.reshape(shape[:-1]))
+    return out, lax.stop_gradient(residual.reshape(rows))
 
 
 def why_jax(call: JaxArguments) -> str | None:
@@ -207,9 +209,12 @@ def why_jax(call: JaxArguments) -> str | None:
 
 
 def _fit(types: dict[str, Any]) -> bool:
-    """Whether JAX takes these shapes and dtypes and each dimension of a bias or mask is 1 or that of the scores."""
+    """Whether JAX takes these shapes and dtypes and each dimension of a bias or mask is 1 or that of the scores.
+
+    Values of another head dim, which JAX does not take, fit too.
+    """
     query, key, value = (types[name] for name in ("query", "key", "value"))
-    if max(x.ndim for x in types.values()) > 4 or 0 in query.shape + key.shape:
+    if max(x.ndim for x in types.values()) > 4 or 0 in query.shape + key.shape + value.shape:
         return False
     (b, t, n, h), (key_b, s, k, key_h) = _four(query.shape), _four(key.shape)
     scores = [types[name].shape for name in ("bias", "mask") if name in types]
@@ -217,7 +222,7 @@ def _fit(types: dict[str, Any]) -> bool:
     return (
         (b, h) == (key_b, key_h)
         and n % k == 0
-        and _four(value.shape) == (b, s, k, h)
+        and _four(value.shape)[:3] == (b, s, k)
         and query.dtype == key.dtype == value.dtype
         and all(have in (1, want) for shape in scores for have, want in zip(_four(shape), (b, n, t, s)))
         and ("mask" not in types or types["mask"].dtype == jnp.bool_)

@@ -1,9 +1,10 @@
-"""How the columns of a head lie in shared memory: in panels, whose rows are as wide a swizzle as divides the head.
+"""How the columns of a head lie in shared memory: in panels, whose rows are as wide as a swizzle.
 
-TMA and wgmma take tiles with rows of 128, 64 or 32 bytes: 64, 32 or 16 columns of 16 bits, a *panel*. A head of 96 columns is
-three panels of 32, so that one wgmma of 96 columns adds weights times values. In two parts, of 64 and of 32, it would take two,
-and a wgmma with few columns costs nearly as much as one with many. A head dim that is no multiple of 16 is padded to the next
-in `HEAD_DIMS`.
+TMA and wgmma take tiles with rows of 128, 64 or 32 bytes: 64, 32 or 16 columns of 16 bits, a *panel*. Where a product adds up a
+head's columns (the scores), panels may differ in width, and wide ones take fewer copies: a head of 96 columns is a part of one
+panel of 64 and a part of one of 32. Where they are a product's columns (weights times values, gradients), it is three panels of
+32: a wgmma takes panels of one width, and two with fewer columns each would cost nearly as much as one. A head dim that is no
+multiple of 16 is padded to the next in `HEAD_DIMS`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ def whole(head_dim: int) -> Part:
 
 @functools.cache
 def parts(head_dim: int) -> tuple[Part, ...]:
-    """Of queries and keys: one part."""
-    return (whole(head_dim),)
+    """Of queries and keys of the forward kernel: panels of 64, and the rest in panels of one width, where that was measured."""
+    if head_dim not in (80, 96, 112, 160):
+        return (whole(head_dim),)
+    rest = head_dim % PANEL
+    columns, width = head_dim - rest, rest & -rest
+    return Part(0, head_dim, 0, PANEL, columns // PANEL), Part(1, head_dim, columns, width, rest // width)
 
 
 def panels(found: tuple[Part, ...]) -> tuple[tuple[Part, int], ...]:
@@ -78,12 +83,20 @@ def rounded(head_dim: int) -> int:
 def rounded_values(head_dim: int, v_head_dim: int) -> int:
     """The head dim of the values that it computes with beside this one of queries and keys.
 
-    The output leaves from the place of the queries, panel by panel: it has their columns, or fewer, in panels of 64.
+    128 beside 192, as multi-head latent attention has them; otherwise as many as keys have. The output leaves from the place of
+    the queries, panel by panel.
     """
-    return min(rounded(head_dim), -(-v_head_dim // PANEL) * PANEL)
+    d = rounded(head_dim)
+    return 128 if d == 192 and v_head_dim <= 128 else d
 
 
-def backward_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """The head dims of queries and values that the backward kernels compute with."""
-    d = next(d for d in (64, 128, 256) if d >= head_dim)
+def backward_dims(head_dim: int, deterministic: bool = False) -> tuple[int, int]:
+    """The head dims of queries and values that the backward kernels compute with.
+
+    112 is computed as 128: dk and dv of 112 columns beside shares of dq spill. Padded, as they are right when interpreted but
+    were not compared on a GPU: values, to as many columns as keys; 80 and 96 with `deterministic`, to 128.
+    """
+    d = rounded(head_dim)
+    if d == 112 or (deterministic and d in (80, 96)):
+        d = 128
     return d, d

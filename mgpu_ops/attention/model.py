@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.attention import reference
-from mgpu_ops.attention.heads import backward_dims, rounded, rounded_values, whole
+from mgpu_ops.attention.heads import PANEL, backward_dims, rounded, rounded_values
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     HEAD_DIMS,
@@ -127,7 +127,7 @@ def splits_keys_by_default(problem: Problem) -> bool:
 # The fastest found on an H200 for long sequences, by head dims of keys and values (docs/kernels/flash_attention.md).
 _MEASURED = {
     (64, 64): Config(3, 128, 3, 2, 1, 32, "early"),
-    (80, 80): Config(2, 128, 3, 2, 1, 40, "early"),
+    (80, 80): Config(2, 128, 3, 2, 1, 40, "late"),
     (96, 96): Config(2, 128, 3, 2, 1, 40, "early"),
     (112, 112): Config(2, 128, 2, 2, 1, 40, "early"),
     (128, 128): Config(2, 128, 2, 2, 1, 24, "early"),
@@ -153,9 +153,10 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         return _split_candidates(problem, gpu)
     measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
     found = [] if measured is None else [measured]
-    many = whole(rounded(problem.head_dim)).panels > 5  # whose copies take the producer more registers: with fewer it spills
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        registers = 48 if many else 32 if warpgroups == 3 else 24
+        registers = 32 if warpgroups == 3 else 24
+        if rounded(problem.head_dim) % PANEL:  # the producer's addresses of narrow panels would spill
+            registers = 48
         pipelines = [Config(warpgroups, tile_kv, steps, q_slots, _SECTION, registers, "early") for steps in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
@@ -277,7 +278,7 @@ def distance(x: Problem, y: Problem) -> float | None:
 def _head_dims(p: Problem) -> tuple[int, int]:
     """Of queries and values, that the kernel computes with."""
     if isinstance(p, BackwardProblem):
-        return backward_dims(p.head_dim, p.v_dim)
+        return backward_dims(p.head_dim, p.deterministic)
     return rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
 
 
@@ -295,14 +296,16 @@ def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
 
 def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
-    del problem, gpu
+    del gpu
+    d, _ = backward_dims(problem.head_dim, problem.deterministic)
     return {
         "mode": ("fused", "split"),
         "tile_q": (64, 128),
         "tile_kv": (64, 128),
         "max_concurrent_steps": (1, 2, 3),
         "section_waves": _SECTION_WAVES,
-        "memory_registers": (24,),  # with more, the consumer warpgroups' accumulators spill
+        # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
+        "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
         "dq_step": ("same", "next"),
     }
 
@@ -343,7 +346,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     p, c = problem, config
     _require(supports_backward(p, gpu))
     group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d, v_d = backward_dims(p.head_dim, p.v_dim)
+    d, v_d = backward_dims(p.head_dim, p.deterministic)
     dq = 4 * c.tile_q * d  # bytes
     keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, c.tile_q * (d + v_d) * size
     rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, c.tile_kv * (d + v_d) * size

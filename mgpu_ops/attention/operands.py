@@ -130,12 +130,15 @@ class Operands:
         self._load_panels(src, start, self.mask_terms(at.batch).q_end, at, dst, full, part)
 
     def load_keys(self, src: Any, at: Position, dst: Any, full: Any, part: Part | None = None) -> None:
-        """Starts the copies of keys or values of one of their heads: dst is [panels, keys, panel]."""
+        """Starts the copies of keys or values of one of their heads: dst is [panels, keys, panel], or a whole head's rows."""
         start = at.batch * self.problem.kv_tokens
         self._load_panels(src, start, self.mask_terms(at.batch).kv_end, at, dst, full, part)
 
     def _load_panels(self, src: Any, start: Int, end: Int, at: Position, dst: Any, full: Any, part: Part | None) -> None:
         part = whole(self.problem.head_dim) if part is None else part
+        if len(dst.shape) == 2:
+            load_rows(src, start + at.token, start + end, at.head * part.head_dim, dst, full)
+            return
         for panel in range(dst.shape[0]):
             column = at.head * part.head_dim + part.column(panel)
             load_rows(src, start + at.token, start + end, column, dst.at[panel], full, part.anywhere)

@@ -474,7 +474,7 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     if reason is not None:
         return reason
     p, c = problem, config
-    d, _ = backward_dims(p.head_dim, p.v_dim)
+    d, _ = backward_dims(p.head_dim, p.deterministic)
     wide = d > 128
     if c.mode not in ("fused", "split"):
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
@@ -505,7 +505,7 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         return f"dq_step={c.dq_step!r} is neither 'same' nor 'next'"
     if c.dq_step == "same":
         return None
-    if c.mode != "fused" or backward_dims(p.head_dim, p.v_dim) != (128, 128):
+    if c.mode != "fused" or backward_dims(p.head_dim, p.deterministic) != (128, 128):
         return f"dq_step='next' is for mode='fused' and head_dim=128, not {c.mode!r} and {p.head_dim}: use 'same'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
@@ -544,11 +544,11 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
     """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
     p, c, steps = problem, config, config.max_concurrent_steps
-    d, v_d = backward_dims(p.head_dim, p.v_dim)
+    d, v_d = backward_dims(p.head_dim, p.deterministic)
     wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, ((steps, c.tile_q, v_d), 2)]  # delta, the output's gradient
-    buffers += [((2, ROWS, PANEL), 4)] if fused else []  # dq
+    buffers += [((ROWS, d if d % PANEL else 2 * PANEL), 4)] if fused else []  # dq
     ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
     buffers += [(ds, 2)] if fused or p.bias_grad else []
     buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
@@ -559,7 +559,7 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
     """Bytes of shared memory of a thread block of the dq kernel, likewise."""
-    p, (d, v_d) = problem, backward_dims(problem.head_dim, problem.v_dim)
+    p, (d, v_d) = problem, backward_dims(problem.head_dim, problem.deterministic)
     k_steps, v_steps = dq_steps(p), dq_value_steps(p)
     buffers: list[limits.Buffer] = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [((2 * ROWS, v_d), 2), ((k_steps, ROWS, d), 2), ((2, ROWS), 4), ((2 * ROWS, d), 2)]

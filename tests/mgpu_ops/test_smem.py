@@ -110,6 +110,8 @@ SPLIT = replace(FUSED, mode="split", tile_q=64)
 
 BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
     "fused": (B(1, 256, 256, 1, 1, 64), replace(FUSED, max_concurrent_steps=2)),
+    "fused, narrow panels": (B(1, 256, 256, 1, 1, 96), replace(FUSED, tile_q=64)),
+    "fewer columns of values": (B(1, 128, 128, 1, 1, 192, v_head_dim=128), replace(SPLIT, tile_kv=64)),
     "fused, bias": (B(1, 256, 256, 1, 1, 128, bias="float32"), replace(FUSED, tile_q=64)),
     "split, segments, bias gradient": (B(1, 256, 256, 1, 1, 64, segments=True, bias="bfloat16", bias_grad=True), SPLIT),
     "head_dim of 256, bias gradient": (B(1, 128, 128, 1, 1, 256, bias="bfloat16", bias_grad=True), replace(SPLIT, tile_kv=64)),
@@ -117,7 +119,7 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", thorough.cases(BACKWARD_CASES, ["fused", "fused, bias"]))
+@pytest.mark.parametrize("name", thorough.cases(BACKWARD_CASES, ["fused", "fused, bias", "fewer columns of values"]))
 def test_gradients_of_attention_count_the_bytes_that_mosaic_launches(name):
     problem, config = BACKWARD_CASES[name]
     wanted = {"flash_attention_backward": backward_smem_bytes(problem, config)}

@@ -350,6 +350,16 @@ def test_what_is_left_to_jax_is_said_once(caplog):
     assert said() == [f"dot_product_attention runs through JAX's own function: {reason}"]
 
 
+def test_values_may_have_another_head_dim_which_jax_refuses(assert_near):
+    q, k, v = qkv(b=B)
+    out, residual = dot_product_attention(q, k, v[..., :3], is_causal=True, return_residual=True)
+    wanted, wanted_residual = jaxs(q, k, v, is_causal=True, return_residual=True)
+    assert_near(out, wanted[..., :3], 1e-5)
+    np.testing.assert_allclose(residual, wanted_residual, rtol=1e-5)
+    wide = dot_product_attention(q[0], k[0], jnp.concatenate([v, v], axis=3)[0])
+    assert_near(wide, np.tile(jaxs(q, k, v)[0], 2), 1e-5)
+
+
 # --- the same errors
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -357,7 +367,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "batches": {"query": array(0, B + 1, T, N, H)},
     "heads": {"query": array(0, B, T, 3, H)},
     "keys and values": {"value": VALUES[:, 1:]},
-    "value head dim": {"value": VALUES[..., :4]},
     "dtypes": {"query": Q.astype(BF16)},
     "five dimensions": {"query": Q[None]},
     "mask of floats": {"mask": np.ones((T, S), np.float32)},

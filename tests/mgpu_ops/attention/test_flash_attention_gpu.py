@@ -173,7 +173,8 @@ def test_any_head_dim_is_right(head_dim, v_dim, name, assert_close):
 def test_random_shape_of_any_head_dim_is_right(seed, assert_close):
     rng = random.Random(seed)
     (head_dim, v_dim), kv_heads = HEAD_DIMS[seed % len(HEAD_DIMS)], rng.choice([1, 2, 3, 5])
-    tokens = rng.randint(17, 1500), rng.randint(1, 1500)
+    q_tokens = rng.randint(1, 1000)
+    tokens = q_tokens, q_tokens + rng.randint(20, 500)  # rows that see few keys or none have gradients of q that are noise
     shape = Shape(rng.randint(1, 3), *tokens, kv_heads * rng.choice([1, 2, 4]), kv_heads, head_dim, v_dim)
     mask = MASKS[rng.choice(list(MASKS))]
     arrays = qkv(shape, BF16)

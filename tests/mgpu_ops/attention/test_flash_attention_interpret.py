@@ -94,7 +94,7 @@ def assert_backward(
     sinks: in the lse that the kernels are given.
     """
     q, k, v, *rest = cases.arguments(problem) if arrays is None else arrays
-    out_grad = cases.normal(9, *q.shape, dtype=q.dtype)
+    out_grad = cases.normal(9, *q.shape[:3], v.shape[3], dtype=q.dtype)
     arguments = arguments_of(problem, tuple(rest)) | {"sinks": sinks}
     wanted = cases.truth(q, k, v, out_grad=out_grad, lse_grad=lse_grad, **arguments)
     wanted.pop("sinks", None)
@@ -283,6 +283,19 @@ GROUPED = B(1, 130, 150, 4, 2, 64, "float16"), FUSED_64
 BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
     "odd lengths, grouped heads, float16": GROUPED,
     "head_dim padded, soft cap": (B(1, 70, 130, 1, 1, 72, soft_cap=True), FUSED_128),
+    "head_dim of 96, odd heads, causal": (B(1, 130, 150, 3, 1, 96, causal=True), FUSED_128),
+    "head_dim of 80, bias with gradient": (B(1, 70, 130, 1, 1, 80, bias="bfloat16", bias_grad=True), one_step(FUSED_128)),
+    "head_dim of 112, padded to 128, segments": (B(1, 70, 130, 2, 1, 112, segments=True), FUSED_128),
+    "head_dim of 96, values of 64, split, lengths": (
+        B(2, 70, 130, 2, 1, 96, lengths=True, v_head_dim=64, deterministic=True),
+        SPLIT_128,
+    ),
+    "head_dim of 160, window": (B(1, 70, 130, 1, 1, 160, window_left=20), SPLIT_256),
+    "values of 128 beside keys of 192, causal, lengths": (
+        B(2, 70, 130, 2, 1, 192, causal=True, lengths=True, v_head_dim=128),
+        SPLIT_256,
+    ),
+    "values of 40 beside keys of 90, both padded": (B(1, 70, 70, 1, 1, 90, v_head_dim=40), FUSED_128),
     "one row, one key": (B(1, 1, 1, 1, 1, 64, causal=True), FUSED_64),
     "causal, aligned": (B(1, 256, 256, 1, 1, 64, causal=True), FUSED_64),
     "causal, fewer keys, so that the first rows see none": (B(1, 270, 130, 1, 1, 64, causal=True), FUSED_64),
@@ -345,6 +358,11 @@ BACKWARD_IN_ALL = [  # what others show together or one by one
     "head_dim of 256, causal, lengths, segments, soft cap, float16",
     "odd lengths, grouped heads, float16",
     "head_dim padded, soft cap",
+    "head_dim of 80, bias with gradient",
+    "head_dim of 112, padded to 128, segments",
+    "head_dim of 96, values of 64, split, lengths",
+    "head_dim of 160, window",
+    "values of 40 beside keys of 90, both padded",
 ]
 
 

@@ -90,3 +90,23 @@ def _order(sass: str) -> list[str]:
     """Products with 64 columns (s), with 128 (d), and waits (W)."""
     names = {"64": "s", "128": "d", "": "W"}
     return [names[columns] for columns in re.findall(r"HGMMA\.64x(64|128)x|WARPGROUP\.DEPBAR", sass)]
+
+
+def gradients_of(problem: Any) -> list[collections.Counter[tuple[int, int]]]:
+    """How many products of which (columns, depth) each backward kernel has. Their loops do not spill."""
+    gpu = aot.find("h200")
+    config = BACKWARD.default(problem, gpu)
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, gpu, *x), *arrays)
+    assert report.spills < 256  # a few registers of a kv block, outside of the loops
+    assert report.serialized == ""
+    return [
+        collections.Counter((int(n), int(k)) for n, k in re.findall(r"HGMMA\.64x(\d+)x(\d+)\.F32", kernel.sass))
+        for kernel in sorted(report.kernels, key=lambda kernel: kernel.name)
+    ]
+
+
+def test_gradients_multiply_the_true_head_dim():
+    """In each of two loops: scores and dP, 64 columns of 6 steps each; dk and dv; dq's two shares of 64 and 32 columns."""
+    (found,) = gradients_of(BACKWARD.Problem(4, 4096, 4096, 32, 32, 96))
+    assert found == {(64, 16): 2 * (6 + 6 + 8), (96, 16): 2 * (4 + 4), (32, 16): 2 * 8}
