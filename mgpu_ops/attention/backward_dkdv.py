@@ -108,7 +108,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
     if wide:
         smem["weights"] = swizzled((1, ROWS, ROWS), p.dtype)
     if fused or p.bias_grad:
-        shape = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
+        shape: tuple[int, ...] = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
         if c.dq_step == "next":
             shape = (1, c.tile_kv, PANEL)
         smem["ds"] = swizzled(shape, p.dtype, 128 if wide else part.swizzle)  # as the keys, beside which it is an operand
