@@ -106,7 +106,7 @@ class _Consumer:
         weights, _ = self.block.weights(tile, s, self.wg)
         ds = self._start_dv(tile, weights)
         self._hand_over(ds)
-        engine.wgmma_wait(0)
+        engine.wgmma_wait(0)  # nobody needs it, but ptxas serializes where a product runs on into a loop
         plgpu.barrier_wait(self.together)
         return _Last(tile.stage, at.head, q_block)
 
