@@ -16,7 +16,7 @@ import dataclasses
 import jax
 
 from mgpu_ops.attention import backward_dkdv, backward_dq
-from mgpu_ops.attention.heads import backward_dims
+from mgpu_ops.attention.heads import backward_dim
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import BackwardArrays, pad_head
 from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem
@@ -30,13 +30,11 @@ def launch(
 
     lse as the forward kernel gives it; delta [batch, q_heads, q_tokens]: the rows' sums of output times its gradient.
     """
-    head_dim, v_dim = p.head_dim, p.v_dim
-    d, v_d = backward_dims(head_dim, p.deterministic)
-    p = dataclasses.replace(p, head_dim=d, v_head_dim=v_d if v_d < d else 0)
-    q, k, v, out_grad = (pad_head(x, to) for x, to in zip(arrays[:4], (d, d, v_d, v_d), strict=True))
-    inputs = dataclasses.replace(
-        Inputs.of(p, arrays[6:]), sinks=None
-    )  # they are in lse, and a key without a value adds nothing
+    head_dim, v_dim, d = p.head_dim, p.v_dim, backward_dim(p.head_dim, p.deterministic)
+    p = dataclasses.replace(p, head_dim=d, v_head_dim=0)
+    q, k, v, out_grad = (pad_head(x, d) for x in arrays[:4])
+    inputs = Inputs.of(p, arrays[6:])
+    inputs = dataclasses.replace(inputs, sinks=None)  # they are in lse, and a key without a value adds nothing
     given = BackwardArrays(q, k, v, out_grad, arrays[4], arrays[5], inputs)
     dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, interpret)
     if dq is None:

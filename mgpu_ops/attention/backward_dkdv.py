@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_wide
 from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, schedule
-from mgpu_ops.attention.heads import whole
+from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
     BlockSpec,
@@ -38,7 +38,7 @@ from mgpu_ops.attention.launch import (
     specialize,
     swizzled,
 )
-from mgpu_ops.attention.problem import PANEL, ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline

@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock, opaque_zero
-from mgpu_ops.attention.heads import whole
+from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
 from mgpu_ops.attention.operands import Position
-from mgpu_ops.attention.problem import PANEL, ROWS, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int
 

@@ -32,12 +32,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_head, swizzled
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
-from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, PANEL, ROWS, Config, Problem, padded, page_indices, split_stages
+from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, padded, page_indices, split_stages
 from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange

@@ -90,13 +90,11 @@ def rounded_values(head_dim: int, v_head_dim: int) -> int:
     return 128 if d == 192 and v_head_dim <= 128 else d
 
 
-def backward_dims(head_dim: int, deterministic: bool = False) -> tuple[int, int]:
-    """The head dims of queries and values that the backward kernels compute with.
+def backward_dim(head_dim: int, deterministic: bool = False) -> int:
+    """The head dim of queries and values that the backward kernels compute with.
 
-    112 is computed as 128: dk and dv of 112 columns beside shares of dq spill. Padded, as they are right when interpreted but
-    were not compared on a GPU: values, to as many columns as keys; 80 and 96 with `deterministic`, to 128.
+    112 is computed as 128: dk and dv of 112 columns beside shares of dq spill. 80 and 96 with `deterministic` too, and values
+    with as many columns as keys: the kernels without this padding are right when interpreted, but were not compared on a GPU.
     """
     d = rounded(head_dim)
-    if d == 112 or (deterministic and d in (80, 96)):
-        d = 128
-    return d, d
+    return 128 if d == 112 or (deterministic and d in (80, 96)) else d

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import Part
+from mgpu_ops.attention.heads import PANEL, Part
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.operands import OptionalRefs
-from mgpu_ops.attention.problem import PANEL, BackwardConfig, Config, Problem
+from mgpu_ops.attention.problem import BackwardConfig, Config, Problem
 from mgpu_ops.core import engine, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import rows_view

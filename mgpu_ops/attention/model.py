@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.attention import reference
-from mgpu_ops.attention.heads import PANEL, backward_dims, rounded, rounded_values
+from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
-    HEAD_DIMS,
     KV_CLUSTERS,
     KV_SPLITS,
     ONE_WARPGROUP,
@@ -136,7 +135,8 @@ _MEASURED = {
     (192, 192): Config(2, 64, 2, 2, 4, 24, "early"),
     (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
-_WIDE_MARGIN = 1.15  # for head dims to which `cost` was not fitted
+_FITTED = (64, 128, 256)  # head dims to whose measurements `cost` was fitted
+_WIDE_MARGIN = 1.15  # for the others
 _MARGIN = 1.05  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
 
 
@@ -174,7 +174,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
     measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
     if measured is None or measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
         return best
-    margin = _MARGIN if problem.head_dim in HEAD_DIMS else _WIDE_MARGIN
+    margin = _MARGIN if problem.head_dim in _FITTED else _WIDE_MARGIN
     return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best
 
 
@@ -278,7 +278,7 @@ def distance(x: Problem, y: Problem) -> float | None:
 def _head_dims(p: Problem) -> tuple[int, int]:
     """Of queries and values, that the kernel computes with."""
     if isinstance(p, BackwardProblem):
-        return backward_dims(p.head_dim, p.deterministic)
+        return (backward_dim(p.head_dim, p.deterministic),) * 2
     return rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
 
 
@@ -297,7 +297,7 @@ def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
 def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
     del gpu
-    d, _ = backward_dims(problem.head_dim, problem.deterministic)
+    d = backward_dim(problem.head_dim, problem.deterministic)
     return {
         "mode": ("fused", "split"),
         "tile_q": (64, 128),
@@ -339,19 +339,18 @@ _AHEAD = 0.95
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
     """Modelled time in seconds. It ranks configs, and is not fitted to measurements.
 
-    Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes three
-    products of head_dim and two of v's, and dq is added to global memory in float32. Split: two and two in the dk/dv kernel,
-    two and one in the dq kernel.
+    Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes five
+    products, and dq is added to global memory in float32. Split: four in the dk/dv kernel, three in the dq kernel.
     """
     p, c = problem, config
     _require(supports_backward(p, gpu))
     group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d, v_d = backward_dims(p.head_dim, p.deterministic)
+    d = backward_dim(p.head_dim, p.deterministic)
     dq = 4 * c.tile_q * d  # bytes
-    keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, c.tile_q * (d + v_d) * size
-    rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, c.tile_kv * (d + v_d) * size
-    of_keys, of_rows = 2 * (d + v_d), 2 * d + v_d  # columns of all products
-    kernels = [(of_keys + d, *keys, dq)] if c.mode == "fused" else [(of_keys, *keys, 0), (of_rows, *rows, 0)]
+    keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
+    rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
+    # Columns of all products, where a q block or kv block is loaded.
+    kernels = [(5 * d, *keys, dq)] if c.mode == "fused" else [(4 * d, *keys, 0), (3 * d, *rows, 0)]
     work = 0.0
     for columns, steps, entries, loaded, added in kernels:
         step = _gradient_step(p, c, columns, loaded + added, gpu)

@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_ops.attention.heads import PANEL as PANEL  # for the kernels
-from mgpu_ops.attention.heads import backward_dims, rounded, rounded_values
+from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
@@ -264,7 +263,7 @@ BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
-HEAD_DIMS = (64, 128, 256)  # that all kernels compute as they are; the forward kernel also others (`heads.py`)
+SPLIT_HEAD_DIMS = (64, 128, 256)  # that the kernel with `kv_splits` computes as they are; the others: `heads.HEAD_DIMS`
 MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold where heads are no whole panels
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
@@ -320,10 +319,10 @@ def _supports_pages(p: Problem) -> str | None:
     if p.page_size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         return f"page_size={p.page_size} is not one of {sizes}: make pages of such a size, or use backend='xla'"
-    if p.head_dim not in HEAD_DIMS:
+    if p.head_dim not in SPLIT_HEAD_DIMS:
         return (
-            f"head_dim={p.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}, and to pad it would copy all pages at each "
-            f"call: make pages of {padded(p.head_dim)} columns, zeros at the end, or use backend='xla'"
+            f"head_dim={p.head_dim} is not one of {', '.join(map(str, SPLIT_HEAD_DIMS))}, and to pad it would copy all pages "
+            f"at each call: make pages of {padded(p.head_dim)} columns, zeros at the end, or use backend='xla'"
         )
     if p.v_head_dim:
         return f"v_head_dim={p.v_head_dim} must be 0 with pages, as padding would copy them: pad values to {p.head_dim} columns"
@@ -474,7 +473,7 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     if reason is not None:
         return reason
     p, c = problem, config
-    d, _ = backward_dims(p.head_dim, p.deterministic)
+    d = backward_dim(p.head_dim, p.deterministic)
     wide = d > 128
     if c.mode not in ("fused", "split"):
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
@@ -505,7 +504,7 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         return f"dq_step={c.dq_step!r} is neither 'same' nor 'next'"
     if c.dq_step == "same":
         return None
-    if c.mode != "fused" or backward_dims(p.head_dim, p.deterministic) != (128, 128):
+    if c.mode != "fused" or backward_dim(p.head_dim, p.deterministic) != 128:
         return f"dq_step='next' is for mode='fused' and head_dim=128, not {c.mode!r} and {p.head_dim}: use 'same'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
@@ -525,8 +524,8 @@ def dq_value_steps(problem: BackwardProblem) -> int:
 
 
 def padded(head_dim: int) -> int:
-    """The head_dim that the kernels compute with."""
-    return next(d for d in HEAD_DIMS if d >= head_dim)
+    """The head dim that the kernel with `kv_splits` computes with: the next of `SPLIT_HEAD_DIMS`."""
+    return next(d for d in SPLIT_HEAD_DIMS if d >= head_dim)
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
@@ -544,24 +543,24 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
     """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
     p, c, steps = problem, config, config.max_concurrent_steps
-    d, v_d = backward_dims(p.head_dim, p.deterministic)
+    d = backward_dim(p.head_dim, p.deterministic)
     wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
-    buffers += [stats, ((steps, c.tile_q, v_d), 2)]  # delta, the output's gradient
+    buffers += [stats, ((steps, c.tile_q, d), 2)]  # delta, the output's gradient
     buffers += [((ROWS, d if d % PANEL else 2 * PANEL), 4)] if fused else []  # dq
     ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
     buffers += [(ds, 2)] if fused or p.bias_grad else []
     buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
-    buffers += [((c.tile_kv, v_d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
+    buffers += [((c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
     return limits.block_bytes(buffers, barriers=2 * steps + 2 + (2 if wide else 1))
 
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
     """Bytes of shared memory of a thread block of the dq kernel, likewise."""
-    p, (d, v_d) = problem, backward_dims(problem.head_dim, problem.deterministic)
+    p, d = problem, backward_dim(problem.head_dim, problem.deterministic)
     k_steps, v_steps = dq_steps(p), dq_value_steps(p)
     buffers: list[limits.Buffer] = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
-    buffers += [((2 * ROWS, v_d), 2), ((k_steps, ROWS, d), 2), ((2, ROWS), 4), ((2 * ROWS, d), 2)]
+    buffers += [((2 * ROWS, d), 2), ((k_steps, ROWS, d), 2), ((2, ROWS), 4), ((2 * ROWS, d), 2)]
     buffers += [((k_steps, ROWS), 4)] if p.segments else []
-    return limits.block_bytes([*buffers, ((v_steps, ROWS, v_d), 2)], barriers=2 * (1 + k_steps + v_steps))
+    return limits.block_bytes([*buffers, ((v_steps, ROWS, d), 2)], barriers=2 * (1 + k_steps + v_steps))
