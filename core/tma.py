@@ -57,15 +57,9 @@ class _WindowOfRows(launch_context.MemRefTransform):
         ty = ir.MemRefType(ref.type)
         row = ty.shape[3]
         itemsize = utils.bitwidth(ty.element_type) // 8
-        strides = [_WRAP_BYTES // itemsize - row, row, *self._columns(row, row, 1)]
-        shape = [_ROWS + 1, _ROWS, *self._columns(_ROWS, row, row)]
-        if self.panel:
-            shape[2], shape[4] = _panels(row, self.panel, self.anywhere)
-            strides[2] = self.panel
-        return _view(ref, shape, strides)
-
-    def _columns(self, rows: Any, panels: Any, columns: Any) -> tuple[Any, ...]:
-        return (panels, rows, columns) if self.panel else (rows, columns)
+        columns = (self.panel, row, 1) if self.panel else (row, 1)
+        strides = [_WRAP_BYTES // itemsize - row, row, *columns]
+        return _view(ref, self.transform_gmem_shape(ty.shape), strides)
 
     def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
         *_, row, column = idx
@@ -349,7 +343,7 @@ def block_anywhere(ref: Any, *index: Any) -> Any:
     """The block of an array [1, ..., rows, columns] at `index`, for a copy. Its two slices may begin at any multiple of 8.
 
     Mosaic accepts only starts that it can prove to be multiples of the swizzle tile. So the starts are written multiplied by
-    the tile's sides, and the copy divides them again (`core/py`).
+    ROW_UNIT and COLUMN_UNIT, and the copy divides them again (`copy_any_shape`). Columns are then below 2^25, rows below 2^28.
     """
     *lead, rows, columns = index
     if interpreting():
@@ -441,8 +435,8 @@ def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
     copy(smem, block, (_RowsAnywhere(tile, panel, anywhere),), whole)
     with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
-        narrow = panel * utils.bitwidth(smem.type.element_type) < 8 * 128
-        count = _opaque(tiles) if narrow else _index(tiles)
+        narrow = panel * utils.bitwidth(smem.type.element_type) < 8 * 128  # rows of less than 128 bytes
+        count = _opaque(tiles) if narrow else _index(tiles)  # unrolled, the producer's addresses would spill
         loop = scf.ForOp(_index(0), count, _index(1))  # type: ignore[arg-type, call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
