@@ -1,8 +1,8 @@
 """matmul: activation(scales A B + bias) + residual, float32 accumulation, for NVIDIA Hopper.
 
 `problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel,
-from load to store. `epilogue.py`: what follows the product, through XLA. `scales.py`: those of operands of 8 bits. Here: the
-public function, its gradient and batching rules, the reference, and the op's SPEC.
+from load to store. `epilogue.py`: what follows the product, through XLA. `arguments.py`, `scales.py`: checks of arrays, dtypes
+and scales. Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8, result_dtype
+from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import xla
+from mgpu_ops.matmul.arguments import checked_arrays, checked_out_dtype
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
@@ -135,8 +136,8 @@ def matmul(
 
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
     """
-    arrays = _checked(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
-    out = _out_dtype(out_dtype, preferred_element_type, arrays)
+    arrays = checked_arrays(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
+    out = checked_out_dtype(out_dtype, preferred_element_type, arrays)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
     call = _Call(
@@ -150,64 +151,6 @@ def matmul(
         residual is not None,
     )
     return products(call, **arrays)
-
-
-def _checked(**given: ArrayLike | None) -> dict[str, jax.Array]:
-    """The arrays there are, by name. Raises for one that is no array of floats, and for two dtypes of a and b."""
-    there = {name: x for name, x in given.items() if x is not None or name in ("a", "b")}
-    arrays = {name: jnp.asarray(x) if _is_int8(name, x) else floats("matmul", name, x) for name, x in there.items()}
-    for name in ("a", "b"):
-        if arrays[name].ndim == 0:
-            raise ValueError(f"{name} is a scalar: matmul takes arrays of rank 1 or more; multiply by it")
-    dtypes = {arrays[name].dtype.name for name in ("a", "b")}
-    if len(dtypes) == 2 and not dtypes <= {*FLOAT8}:
-        raise ValueError(f"a is {arrays['a'].dtype} and b is {arrays['b'].dtype}: cast one with .astype")
-    return arrays
-
-
-def _is_int8(name: str, x: Any) -> bool:
-    return name in ("a", "b") and isinstance(x, jax.Array | np.ndarray) and x.dtype == np.int8
-
-
-def _out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, arrays: dict[str, jax.Array]) -> Any:
-    """The dtype of the result: the one asked for, or that of a, if that is of 8 bits a wider one."""
-    default = result_dtype(arrays["a"].dtype.name)
-    if default == "int32":
-        asked = {_dtype(x).name for x in (out_dtype, preferred) if x is not None}
-        if asked == {"int32"} or (not asked and not arrays.keys() - {"a", "b"}):
-            return jnp.dtype("int32")
-        default = "bfloat16"
-    return float_dtype(out_dtype, preferred, default)
-
-
-def floats(op: str, name: str, x: Any) -> jax.Array:
-    """The argument as an array. TypeError where it is none, or none of floats."""
-    try:
-        array = jnp.asarray(x)
-    except (TypeError, ValueError):
-        shapes = "; jax.eval_shape takes shapes" if isinstance(x, jax.ShapeDtypeStruct) else ""
-        raise TypeError(f"{name} is {x!r:.80}, which is no array: {op} takes arrays of floats{shapes}") from None
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}: {op} takes floats; cast it first")
-    return array
-
-
-def _dtype(x: DTypeLike) -> Any:
-    try:
-        return jnp.dtype(x)
-    except TypeError:
-        raise TypeError(f"out_dtype={x!r} is no dtype: name a float's, such as jnp.float32") from None
-
-
-def float_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, dtype: DTypeLike) -> Any:
-    """The dtype of the result. Raises for one that is no float, and for two that differ."""
-    named = [_dtype(x) for x in (out_dtype, preferred) if x is not None]
-    if len({*named}) == 2:
-        raise ValueError(f"out_dtype={named[0]} and preferred_element_type={named[1]} are one argument: pass one of them")
-    out = named[0] if named else jnp.dtype(dtype)
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
-    return out
 
 
 def products(

@@ -31,7 +31,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.matmul.epilogue import by_name, names, ranks, with_epilogue
+from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
     BLOCK,
     SCALES_IN_LINE,
@@ -94,7 +94,7 @@ class Tile:
 
 
 def _tile(work: Work, step: jax.Array) -> Tile:
-    """The `step`-th output tile of this block.
+    """This block's output tile number `step`, or its part of one.
 
     The two blocks of a cluster along m or n take tiles next to each other. Those of a cluster along k take one tile, and each
     its part of k.
@@ -138,9 +138,7 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
 
         def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
             at = _tile(work, t)
-            if c.split_k > 1:
-                k = k + at.part * k_steps(p, c)
-            return ((at.batch,) if batched else ()) + index(at, k)
+            return ((at.batch,) if batched else ()) + index(at, _step_of_k(work, at, k))
 
         return plgpu.BlockSpec(
             (None, *tile) if batched else tile,
@@ -163,6 +161,11 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
     ]
 
 
+def _step_of_k(work: Work, at: Tile, step: jax.Array) -> jax.Array:
+    """The number of a tile's step among all steps of k, of which a part of k has some."""
+    return step + at.part * k_steps(work.problem, work.config) if work.config.split_k > 1 else step
+
+
 def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, int]]:
     """The tiles of A and B of a pipeline step, as they are stored."""
     a_t, b_t = transposed(p)
@@ -173,18 +176,17 @@ def _load_scales(work: Work, scale_a: Any, scale_b: Any) -> list[Any]:
     """Producer: the scales that step (tile, k) loads, of A's rows and of each 64 columns of B.
 
     scale_a: [..., k / 128, tiles, rows of a tile and what fills up 128 bytes]. scale_b: [..., n / 64, k / 128, 32], all 32 the
-    same. For TMA writes to multiples of 128 bytes of shared memory.
+    same: TMA writes to multiples of 128 bytes of shared memory.
     """
     c, parts = work.config, work.config.tile_k // BLOCK
-    columns = c.tile_m if work.transposed else c.tile_n
+    columns = c.tile_m if work.transposed else c.tile_n  # of the output's tile
 
     def spec(ref: Any, block: tuple[int | None, ...], index: Callable[[Tile, Int], tuple[Int, ...]]) -> Any:
         lead = (None,) * (ref.ndim - 3)
 
         def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
             at = _tile(work, t)
-            k = k + at.part * k_steps(work.problem, c) if c.split_k > 1 else k
-            return (*(at.batch for _ in lead), *index(at, k))
+            return (*(at.batch for _ in lead), *index(at, _step_of_k(work, at, k)))
 
         return plgpu.BlockSpec((*lead, *block), where, memory_space=plgpu.SMEM)
 
@@ -539,8 +541,9 @@ def _kernel_in_turn(
 
 
 def _refs(p: Problem, a: Any, b: Any, *rest: Any) -> _Refs:
+    """The arguments of the kernel by name, in the order in which `launch` passes them."""
     *extra, out = rest
-    return _Refs(a, b, out, **dict(zip(names(p)[2:], extra, strict=True)))
+    return _Refs(a, b, out, **by_name(p, extra))
 
 
 def ends_with_rows(p: Problem, c: Config) -> bool:
@@ -644,10 +647,9 @@ def _scratch(work: Work) -> dict[str, Any]:
     if takes_turns(c):
         stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
         cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
-        dtypes = (p.dtype, dtype_of_b(p))
         scratch["operands"] = tuple(
             plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
-            for tile, dtype in zip(_operand_tiles(p, c), dtypes[::-1] if work.transposed else dtypes, strict=True)
+            for tile, dtype in zip(_operand_tiles(p, c), (p.dtype, dtype_of_b(p)), strict=True)
         )
         scratch["barriers"] = Pipeline.barriers_in_turn(
             stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes

@@ -150,6 +150,8 @@ _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
 _LONG_K = 1024  # with which the default may be ping-pong
+_DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
+_ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
 _SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
 
 
@@ -183,19 +185,12 @@ def _shapes(problem: Problem) -> Iterator[Config]:
             if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
                 continue
             for cluster, split_k in _SPLITS:
-                yield Config(
-                    tile_m=tile_m,
-                    tile_n=tile_n,
-                    tile_k=tile_k,
-                    max_concurrent_steps=_STEPS[-1],
+                yield dataclasses.replace(
+                    _shape(tile_m, tile_n, tile_k),
                     compute_warpgroups=warpgroups,
                     wg_dimension=wg_dimension,
                     cluster=cluster,
-                    raster_dimension="m",
-                    raster_width=8,
-                    epilogue_tile_n=64,
                     split_k=split_k,
-                    memory_registers=40,
                 )
 
 
@@ -209,25 +204,25 @@ def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     for tile_m, tile_n in _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
         if tiles > 2 * gpu.sms:
-            yield Config(
-                tile_m=tile_m,
-                tile_n=tile_n,
-                tile_k=64,
-                max_concurrent_steps=_STEPS[-1],
-                compute_warpgroups=2,
-                wg_dimension="m",
-                cluster="none",
-                raster_dimension="m",
-                raster_width=8,
-                epilogue_tile_n=64,
-                split_k=1,
-                memory_registers=40,
-                schedule="pingpong",
-            )
+            yield dataclasses.replace(_shape(tile_m, tile_n, 64), schedule="pingpong")
 
 
-_DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
-_ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
+def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
+    """A tile of two consumer warpgroups, with as many steps as any may have."""
+    return Config(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        max_concurrent_steps=_STEPS[-1],
+        compute_warpgroups=2,
+        wg_dimension="m",
+        cluster="none",
+        raster_dimension="m",
+        raster_width=_STRIP,
+        epilogue_tile_n=64,
+        split_k=1,
+        memory_registers=40,
+    )
 
 
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:

@@ -197,6 +197,7 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
 
 
 def _supports_layout(p: Problem, what: str) -> str | None:
+    """Why wgmma cannot read operands of 8 bits stored so, or None. what: the operands' kind of numbers."""
     if p.layout != "nt":
         return (
             f"layout {p.layout} of 8-bit {what}: wgmma reads them along k only; store a as [m, k] and b as [n, k] "
@@ -346,9 +347,9 @@ def _check_blocks(p: Problem, c: Config) -> str | None:
 
 
 def _check_integers(p: Problem, c: Config) -> str | None:
-    """Sums of parts of k within the kernel are of float32."""
+    """int8: parts of k are not added up within the kernel, whose such sums are float32; and wgmma has fewer widths."""
     if p.dtype == "int8" and c.cluster == "k":
-        return f"cluster={c.cluster!r} must not share k out for int8: its sums are float32"
+        return f"cluster={c.cluster!r} adds up float32, and sums of int8 are int32: use cluster='none', 'm' or 'n'"
     if p.dtype == "int8" and gemm.warpgroup_tile(c)[0 if computes_transposed(c) else 1] not in _INTEGER_COLUMNS:
         return f"tile_m={c.tile_m}, tile_n={c.tile_n} of int8: wgmma has 8, 16, 24 or a multiple of 16 columns a warpgroup"
     return None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops.core.limits import FLOAT8
+from mgpu_ops.matmul.arguments import floats
 from mgpu_ops.matmul.problem import BLOCK
 
 type Scheme = Literal["tensor", "row", "block", "square"]
@@ -46,21 +47,27 @@ def quantize(
 
     Raises ValueError for an unknown scheme, axis or dtype; TypeError for what is no array of floats.
     """
-    from mgpu_ops.matmul import floats
-
     array = floats("quantize", "x", x)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not one of {', '.join(SCHEMES)}")
-    kind = jnp.dtype(dtype)
-    if kind.name not in FLOAT8:
-        raise ValueError(f"dtype={kind.name} is not one of {', '.join(FLOAT8)}")
+    kind = _checked_dtype(dtype)
     if array.ndim < 2 and (scheme != "tensor" or transpose):
         raise ValueError(f"x has shape {array.shape}: scheme={scheme!r} takes arrays of rank 2 or more; add a dimension")
     if axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
-        raise ValueError(f"axis={axis} is none of the last two dimensions of x{array.shape}")
+        raise ValueError(f"axis={axis} is none of the last two dimensions of x{array.shape}: pass -1 or -2")
     axis = axis if axis < 0 else axis - array.ndim
     one: tuple[jax.Array, ...] = _quantize(array, scheme, axis, kind)
     return (*one, *_quantize(array.mT, scheme, axis, kind)) if transpose else one
+
+
+def _checked_dtype(dtype: DTypeLike) -> Any:
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.name not in FLOAT8:
+        raise ValueError(f"dtype={dtype if kind is None else kind.name} is not one of {', '.join(FLOAT8)}")
+    return kind
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -68,18 +75,17 @@ def _quantize(x: jax.Array, scheme: Scheme, axis: int, dtype: Any) -> tuple[jax.
     largest = float(jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
     size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
-    shared = {"tensor": None, "row": (axis,), "block": (), "square": ()}[scheme]
-    if scheme in ("block", "square"):
-        for dimension in (axis,) if scheme == "block" else (-1, -2):
-            size = _largest_of_blocks(size, dimension)
-    else:
+    blocks = {"block": (axis,), "square": (-1, -2)}.get(scheme, ())  # dimensions of which each 128 share a scale
+    shared = axis if scheme == "row" else None
+    for dimension in blocks:
+        size = _largest_of_blocks(size, dimension)
+    if not blocks:
         size = jnp.max(size, shared, initial=0.0)
     scales = jnp.where(size == 0.0, 1.0, jnp.maximum(size / largest, jnp.finfo(jnp.float32).tiny))
-    of_each = jnp.expand_dims(scales, shared) if shared else scales
-    if scheme in ("block", "square"):
-        for dimension in (axis,) if scheme == "block" else (-1, -2):
-            of_each = jnp.repeat(of_each, BLOCK, dimension)
-            of_each = jax.lax.slice_in_dim(of_each, 0, x.shape[dimension], axis=dimension % x.ndim)
+    of_each = scales if shared is None else jnp.expand_dims(scales, shared)
+    for dimension in blocks:
+        of_each = jnp.repeat(of_each, BLOCK, dimension)
+        of_each = jax.lax.slice_in_dim(of_each, 0, x.shape[dimension], axis=dimension % x.ndim)
     scaled = wide / of_each
     values = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -largest, largest), scaled)
     return values.astype(dtype), scales

@@ -21,7 +21,8 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.matmul import float_dtype, floats, matmul
+from mgpu_ops.matmul import matmul
+from mgpu_ops.matmul.arguments import float_dtype, floats
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
     SHAPES,

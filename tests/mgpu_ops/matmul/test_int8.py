@@ -67,7 +67,7 @@ def test_what_the_kernel_runs_or_why_not(changes, reason):
 
 def test_sums_that_are_float32_are_no_config_of_integers():
     spec, device = mgpu_ops.spec_of("matmul"), gpu.find("h200")
-    assert "its sums are float32" in spec.check(P, replace(SMALL, cluster="k", split_k=2), device)
+    assert "sums of int8 are int32" in spec.check(P, replace(SMALL, cluster="k", split_k=2), device)
     assert spec.check(P, spec.default(P, device), device) is None
 
 
