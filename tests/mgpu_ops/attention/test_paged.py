@@ -52,6 +52,8 @@ INTERPRETED: dict[str, tuple[dict[str, Any], Any]] = {
             "page_size": 32,
             "lengths": (300, 150),
             "pages_each": 10,
+            "q_heads": 2,
+            "kv_heads": 1,
             "q_tokens": 3,
             "causal": True,
             "window": (120, None),
@@ -61,7 +63,7 @@ INTERPRETED: dict[str, tuple[dict[str, Any], Any]] = {
         replace(WIDE, kv_splits=2, kv_cluster=2),
     ),
     "pages larger than tiles, shares that begin within a page, no cluster": (
-        {"page_size": 128, "lengths": (500,), "pages_each": 4, "dtype": "float16"},
+        {"page_size": 128, "lengths": (300,), "pages_each": 3, "dtype": "float16", "q_heads": 2, "kv_heads": 1},
         replace(ONE, kv_splits=4),
     ),
     "a page a tile, head_dim of 128, no lengths": ({"page_size": 64, "pages_each": 3, "batch": 1, "head_dim": 128}, ONE),
@@ -113,7 +115,7 @@ def test_drawn_tables_through_xla(seed, assert_near):
 
 @pytest.mark.parametrize("options", [{"backend": "xla"}, {"backend": "interpret", "config": ONE}])
 def test_an_index_out_of_range_that_counts_is_the_nearest_page(options, assert_near):
-    drawn = paged.draw(2, page_size=64, lengths=(128,), pages_each=2, garbage=False)
+    drawn = paged.draw(2, page_size=64, lengths=(128,), pages_each=2, q_heads=2, kv_heads=1, garbage=False)
     table = jnp.asarray([[2**31 - 1, -(2**31)]], jnp.int32)
     wanted = cases.truth(drawn.q, *(replace(drawn, table=np.asarray([[drawn.pages - 1, 0]])).gathered()))["out"]
     with quiet_interpreter():
