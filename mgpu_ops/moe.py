@@ -17,9 +17,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import integers
+from mgpu_ops import floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation
+from mgpu_ops.grouped.calls import checked_operands
 from mgpu_ops.grouped.gated import gated_grouped_matmul
 from mgpu_ops.grouped.grouped_matmul import grouped_matmul
 from mgpu_ops.grouped.sizes import Spread
@@ -81,9 +82,8 @@ def moe(
 
     Source: Shazeer et al., arXiv:1701.06538, section 2; see docs/kernels/moe.md.
     """
-    x, logits = jnp.asarray(x), jnp.asarray(router_logits)
-    w_gate = jnp.asarray(w_gate)
-    if not x.ndim or x.shape[:-1] != logits.shape[:-1]:
+    x, logits, w_gate = (floats.array("moe", *of) for of in (("x", x), ("router_logits", router_logits), ("w_gate", w_gate)))
+    if not x.ndim or not logits.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"x{x.shape} and router_logits{logits.shape} differ: they are [..., d] and [..., experts]")
     if w_gate.ndim == 3 and logits.shape[-1] != w_gate.shape[0]:
         raise ValueError(
@@ -112,9 +112,7 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
     Raises:
       ValueError: no experts, or a top_k beyond them. TypeError: logits that are no floats, a top_k that is no integer.
     """
-    logits = jnp.asarray(router_logits)
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"router_logits have dtype {logits.dtype}: moe_route takes floats; cast them first")
+    logits = floats.array("moe_route", "router_logits", router_logits)
     if not logits.ndim:
         raise ValueError("router_logits have shape (): they are [..., experts]")
     _check_top_k(top_k, logits.shape[-1])
@@ -135,13 +133,15 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
 
     The sort is stable, and the gradient of x is a sum of top_k rows in float32, in the order of `experts`: no scatter-add.
 
-    Raises ValueError for shapes that do not fit each other, and TypeError for experts that are no integers.
+    Raises ValueError for shapes that do not fit each other, and TypeError for experts or num_experts that are no integers.
     """
     x, experts = jnp.asarray(x), jnp.asarray(integers.array("experts", experts))
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
         raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
-    if not isinstance(num_experts, int | np.integer) or num_experts < 1:
-        raise ValueError(f"num_experts={num_experts!r} is not at least 1")
+    if not isinstance(num_experts, int | np.integer):
+        raise TypeError(f"num_experts={num_experts!r} is no integer")
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} is not at least 1")
     tokens, top_k = experts.shape
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
@@ -166,9 +166,10 @@ def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_
 
     Added in float32 or wider, in the order of j: the same rows give the same bits. Its gradient is a gather.
 
-    Raises ValueError for shapes that do not fit each other.
+    Raises ValueError for shapes that do not fit each other, and TypeError for floats or integers expected and not found.
     """
-    rows, order, positions = jnp.asarray(rows), jnp.asarray(order), jnp.asarray(positions)
+    rows = floats.array("moe_combine", "rows", rows)
+    order, positions = (jnp.asarray(integers.array(*of)) for of in (("order", order), ("positions", positions)))
     if rows.ndim != 2 or positions.ndim != 2 or not rows.shape[0] == order.size == positions.size:
         raise ValueError(
             f"rows{rows.shape}, order{order.shape} and positions{positions.shape}: moe_combine takes [assignments, d], "
@@ -207,12 +208,18 @@ def moe_experts(
 
     Raises ValueError and TypeError for what its parts refuse.
     """
-    x, weights, w_gate, w_down = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(w_gate), jnp.asarray(w_down)
+    weights = floats.array("moe_experts", "weights", weights)
+    given = (("x", x, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3), ("w_down", w_down, 3))
+    x, w_gate, w_up, w_down = checked_operands("moe_experts", *given)
     if weights.shape != np.shape(experts):
         raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
     if (num_experts is None) != (group_offset is None):
         raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
-    if w_gate.ndim != 3 or w_down.shape != (w_gate.shape[0], w_gate.shape[2], x.shape[-1]):
+    if num_experts is not None and isinstance(num_experts, int | np.integer) and num_experts < w_gate.shape[0]:
+        raise ValueError(
+            f"num_experts={num_experts} is less than the {w_gate.shape[0]} experts of w_gate: it counts all experts"
+        )
+    if w_down.shape != (w_gate.shape[0], w_gate.shape[2], x.shape[-1]):
         raise ValueError(
             f"w_gate{w_gate.shape} and w_down{w_down.shape} do not fit x{x.shape}: they are [experts, d, hidden] and "
             "[experts, hidden, d]"

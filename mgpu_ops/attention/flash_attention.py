@@ -48,7 +48,7 @@ from mgpu_ops.attention.problem import (
     check_backward,
     supports,
     supports_backward,
-    untried,
+    unmeasured,
 )
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -437,7 +437,7 @@ FORWARD = OpSpec(
     reference=reference.forward,
     tolerance=reference.tolerance,
     baseline=_baseline,
-    untried=untried,
+    unmeasured=unmeasured,
 )
 
 BACKWARD = OpSpec(

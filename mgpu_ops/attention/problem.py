@@ -307,8 +307,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def untried(problem: Problem) -> str | None:
-    """Why a call without a measured entry runs the baseline and not the kernel, or None."""
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
     if problem.page_size:
         return "the kernel's random tests have not passed on a GPU with pages yet: backend='mosaic' runs it"
     return None

@@ -11,22 +11,21 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from mgpu_ops import integers
+from mgpu_ops import floats, integers
 from mgpu_ops.grouped.sizes import SPREADS, Spread, of_shard
 
 # --- Arguments
 
 
-def check_floats(op: str, *arrays: tuple[str, jax.Array, int]) -> None:
-    """Raises for an operand (name, array, rank) of another rank, for one that is no float, and for two dtypes."""
-    for name, x, rank in arrays:
+def checked_operands(op: str, *operands: tuple[str, Any, int]) -> list[jax.Array]:
+    """Operands (name, argument, rank) as arrays. Raises for another rank, for one that is no floats, and for two dtypes."""
+    arrays = [floats.array(op, name, x) for name, x, _ in operands]
+    for (name, _, rank), x in zip(operands, arrays, strict=True):
         if x.ndim != rank:
             raise ValueError(f"{name} has shape {x.shape}: {op} takes rank {rank}; use jax.vmap for batches")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {x.dtype}: {op} takes floats; cast it first")
-    (first, a, _), (second, b, _) = arrays
-    if a.dtype != b.dtype:
-        raise ValueError(f"{first} is {a.dtype} and {second} is {b.dtype}: cast one with .astype")
+        if x.dtype != arrays[0].dtype:
+            raise ValueError(f"{operands[0][0]} is {arrays[0].dtype} and {name} is {x.dtype}: cast one with .astype")
+    return arrays
 
 
 def checked_out_dtype(out_dtype: DTypeLike | None, dtype: DTypeLike) -> str:
@@ -89,11 +88,9 @@ def checked_offset(offset: Any, every: int, groups: int) -> jax.Array:
 
 def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
     """`row_scale` as float32, or wider where it is."""
-    scale = jnp.asarray(scale)
+    scale = floats.array(op, "row_scale", scale)
     if scale.shape != (rows,):
         raise ValueError(f"row_scale has shape {scale.shape}: it must be [m] = {(rows,)}")
-    if not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(f"row_scale has dtype {scale.dtype}: {op} takes floats; cast it first")
     return scale.astype(np.promote_types(scale.dtype, np.float32))
 
 

@@ -41,7 +41,7 @@ from mgpu_ops.matmul.problem import (
     supports,
     tolerance,
     transposed,
-    untried,
+    unmeasured,
 )
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
@@ -403,7 +403,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=xla.cost,
-    untried=untried,
+    unmeasured=unmeasured,
     plain=plain,
 )
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from mgpu_ops import floats
 from mgpu_ops.core.limits import FLOAT8, result_dtype
 
 
 def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
     """The arrays there are, by name. Raises for one that is no array of floats, and for two dtypes of a and b."""
     there = {name: x for name, x in given.items() if x is not None or name in ("a", "b")}
-    arrays = {name: jnp.asarray(x) if _is_int8(name, x) else floats("matmul", name, x) for name, x in there.items()}
+    arrays = {name: jnp.asarray(x) if _is_int8(name, x) else floats.array("matmul", name, x) for name, x in there.items()}
     for name in ("a", "b"):
         if arrays[name].ndim == 0:
             raise ValueError(f"{name} is a scalar: matmul takes arrays of rank 1 or more; multiply by it")
@@ -38,18 +39,6 @@ def checked_out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, 
             return jnp.dtype("int32")
         default = "bfloat16"
     return float_dtype(out_dtype, preferred, default)
-
-
-def floats(op: str, name: str, x: Any) -> jax.Array:
-    """The argument as an array. TypeError where it is none, or none of floats."""
-    try:
-        array = jnp.asarray(x)
-    except (TypeError, ValueError):
-        shapes = "; jax.eval_shape takes shapes" if isinstance(x, jax.ShapeDtypeStruct) else ""
-        raise TypeError(f"{name} is {x!r:.80}, which is no array: {op} takes arrays of floats{shapes}") from None
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}: {op} takes floats; cast it first")
-    return array
 
 
 def _dtype(x: DTypeLike) -> Any:

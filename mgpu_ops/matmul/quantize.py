@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from mgpu_ops import floats
 from mgpu_ops.core.limits import FLOAT8
-from mgpu_ops.matmul.arguments import floats
 from mgpu_ops.matmul.problem import BLOCK
 
 type Scheme = Literal["tensor", "row", "block", "square"]
@@ -47,15 +48,15 @@ def quantize(
 
     Raises ValueError for an unknown scheme, axis or dtype; TypeError for what is no array of floats.
     """
-    array = floats("quantize", "x", x)
+    array = floats.array("quantize", "x", x)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not one of {', '.join(SCHEMES)}")
     kind = _checked_dtype(dtype)
     if array.ndim < 2 and (scheme != "tensor" or transpose):
         raise ValueError(f"x has shape {array.shape}: scheme={scheme!r} takes arrays of rank 2 or more; add a dimension")
-    if axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
+    if not isinstance(axis, int | np.integer) or axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
         raise ValueError(f"axis={axis} is none of the last two dimensions of x{array.shape}: pass -1 or -2")
-    axis = axis if axis < 0 else axis - array.ndim
+    axis = int(axis if axis < 0 else axis - array.ndim)
     one: tuple[jax.Array, ...] = _quantize(array, scheme, axis, kind)
     return (*one, *_quantize(array.mT, scheme, axis, kind)) if transpose else one
 
@@ -97,4 +98,4 @@ def _largest_of_blocks(x: jax.Array, axis: int) -> jax.Array:
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % BLOCK)
     padded = jnp.pad(x, pad)
-    return jnp.max(padded.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :]), axis + 1)
+    return jnp.max(padded.reshape(*x.shape[:axis], padded.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :]), axis + 1)

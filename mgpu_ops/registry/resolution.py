@@ -13,7 +13,7 @@ has one:
 
 Then it says whether a call that names no backend runs the kernel or XLA (`winner.py`): by the entry's times where it is one of
 this very problem, and by the op's models or a near entry where there is none. A Config that the program names, in 1, is for the
-kernel; a file that it names is read as any other.
+kernel; a file that it names is read as any other. With `OpSpec.unmeasured`, XLA runs until an entry was measured.
 
 In a job of several processes (`jax.distributed.initialize`), whose machines may have other files, the first process to resolve
 a problem from files or by default decides for all of them and for as long as the job lasts: the others' source is `job`.
@@ -352,16 +352,20 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
     times = winner.measured(found.entry, baseline) if found.entry is not None and near is None else None
     if times is not None and found.source == "family":
         times = dataclasses.replace(times, how="family")
-    if times is None and (untried := spec.untried(problem)) is not None:
-        query.note("xla", untried)
-        return dataclasses.replace(found, runs="xla")
-    times = times or winner.expected(spec, problem, found.config, gpu, baseline)
+    unmeasured = spec.unmeasured(problem)
+    entry = near[0].entry if near else found.entry
+    if near is not None and spec.unmeasured(near[0].problem) != unmeasured:
+        near = entry = None  # times of another kernel say nothing of this one
+    if unmeasured is None:
+        times = times or winner.expected(spec, problem, found.config, gpu, baseline)
     if times is None and near is not None and (there := winner.measured(near[0].entry, baseline)):
         times = winner.expected_from(there, near[1], spec.cost(problem, found.config, gpu) * 1e6)
     if times is None:
         query.note("xla", f"no time of {baseline.name} is known for this problem or one near it")
-        stored = found.entry is not None or near is not None
-        return found if stored else dataclasses.replace(found, runs=spec.unmeasured)
+        if unmeasured is None or (entry is not None and entry.evidence.kind == "measured"):
+            return found
+        query.note("xla", unmeasured)
+        return dataclasses.replace(found, runs="xla")
     query.note("xla", f"{times}: XLA runs where the kernel takes {times.margin:g} of its time or more")
     return dataclasses.replace(found, runs=times.winner, times=times)
 
@@ -480,9 +484,11 @@ def _versus(result: Resolution) -> str:
         return f": {result.times}"
     if result.runs == "kernel":
         return ""
-    return {"default": ": nothing is tuned", "job": ": so chose another process", "override": ": use_configs says so"}.get(
-        result.source, ": the config that was found says so, without the kernel's time"
-    )
+    known = {"job": ": so chose another process", "override": ": use_configs says so"}
+    if result.source in known:
+        return known[result.source]
+    why = [what for source, what in result.tried if source == "xla"]  # none where the config itself leaves the call to XLA
+    return f": {why[-1]}" if why else ": the config that was found says so, without the kernel's time"
 
 
 def _place(result: Resolution) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -74,8 +74,7 @@ class OpSpec:
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
     baseline: Callable[[Any], Baseline | None] | None = None  # of a problem; None: the reference (`baseline_of`)
     baseline_cost: Callable[[Any, Gpu], float] | None = None  # modelled seconds of the baseline; None: no model
-    unmeasured: Literal["kernel", "xla"] = "kernel"  # what a call runs of whose problem and its like no time is known
-    untried: Callable[[Any], str | None] = lambda problem: None  # why calls without an entry run the baseline, not the kernel
+    unmeasured: Callable[[Any], str | None] = lambda problem: None  # why calls run XLA until the kernel was measured, or None
     leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel
     plain: Callable[[Any], Any] = lambda problem: problem  # a problem whose entries count as this one's, if it has none itself
     devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then

@@ -9,7 +9,8 @@ An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Wh
   `MODELLED_MARGIN`, so that in unclear cases a call takes as long as it would without this library; or,
 - for an op that does not model its baseline, the entry of a near problem, the one that the config is from or that is the
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
-Where nothing is known of the baseline, the kernel runs.
+Where nothing is known of the baseline, the kernel runs. But where the op has a reason to wait (`OpSpec.unmeasured`), models do
+not count, and XLA runs until the kernel was measured for this problem, or for a near one for which the reason is the same.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ def test_float64_stays_float64() -> None:
     ("x", "labels", "options", "error", "message"),
     [
         (jnp.ones((2, 8), jnp.int32), [0, 1], {}, TypeError, "logits has dtype int32: cross_entropy takes floats"),
+        (None, [0, 1], {}, TypeError, "logits is None, which is no array: cross_entropy takes arrays of floats"),
         (jnp.ones((2, 8)), [0.0, 1.0], {}, TypeError, "labels has dtype float"),
         (jnp.ones((2, 8)), [0], {}, ValueError, r"logits\(2, 8\) and labels\(1,\) do not fit"),
         (jnp.ones((2, 0)), [0, 0], {}, ValueError, "empty vocabulary"),

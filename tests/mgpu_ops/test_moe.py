@@ -259,10 +259,20 @@ OK = layer(8, 16, 24, 4)
         (lambda: moe(*OK, 0), ValueError, "top_k=0 is not from 1 to the 4 experts"),
         (lambda: moe(*OK, 1.5), TypeError, "top_k=1.5 is no integer"),
         (lambda: moe(*OK[:4], OK[4].mT, 2), ValueError, r"w_gate\(4, 16, 24\) and w_down\(4, 16, 24\) do not fit x\(8, 16\)"),
-        (lambda: moe_route(jnp.ones((2, 3), int), 1), TypeError, "router_logits have dtype int32: moe_route takes floats"),
+        (lambda: moe_route(jnp.ones((2, 3), int), 1), TypeError, "router_logits has dtype int32: moe_route takes floats"),
+        (lambda: moe(OK[0][0], jnp.float32(1), *OK[2:], 2), ValueError, r"x\(16,\) and router_logits\(\) differ"),
+        (lambda: moe(*OK[:3], None, OK[4], 2), TypeError, "w_up is None, which is no array"),
+        (lambda: moe(OK[0].astype("float16"), *OK[1:], 2), ValueError, "x is float16 and w_gate is .*: cast one"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((7, 2), int), 4), ValueError, r"x\(8, 16\) and experts\(7, 2\)"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2)), 4), TypeError, "experts has dtype float32: it must hold integers"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), 0), ValueError, "num_experts=0 is not at least 1"),
+        (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), "4"), TypeError, "num_experts='4' is no integer"),
+        (lambda: moe_combine(OK[0], jnp.arange(8.0), jnp.zeros((4, 2), int)), TypeError, "order has dtype float.*integers"),
+        (
+            lambda: moe_combine(OK[0].astype(int), jnp.arange(8), jnp.zeros((4, 2), int)),
+            TypeError,
+            "rows has dtype int.*floats",
+        ),
         (
             lambda: moe_combine(OK[0], jnp.arange(8), jnp.zeros((4, 3), int)),
             ValueError,
@@ -272,6 +282,11 @@ OK = layer(8, 16, 24, 4)
             lambda: moe_experts(OK[0], jnp.ones((8, 2)), np.zeros((8, 2), int), *OK[2:], num_experts=8),
             ValueError,
             "num_experts=8 and group_offset=None: a share of the experts takes both",
+        ),
+        (
+            lambda: moe_experts(OK[0], jnp.ones((8, 2)), jnp.zeros((8, 2), int), *OK[2:], num_experts=2, group_offset=0),
+            ValueError,
+            "num_experts=2 is less than the 4 experts of w_gate",
         ),
     ],
 )

@@ -76,9 +76,11 @@ def run(
 ) -> list[Measurement]:
     """Measures `problems` (name -> Problem): ours, each competitor that can run the problem, and the roofline.
 
-    `progress` gets a line of text for each problem, each competitor that cannot run it, each wrong result and each problem that
-    failed; the run goes on, and `results.failures` lists afterwards what failed. `save` gets all measurements so far after each
-    problem. ValueError for an unknown competitor, and for `grad` of an op that is a gradient itself.
+    `progress` gets a line of text before anything compiles or is timed, and for each problem that was measured, each competitor
+    that cannot run it, each wrong result and each problem that failed; the run goes on, and `results.failures` lists afterwards
+    what failed. `save` gets all measurements so far after each problem.
+
+    Raises ValueError for an unknown competitor, and for `grad` of an op that is a gradient itself.
     """
     if options.grad and spec.name in BACKWARD.values():
         raise ValueError(f"{spec.name} is a gradient itself: measure it without --grad, or the forward op with it")
@@ -187,7 +189,9 @@ class _ProblemRun:
 
     def measure(self, competitors: Mapping[str, Competitor]) -> list[Measurement]:
         """Ours, the competitors that can run the problem, and the roofline."""
-        return [*self.timed(self.implementations(competitors)), self.roofline()]
+        found = self.implementations(competitors)
+        self.say(f"times {', '.join(each.impl for each in found)}")
+        return [*self.timed(found), self.roofline()]
 
     # Implementations
 
@@ -196,7 +200,9 @@ class _ProblemRun:
         key, cotangent_key = jax.random.split(jax.random.key(self.options.seed))
         arrays = public.arrays_of(self.spec, jax.jit(partial(self.spec.inputs, self.problem))(key))
         ours = _call(self.spec)(self.problem, self.options.backend)
+        self.say("compiles and runs the same in float32 through XLA, to compare results with")
         check = _Check(self, ours, arrays, cotangent_key)
+        self.say(f"compiles {OURS}")
         found = [check(OURS, ours, self.our_config(), arrays)]
         for name, competitor in competitors.items():
             try:
@@ -204,6 +210,8 @@ class _ProblemRun:
                 if reason is not None:
                     self.say(f"{name} {reason}")
                     continue
+                settings = f", its settings for up to {self.options.competitor_seconds:g} s" if competitor.tuned else ""
+                self.say(f"compiles {name}{settings}")
                 theirs = arrays if competitor.arrays is None else jax.jit(partial(competitor.arrays, self.problem))(*arrays)
                 function, config = competitor.prepare(self.tuning_context(name, theirs))
                 found.append(check(name, function, config, theirs, competitor))

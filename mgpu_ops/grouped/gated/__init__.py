@@ -21,7 +21,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread, looped
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.gated.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.gated.problem import (
@@ -100,10 +100,8 @@ def gated_grouped_matmul(
 
     Source: the kernel's own, in mgpu_ops/grouped/gated/kernel.py; see docs/kernels/moe.md.
     """
-    lhs, w_gate, w_up = jnp.asarray(lhs), jnp.asarray(w_gate), jnp.asarray(w_up)
     name = "gated_grouped_matmul"
-    check_floats(name, ("lhs", lhs, 2), ("w_gate", w_gate, 3))
-    check_floats(name, ("w_gate", w_gate, 3), ("w_up", w_up, 3))
+    lhs, w_gate, w_up = checked_operands(name, ("lhs", lhs, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3))
     if w_gate.shape != w_up.shape:
         raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [groups, k, n], or with transpose_w n, k")
     k = w_gate.shape[2 if transpose_w else 1]

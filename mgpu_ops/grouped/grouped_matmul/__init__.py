@@ -25,8 +25,8 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.calls import (
-    check_floats,
     checked_offset,
+    checked_operands,
     checked_out_dtype,
     checked_row_scale,
     checked_sizes,
@@ -123,8 +123,7 @@ def grouped_matmul(
 
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    check_floats("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
+    lhs, rhs = checked_operands("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
     k, n = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
     if lhs.shape[1] != k:
         raise ValueError(

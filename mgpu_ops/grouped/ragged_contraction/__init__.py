@@ -21,7 +21,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.calls import check_floats, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread, looped
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.problem import flops, tolerance
 from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default
@@ -92,8 +92,7 @@ def ragged_contraction(
 
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    check_floats("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
+    lhs, rhs = checked_operands("ragged_contraction", ("lhs", lhs, 2), ("rhs", rhs, 2))
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
     if (group_offset is None) != (num_groups is None):

@@ -17,12 +17,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from mgpu_ops import floats
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
-from mgpu_ops.matmul.arguments import float_dtype, floats
+from mgpu_ops.matmul.arguments import float_dtype
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
     SHAPES,
@@ -93,7 +94,7 @@ def gated_matmul(
 
     Source: the kernel's own, in mgpu_ops/matmul/gated/kernel.py; see docs/kernels/gated_matmul.md.
     """
-    arrays = {name: floats("gated_matmul", name, a) for name, a in (("x", x), ("w_gate", w_gate), ("w_up", w_up))}
+    arrays = {name: floats.array("gated_matmul", name, a) for name, a in (("x", x), ("w_gate", w_gate), ("w_up", w_up))}
     for name, a in arrays.items():
         if a.dtype != arrays["x"].dtype:
             raise ValueError(f"x is {arrays['x'].dtype} and {name} is {a.dtype}: cast one with .astype")

@@ -227,7 +227,7 @@ LHS, RHS = jnp.ones((8, 16), BF16), jnp.ones((2, 16, 8), BF16)
     ("arrays", "kwargs", "error", "message"),
     [
         ((LHS, RHS, RHS[:1], [3, 5]), {}, ValueError, r"w_gate\(2, 16, 8\) and w_up\(1, 16, 8\) differ"),
-        ((LHS, RHS, RHS.astype(F16), [3, 5]), {}, ValueError, "w_gate is bfloat16 and w_up is float16: cast one"),
+        ((LHS, RHS, RHS.astype(F16), [3, 5]), {}, ValueError, "lhs is bfloat16 and w_up is float16: cast one"),
         ((LHS, RHS, RHS[0], [3, 5]), {}, ValueError, r"w_up has shape \(16, 8\): gated_grouped_matmul takes rank 3"),
         ((LHS, RHS, RHS, [3, 5]), {"transpose_w": True}, ValueError, r"differ in k: 16 != 8 \(transpose_w=True\)"),
         ((LHS, RHS, RHS, [3, 5, 1]), {}, ValueError, "group_sizes has 3 entries but rhs has 2 groups"),

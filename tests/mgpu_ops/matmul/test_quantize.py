@@ -103,6 +103,7 @@ def test_matmul_takes_values_and_scales_as_they_are(of_a, of_b, assert_near):
         ({"scheme": "column"}, ValueError, "scheme='column' is not one of tensor, row, block, square"),
         ({"scheme": "row", "axis": 0}, ValueError, r"axis=0 is none of the last two dimensions of x\(2, 3, 4\)"),
         ({"scheme": "row", "dtype": "float9"}, ValueError, "dtype=float9 is not one of float8_e4m3fn, float8_e5m2"),
+        ({"scheme": "row", "axis": -1.0}, ValueError, "axis=-1.0 is none of the last two dimensions"),
         ({"scheme": "row", "dtype": jnp.float16}, ValueError, "dtype=float16 is not one of float8_e4m3fn, float8_e5m2"),
         ({"scheme": "row", "x": jnp.ones(4)}, ValueError, r"x has shape \(4,\): scheme='row' takes arrays of rank 2"),
         ({"scheme": "row", "x": jnp.ones((4, 4), jnp.int32)}, TypeError, "x has dtype int32: quantize takes floats"),
@@ -111,3 +112,9 @@ def test_matmul_takes_values_and_scales_as_they_are(of_a, of_b, assert_near):
 def test_bad_input_is_told(arguments, error, reason):
     with pytest.raises(error, match=reason):
         quantize(**{"x": jnp.ones((2, 3, 4)), **arguments})
+
+
+@pytest.mark.parametrize(("scheme", "shape"), [("row", (0,)), ("block", (0, 2)), ("square", (0, 2))])
+def test_no_rows_have_no_scales(scheme, shape):
+    values, scales = quantize(jnp.ones((0, 256)), scheme)
+    assert (values.shape, scales.shape) == ((0, 256), shape)

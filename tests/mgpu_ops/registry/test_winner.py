@@ -205,12 +205,32 @@ def test_without_an_entry_or_a_model_the_kernel_runs() -> None:
 
 
 def test_an_op_may_leave_to_xla_what_nobody_measured() -> None:
-    cautious = dataclasses.replace(SPEC, unmeasured="xla")
+    cautious = dataclasses.replace(with_model(1.2), unmeasured=lambda problem: "it is new")
     assert call(spec=cautious) == ("library", "x")
-    assert "runs      XLA: nothing is tuned" in resolution.explain(cautious, Problem(64), GPU)
+    assert "runs      XLA: it is new" in resolution.explain(cautious, Problem(64), GPU)
     assert call(spec=cautious, backend="mosaic") == ("kernel", 1)
     store(128, 10.0, None)
     assert call(spec=cautious) == ("kernel", 2)
+    store(128, 10.0, 8.0)
+    assert call(spec=cautious) == ("library", "x")  # by the near problem's times, not by the model
+
+
+def test_a_modelled_entry_does_not_make_xla_give_way_to_what_nobody_measured() -> None:
+    store(64, 10.0, None, kind="modelled")
+    cautious = dataclasses.replace(SPEC, unmeasured=lambda problem: "it is new")
+    assert call() == ("kernel", 2)
+    assert call(spec=cautious) == ("library", "x")
+    assert "runs      XLA: it is new" in resolution.explain(cautious, Problem(64), GPU)
+
+
+def test_a_near_entry_measured_of_another_kernel_says_nothing_of_one_that_nobody_measured() -> None:
+    cautious = dataclasses.replace(SPEC, unmeasured=lambda problem: "it is new" if problem.m <= 64 else None)
+    store(128, 10.0, 20.0)
+    assert call(m=128, spec=cautious) == ("kernel", 2)
+    assert call(m=64, spec=cautious) == ("library", "x")
+    assert "runs      XLA: it is new" in resolution.explain(cautious, Problem(64), GPU)
+    store(32, 10.0, 20.0)
+    assert call(m=64, spec=cautious) == ("kernel", 2)
 
 
 def test_what_was_measured_takes_precedence_over_the_model() -> None:

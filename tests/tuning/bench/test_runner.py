@@ -74,6 +74,13 @@ def test_a_problem_gives_a_row_for_ours_each_competitor_and_the_roofline() -> No
     assert "mgpu_ops 10 us (8 warm), xla 20 us (16 warm)" in said[-1]
 
 
+def test_a_run_says_what_it_does_before_it_does_it() -> None:
+    _, said = run()
+    steps = [line.partition(": ")[2] for line in said]
+    assert steps[0].startswith("compiles and runs the same in float32")
+    assert steps[1:-1] == ["compiles mgpu_ops", "compiles xla", "times mgpu_ops, xla"]
+
+
 def test_rows_tell_the_versions_of_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = types.SimpleNamespace(cudnn_get_version=lambda: 91900, cublas_get_version=lambda: 130205)
     monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
@@ -217,13 +224,13 @@ def test_an_unknown_competitor_is_refused_by_name() -> None:
 
 
 def test_a_failing_problem_is_told_and_the_run_goes_on() -> None:
-    problems = {"bad": MatmulProblem(64, 32, 128, dtype="int8"), **SMALL}
+    problems = {"bad": MatmulProblem(64, 32, 128, dtype="int32"), **SMALL}
     saved: list[int] = []
     rows, said = run(problems, save=lambda rows: saved.append(len(rows)))
     assert {r.problem for r in rows} == {"64x32x128 bfloat16 nn"}
-    assert any(line.startswith("64x32x128 int8->bfloat16 nn: failed: ") for line in said)
+    assert any(line.startswith("64x32x128 int32->bfloat16 nn: failed: ") for line in said)
     assert saved == [3]
-    assert results.failures(rows, SPEC, problems, grad=False) == ["64x32x128 int8->bfloat16 nn: no result"]
+    assert results.failures(rows, SPEC, problems, grad=False) == ["64x32x128 int32->bfloat16 nn: no result"]
 
 
 @pytest.mark.parametrize(("factor", "shown"), [(math.nan, "nan"), (1.5, "0.")])
