@@ -43,7 +43,7 @@ def with_epilogue(
     if p.out_dtype != "int32" and jnp.issubdtype(product.dtype, jnp.integer):
         product = product.astype(np.float32)
     if scale_a is not None and scale_b is not None and scales_sums(p):
-        product = product.astype(np.promote_types(product.dtype, np.float32))
+        product = product.astype(jnp.promote_types(product.dtype, np.float32))
         product = product * scale_a[..., :, None] * scale_b[..., None, :]
     if bias is not None:
         product = product + bias[..., None, :].astype(product.dtype)

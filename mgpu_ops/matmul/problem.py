@@ -173,7 +173,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
     kind = "int8" if problem.dtype == "int8" else "scales of blocks" if problem.scales == "block" else None
-    return kind and f"the kernel of {kind} has not run on a GPU yet: backend='mosaic' runs it, and so do calls once it is tuned"
+    return kind and f"the kernel of {kind} has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
 
 
 def _supports_operands(p: Problem, gpu: Gpu) -> str | None:

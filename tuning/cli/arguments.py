@@ -167,7 +167,11 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
-        "out_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of the output: --dtype (default; of f8 bf16) or f32"},
+        "out_dtype": {
+            "type": dtype,
+            "metavar": "DTYPE",
+            "help": "of the output: --dtype (default; of f8 bf16, i8 i32) or f32",
+        },
         "layout": {
             "choices": ("nn", "nt", "tn", "tt"),
             "help": "how each operand is stored: n as [m, k] and [k, n] (default nn), t transposed",
@@ -185,7 +189,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of matmul's right operand: the other f8 than --dtype"},
         "scales": {
             "choices": ("none", "tensor", "row", "block"),
-            "help": "of matmul's f8 operands (default none): a number each; of rows and columns; of blocks of 128",
+            "help": "of matmul's f8 or i8 operands (default none): a number each; of rows and columns; of blocks of 128",
         },
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
@@ -206,7 +210,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "q_heads": _SIZE | {"help": "heads of the queries"},
         "kv_heads": _SIZE | {"help": "heads of keys and values; they divide --q-heads"},
         "head_dim": _SIZE | {"help": "elements of a head of q, k and v"},
-        "v_head_dim": _SIZE | {"help": "elements of a head of v where fewer (default 0: the same)"},
+        "v_head_dim": _SIZE | {"help": "elements of a head of v where fewer (default: the same)"},
         "causal": _FLAG | {"help": "no query sees a later key"},
         "window_left": _BOUND | {"help": "how many keys before its own a query sees (default -1: all)"},
         "window_right": _BOUND | {"help": "how many keys after its own a query sees (default -1: all)"},
@@ -218,7 +222,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "segments": _FLAG | {"help": "packed sequences: a query sees the keys of its own segment only"},
         "soft_cap": _FLAG | {"help": "scores go through cap * tanh(score / cap)"},
         "sinks": _FLAG | {"help": "each query head has a logit that joins its softmax's sums, as a key without a value"},
-        "page_size": _SIZE | {"help": "tokens of a page of keys and values: 16, 32, 64, 128 or 256 (default 0: no pages)"},
+        "page_size": _SIZE | {"help": "tokens of a page of keys and values: 16, 32, 64, 128 or 256 (default: no pages)"},
         "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
         "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
     },

@@ -12,6 +12,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul
 from mgpu_ops.core import aot, gpu
+from mgpu_ops.tuning import public
 from tests.arrays import normal
 from tests.configs import BASE
 
@@ -80,3 +81,10 @@ def test_the_kernel_multiplies_integers_without_spills():
     report = aot.compile_for(device, lambda *x: spec.run(problem, config, device, *x), *arrays)
     assert (report.spills, report.serialized) == (0, "")
     assert "s32.s8.s8" in report.ptx
+
+
+def test_an_int32_result_with_scales_is_refused_without_a_warning():
+    reason = mgpu_ops.spec_of("matmul").supports(replace(P, scales="row"), gpu.find("h200"))
+    assert reason is not None
+    assert "out_dtype int32 has no scales" in reason
+    assert public.refusal(mgpu_ops.spec_of("matmul"), replace(P, scales="row")) is None  # XLA runs it

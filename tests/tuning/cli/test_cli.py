@@ -849,7 +849,14 @@ def test_check_in_names_files_that_no_call_would_find(tmp_path: Path, mgpu_tune:
         ("h200/mine.json", "is corrupt"),
     ):
         assert re.search(rf"^{place}: 1 fault\n  .*{fault}", done.out, re.MULTILINE), done.out
-    assert mgpu_tune("check-in", tmp_path / "none").code == 2
+    for place, why in ((tmp_path / "none", "no such folder"), (tmp_path / "README.md", "is a file: name its folder")):
+        done = mgpu_tune("check-in", place)
+        assert (done.code, why in done.err) == (2, True)
+
+
+def test_check_in_takes_a_wide_spread_where_xla_is_faster_all_the_same(tmp_path: Path, mgpu_tune: Command) -> None:
+    with_evidence(tmp_path / "h200" / "matmul.json", spread_us=4.0, baseline_us=8.0)
+    assert mgpu_tune("check-in", tmp_path).code == 0
 
 
 def test_check_in_marks_entries_of_another_jax_and_takes_them(tmp_path: Path, mgpu_tune: Command) -> None:
