@@ -83,6 +83,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--devices", type=int, default=jax.local_device_count())
     a = parser.parse_args(arguments)
+    for name, most in (("devices", jax.local_device_count()), ("top_k", a.experts)):
+        if not 1 <= getattr(a, name) <= most:
+            parser.error(f"--{name.replace('_', '-')} {getattr(a, name)} is not from 1 to {most}")
     for name in ("tokens", "experts"):
         if getattr(a, name) % a.devices:
             parser.error(f"--{name} {getattr(a, name)} is no multiple of the {a.devices} devices")

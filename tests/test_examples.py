@@ -94,11 +94,14 @@ def test_the_interpreted_kernel_computes_the_same_loss():
     assert value == pytest.approx(float(loss("xla")), rel=1e-3)
 
 
-def test_the_command_prints_a_loss_per_step(capsys):
+def test_the_command_prints_a_loss_per_step(capsys, monkeypatch):
+    monkeypatch.setattr(moe, "train", functools.cache(moe.train))
     moe.main(["--steps", "3", "--tokens", "64", "--backend", "xla"])
     lines = capsys.readouterr().out.splitlines()
     losses = [float(re.fullmatch(rf"step   {step}  loss (\d+\.\d{{4}})", line)[1]) for step, line in enumerate(lines, 1)]
     assert losses == [pytest.approx(x, abs=1e-4) for x in moe.train(moe.Layer(), 3, 64, "xla")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.gpu
@@ -147,3 +150,7 @@ def test_experts_that_devices_share_compute_what_one_device_does(capsys):
     with pytest.raises(SystemExit):
         expert_parallel.main(["--experts", "6", "--devices", "4"])
     assert "--experts 6 is no multiple of the 4 devices" in capsys.readouterr().err
+    for wrong in (["--devices", "0"], ["--devices", "999"], ["--top-k", "17"]):
+        with pytest.raises(SystemExit):
+            expert_parallel.main(wrong)
+        assert f"{' '.join(wrong)} is not from 1 to " in capsys.readouterr().err
