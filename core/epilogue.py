@@ -39,8 +39,7 @@ def store_tile(
     buffers, height, width = staging.shape
     if transpose:
         height, width = width, height
-    rows, columns = values.shape
-    tiles = [(i, j) for i in range(0, rows, height) for j in range(0, columns, width)]
+    tiles = tile_origins(values.shape, height, width)
 
     def store(number: int, part: Any) -> None:
         buffer = number % buffers
@@ -63,6 +62,12 @@ def store_tile(
             store(number, part)
         else:
             add(part, number, functools.partial(store, number))
+
+
+def tile_origins(shape: tuple[int, int], height: int, width: int) -> list[tuple[int, int]]:
+    """First row and column of the epilogue tiles of values of this shape, in the order in which they are stored."""
+    rows, columns = shape
+    return [(i, j) for i in range(0, rows, height) for j in range(0, columns, width)]
 
 
 def along(ref: Any, start: Any, shape: tuple[int, ...], axis: int) -> Any:

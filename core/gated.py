@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core.activations import in_registers, with_derivative
-from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.epilogue import store_tile, tile_origins
 
 
 def store_gated(activation: str, gate: jax.Array, up: jax.Array, staging: Any, copy: Callable[[Any, int, int], None]) -> None:
@@ -37,8 +37,7 @@ def store_gated_gradients(
     buffer that g lies in, which is not needed again; that of up through one of `staging`.
     """
     buffers, height, width = staging.shape
-    origins = [(i, j) for i in range(0, gate.shape[0], height) for j in range(0, gate.shape[1], width)]
-    for number, (i, j) in enumerate(origins):
+    for number, (i, j) in enumerate(tile_origins(gate.shape, height, width)):
         of_gate, of_up = g_smem.at[number], staging.at[number % buffers]
         g = of_gate[...].astype(jnp.float32)
         activated, slope = with_derivative(activation, _part(gate, staging, i, j))

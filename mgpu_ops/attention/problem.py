@@ -416,6 +416,7 @@ def page_indices(problem: Problem, config: Config) -> int:
 
 
 def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
+    """`check` of a config with `kv_splits`."""
     if reason := splits_keys(p):
         return reason
     if c.kv_splits not in KV_SPLITS:
@@ -500,6 +501,7 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
 
 
 def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
+    """Why the dk/dv kernel cannot compute dq in the step that `c.dq_step` says, or None."""
     if c.dq_step not in ("same", "next"):
         return f"dq_step={c.dq_step!r} is neither 'same' nor 'next'"
     if c.dq_step == "same":

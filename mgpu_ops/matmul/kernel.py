@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.cluster import ClusterSum
-from mgpu_ops.core.epilogue import along, store_tile
+from mgpu_ops.core.epilogue import along, store_tile, tile_origins
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, takes_turns, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
@@ -343,9 +343,8 @@ def _load_residual(work: Work, t: jax.Array, refs: _Refs, out_smem: Any, arrived
 
 
 def epilogue_origins(c: Config) -> list[tuple[int, int]]:
-    """First row and column of the epilogue tiles of a warpgroup, in the order in which they are stored."""
-    rows, columns = warpgroup_tile(c)
-    return [(i, j) for i in range(0, rows, ROWS) for j in range(0, columns, c.epilogue_tile_n)]
+    """`tile_origins` of a warpgroup's part of the output tile."""
+    return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
 
 
 def _finish(work: Work, refs: _Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
+from mgpu_ops.core.epilogue import tile_origins
 from mgpu_ops.core.gated import store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
@@ -76,8 +77,7 @@ class _Stages(GroupedStages):
         refs, wg = self.refs, lax.axis_index("wg")
         _, _, height, width = refs.g_smem.shape
         row, column = (x + y for x, y in zip(self.position(tile), share, strict=True))
-        wg_m, wg_n = warpgroup_tile(self.config)
-        origins = [(i, j) for i in range(0, wg_m, height) for j in range(0, wg_n, width)]
+        origins = tile_origins(warpgroup_tile(self.config), height, width)
         # The last tile's stores have read the buffers: they started half a tile ago.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number, (i, j) in enumerate(origins):
