@@ -2,7 +2,7 @@
 
 - `kernel` makes a function that launches a kernel body on the GPU, or in JAX's interpreter with race detection.
 - `specialize` splits a block into a producer warpgroup and consumer warpgroups.
-- `Accumulators`, `wgmma` and `accumulated` are the tensor cores' float32 sums: JAX's accumulators in registers when compiled.
+- `Accumulators`, `wgmma` and `accumulated` are the tensor cores' sums: JAX's accumulators in registers when compiled.
   Interpreted, they lie in simulated shared memory, because JAX's interpreter cannot reset an accumulator inside a pipeline.
 - `operand_transforms` is the shared-memory layout (tiling and swizzle) that wgmma and TMA agree on.
 - `copy_gmem_to_smem` also takes arrays whose sides swizzle tiles do not divide (`core/tma.py`). Windows of rows are in
@@ -27,12 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import vector
 from jax.typing import DTypeLike
 
 from mgpu_ops.core import inflight, jax_patches, ptxas, regions, threads, tma
 from mgpu_ops.core.interpreter import interpreted, interpreting
 from mgpu_ops.core.mesh import same_mesh_axes
+from mgpu_ops.core.registers import row_and_column
 
 # Each patch of JAX is applied here, once: core/jax_patches.py lists what they change and for whom.
 tma.copy_any_shape()
@@ -230,13 +231,7 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def store(_: Any, values: Any, ref: Any) -> None:
-        # Layout of wgmma's rows: warp w has rows 16 w to 16 w + 15. Four threads share a row and the one 8 below it.
-        i32 = ir.IntegerType.get_signless(32)
-        lane = mosaic.thread_idx()
-        row = arith.addi(
-            arith.muli(arith.divui(arith.remui(lane, mosaic.c(128, i32)), mosaic.c(32, i32)), mosaic.c(16, i32)),
-            arith.divui(arith.remui(lane, mosaic.c(32, i32)), mosaic.c(4, i32)),
-        )
+        row, _ = row_and_column(mosaic.thread_idx())
         start = mosaic.getelementptr(mosaic.memref_ptr(ref), [row], ir.F32Type.get())
         for i, register in enumerate(values.registers.flat):
             word = vector.extract(register, dynamic_position=[], static_position=[0])
@@ -245,7 +240,7 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
     store(values, ref)
 
 
-def store_tile(values: jax.Array, ref: Any) -> None:
+def write_tile(values: jax.Array, ref: Any) -> None:
     """ref[...] = values, [64, columns] in wgmma's layout, in shared memory with `operand_transforms` of the 128-byte swizzle.
 
     Addresses are computed where they are used: the compiler does not know that the number of a thread is always the same.

@@ -176,7 +176,7 @@ class _Consumer:
     def _hand_over(self, ds: jax.Array) -> None:
         """Writes dS of the own keys, and says so."""
         plgpu.barrier_wait(self.together)
-        engine.store_tile(ds, self._own_ds())
+        engine.write_tile(ds, self._own_ds())
         plgpu.commit_smem()  # wgmma sees what was written
         engine.barrier_arrive(self.together)
 
@@ -194,7 +194,7 @@ class _Consumer:
         dq = engine.accumulated(self.dq_acc, 1)
         engine.barrier_arrive(self.together)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
-        engine.store_tile(dq, block.smem["dq"].at[wg])
+        engine.write_tile(dq, block.smem["dq"].at[wg])
         plgpu.commit_smem()
         at = Position(kv.at.batch, last.head, last.q_block * block.c.tile_q)  # a product: Mosaic sees what divides it
         block.add_dq(kv, block.smem["dq"].at[wg], at, wg * PANEL)

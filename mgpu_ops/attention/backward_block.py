@@ -241,7 +241,7 @@ class ThreadBlock:
             place = staging if len(staging.shape) == 2 else staging.at[zero + panel % places]
             part = values[:, panel * width : (panel + 1) * width].astype(p.dtype)
             if self.c.dq_step == "next":  # no register is free
-                engine.store_tile(part, place)
+                engine.write_tile(part, place)
             else:
                 place[...] = part
             plgpu.commit_smem()  # TMA sees what was written
