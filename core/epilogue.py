@@ -64,7 +64,7 @@ def store_tile(
             add(part, number, functools.partial(store, number))
 
 
-def tile_origins(shape: tuple[int, int], height: int, width: int) -> list[tuple[int, int]]:
+def tile_origins(shape: tuple[int, ...], height: int, width: int) -> list[tuple[int, int]]:
     """First row and column of the epilogue tiles of values of this shape, in the order in which they are stored."""
     rows, columns = shape
     return [(i, j) for i in range(0, rows, height) for j in range(0, columns, width)]
