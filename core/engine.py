@@ -30,7 +30,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 from jax.typing import DTypeLike
 
-from mgpu_ops.core import inflight, jax_patches, ptxas, regions, threads, tma
+from mgpu_ops.core import hazards, inflight, jax_patches, ptxas, regions, threads, tma
 from mgpu_ops.core.interpreter import interpreted, interpreting
 from mgpu_ops.core.mesh import same_mesh_axes
 from mgpu_ops.core.registers import row_and_column
@@ -318,7 +318,8 @@ def kernel(
       scratch_types: the buffers and barriers of a block by name; of a `ScratchType` the body gets the handle.
       equal_over: mesh axes over whose devices the outputs are equal although the inputs differ. The kernel guarantees it.
 
-    A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered.
+    A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered. One that would fault or race
+    on a GPU although it compiles raises `inflight.InFlight` or `hazards.UnsafeKernel` when it is traced.
     """
     interpret = launch.interpret
     if interpret:  # it simulates one cluster at a time, and waits for it in one more thread
@@ -341,6 +342,7 @@ def kernel(
             if not interpret:
                 _mark()
             body(*refs, **scratch)
+            hazards.check({**launch.grid, **launch.cluster}, launch.warpgroups)
 
     run = plgpu.kernel(
         fresh_body,
