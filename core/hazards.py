@@ -11,7 +11,7 @@ with what is known of integers (bounds, and what they are multiples of), and rai
 - reductions across warps in several warpgroups of a block. Mosaic gives them all the same shared memory.
 
 The last two are not found in every case. A window whose length divides the dimension passes, as blocks begin at multiples of
-it; so do indices. That a branch runs only where the window fits does not count. Warps are taken to share out rows, as in
+it; so do indices, and in a branch a window whose start nothing bounds. Warps are taken to share out rows, as in
 wgmma's layout: reductions over the last dimension alone pass, as layouts are inferred only when a kernel is lowered.
 """
 
@@ -62,13 +62,24 @@ def check(axes: Mapping[str, int], warpgroups: int) -> None:
 # --- What is known of an integer
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Name:
+    """What is computed by a function of values with these names. There is one of each."""
+
+    of: tuple[Any, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A scalar integer or bool lies in lo..hi and is a multiple of `step` (0: it is 0)."""
+    """A scalar integer or bool lies in lo..hi and is a multiple of `step` (0: it is 0).
+
+    name: a variable, a number, or a _Name. Equal names are equal values.
+    """
 
     lo: float = -math.inf
     hi: float = math.inf
     step: int = 1
+    name: Any = None
 
     @property
     def value(self) -> int | None:
@@ -79,7 +90,7 @@ _ANY = _Known()
 
 
 def _constant(value: int) -> _Known:
-    return _Known(value, value, abs(value))
+    return _Known(value, value, abs(value), value)
 
 
 def _either(*parts: _Known) -> _Known:
@@ -164,6 +175,15 @@ _RULES: dict[str, Callable[..., _Known]] = {
 _LOGIC: dict[str, Callable[..., _Known]] = {"and": _min, "or": _max, "not": _not}  # of bools
 
 
+def _within(x: _Known, lo: float, hi: float) -> _Known:
+    """x where it is also known to lie in lo..hi; x itself where that cannot be."""
+    lo, hi = max(x.lo, lo), min(x.hi, hi)
+    return dataclasses.replace(x, lo=lo, hi=hi) if lo <= hi else x
+
+
+_COMPARISONS = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}  # and what holds where one does not
+
+
 # --- A kernel, as one warpgroup runs it
 
 type _Env = dict[Any, _Known]
@@ -174,6 +194,10 @@ class _Warpgroup:
 
     def __init__(self, indices: Mapping[str, _Known], sizes: Mapping[str, int]):
         self._indices, self._sizes = indices, sizes
+        self._names: dict[Any, _Name] = {}
+        self._compared: dict[Any, tuple[str, _Known, _Known]] = {}  # by the name of the comparison
+        self._facts: dict[Any, tuple[float, float]] = {}  # bounds, by name, that hold in the branch that is run
+        self._undecided = 0  # branches, each in the one before, that it may run or not
         self.reductions: list[Any] = []
 
     def run(self, eqns: Sequence[Any], env: _Env) -> None:
@@ -181,7 +205,7 @@ class _Warpgroup:
             name = eqn.primitive.name
             known = [_of(env, atom) for atom in eqn.invars]
             if name in ("copy_gmem_to_smem", "copy_smem_to_gmem"):
-                _check_copy(eqn, env, self._sizes)
+                _check_copy(eqn, env, self._sizes, sure=not self._undecided)
             if name in _REDUCTIONS and _across_warps(eqn):
                 self.reductions.append(eqn)
             env.update(zip(eqn.outvars, self._results(eqn, known), strict=False))
@@ -191,7 +215,8 @@ class _Warpgroup:
         name, params = eqn.primitive.name, eqn.params
         if name == "axis_index":
             axis = params["axis_name"]
-            return [self._indices.get(axis, _ANY) if isinstance(axis, str) else _ANY]
+            index = self._indices.get(axis, _ANY) if isinstance(axis, str) else _ANY
+            return [index if index.name is not None else dataclasses.replace(index, name=(name, axis))]
         if name == "cond":
             return self._branches(params["branches"], known)
         if name in ("scan", "while"):
@@ -206,12 +231,58 @@ class _Warpgroup:
         result = rule(*known)
         if any(not math.isinf(end) and not limits[0] <= end <= limits[1] for end in (result.lo, result.hi)):
             return []  # it may wrap around
-        return [result]
+        if result.name is None:
+            of = (name, *(part.name for part in known))
+            result = dataclasses.replace(result, name=self._names.setdefault(of, _Name(of)))
+        if name in _COMPARISONS:
+            self._compared[result.name] = (name, *known)  # type: ignore[assignment]
+        return [self._refined(result)]
+
+    def _refined(self, x: _Known) -> _Known:
+        return _within(x, *self._facts[x.name]) if x.name in self._facts else x
+
+    def _holds(self, name: Any, true: bool) -> None:
+        """Adds to the facts what follows from a condition."""
+        match name.of if isinstance(name, _Name) else ():
+            case ("not", part):
+                self._holds(part, not true)
+            case ("and" | "or" as both, *parts) if true == (both == "and"):
+                for part in parts:
+                    self._holds(part, true)
+            case _ if name in self._compared:
+                relation, x, y = self._compared[name]
+                relation = relation if true else _COMPARISONS[relation]
+                if relation in ("gt", "ge"):
+                    relation, x, y = {"gt": "lt", "ge": "le"}[relation], y, x
+                self._bound(relation, x, y)
+
+    def _bound(self, relation: str, x: _Known, y: _Known) -> None:
+        """Adds what x < y, x <= y, x == y or x != y says of both."""
+        if relation in ("lt", "le"):
+            apart = relation == "lt"
+            bounds = [(x, -math.inf, y.hi - apart), (y, x.lo + apart, math.inf)]
+        elif relation == "eq":
+            bounds = [(x, y.lo, y.hi), (y, x.lo, x.hi)]
+        else:
+            bounds = [(a, a.lo + (a.lo == b.value), a.hi - (a.hi == b.value)) for a, b in ((x, y), (y, x))]
+        for part, lo, hi in bounds:
+            if part.name is not None and part.value is None:
+                before = self._facts.get(part.name, (-math.inf, math.inf))
+                self._facts[part.name] = (max(before[0], lo), min(before[1], hi))
 
     def _branches(self, branches: Sequence[Any], known: list[_Known]) -> list[_Known]:
         which, *operands = known
-        taken = [branches[which.value]] if which.value is not None else branches
-        results = [self._call([branch.jaxpr], operands) for branch in taken]
+        if which.value is not None:
+            return self._call([branches[which.value].jaxpr], operands)
+        results, before = [], self._facts
+        self._undecided += 1
+        for number, branch in enumerate(branches):
+            self._facts = dict(before)
+            if len(branches) == 2:
+                self._holds(which.name, bool(number))
+            results.append(self._call([branch.jaxpr], [self._refined(x) for x in operands]))
+        self._facts = before
+        self._undecided -= 1
         return [_either(*parts) for parts in zip(*results, strict=True)]
 
     def _call(self, jaxprs: Sequence[Any], known: list[_Known]) -> list[_Known]:
@@ -265,7 +336,8 @@ def _of(env: _Env, atom: Any) -> _Known:
     if isinstance(atom, int):
         return _constant(atom)
     if _is_variable(atom):
-        return env.get(atom, _ANY)
+        known = env.get(atom, _ANY)
+        return known if known.name is not None else dataclasses.replace(known, name=atom)
     value = getattr(atom, "val", None)
     if getattr(value, "shape", ()) != () or not _integer(atom.aval):
         return _ANY
@@ -385,8 +457,11 @@ def _indexed(place: Sequence[_Dimension], indices: Sequence[Any], env: _Env) -> 
     return found
 
 
-def _check_copy(eqn: Any, env: _Env, axes: Mapping[str, int]) -> None:
-    """Checks a TMA copy's alignment, and that it ends where its array does if nothing clips it."""
+def _check_copy(eqn: Any, env: _Env, axes: Mapping[str, int], *, sure: bool) -> None:
+    """Checks a TMA copy's alignment, and that it ends where its array does if nothing clips it.
+
+    sure: the copy is in no branch that may not run.
+    """
     params, (first, second, *operands) = eqn.params, eqn.invars
     loads = eqn.primitive.name == "copy_gmem_to_smem"
     if loads and params.get("has_barrier", True):
@@ -416,13 +491,15 @@ def _check_copy(eqn: Any, env: _Env, axes: Mapping[str, int]) -> None:
             f"{unit} bytes"
         )
     if plain:
-        _check_ends(eqn, gmem)
+        _check_ends(eqn, gmem, sure=sure)
 
 
-def _check_ends(eqn: Any, gmem: _Place) -> None:
+def _check_ends(eqn: Any, gmem: _Place, *, sure: bool) -> None:
     for axis, d in enumerate(gmem.dimensions):
         if d.length is None or d.start.hi + d.length <= d.size or d.size % d.length == 0:
             continue
+        if d.start.hi == math.inf and not sure:
+            continue  # the branch may be there for this
         raise UnsafeKernel(
             f"the {eqn.primitive.name} at {_line(eqn)} of {d.length} elements may reach beyond dimension {axis} of size "
             f"{d.size}: the window lies contiguous in global memory, and so TMA copies it as plain bytes and goes on in what "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,27 @@ def test_a_window_that_a_loop_never_moves_beyond_the_array_is_no_error():
     windows(lambda i: jnp.where(i < 2, i * 4, 12), parts=20)
     with pytest.raises(UnsafeKernel):
         windows(lambda i: jnp.where(i < 2, i * 4, 13), parts=20)
+
+
+@pytest.mark.parametrize(("last", "found"), [(2, False), (1, True)])
+def test_a_branch_that_runs_only_where_a_window_fits_is_believed(last, found):
+    """As a last chunk that is shorter, and has a branch of its own."""
+
+    def body(x: Any, out: Any, *, buffer: Any) -> None:
+        def turn(i: Any, _: None) -> None:
+            shorter = lax.rem(i, jnp.int32(3)) == last
+
+            def store(rows: int) -> None:
+                window = out.at[pl.ds(lax.rem(i, jnp.int32(3)) * 8, rows)]
+                plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, rows)], window)
+
+            pl.when(shorter)(lambda: store(4))
+            pl.when(~shorter)(lambda: store(8))
+
+        lax.fori_loop(0, 6, turn, None)
+
+    with pytest.raises(UnsafeKernel, match="beyond dimension 0 of size 20") if found else contextlib.nullcontext():
+        traced(body, f32(20, 128), buffer=smem(8, 128))
 
 
 # --- Reductions across warps
