@@ -76,8 +76,8 @@ def panels(found: tuple[Part, ...]) -> tuple[tuple[Part, int], ...]:
 
 
 def rounded(head_dim: int) -> int:
-    """The head dim that the forward kernel computes with: the next of `HEAD_DIMS`."""
-    return next(d for d in HEAD_DIMS if d >= head_dim)
+    """The head dim that the forward kernel computes with: the next of `HEAD_DIMS`. (A larger one is refused: the last.)"""
+    return next((d for d in HEAD_DIMS if d >= head_dim), HEAD_DIMS[-1])
 
 
 def rounded_values(head_dim: int, v_head_dim: int) -> int:

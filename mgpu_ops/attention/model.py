@@ -110,7 +110,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "max_concurrent_steps": (2, 3, 4),
         "q_slots": (1, 2),
         "section_waves": _SECTION_WAVES,
-        "memory_registers": (24, 32, 40, 56),
+        "memory_registers": (24, 32, 40, 48, 56),
         "pv_wait": ("early", "late"),
         "kv_splits": (0,),
         "kv_cluster": (1,),
