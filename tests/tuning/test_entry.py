@@ -38,6 +38,7 @@ WORDS: dict[str, tuple[str, ...]] = {  # a request of every command that it take
     "show": ("matmul", "--gpu", "h200"),
     "which": ("matmul", *SIDES, "--gpu", "h200"),
     "validate": (SHIPPED,),
+    "check-in": (str(Path(SHIPPED).parents[1]),),
     "merge": (SHIPPED, "--into", "merged.json"),
     "diff": (SHIPPED, SHIPPED),
     "export": ("matmul", "--gpu", "h200", "--output", "exported"),
@@ -118,9 +119,9 @@ def test_without_an_extra_every_command_works_or_names_it_before_anything_is_don
     (tmp_path / "program.py").write_text(PROGRAM)
     done = python(WITHOUT, json.dumps(WORDS), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    codes = dict(re.findall(r"^# (\w+) (\d)$", done.stdout, re.MULTILINE))
-    said = dict(zip(codes, re.split(r"^# \w+\n", done.stderr, flags=re.MULTILINE), strict=False))
-    works = {"capture", "compile", "which", "validate", "merge", "diff", "export"}
+    codes = dict(re.findall(r"^# ([\w-]+) (\d)$", done.stdout, re.MULTILINE))
+    said = dict(zip(codes, re.split(r"^# [\w-]+\n", done.stderr, flags=re.MULTILINE), strict=False))
+    works = {"capture", "compile", "which", "validate", "check-in", "merge", "diff", "export"}
     assert {command for command, code in codes.items() if code == "0"} == works
     for command in codes.keys() - works:
         (line,) = said[command].splitlines()

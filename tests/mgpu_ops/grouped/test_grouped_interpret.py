@@ -287,7 +287,9 @@ def test_detector_finds_a_store_that_does_not_wait_for_its_buffer(problem, monke
 
 
 def test_rows_that_nothing_writes_show_as_nan(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped.grouped_matmul.kernel")._Stages, "finish", lambda *_: None)
+    monkeypatch.setattr(
+        importlib.import_module("mgpu_ops.grouped.grouped_matmul.kernel").GroupedStages, "finish", lambda *_: None
+    )
     problem = P(150, 64, 64, 4)
     out = of_odd_sizes(problem, BASE)()
     assert np.isnan(np.asarray(out)[sum(ODD) :]).all()
