@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, Literal
 
@@ -45,13 +44,6 @@ def refuses(problem: Problem) -> str | None:
     if p.right == 0 and not same_alignment(p):
         return "aligns the first query with the first key, not the last with the last"
     return None
-
-
-def refuses_pages(problem: Problem) -> str | None:
-    """Why cuDNN's paged attention, which benchmarks alone call, does not compute a problem with pages, or None."""
-    if problem.left is not None or problem.right is not None or problem.bias != "none":
-        return "is called with pages for lengths alone, without causal mask, window or bias"
-    return refuses(dataclasses.replace(problem, page_size=0))
 
 
 def same_alignment(problem: Problem) -> bool:

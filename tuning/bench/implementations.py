@@ -380,7 +380,10 @@ def _scale(problem: FlashAttentionProblem) -> float:
 
 
 def _cudnn_unavailable(problem: FlashAttentionProblem, gpu: Gpu) -> str | None:
-    return cudnn.refuses_pages(problem) if problem.page_size else cudnn.refuses(problem)
+    paged = problem.page_size != 0
+    if paged and (problem.left is not None or problem.right is not None or problem.bias != "none"):
+        return "is called with pages for lengths alone, without causal mask, window or bias"
+    return cudnn.refuses(dataclasses.replace(problem, page_size=0) if paged else problem)
 
 
 def _attention_limits(problem: FlashAttentionProblem) -> str | None:
