@@ -22,7 +22,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from mgpu_ops.core.engine import ScratchType, operand_transforms
-from mgpu_ops.core.registers import i32, row_and_column
+from mgpu_ops.core.registers import i32, laid_out, row_and_column
 
 _FLOAT = 4  # bytes
 _BARRIER_WORDS = 2  # 32-bit words of an mbarrier
@@ -244,7 +244,7 @@ def _send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, i
                         _send(numbers.registers.flat[half], arith.addi(others, number_start), barrier)
         mosaic.inline_ptx(_WAIT, to[2], has_side_effects=True, convergent=True)
 
-    send(tile, numbers, *inbox)
+    send(laid_out(tile, layout), laid_out(numbers, layout.reduce(1)), *inbox)
 
 
 # Until the first phase of a barrier is over.

@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from mgpu_ops.core import hazards, inflight, jax_patches, ptxas, regions, threads, tma
 from mgpu_ops.core.interpreter import interpreted, interpreting
 from mgpu_ops.core.mesh import same_mesh_axes
-from mgpu_ops.core.registers import row_and_column
+from mgpu_ops.core.registers import laid_out, row_and_column
 
 # Each patch of JAX is applied here, once: core/jax_patches.py lists what they change and for whom.
 tma.copy_any_shape()
@@ -237,7 +237,7 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
             word = vector.extract(register, dynamic_position=[], static_position=[0])
             mosaic.inline_ptx(f"st.volatile.shared.f32 [$0+{32 * i}], $1;", start, word, has_side_effects=True)
 
-    store(values, ref)
+    store(laid_out(values, layout), ref)
 
 
 def write_tile(values: jax.Array, ref: Any) -> None:
@@ -257,7 +257,7 @@ def write_tile(values: jax.Array, ref: Any) -> None:
         with jax_patches.opaque_threads():
             values.store_tiled(ref, swizzle=128)
 
-    store(values, ref)
+    store(laid_out(values, plgpu.Layout.WGMMA), ref)
 
 
 def add_tile(src: Any, dst: Any) -> None:

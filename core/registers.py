@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
@@ -22,3 +24,14 @@ def row_and_column(thread: Any) -> tuple[Any, Any]:
 def i32(x: int) -> Any:
     """The 32-bit constant x."""
     return mosaic.c(x, ir.IntegerType.get_signless(32))
+
+
+def laid_out(x: jax.Array, layout: Any) -> jax.Array:
+    """x in the layout that `plgpu.inline_mgpu` is told to expect. Every array in registers goes to it through here.
+
+    Mosaic keeps an array that is one number, by itself or once the compiler has simplified it (offset + row - row), in a single
+    register, does not spread it over the layout of `arg_types`, and then fails with "LLVM Translation failed". An array that is
+    in the layout stays as it is.
+    """
+    there: jax.Array = plgpu.layout_cast(x, layout)
+    return there

@@ -25,7 +25,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from mgpu_ops.core import inflight, tma
 from mgpu_ops.core.interpreter import interpreting
-from mgpu_ops.core.registers import i32, row_and_column
+from mgpu_ops.core.registers import i32, laid_out, row_and_column
 from mgpu_ops.core.tile_scheduler import Int
 
 
@@ -192,8 +192,9 @@ def _store_compiled(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
     """`store_scattered`, compiled."""
     layout = plgpu.Layout.WGMMA
     columns = 1 if values.ndim == 1 else values.shape[1]
+    layouts = layout if values.ndim == 2 else layout.reduce(1), layout.reduce(1)
 
-    @plgpu.inline_mgpu(arg_types=(layout if values.ndim == 2 else layout.reduce(1), layout.reduce(1), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(*layouts, plgpu.RefType()))
     def store(_: Any, values: Any, offsets: Any, dst: Any) -> None:
         start, element = mosaic.memref_ptr(dst), ir.MemRefType(dst.type).element_type
         _, column = row_and_column(mosaic.thread_idx())
@@ -211,7 +212,7 @@ def _store_compiled(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
                 for further, register in kept:
                     _store_global(register, mosaic.getelementptr(first, [further], element))
 
-    store(values, offsets, dst)
+    store(laid_out(values, layouts[0]), laid_out(offsets, layouts[1]), dst)
 
 
 def _load_compiled(src: Any, offsets: jax.Array) -> jax.Array:
@@ -229,7 +230,7 @@ def _load_compiled(src: Any, offsets: jax.Array) -> jax.Array:
             registers[i] = vector.broadcast(ir.VectorType.get((1,), element), word)
         return mosaic_gpu.FragmentedArray(_registers=registers, _layout=offsets.layout, _is_signed=None)
 
-    loaded: jax.Array = load(src, offsets)
+    loaded: jax.Array = load(src, laid_out(offsets, per_row))
     return loaded
 
 
