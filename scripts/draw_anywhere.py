@@ -1,6 +1,6 @@
-"""Draws the problems of the suites `anywhere`, of matmul and of both grouped ops.
+"""Draws the problems of the suites `anywhere`, of matmul, of both grouped ops and of flash_attention.
 
-    python scripts/draw_anywhere.py     # writes anywhere.json and anywhere_grouped.json in mgpu_ops/tuning, which tests compare
+    python scripts/draw_anywhere.py     # writes the files anywhere*.json in mgpu_ops/tuning, which tests compare
 
 Of matmul:
 
@@ -14,18 +14,26 @@ would take 27 ms.
 Of grouped ops, 48 problems: every third is of ragged_contraction, the others of grouped_matmul with layouts nn and nt in turn.
 Groups are 4 to 256, rows 2 to 4096 for each of them, up to 262144 in all, n and k from 256 to 16384 in steps of 8, each
 log-uniform; the spreads take turns. The bounds on bytes and operations are the same.
+
+Of flash_attention, 64 problems of as many queries as keys: `HEAD_DIMS` and `KINDS` take turns, so that each meets each.
+Tokens are log-uniform from 128 to 65536, one problem in each 64th of that range, in random order; with a bias to 8192. Every
+other number of tokens is a multiple of 128, the others are any. Query heads are 1 to 64, the batch 1 to 64, a window 32 keys
+to half of the tokens, each log-uniform; the query heads of a head of keys are a random divisor up to 16. Heads and batch are
+drawn again until the arrays have at most `MOST_ATTENTION_BYTES` and the two products `MOST_ATTENTION_FLOPS` operations, 12 ms
+at 650 TFLOP/s.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
 from typing import Any
 
-from mgpu_ops import GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
+from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.grouped.sizes import SPREADS
-from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_GROUPED
+from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_ATTENTION, ANYWHERE_GROUPED
 
 SEED = 15
 DRAWN = 84
@@ -34,6 +42,12 @@ GROUPED = 48
 MOST_ROWS = 262144
 MOST_BYTES = 4 * 2**30  # of A, B and the output
 MOST_FLOPS = 16e12
+ATTENTION_SEED = 16
+ATTENTION = 64
+MOST_ATTENTION_BYTES = 2 * 2**30
+MOST_ATTENTION_FLOPS = 8e12
+HEAD_DIMS = ((64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (256, 0), (192, 128))  # the last: values of 128
+KINDS = ("full", "causal", "window", "segments", "lengths", "bias")
 LAYOUTS = ("nn", "nt", "tn", "tt")
 RULE = "drawn by scripts/draw_anywhere.py, which states the rule"
 
@@ -107,6 +121,50 @@ def _grouped_fields(op: str, p: GroupedMatmulProblem | RaggedContractionProblem)
     return fields | ({"layout": p.layout} if isinstance(p, GroupedMatmulProblem) else {})
 
 
+def attention() -> list[FlashAttentionProblem]:
+    spec, rng = spec_of("flash_attention"), random.Random(ATTENTION_SEED)
+    ranges = list(range(ATTENTION))
+    rng.shuffle(ranges)
+    found: list[FlashAttentionProblem] = []
+    for i, part in enumerate(ranges):
+        turn = i // len(HEAD_DIMS)
+        head_dim, v_head_dim = HEAD_DIMS[i % len(HEAD_DIMS)]
+        kind = KINDS[(i % len(HEAD_DIMS) + turn) % len(KINDS)]
+        most = 8192 if kind == "bias" else 65536
+        tokens = round(128 * (most / 128) ** ((part + rng.random()) / ATTENTION))
+        tokens = max(128, tokens // 128 * 128) if i % 2 else tokens
+        mask = _mask(kind, tokens, rng)
+        while True:
+            heads, batch = (round(_log_uniform(rng, 1, 64)) for _ in "hb")
+            group = rng.choice([g for g in range(1, 17) if heads % g == 0])
+            shape = (batch, tokens, tokens, heads, heads // group, head_dim)
+            problem = FlashAttentionProblem(*shape, v_head_dim=v_head_dim, **mask)
+            if spec.bytes(problem) <= MOST_ATTENTION_BYTES and spec.flops(problem) <= MOST_ATTENTION_FLOPS:
+                break
+        found.append(problem)
+    return found
+
+
+def _mask(kind: str, tokens: int, rng: random.Random) -> dict[str, Any]:
+    """The fields of a problem that say which keys its rows see. Packed sequences (segments) are causal, as in training."""
+    return {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"causal": True, "window_left": round(_log_uniform(rng, 32, max(33, tokens / 2)))},
+        "segments": {"causal": True, "segments": True},
+        "lengths": {"lengths": True},
+        "bias": {"bias": "bfloat16"},
+    }[kind]
+
+
+def attention_text() -> str:
+    """The file of flash_attention, one problem a line: the fields that are not as by default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(FlashAttentionProblem)}
+    fields = ({name: x for name, x in vars(p).items() if x != defaults[name]} for p in attention())
+    lines = ",\n".join(f"  {json.dumps(of_one)}" for of_one in fields)
+    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {ATTENTION_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+
+
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
     return low * math.exp(math.log(high / low) * rng.random())
 
@@ -125,3 +183,4 @@ def _fields(problem: MatmulProblem) -> dict[str, Any]:
 if __name__ == "__main__":
     ANYWHERE.write_text(text())
     ANYWHERE_GROUPED.write_text(grouped_text())
+    ANYWHERE_ATTENTION.write_text(attention_text())

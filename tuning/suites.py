@@ -7,7 +7,7 @@ each operand or of blocks of 128; the latter also the product that DeepSeek's ke
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
-grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise.
+grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of flash_attention: 64.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from mgpu_ops.attention.problem import Problem as AttentionProblem
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.matmul import Problem as MatmulProblem
@@ -25,6 +26,7 @@ from mgpu_ops.registry.spec import OpSpec, Problem
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
 ANYWHERE_GROUPED = Path(__file__).with_name("anywhere_grouped.json")
+ANYWHERE_ATTENTION = Path(__file__).with_name("anywhere_attention.json")
 
 
 # Model, projection and tokens; "da" and "db" are the gradients of its two operands, as problems of `mgpu_ops.tuning.problems`.
@@ -87,6 +89,12 @@ def _anywhere_grouped(op: str, make: Callable[..., Problem]) -> dict[str, Proble
     return {f"anywhere-{i}": make(**fields) for i, fields in enumerate(own)}
 
 
+@functools.cache
+def _anywhere_attention() -> dict[str, AttentionProblem]:
+    drawn = json.loads(ANYWHERE_ATTENTION.read_text())["problems"]
+    return {f"anywhere-{i}": AttentionProblem(**fields) for i, fields in enumerate(drawn)}
+
+
 _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
     "matmul": {
         "sustained": _sustained,
@@ -96,6 +104,7 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
     },
     "grouped_matmul": {"anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem)},
     "ragged_contraction": {"anywhere": functools.partial(_anywhere_grouped, "ragged_contraction", RaggedContractionProblem)},
+    "flash_attention": {"anywhere": _anywhere_attention},
 }
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
@@ -17,11 +21,11 @@ from scripts import draw_anywhere
 MATMUL, H200 = spec_of("matmul"), gpu.find("h200")
 
 
-def asked(*words: str) -> dict[str, MatmulProblem]:
+def asked(*words: str, op: str = "matmul") -> dict[str, Any]:
     """The problems that the command line names."""
     parser = argparse.ArgumentParser()
     problem_arguments(parser, many=True)
-    return selection.problems_of(MATMUL, parser.parse_args(["matmul", *words]))
+    return selection.problems_of(spec_of(op), parser.parse_args([op, *words]))
 
 
 def test_anywhere_is_what_its_script_draws() -> None:
@@ -64,17 +68,52 @@ def test_anywhere_of_grouped_ops_is_what_its_script_draws_within_the_stated_rule
             assert shipped.isdisjoint(found.values())
 
 
-def test_no_shipped_entry_is_for_a_problem_of_anywhere() -> None:
-    held_out = set(suites.problems(MATMUL, "anywhere").values())
-    files = list(Path(mgpu_ops.__path__[0], "configs").glob("*/matmul.json"))
+ATTENTION = spec_of("flash_attention")
+
+
+def test_anywhere_of_attention_is_what_its_script_draws_within_the_stated_rule() -> None:
+    assert suites.ANYWHERE_ATTENTION.read_text() == draw_anywhere.attention_text(), "run `python scripts/draw_anywhere.py`"
+    found = list(suites.problems(ATTENTION, "anywhere").values())
+    assert len(found) == 64
+    assert {(p.head_dim, p.v_dim) for p in found} == {*((d, d) for d in (64, 80, 96, 112, 128, 160, 192, 256)), (192, 128)}
+    for p in found:
+        assert ATTENTION.supports(p, H200) is None
+        assert ATTENTION.bytes(p) <= 2 * 2**30
+        assert ATTENTION.flops(p) / H200.bf16_flops < 0.01
+        assert 128 <= p.q_tokens == p.kv_tokens <= 65536
+        assert p.q_heads <= 64
+        assert p.q_heads // p.kv_heads <= 16
+    kinds = {(p.causal, p.left is not None, p.segments, p.lengths, p.bias) for p in found}
+    assert len(kinds) == 6
+    assert {p.q_tokens % 2 for p in found} == {0, 1}
+    assert max(p.q_tokens for p in found) > 60000
+    assert asked("--suite", "anywhere", op="flash_attention") == suites.problems(ATTENTION, "anywhere")
+
+
+@pytest.mark.parametrize("op", ["matmul", "flash_attention"])
+def test_no_shipped_entry_is_for_a_problem_of_anywhere(op: str) -> None:
+    spec = spec_of(op)
+    held_out = set(suites.problems(spec, "anywhere").values())
+    files = list(Path(mgpu_ops.__path__[0], "configs").glob(f"*/{op}.json"))
     assert files
     for path in files:
-        assert held_out.isdisjoint(database.to_problem(MATMUL, entry.problem) for entry in database.read(path).entries)
+        assert held_out.isdisjoint(database.to_problem(spec, entry.problem) for entry in database.read(path).entries)
+
+
+def test_no_shipped_gradient_is_for_a_problem_of_anywhere() -> None:
+    names = [field.name for field in dataclasses.fields(ATTENTION.Problem)]
+    held_out = {tuple(getattr(p, name) for name in names) for p in suites.problems(ATTENTION, "anywhere").values()}
+    spec = spec_of("flash_attention_backward")
+    for path in Path(mgpu_ops.__path__[0], "configs").glob(f"*/{spec.name}.json"):
+        for entry in database.read(path).entries:
+            gradient = database.to_problem(spec, entry.problem)
+            assert tuple(getattr(gradient, name) for name in names) not in held_out
 
 
 def test_no_problem_of_anywhere_is_a_named_shape() -> None:
     """Named shapes are tuned for, and each adds contract tests."""
-    assert set(suites.problems(MATMUL, "anywhere").values()).isdisjoint(MATMUL.shapes.values())
+    for spec in (MATMUL, ATTENTION):
+        assert set(suites.problems(spec, "anywhere").values()).isdisjoint(spec.shapes.values())
 
 
 def test_a_suite_beside_the_shapes_is_asked_for_as_any_other() -> None:

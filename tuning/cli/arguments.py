@@ -43,7 +43,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-235b",
     ),
     "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere"),
-    "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged"),
+    "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged", "anywhere"),
     "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads"),
     "cross_entropy": ("llm", "gradient"),
     "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
