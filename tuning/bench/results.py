@@ -68,6 +68,7 @@ class Measurement:
     - `warm_us`, as `median_us` on one GPU, right after the same call with the same inputs.
     - Of an op "...-sustained", `median_us` is that of calls without pause, by the wall clock, at the clock that the power cap
       leaves; `watts`, `clock_mhz` and `joules` are of the same turns.
+    - Of a program ("llama-step"), `median_us` is that of a step by the wall clock, with what lies between its kernels.
     - `own_us` and `around_us`, of a collective, by CUPTI on the GPU that starts last, whose kernels wait for no other GPU's
       start: the kernels that move data, and those before them (XLA's barrier of all GPUs, fills).
     - `chain_us`, of a collective, by the wall clock: a program of 16 calls alone, from its dispatch to its end.
@@ -101,6 +102,7 @@ class Measurement:
     watts: float | None = None  # the GPU's mean power, by NVML
     clock_mhz: float | None = None  # the mean of its SMs' clock
     joules: float | None = None  # of one call
+    peak_bytes: int | None = None  # of GPU memory that a program's step needs (`bench/program.py`)
 
     @property
     def is_yardstick(self) -> bool:
@@ -149,7 +151,7 @@ _NEEDED = tuple(field.name for field in _FIELDS if field.default is dataclasses.
 _READ: dict[str, Callable[[str], Any]] = {  # annotations are text here
     field.name: {"str": str, "int": int, "float": float}[str(field.type).partition(" ")[0]] for field in _FIELDS
 }
-_ABOVE_ZERO = ("median_us", "warm_us", "chain_us", "devices", "bytes", "watts", "clock_mhz", "joules")
+_ABOVE_ZERO = ("median_us", "warm_us", "chain_us", "devices", "bytes", "watts", "clock_mhz", "joules", "peak_bytes")
 _MAY_BE_EMPTY = {field.name for field in _FIELDS if str(field.type).endswith("None")}
 
 

@@ -44,7 +44,7 @@ def test_the_columns_of_the_file_are_fixed(tmp_path: Path) -> None:
         header = next(csv.reader(stream))
     assert ",".join(header) == (
         "op,problem,impl,config,median_us,spread_us,tflops,gbs,error,gpu,driver,jax,date,"
-        "warm_us,cudnn,cublas,ptxas,devices,bytes,own_us,around_us,chain_us,bus_gbs,watts,clock_mhz,joules"
+        "warm_us,cudnn,cublas,ptxas,devices,bytes,own_us,around_us,chain_us,bus_gbs,watts,clock_mhz,joules,peak_bytes"
     )
 
 

@@ -1,0 +1,482 @@
+"""A language model of Llama's shape in plain JAX: its training on a text that it makes, its decoding, and the time of both.
+
+    python examples/llama.py                            # trains a small model on any machine, and lets it write
+    python examples/llama.py --backend fp8 --steps 100
+    python examples/llama.py --bench --csv results/2026-01-31-h200-llama.csv   # times steps of Llama-3 8B's layers, on a GPU
+
+The three backends share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this library in
+16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in bfloat16, and the
+optimizer's are float32. What lies between products (norms, rotary embeddings, the gate) is left to XLA's fusions.
+
+A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
+Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mgpu_ops
+
+if TYPE_CHECKING:
+    from mgpu_ops.tuning.bench.program import Bench
+
+Params = dict[str, Any]
+Cache = list[tuple[jax.Array, jax.Array]]  # of each layer keys and values, [batch, tokens, kv_heads, head_dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    hidden: int = 384  # of a gated layer
+    vocabulary: int = 128  # ASCII
+    rope_base: float = 500_000.0
+
+
+# Four layers of Llama-3 8B's 32, and an eighth of its vocabulary: so the head's share of a step is that of the whole model.
+LLAMA3_8B = Model(4096, 4, 32, 8, 128, 14336, 16384)
+
+
+def init(model: Model, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random weights whose outputs have about the size of their inputs. q, k and v are one matrix, and so are gate and up."""
+    m = model
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    shapes = {
+        "qkv": (m.width, q + 2 * kv),
+        "out": (q, m.width),
+        "gate_up": (m.width, 2 * m.hidden),
+        "down": (m.hidden, m.width),
+    }
+
+    def normal(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        return (jax.random.normal(key, shape, dtype) / shape[0] ** 0.5).astype(dtype)
+
+    def layer(key: jax.Array) -> Params:
+        keys = jax.random.split(key, len(shapes))
+        norms = {name: jnp.ones(m.width, dtype) for name in ("attention_norm", "ffn_norm")}
+        return norms | {name: normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    first, last, *keys = jax.random.split(key, m.layers + 2)
+    embedding = jax.random.normal(first, (m.vocabulary, m.width), dtype)
+    ends = {"embedding": embedding, "norm": jnp.ones(m.width, dtype), "head": normal(last, (m.width, m.vocabulary))}
+    return ends | {"layers": [layer(k) for k in keys]}
+
+
+# --- What a backend computes ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The functions in which backends differ.
+
+    product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
+    gated: silu(x w_gate) * (x w_up), of which the backward pass computes both products again.
+    attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
+    look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
+    loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
+    """
+
+    product: Callable[..., jax.Array]
+    gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    loss: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _xla_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+    return x @ w if residual is None else residual + x @ w
+
+
+@jax.checkpoint
+def _xla_gated(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+    return jax.nn.silu(x @ w_gate) * (x @ w_up)
+
+
+def _xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    """cuDNN's on a GPU. It is causal without lengths."""
+    through = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=lengths is None, key_value_seq_lengths=lengths, implementation=through
+    )
+
+
+def _product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+    return mgpu_ops.matmul(x, w, residual=residual)
+
+
+def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
+
+
+@jax.custom_vjp
+def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+    """A product of 8-bit floats with a scale for each array, found from the array itself: e4m3, gradients e5m2."""
+    return _fp8_forward(x, w, residual)[0]
+
+
+def _fp8_forward(x: jax.Array, w: jax.Array, residual: jax.Array | None) -> Any:
+    """Kept for the backward pass: x transposed and w, in 8 bits."""
+    x8, x_scale, x8_t, _ = mgpu_ops.quantize(x, "tensor", transpose=True)
+    w8, w_scale, w8_t, _ = mgpu_ops.quantize(w, "tensor", transpose=True)
+    out = _fp8_matmul(x8, w8_t, x_scale, w_scale, residual)
+    return out, (x8_t, x_scale, w8, w_scale, residual is not None)
+
+
+def _fp8_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x8_t, x_scale, w8, w_scale, has_residual = saved
+    g8, g_scale, g8_t, _ = mgpu_ops.quantize(g, "tensor", dtype=jnp.float8_e5m2, transpose=True)
+    dx = _fp8_matmul(g8, w8, g_scale, w_scale)
+    dw = _fp8_matmul(x8_t, g8_t, x_scale, g_scale)
+    return dx, dw, g if has_residual else None
+
+
+def _fp8_matmul(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, residual: Any = None) -> jax.Array:
+    """Of a [m, k] and b [n, k], both stored along k, as the tensor cores read 8 bits."""
+    return mgpu_ops.matmul(a, b, scale_a=scale_a, scale_b=scale_b, residual=residual, transpose_b=True, out_dtype=jnp.bfloat16)
+
+
+_fp8_product.defvjp(_fp8_forward, _fp8_backward)
+
+OURS = Backend(
+    _product, mgpu_ops.gated_matmul, functools.partial(mgpu_ops.flash_attention, causal=True), _look_up, mgpu_ops.cross_entropy
+)
+BACKENDS = {
+    # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
+    "xla": Backend(
+        _xla_product, _xla_gated, _xla_attention, _xla_attention, functools.partial(mgpu_ops.cross_entropy, backend="xla")
+    ),
+    "mgpu_ops": OURS,
+    "fp8": dataclasses.replace(OURS, product=_fp8_product),
+}
+
+
+# --- The model --------------------------------------------------------------------------------------------------------
+
+
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+    return (scaled * weight).astype(x.dtype)
+
+
+def rope(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Each pair of a head's numbers, one of either half, rotated by position * base^(-2 i / head_dim), for i from 0.
+
+    x: [batch, tokens, heads, head_dim]; positions: [tokens].
+    """
+    angles = positions[:, None] * model.rope_base ** (-jnp.arange(0, model.head_dim, 2) / model.head_dim)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    left, right = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+
+
+def heads(model: Model, backend: Backend, layer: Params, x: jax.Array, batch: int, positions: jax.Array) -> list[jax.Array]:
+    """q, k and v of a layer, [batch, tokens, heads, head_dim] each, for x [batch * tokens, width]."""
+    m = model
+    qkv = backend.product(norm(x, layer["attention_norm"]), layer["qkv"])
+    qkv = qkv.reshape(batch, -1, m.heads + 2 * m.kv_heads, m.head_dim)
+    q, k, v = jnp.split(qkv, (m.heads, m.heads + m.kv_heads), 2)
+    return [rope(m, q, positions), rope(m, k, positions), v]
+
+
+def ffn(backend: Backend, layer: Params, x: jax.Array) -> jax.Array:
+    """x plus the gated layer, of one matrix of gate and up, or of two."""
+    normal = norm(x, layer["ffn_norm"])
+    if "gate" in layer:
+        hidden = backend.gated(normal, layer["gate"], layer["up"])
+    else:
+        gate, up = jnp.split(backend.product(normal, layer["gate_up"]), 2, -1)
+        hidden = jax.nn.silu(gate) * up
+    return backend.product(hidden, layer["down"], x)
+
+
+def apart(params: Params) -> Params:
+    """With gate and up as two matrices: then the backward pass computes both products again, which takes less memory."""
+
+    def split(layer: Params) -> Params:
+        gate, up = jnp.split(layer["gate_up"], 2, -1)
+        return {name: w for name, w in layer.items() if name != "gate_up"} | {"gate": gate, "up": up}
+
+    return params | {"layers": [split(layer) for layer in params["layers"]]}
+
+
+def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array) -> jax.Array:
+    """The mean cross-entropy of tokens [batch, n + 1], each from those before it."""
+    batch, n = tokens.shape[0], tokens.shape[1] - 1
+    positions = jnp.arange(n)
+    x = params["embedding"][tokens[:, :-1].reshape(-1)]
+    for layer in params["layers"]:
+        attended = backend.attention(*heads(model, backend, layer, x, batch, positions))
+        x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
+        x = ffn(backend, layer, x)
+    logits = _head(backend, params, x)
+    return jnp.mean(backend.loss(logits, tokens[:, 1:].reshape(-1)))
+
+
+def _head(backend: Backend, params: Params, x: jax.Array) -> jax.Array:
+    """The logits: in 16 bits with each backend, as recipes of 8 bits have it."""
+    product = _xla_product if backend.product is _xla_product else _product
+    return product(norm(x, params["norm"]), params["head"])
+
+
+def gradients(model: Model, backend: Backend, params: Params, tokens: jax.Array) -> tuple[jax.Array, Params]:
+    """The loss and its gradient: what is timed as a step of training."""
+    return jax.value_and_grad(functools.partial(loss, model, backend))(params, tokens)
+
+
+def empty_cache(model: Model, batch: int, tokens: int) -> Cache:
+    shape = (batch, tokens, model.kv_heads, model.head_dim)
+    return [(jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)) for _ in range(model.layers)]
+
+
+def decode(
+    model: Model, backend: Backend, params: Params, cache: Cache, tokens: jax.Array, position: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """The logits after one more token for each sequence, tokens [batch], and the cache with its keys and values."""
+    batch = tokens.shape[0]
+    lengths = jnp.full(batch, position + 1, jnp.int32)
+    x = params["embedding"][tokens]
+    grown = []
+    for layer, known in zip(params["layers"], cache, strict=True):
+        q, *new = heads(model, backend, layer, x, batch, position[None])
+        k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
+        grown.append((k, v))
+        x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
+        x = ffn(backend, layer, x)
+    return _head(backend, params, x), grown
+
+
+def serving(backend: Backend) -> Backend:
+    """The functions of decoding, in 16 bits: to quantize the weights at each step would take longer than to multiply them."""
+    return backend if backend.product is _xla_product else OURS
+
+
+# --- Training on sums -------------------------------------------------------------------------------------------------
+
+
+def text(lines: int, seed: int = 0) -> str:
+    """Sums, one a line, such as "7+5=12"."""
+    numbers = np.random.default_rng(seed).integers(0, 10, (lines, 2))
+    return "".join(f"{a}+{b}={a + b}\n" for a, b in numbers)
+
+
+def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float = 3e-3) -> tuple[Params, Any]:
+    """One step of Adam in float32; `state` holds the means of the gradients and of their squares."""
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[0], grads)
+    square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g.astype(jnp.float32) ** 2, state[1], grads)
+
+    def updated(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        return p - rate * (m / (1 - 0.9**step)) / (jnp.sqrt(v / (1 - 0.99**step)) + 1e-8)
+
+    return jax.tree.map(updated, params, mean, square), (mean, square)
+
+
+def train(model: Model, name: str, steps: int, batch: int = 16, tokens: int = 64, seed: int = 0) -> tuple[Params, list[float]]:
+    """The weights, float32, and the loss of each step, on another part of the text every time."""
+    backend = BACKENDS[name]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Params, state: Any, data: jax.Array, step: jax.Array) -> tuple[Params, Any, jax.Array]:
+        value, grads = gradients(model, backend, _in_bfloat16(params), data)
+        return *adam(params, grads, state, step), value
+
+    data = np.frombuffer(text(steps * batch * (tokens + 1) // 5).encode(), np.uint8).astype(np.int32)
+    params = jax.jit(functools.partial(init, model))(jax.random.key(seed))
+    state = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    losses = []
+    for step, part in enumerate(data[: steps * batch * (tokens + 1)].reshape(steps, batch, tokens + 1), 1):
+        params, state, value = update(params, state, jnp.asarray(part), jnp.int32(step))
+        losses.append(float(value))
+    return params, losses
+
+
+def _in_bfloat16(params: Params) -> Params:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
+def write(model: Model, name: str, params: Params, prompt: str, count: int) -> str:
+    """The prompt and the likeliest `count` characters after it, one token at a time."""
+    backend = serving(BACKENDS[name])
+    step = jax.jit(functools.partial(decode, model, backend), donate_argnums=(1,))
+    weights = jax.jit(lambda params: apart(_in_bfloat16(params)))(params)
+    written = list(prompt.encode())
+    cache = empty_cache(model, 1, len(written) + count)
+    for position in range(len(written) + count - 1):
+        logits, cache = step(weights, cache, jnp.asarray(written[position : position + 1]), jnp.int32(position))
+        if position + 1 == len(written):
+            written.append(int(jnp.argmax(logits[0])))
+    return bytes(written).decode(errors="replace")
+
+
+# --- Times on a GPU ---------------------------------------------------------------------------------------------------
+
+
+# Which results are rows of an op, and as whose: fp8 is ours too, beside the same steps of XLA in 16 bits.
+OPS = {
+    "step": {"llama-step": {"xla": "xla", "mgpu_ops": "mgpu_ops"}, "llama-fp8-step": {"xla": "xla", "fp8": "mgpu_ops"}},
+    "decode": {"llama-decode": {"xla": "xla", "mgpu_ops": "mgpu_ops"}},
+}
+
+
+def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int, recompute: bool) -> None:
+    """A step on one sequence of so many random tokens: the loss and its gradient, both compared with the first backend's.
+
+    The optimizer is left out: it is the same for all backends.
+    """
+    params = _weights(model)
+    if recompute:
+        params = jax.jit(apart, donate_argnums=0)(params)
+    data = jax.random.randint(jax.random.key(1), (1, tokens + 1), 0, model.vocabulary)
+    steps = {name: jax.jit(functools.partial(gradients, model, BACKENDS[name])) for name in backends}
+    programs = bench.compiled(steps, dict.fromkeys(steps, (params, data)))
+    errors = {}
+    wanted = programs[backends[0]].step(params, data)
+    for name in backends:
+        value, grads = programs[name].step(params, data)
+        errors[name] = abs(float(value) / float(wanted[0]) - 1)
+        print(
+            f"{name}: loss {float(value):.6f}, gradients {float(_apart(grads, wanted[1])):.4f} of their size apart", flush=True
+        )
+        del grads
+    del wanted
+    calls = {name: functools.partial(_loss_of, programs[name].step, params, data) for name in backends}
+    flops = 6 * _multiplied(model) * tokens + 7 * model.layers * model.heads * model.head_dim * tokens**2
+    label = f"{_label(model)}-{tokens}{'-recompute' * recompute}"
+    bench.measure(OPS["step"], label, (flops, 4 * _multiplied(model)), programs, calls, errors, queued=2, layers=model.layers)
+
+
+def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:
+    """A step of decoding for `batch` sequences of `cached` tokens each, the new one among them; logits are compared."""
+    merged, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
+    weights = {name: merged if name == "xla" else jax.jit(apart)(merged) for name in backends if name != "fp8"}
+    empty = empty_cache(model, batch, cached)
+    cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
+    position = jnp.int32(cached - 1)
+    steps = {name: jax.jit(functools.partial(decode, model, BACKENDS[name]), donate_argnums=(1,)) for name in weights}
+    programs = bench.compiled(steps, {name: (weights[name], cache, tokens, position) for name in weights})
+    calls = {
+        name: _Decoding(programs[name].step, weights[name], jax.tree.map(jnp.copy, cache), tokens, position) for name in weights
+    }
+    logits = {name: {"logits": call().astype(jnp.float32)} for name, call in calls.items()}
+    errors = {name: float(_apart(of, logits[next(iter(calls))])) for name, of in logits.items()}
+    print(", ".join(f"{name}: logits {error:.4f} of their size apart" for name, error in errors.items()), flush=True)
+    kept = model.layers * batch * cached * model.head_dim
+    flops, moved = 2 * _multiplied(model) * batch + 4 * kept * model.heads, 2 * _multiplied(model) + 4 * kept * model.kv_heads
+    bench.measure(OPS["decode"], f"{_label(model)}-{batch}x{cached}", (flops, moved), programs, calls, errors, queued=50)
+
+
+def _weights(model: Model) -> Params:
+    weights: Params = jax.jit(functools.partial(init, model, dtype=jnp.bfloat16))(jax.random.key(0))
+    return weights
+
+
+def _multiplied(model: Model) -> int:
+    """Weights that a token is multiplied with."""
+    m = model
+    layer = 2 * m.width * m.head_dim * (m.heads + m.kv_heads) + 3 * m.width * m.hidden
+    return m.layers * layer + m.width * m.vocabulary
+
+
+def _label(model: Model) -> str:
+    """Of the model, its layers and its vocabulary."""
+    of = "llama3-8b" if model.width == LLAMA3_8B.width else "small"
+    return f"{of}-{model.layers}-layers-{model.vocabulary}"
+
+
+def _loss_of(step: Callable[..., Any], *arguments: Any) -> jax.Array:
+    """The loss alone: gradients are dropped while the step runs, so that those of several steps never lie in memory."""
+    value: jax.Array = step(*arguments)[0]
+    return value
+
+
+@jax.jit
+def _apart(x: Params, y: Params) -> jax.Array:
+    """||x - y|| / ||y|| of all arrays together."""
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    difference = sum(square(a.astype(jnp.float32) - b.astype(jnp.float32)) for a, b in pairs)
+    return jnp.sqrt(difference / sum(map(square, jax.tree.leaves(y))))
+
+
+class _Decoding:
+    """Steps of decoding, each of which is given the cache that the one before returned."""
+
+    def __init__(self, step: Callable[..., Any], weights: Params, cache: Cache, tokens: jax.Array, position: jax.Array):
+        self._step, self._weights, self._cache, self._rest = step, weights, cache, (tokens, position)
+
+    def __call__(self) -> jax.Array:
+        logits, self._cache = self._step(self._weights, self._cache, *self._rest)
+        return logits
+
+
+def step() -> tuple[jax.Array, Params]:
+    """A step of 8192 tokens of Llama-3 8B's layers: `mgpu-tune capture examples.llama:step` lists what to tune for it."""
+    params = jax.jit(functools.partial(init, LLAMA3_8B, dtype=jnp.bfloat16))(jax.random.key(0))
+    return jax.jit(functools.partial(gradients, LLAMA3_8B, OURS))(params, jnp.zeros((1, 8193), jnp.int32))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train a small language model on sums, or time steps of a large one.")
+    parser.add_argument("--backend", choices=list(BACKENDS), default="mgpu_ops", help="for training (default: mgpu_ops)")
+    parser.add_argument("--steps", type=int, default=60, help="of training")
+    parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="that are timed; the others are compared with the first")
+    parser.add_argument("--model", choices=["llama3-8b", "small"], default="llama3-8b", help="that is timed")
+    parser.add_argument("--layers", type=int, help="of it (default: 4, small: 2)")
+    parser.add_argument("--vocabulary", type=int, help="of it (default: 16384, small: 128)")
+    parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="of a step, e.g. 8192,32768; empty: none")
+    parser.add_argument("--batches", type=_numbers, default=[1, 16, 64], help="of decoding, e.g. 1,16,64; empty: none")
+    parser.add_argument("--cache", type=int, default=4096, help="tokens of each sequence")
+    parser.add_argument("--rounds", type=int, default=10, help="of all backends in turn")
+    parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="also let each run without pause")
+    parser.add_argument("--recompute", action="store_true", help="compute gate and up again in the backward pass")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the kernels of a step, and a layer's picture")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the times, on a GPU")
+    args = parser.parse_args(arguments)
+    if args.bench:
+        _bench(parser, args)
+        return
+    params, losses = train(Model(), args.backend, args.steps)
+    for number, value in enumerate(losses, 1):
+        print(f"step {number:3}  loss {value:.4f}")
+    print(write(Model(), args.backend, params, "3+4=", 12))
+
+
+def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from mgpu_ops.tuning.bench.program import Bench  # the tuner's extra is needed for this alone
+
+    backends = args.backends.split(",")
+    if unknown := set(backends) - set(BACKENDS):
+        parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS)}")
+    model = Model() if args.model == "small" else LLAMA3_8B
+    given = {name: getattr(args, name) for name in ("layers", "vocabulary") if getattr(args, name) is not None}
+    model = dataclasses.replace(model, **given)
+    bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
+    for tokens in args.tokens:
+        bench_step(bench, model, backends, tokens, args.recompute)
+    for batch in args.batches:
+        bench_decode(bench, model, backends, batch, args.cache)
+
+
+if __name__ == "__main__":
+    main()
