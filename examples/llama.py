@@ -19,13 +19,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mgpu_ops
+from mgpu_ops.core import gpu as gpus
 
 if TYPE_CHECKING:
     from mgpu_ops.tuning.bench.program import Bench
@@ -107,7 +108,7 @@ def _xla_gated(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
 
 def _xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
     """cuDNN's on a GPU. It is causal without lengths."""
-    through = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    through: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=lengths is None, key_value_seq_lengths=lengths, implementation=through
     )
@@ -338,7 +339,7 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
     """
     params = _weights(model)
     if recompute:
-        params = jax.jit(apart, donate_argnums=0)(params)
+        params = jax.jit(apart)(params)
     data = jax.random.randint(jax.random.key(1), (1, tokens + 1), 0, model.vocabulary)
     steps = {name: jax.jit(functools.partial(gradients, model, BACKENDS[name])) for name in backends}
     programs = bench.compiled(steps, dict.fromkeys(steps, (params, data)))
@@ -468,6 +469,8 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     backends = args.backends.split(",")
     if unknown := set(backends) - set(BACKENDS):
         parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS)}")
+    if args.csv is not None and gpus.current() is None:
+        parser.error(f"--csv {args.csv}: results are of a GPU, and none is in use; leave it out to see the times")
     model = Model() if args.model == "small" else LLAMA3_8B
     given = {name: getattr(args, name) for name in ("layers", "vocabulary") if getattr(args, name) is not None}
     model = dataclasses.replace(model, **given)

@@ -1,4 +1,4 @@
-"""The examples do what they claim: the MoE layer trains, with kernels as with XLA, and shared layers compute what one does."""
+"""The examples do what they claim: models train, with kernels as with XLA, and shared layers compute what one does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import mgpu_ops
-from examples import expert_parallel, moe, tensor_parallel
+from examples import expert_parallel, llama, moe, tensor_parallel
 from mgpu_ops.core import engine
+from tests import thorough
 
 SMALL = moe.Layer(width=32, hidden=48, experts=4, top_k=2)
+LLAMA = llama.Model(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
 
 
 def dense(layer: moe.Layer, params: moe.Params, x: jax.Array) -> jax.Array:
@@ -102,6 +104,76 @@ def test_the_command_prints_a_loss_per_step(capsys, monkeypatch):
     assert losses == [pytest.approx(x, abs=1e-4) for x in moe.train(moe.Layer(), 3, 64, "xla")]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+@functools.cache
+def trained(name: str) -> tuple[llama.Params, list[float]]:
+    return llama.train(LLAMA, name, steps=12, batch=4, tokens=24)
+
+
+def test_a_language_model_learns_its_text_in_8_bits():
+    losses = trained("fp8")[1]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@thorough.only_in_all
+def test_a_language_model_learns_its_text_alike_with_each_backend():
+    losses = {name: trained(name)[1] for name in llama.BACKENDS}
+    assert losses["mgpu_ops"] == pytest.approx(losses["xla"], rel=1e-2)
+    assert losses["fp8"] == pytest.approx(losses["xla"], rel=5e-2)
+
+
+def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text():
+    params = llama.apart(llama.init(LLAMA, jax.random.key(0), jnp.bfloat16))
+    data = jax.random.randint(jax.random.key(1), (2, 7), 0, LLAMA.vocabulary)
+    wanted = jax.jit(functools.partial(llama.loss, LLAMA, llama.OURS))(params, data)
+    step = jax.jit(functools.partial(llama.decode, LLAMA, llama.OURS))
+    cache, losses = llama.empty_cache(LLAMA, 2, 6), []
+    for position in range(6):
+        logits, cache = step(params, cache, data[:, position], jnp.int32(position))
+        losses.append(mgpu_ops.cross_entropy(logits, data[:, position + 1]))
+    assert float(jnp.mean(jnp.stack(losses))) == pytest.approx(float(wanted), rel=1e-3)
+
+
+@pytest.mark.parametrize("backends", ["xla", pytest.param("xla,mgpu_ops", marks=thorough.only_in_all)])
+def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends, capsys, monkeypatch):
+    monkeypatch.setattr(llama, "Model", lambda: LLAMA)
+    arguments = ["--bench", "--model", "small", "--backends", backends, "--rounds", "1"]
+    llama.main([*arguments, "--tokens", "16", "--batches", "2", "--cache", "8", "--recompute"])
+    said = capsys.readouterr().out
+    assert re.search(r"xla: loss \d\.\d+, gradients 0\.0000 of their size apart", said)
+    for title in ("llama-step small-1-layers-128-16-recompute", "llama-decode small-1-layers-128-2x8"):
+        assert re.search(rf"{title}: ms, x of xla.*\n  xla  +\d+\.\d+ +1\.000 ", said)
+    assert len(re.findall(r"\n  mgpu_ops( +\d+\.\d+){4}\n", said)) == 2 * (backends != "xla")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--backends", "xla,cublas"], "cublas is none of xla, mgpu_ops, fp8"),
+        (["--csv", "rows.csv"], "--csv rows.csv: results are of a GPU"),
+    ],
+)
+def test_a_benchmark_of_steps_says_what_it_cannot_do(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        llama.main(["--bench", *arguments])
+    assert told in capsys.readouterr().err
+
+
+def test_the_language_model_s_command_prints_losses_and_what_the_model_writes(capsys, monkeypatch):
+    monkeypatch.setattr(llama, "Model", lambda: LLAMA)
+    monkeypatch.setattr(llama, "train", lambda model, name, steps: trained(name))
+    llama.main(["--backend", "fp8"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"step   1  loss {trained('fp8')[1][0]:.4f}\nstep   2 ")
+    assert re.search(r"step  12  loss \d\.\d{4}\n3\+4=.", said)
+
+
+@pytest.mark.gpu
+def test_a_language_model_trains_with_the_kernels_as_with_xla():
+    losses = {name: llama.train(llama.Model(), name, steps=10)[1] for name in llama.BACKENDS}
+    assert losses["mgpu_ops"] == pytest.approx(losses["xla"], rel=2e-2)
+    assert losses["fp8"] == pytest.approx(losses["xla"], rel=5e-2)
 
 
 @pytest.mark.gpu

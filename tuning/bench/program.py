@@ -1,7 +1,7 @@
 """Whole programs as something to measure: a step of each of several backends, by the wall clock, its memory and its kernels.
 
-`examples/llama.py` measures a model so. The kernels of an op are timed alone, with a cold L2. A step of a program is timed from the
-call to the result: gaps between kernels count, and each kernel finds in the L2 what the one before left.
+`examples/llama.py` measures a model so. Kernels of an op are timed alone, with a cold L2. A program is timed from call to
+result: gaps between kernels count, and each kernel finds in the L2 what the one before left.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def in_turn(calls: Sequence[Callable[[], Any]], rounds: int, queued: int) -> lis
 
 
 def _queued_us(call: Callable[[], Any], queued: int) -> float:
-    """Results but the last are dropped at once: they are as large as the weights."""
+    """Of a call, where so many run in a row."""
     start = time.perf_counter()
-    for _ in range(queued):
-        out = call()
-    jax.block_until_ready(out)
+    for _ in range(queued - 1):
+        call()  # the GPU runs calls in order, so that the last one ends last
+    jax.block_until_ready(call())
     return (time.perf_counter() - start) / queued * 1e6
 
 
@@ -214,7 +214,8 @@ class Bench:
     """Measures steps of several backends in turn, prints them, and gathers them as rows of results/.
 
     rounds: of all backends in turn. sustained: seconds for which each then runs without pause; 0: not at all.
-    pictures: a folder for each step's kernels and a layer's picture. csv: where the rows go; without a GPU there are none.
+    pictures: a folder for each step's kernels and a layer's picture. csv: where the rows go, beside those of other
+    problems that are there; without a GPU there are none.
     """
 
     rounds: int
@@ -295,7 +296,8 @@ class Bench:
             if len(here := [name for name in impls if name in found]) > 1:
                 stamp = runner.stamp_of(f"{op}{ending}", gpu)
                 self.rows += [Measurement(impl=impls[name], **found[name], **stamp) for name in here]
-        results.write_csv(self.rows, self.csv)
+        kept = results.read_csv(self.csv) if self.csv.exists() else []
+        results.write_csv(results.merge(kept, self.rows), self.csv)
 
     def _profile(self, stem: str, calls: Mapping[str, Callable[[], Any]], layers: int) -> None:
         """Prints where a step's time goes, writes its kernels, and draws a layer."""

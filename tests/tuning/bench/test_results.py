@@ -108,7 +108,7 @@ _ROWS = st.lists(
         | dict.fromkeys(("op", "problem", "impl"), _TEXT.filter(bool))
         | {"median_us": _ABOVE_ZERO, "error": st.none() | st.floats()}
         | dict.fromkeys(("warm_us", "chain_us"), st.none() | _ABOVE_ZERO)
-        | dict.fromkeys(("devices", "bytes"), st.none() | st.integers(1, 2**40)),
+        | dict.fromkeys(("devices", "bytes", "peak_bytes"), st.none() | st.integers(1, 2**40)),
     ),
     max_size=4,
 )
