@@ -179,6 +179,16 @@ def gated_matmul(results: Path) -> Iterator[str]:
     yield from sources(*files(forward))
 
 
+def cross_entropy(results: Path) -> Iterator[str]:
+    forward, gradient = problems(results, "h200-cross_entropy"), problems(results, "h200-cross_entropy-gradient")
+    yield from HEAD
+    yield line("forward", "XLA", forward, "xla")
+    yield line("gradient", "XLA", gradient, "xla")
+    rates = [float(p.rows["mgpu_ops"]["gbs"]) / 1000 for p in forward + gradient if p.shape[0] >= 4096]
+    yield f"\nWith 4096 tokens the kernels move {min(rates):.1f} to {max(rates):.1f} TB/s."
+    yield from sources(*files(forward, gradient))
+
+
 def size(n: int) -> str:
     return next(f"{n // scale} {unit}" for scale, unit in ((2**20, "MiB"), (2**10, "KiB"), (1, "B")) if n >= scale)
 
@@ -233,6 +243,8 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
+    yield strip("cross-entropy, forward", "XLA", problems(results, "h200-cross_entropy"), "xla")
+    yield strip("cross-entropy, gradient", "XLA", problems(results, "h200-cross_entropy-gradient"), "xla")
 
     two, four = problems(results, "h200x2-all_reduce"), problems(results, "h200x4-all_reduce")
     workspace = "mgpu_ops, workspace"
@@ -255,7 +267,7 @@ def summary(results: Path) -> Iterator[str]:
 
 
 _PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
-    ("One NVIDIA H200", (0.85, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)),
+    ("One NVIDIA H200", (0.85, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.4, 2.8)),
     ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)),
 )
 _WIDTH, _LEFT, _RIGHT, _ROW = 640, 24, 616, 46  # pixels
@@ -316,6 +328,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "gated_matmul": gated_matmul,
     "grouped_matmul": grouped_matmul,
     "flash_attention": flash_attention,
+    "cross_entropy": cross_entropy,
     "collectives": collectives,
     "summary": summary,
 }

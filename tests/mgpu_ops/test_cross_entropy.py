@@ -155,9 +155,11 @@ def test_what_no_call_can_be_is_refused(x: Any, labels: Any, options: Any, error
         cross_entropy(x, labels, **options)
 
 
-def test_a_call_runs_xla_until_a_measurement_says_otherwise() -> None:
-    problem = SPEC.shapes["llama3-8b-4096"]
-    assert resolution.resolve(SPEC, problem, H200).runs == "xla"
+@pytest.mark.parametrize("gradient", [False, True])
+def test_on_an_h200_a_call_runs_the_kernel_for_tuned_problems_and_others(gradient: bool) -> None:
+    for rows, vocabulary, source in ((4096, 128256, "shipped"), (1000, 50304, "default")):
+        found = resolution.resolve(SPEC, CrossEntropyProblem(rows, vocabulary, gradient=gradient), H200)
+        assert (found.source, found.runs) == (source, "kernel")
 
 
 def test_capture_finds_loss_and_gradient() -> None:

@@ -21,9 +21,10 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
 
     def answers(**lines: str) -> None:
         cases = "".join(f"*{word}*) printf '{text}';;\n" for word, text in lines.items())
-        script = tmp_path / "nvidia-smi"
+        script = tmp_path / "nvidia-smi.new"  # the old one may be running, and a running file cannot be written
         script.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}*) exit 6;;\nesac\n')
         script.chmod(0o755)
+        script.replace(tmp_path / "nvidia-smi")
 
     return answers
 
