@@ -47,6 +47,11 @@ class Program:
     step: Callable[..., Any]
     peak_bytes: int
 
+    @classmethod
+    def of(cls, lowered: Any) -> Program:
+        step = lowered.compile()
+        return cls(step, peak_bytes(step.memory_analysis()))
+
 
 def peak_bytes(memory: Any) -> int:
     """Arguments, results that are no arguments, and temporary arrays, of a compiled program's `memory_analysis()`."""
@@ -230,14 +235,11 @@ class Bench:
         The first is compiled alone, so that the kernels that XLA measures and chooses for products are the same for all.
         """
 
-        def made(impl: str) -> Program:
-            step = steps[impl].lower(*arguments[impl]).compile()
-            return Program(step, peak_bytes(step.memory_analysis()))
-
-        first, *others = steps
-        programs = {first: made(first)}
+        lowered = {name: step.lower(*arguments[name]) for name, step in steps.items()}
+        first, *others = lowered
+        programs = {first: Program.of(lowered[first])}
         with ThreadPoolExecutor(max(1, len(others))) as pool:
-            return programs | dict(zip(others, pool.map(made, others), strict=True))
+            return programs | dict(zip(others, pool.map(lambda name: Program.of(lowered[name]), others), strict=True))
 
     def measure(
         self,
