@@ -2,8 +2,8 @@
 
 `sustained`, of matmul: 12 products of real models with 4096 rows or more, in which the power cap of a GPU decides.
 
-`fp8` and `fp8-block`, of matmul: products of 8-bit floats (e4m3) of real models with 128, 4096 and 8192 rows, with a scale of
-each operand or of blocks of 128; the latter also the product that DeepSeek's kernels for them are known by.
+`fp8`, `fp8-row` and `fp8-block`, of matmul: 20 products of 8-bit floats (e4m3) of real models with 128 and 4096 rows, with
+scales of each operand, of rows and columns, or of blocks of 128; `fp8` also 8192^3.
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
@@ -13,6 +13,7 @@ grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,21 +60,25 @@ def _sustained() -> dict[str, MatmulProblem]:
     return found
 
 
+_FP8 = (  # models, projections and numbers of tokens
+    ("llama3-8b", ("qkv", "out", "gate_up", "down"), (128, 4096)),
+    ("llama3-70b", ("qkv", "out", "gate_up", "down"), (128, 4096)),
+    ("deepseek-v3", ("q_b", "out", "shared_gate_up", "shared_down"), (4096,)),
+)
+
+
 def _fp8(m: int, n: int, k: int, scales: str) -> MatmulProblem:
     return MatmulProblem(m, n, k, "float8_e4m3fn", "bfloat16", "nt", scales=scales)
 
 
 @functools.cache
 def _of_8_bits(scales: str) -> dict[str, MatmulProblem]:
-    end = "fp8" if scales == "tensor" else f"fp8-{scales}"
-    found = {
-        f"{model}-{what}-{m}-{end}": _fp8(m, MODELS[model].projections[what].n, MODELS[model].projections[what].k, scales)
-        for model in ("llama3-8b", "llama3-70b")
-        for what in ("qkv", "out", "gate_up", "down")
-        for m in (128, 4096, 8192)
-    }
-    extra = {f"square-8192-{end}": (8192, 8192, 8192)} if scales == "tensor" else {f"deepseek-v3-{end}": (4096, 7168, 16384)}
-    return found | {name: _fp8(*sides, scales) for name, sides in extra.items()}
+    end, found = "fp8" if scales == "tensor" else f"fp8-{scales}", {}
+    for model, names, rows in _FP8:
+        for name, m in itertools.product(names, rows):
+            p = MODELS[model].projections[name]
+            found[f"{model}-{name}-{m}-{end}"] = _fp8(m, p.n, p.k, scales)
+    return found | ({f"square-8192-{end}": _fp8(8192, 8192, 8192, scales)} if scales == "tensor" else {})
 
 
 @functools.cache
@@ -100,6 +105,7 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "sustained": _sustained,
         "anywhere": _anywhere,
         "fp8": functools.partial(_of_8_bits, "tensor"),
+        "fp8-row": functools.partial(_of_8_bits, "row"),
         "fp8-block": functools.partial(_of_8_bits, "block"),
     },
     "grouped_matmul": {"anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem)},

@@ -118,9 +118,10 @@ def matmul(
     Works under jit, grad (reverse mode), vmap (one launch for the whole batch) and shard_map. The config is looked up when a
     shape is traced: `mgpu_ops.explain` says which one and why.
 
-    8-bit floats are multiplied exactly, and summed with less than float32: Hopper keeps 13 bits behind the leading one of the
-    largest addend. The error grows with k, up to k / 32 of 2^-13 of it (measured errors: docs/kernels/matmul.md). Scales of
-    blocks end such a sum at every 128 of k and add up in float32; so do equal scales of blocks in place of one number.
+    8-bit floats are multiplied exactly, and summed with less than float32: of 32 products and the sum so far, Hopper keeps 13
+    bits behind the leading one of the largest. With both signs the error grows as 2^-13 sqrt(k) of typical results, with one
+    sign alone to 7 % of the sum at k = 4096 (docs/kernels/matmul.md). Scales of blocks end such a sum at every 128 of k and add
+    up in float32; so do equal scales of blocks in place of one number.
 
     Both gradients of the product run the same kernels, on cotangents rounded to a's dtype. Nothing is kept for them but a and
     b, and with an activation A B + bias: the kernel then stores that, rounded to out_dtype, and XLA applies activation and

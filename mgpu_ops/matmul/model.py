@@ -13,11 +13,13 @@ from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul.problem import (
+    BLOCK,
     Config,
     Problem,
     as_computed,
     bytes_moved,
     check,
+    computes_transposed,
     k_steps,
     partial_problem,
     smem_bytes,
@@ -77,6 +79,11 @@ _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
 
+# Of 8-bit floats: fitted to 8 problems of an H200 (docs/kernels/matmul.md, "Eight bits").
+_MULTICAST_8 = (0.97, 1.05)  # as `_MULTICAST`, of tiles of 128 x 192 on and of smaller ones: blocks of a cluster wait as long
+_BLOCKS_OF_A_STEP = {1: 0.72, 2: 0.86}  # of the rate is left with scales of blocks, by how many of k a step has
+_SHORT_STEPS = 1.04  # times as long, where few rows fill a tile and a step has 128 of k: as 64 of 16 bits
+
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds, with at least the time of HBM.
@@ -92,12 +99,15 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency = _RATE * gemm.efficiency(c, _LEAST) * gpu.flops(p.dtype) / gpu.bf16_flops
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
+    efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     steps = slowdown(max(steps, under_power)) / (_IN_TURN if gemm.takes_turns(c) and waves > 1 else 1.0)
     memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
+    if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
+        memory *= _SHORT_STEPS
     reduction = 0.0
     if c.cluster == "k":
         reduction = waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
@@ -130,8 +140,9 @@ def _moved(p: Problem) -> float:
 def _loaded(p: Problem, c: Config) -> float:
     """What the loads of a pipeline step count as, in bytes: rows across lines take longer, shared operands less long."""
     a_across, b_across = _across_lines(p)
-    a = c.tile_m * (_ACROSS_LINES if a_across else 1.0) * (_MULTICAST if c.cluster == "n" else 1.0)
-    b = c.tile_n * (_ACROSS_LINES if b_across else 1.0) * (_MULTICAST if c.cluster == "m" else 1.0)
+    shared = _MULTICAST if itemsize_of(p.dtype) == 2 else _MULTICAST_8[c.tile_m * c.tile_n < 128 * 192]
+    a = c.tile_m * (_ACROSS_LINES if a_across else 1.0) * (shared if c.cluster == "n" else 1.0)
+    b = c.tile_n * (_ACROSS_LINES if b_across else 1.0) * (shared if c.cluster == "m" else 1.0)
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * (a + b)
 
 
@@ -146,6 +157,7 @@ _TILES = (
     *((128, 256), (256, 128), (128, 192), (192, 128), (192, 256), (256, 192)),
     *((128, 128), (64, 256), (128, 64), (64, 128), (64, 64)),
 )
+_TILES_8 = ((256, 128), *(tile for tile in _TILES if tile != (256, 128)))  # of 8 bits: it was faster than 128 x 256
 _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
@@ -177,9 +189,11 @@ def _shapes(problem: Problem) -> Iterator[Config]:
     """Tiles, and how they are divided, with as many steps as any of them may have."""
     few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)
     line = 128 // itemsize_of(problem.dtype)  # elements of k in a swizzle row
-    deep = (line,) if problem.scales == "block" else (line, 2 * line)
-    tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in deep] if few else []
-    tiles += [(m, n, line) for m, n in _TILES]
+    tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in (line, 2 * line)] if few else []
+    if itemsize_of(problem.dtype) == 1:
+        tiles += [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
+    else:
+        tiles += [(m, n, line) for m, n in _TILES]
     for tile_m, tile_n, tile_k in tiles:
         for warpgroups, wg_dimension in _DIVISIONS:
             if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
@@ -228,10 +242,13 @@ def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
 
-    Where warpgroups take turns, the narrowest: their stores take no time of the tensor cores.
+    Where warpgroups take turns, the narrowest: their stores take no time of the tensor cores. So too where a step has 256 of
+    k with 8 bits: a third stage is worth more than a wide store.
     """
     widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
-    for columns in reversed(widths) if gemm.takes_turns(config) else widths:
+    few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
+    narrow = gemm.takes_turns(config) or (few_stages and not _fits(problem, config, gpu, 3, 64))
+    for columns in reversed(widths) if narrow else widths:
         for steps in reversed(_STEPS):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
             if smem_bytes(problem, found) <= gpu.smem_per_block:
@@ -239,6 +256,12 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
                     return found
                 break  # as for fewer steps
     return None
+
+
+def _fits(problem: Problem, config: Config, gpu: Gpu, steps: int, columns: int) -> bool:
+    """Whether so many steps and such an epilogue tile leave room in shared memory."""
+    found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
+    return smem_bytes(problem, found) <= gpu.smem_per_block
 
 
 @functools.lru_cache(maxsize=256)  # `resolve` compares each near entry with it

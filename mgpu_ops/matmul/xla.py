@@ -18,7 +18,8 @@ from mgpu_ops.matmul.problem import Problem, bytes_moved
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _LAUNCH = 2.95e-6  # s
 _RATE = 0.87  # of the datasheet's FLOP/s
-_RATE_8_BITS = 0.75  # of theirs on operands of 8 bits,
+_LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
+_RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
 _MEMORY = 0.94  # of HBM's rate
 _STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128
@@ -50,7 +51,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY) + _widening(p, gpu)
     if p.k % (_ALIGNED * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
-    return _LAUNCH + seconds
+    return _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block") + seconds
 
 
 def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gpu: Gpu) -> float:

@@ -72,16 +72,19 @@ def caller() -> tuple[str, int]:
 
 @functools.cache
 def waits_of(name: str) -> dict[tuple[str, int], bool]:
-    """What tracing a kernel meets, and whether something is ever in flight there."""
+    """What tracing a kernel meets, and whether what it waits for is ever in flight: a wgmma, or one to the accumulator read."""
     met: dict[tuple[str, int], bool] = {}
     with pytest.MonkeyPatch.context() as patch:
+        engine_wait = engine.wgmma_wait
         for function in ("wgmma_wait", "accumulated"):
             kept = getattr(engine, function)
 
             def note(*args: Any, kept: Any = kept) -> Any:
                 kernel = inflight._kernel.get()
                 assert kernel is not None
-                met[caller()] = met.get(caller(), False) or bool(kernel.products)
+                written = [product.accumulator for product in kernel.products]
+                waited = written if kept is engine_wait else [acc for acc in written if acc is inflight._base(args[0])]
+                met[caller()] = met.get(caller(), False) or bool(waited)
                 return kept(*args)
 
             patch.setattr(engine, function, note)

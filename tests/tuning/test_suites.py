@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import pytest
+
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import gpu
@@ -135,6 +137,14 @@ def test_sustained_is_12_products_of_models_named_as_a_model_names_them() -> Non
         of_models |= {job.name: job.problem for job in problems.of_model(model, (8192, 16384), op="matmul", grad=True)}
     assert found == {name: of_models[name] for name in found}
     assert {"nn", "nt", "tn"} == {p.layout for p in found.values()}
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
+def test_fp8_is_20_products_of_models_that_the_kernel_runs(scales: str) -> None:
+    found = asked("--suite", "fp8" if scales == "tensor" else f"fp8-{scales}")
+    of_models = {name: problem for name, problem in found.items() if not name.startswith("square")}
+    assert len(of_models) == 20
+    assert all(p.scales == scales and MATMUL.supports(p, H200) is None for p in found.values())
 
 
 def test_a_model_is_benched_at_any_numbers_of_tokens() -> None:

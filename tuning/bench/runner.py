@@ -290,7 +290,8 @@ class _ProblemRun:
     def roofline(self) -> Measurement:
         """The least time by the datasheet: max(flops / tensor-core rate, bytes / memory bandwidth)."""
         flops, moved = self.work()
-        seconds = max(flops / self.options.gpu.bf16_flops, moved / self.options.gpu.memory_bytes_per_s)
+        rate = self.options.gpu.flops(getattr(self.problem, "dtype", "bfloat16"))
+        seconds = max(flops / rate, moved / self.options.gpu.memory_bytes_per_s)
         return self.measurement(ROOFLINE, "datasheet", 0.0, [seconds * 1e6], None)
 
     def measurement(

@@ -19,7 +19,18 @@ _DTYPES |= {"f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}  # matmul only
 _DTYPES |= {"i8": "int8", "i32": "int32", "u32": "uint32"}  # matmul; collectives, and results of i8
 
 SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
-    "matmul": ("llm", "square", "llama3-8b", "llama3-70b", "llama3-8b-backward", "sustained", "anywhere", "fp8", "fp8-block"),
+    "matmul": (
+        "llm",
+        "square",
+        "llama3-8b",
+        "llama3-70b",
+        "llama3-8b-backward",
+        "sustained",
+        "anywhere",
+        "fp8",
+        "fp8-row",
+        "fp8-block",
+    ),
     "gated_matmul": ("llm", "gradient", "llama3-8b", "llama3-70b", "gemma2-9b"),
     "grouped_matmul": (
         "moe",

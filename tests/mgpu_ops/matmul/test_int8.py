@@ -88,3 +88,9 @@ def test_an_int32_result_with_scales_is_refused_without_a_warning():
     assert reason is not None
     assert "out_dtype int32 has no scales" in reason
     assert public.refusal(mgpu_ops.spec_of("matmul"), replace(P, scales="row")) is None  # XLA runs it
+
+
+def test_inputs_with_an_epilogue_and_no_scales_stay_int8():
+    problem = replace(P, out_dtype="bfloat16", activation="silu", bias=True)
+    arrays = jax.eval_shape(lambda key: mgpu_ops.spec_of("matmul").inputs(problem, key), jax.random.key(0))
+    assert [x.dtype for x in arrays] == [jnp.int8, jnp.int8, jnp.bfloat16]

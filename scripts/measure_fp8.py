@@ -1,0 +1,131 @@
+"""Measures products of 8-bit floats beside XLA's and beside our bf16, all of a problem in turn. Needs a Hopper GPU.
+
+    python scripts/measure_fp8.py --output results/DATE-GPU-matmul-fp8.jsonl [--suites fp8,fp8-block] [--seconds 60]
+
+It writes one line of JSON for each problem of the suites: XLA's times for the same product of 8 bits, those of the bf16
+product of the same sides with the config that a call uses; and for each config its times, spills, and error against XLA's
+result in float32. The configs are the one that a call uses, the default, and the next best ones by the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mgpu_ops import MatmulProblem, spec_of
+from mgpu_ops.core import aot
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core.aot import Executable
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.registry import resolution
+from mgpu_ops.tuning import measure, suites
+from mgpu_ops.tuning.compile_pool import CompileJob, Pool
+
+MATMUL = spec_of("matmul")
+SUITES = ("fp8", "fp8-row", "fp8-block")
+ROUNDS = 7
+
+
+def problems(names: list[str]) -> dict[str, MatmulProblem]:
+    """Those of the suites, in turn: if time ends, some of each are measured."""
+    of_suites = [list(suites.problems(MATMUL, name).items()) for name in names]
+    return {name: p for row in itertools.zip_longest(*of_suites) for name, p in filter(None, row)}
+
+
+def in_bf16(problem: MatmulProblem) -> MatmulProblem:
+    """The product of the same sides, of 16 bits as a program stores them."""
+    return MatmulProblem(problem.m, problem.n, problem.k)
+
+
+def chosen(problem: MatmulProblem, gpu: Gpu, count: int) -> list[Any]:
+    """What a call uses, and the best `count` by the model."""
+    used = resolution.resolve(MATMUL, problem, gpu).config
+    return list(dict.fromkeys(c for c in (used, *MATMUL.candidates(problem, gpu)[:count]) if c is not None))
+
+
+def random(problem: MatmulProblem) -> tuple[jax.Array, ...]:
+    return jax.block_until_ready(jax.jit(partial(MATMUL.inputs, problem))(jax.random.key(0)))
+
+
+def of_problem(problem: MatmulProblem, tasks: dict[Any, Future], bf16: Future, gpu: Gpu) -> dict[str, Any]:
+    """The record of a problem."""
+    arrays, wide = random(problem), random(in_bf16(problem))
+    exact = dataclasses.replace(problem, out_dtype="float32")
+    reference = jax.jit(partial(MATMUL.reference, exact))(*arrays)
+    calls = {"xla": partial(jax.jit(partial(MATMUL.reference, problem)).lower(*arrays).compile(), *arrays)}
+    calls["bf16"] = partial(aot.load(bf16.result()), *wide)
+    used, records = next(iter(tasks)), []
+    for config, task in tasks.items():
+        records.append(record := {"config": dataclasses.asdict(config), "used": config == used})
+        found = task.result()
+        if not isinstance(found, Executable):
+            record["failed"] = found.detail
+            continue
+        calls[str(config)] = call = partial(aot.load(found), *arrays)
+        record |= {"spills": found.spills, "error": measure.error(call(), reference)}
+    cold, warm = (timer(list(calls.values()), gpu, ROUNDS) for timer in (measure.interleaved, measure.warm))
+    times = {name: (measure.median_us(x), measure.median_us(y)) for name, x, y in zip(calls, cold, warm, strict=True)}
+    for record, config in zip(records, tasks, strict=True):
+        if str(config) in times:
+            record["us"], record["warm_us"] = times[str(config)]
+    others = {name: times[name] for name in ("xla", "bf16")}
+    return {"problem": dataclasses.asdict(problem), "others": others, "configs": records}
+
+
+def told(name: str, record: dict[str, Any]) -> str:
+    """One line for a problem."""
+    p, configs = record["problem"], [c for c in record["configs"] if "us" in c]
+    used, best = configs[0]["us"], min(configs, key=lambda c: c["us"])
+    others = ", ".join(f"{us / used:.3f}x of {other}" for other, (us, _) in record["others"].items())
+    fields = ("tile_m", "tile_n", "tile_k", "wg_dimension", "compute_warpgroups", "cluster", "split_k", "max_concurrent_steps")
+    config = " ".join(str(best["config"][field]) for field in fields)
+    return (
+        f"{name} {p['m']}x{p['n']}x{p['k']}: {used:.1f} us, {2 * p['m'] * p['n'] * p['k'] / used / 1e6:.0f} TFLOP/s, {others}; "
+        f"best {best['us']:.1f} us with {config}; error {max(c['error'] for c in configs):.2g}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--suites", default=",".join(SUITES))
+    parser.add_argument("--configs", type=int, default=4, help="of the model's best, for each problem")
+    parser.add_argument("--seconds", type=float, default=60.0, help="stop after this time")
+    arguments = parser.parse_args()
+    start, gpu = time.monotonic(), gpus.current()
+    if gpu is None:
+        parser.error("this machine has no Hopper GPU")
+    about = {"gpu": gpu.name, "driver": gpus.driver_version(), "jax": jax.__version__}
+    topology, queued = aot.attached(), []
+    with Pool(seconds=60.0) as pool, arguments.output.open("a", encoding="utf-8") as stream:
+        for name, problem in problems(arguments.suites.split(",")).items():
+            jobs = {c: CompileJob("matmul", problem, c, gpu, topology) for c in chosen(problem, gpu, arguments.configs)}
+            plain = in_bf16(problem)
+            config = resolution.resolve(MATMUL, plain, gpu).config or MATMUL.default(plain, gpu)
+            bf16 = pool.submit(CompileJob("matmul", plain, config, gpu, topology))
+            queued.append((name, problem, {c: pool.submit(job) for c, job in jobs.items()}, bf16))
+        for name, problem, tasks, bf16 in queued:
+            if time.monotonic() - start > arguments.seconds:
+                print("out of time")
+                break
+            try:
+                record = {"name": name} | of_problem(problem, tasks, bf16, gpu) | about
+            except Exception as error:
+                print(name, "failed:", str(error)[:300], flush=True)
+                continue
+            stream.write(json.dumps(record) + "\n")
+            stream.flush()
+            print(f"{time.monotonic() - start:6.1f} s {told(name, record)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
