@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-import pytest
-
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import gpu
