@@ -18,6 +18,7 @@ wgmma's layout: reductions over the last dimension alone pass, as layouts are in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,9 @@ class _Known:
     @property
     def value(self) -> int | None:
         return int(self.lo) if self.lo == self.hi else None
+
+    def named(self, name: Any) -> _Known:
+        return _Known(self.lo, self.hi, self.step, name)
 
 
 _ANY = _Known()
@@ -178,7 +182,7 @@ _LOGIC: dict[str, Callable[..., _Known]] = {"and": _min, "or": _max, "not": _not
 def _within(x: _Known, lo: float, hi: float) -> _Known:
     """x where it is also known to lie in lo..hi; x itself where that cannot be."""
     lo, hi = max(x.lo, lo), min(x.hi, hi)
-    return dataclasses.replace(x, lo=lo, hi=hi) if lo <= hi else x
+    return _Known(lo, hi, x.step, x.name) if lo <= hi else x
 
 
 _COMPARISONS = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}  # and what holds where one does not
@@ -203,37 +207,44 @@ class _Warpgroup:
     def run(self, eqns: Sequence[Any], env: _Env) -> None:
         for eqn in eqns:
             name = eqn.primitive.name
-            known = [_of(env, atom) for atom in eqn.invars]
             if name in ("copy_gmem_to_smem", "copy_smem_to_gmem"):
                 _check_copy(eqn, env, self._sizes, sure=not self._undecided)
-            if name in _REDUCTIONS and _across_warps(eqn):
+            elif name in _REDUCTIONS and _across_warps(eqn):
                 self.reductions.append(eqn)
-            env.update(zip(eqn.outvars, self._results(eqn, known), strict=False))
+            if results := self._results(eqn, env):
+                env.update(zip(eqn.outvars, results, strict=False))
 
-    def _results(self, eqn: Any, known: list[_Known]) -> list[_Known]:
+    def _results(self, eqn: Any, env: _Env) -> list[_Known]:
         """What is known of an equation's results; runs the functions within it."""
         name, params = eqn.primitive.name, eqn.params
+        if name in _RULES or name in _LOGIC:
+            return self._computed(eqn, env)
         if name == "axis_index":
             axis = params["axis_name"]
             index = self._indices.get(axis, _ANY) if isinstance(axis, str) else _ANY
-            return [index if index.name is not None else dataclasses.replace(index, name=(name, axis))]
+            return [index if index.name is not None else index.named((name, axis))]
         if name == "cond":
-            return self._branches(params["branches"], known)
+            return self._branches(params["branches"], _all_of(env, eqn))
         if name in ("scan", "while"):
-            self._loop(eqn, known)
-            return []
-        if jaxprs := list(jax_core.jaxprs_in_params(params)):
-            return self._call(jaxprs, known)
-        limits = _limits(eqn.outvars[0].aval) if len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == () else None
-        rule = _RULES.get(name) or (_LOGIC.get(name) if limits == (0, 1) else None)
+            self._loop(eqn, _all_of(env, eqn))
+        elif jaxprs := list(jax_core.jaxprs_in_params(params)):
+            return self._call(jaxprs, _all_of(env, eqn))
+        return []
+
+    def _computed(self, eqn: Any, env: _Env) -> list[_Known]:
+        """What is known of the result of arithmetic."""
+        name, aval = eqn.primitive.name, eqn.outvars[0].aval
+        limits = _limits(aval) if aval.shape == () else None
+        rule = _RULES.get(name) or (_LOGIC[name] if limits == (0, 1) else None)
         if rule is None or limits is None:
             return []
+        known = _all_of(env, eqn)
         result = rule(*known)
         if any(not math.isinf(end) and not limits[0] <= end <= limits[1] for end in (result.lo, result.hi)):
             return []  # it may wrap around
         if result.name is None:
             of = (name, *(part.name for part in known))
-            result = dataclasses.replace(result, name=self._names.setdefault(of, _Name(of)))
+            result = result.named(self._names.setdefault(of, _Name(of)))
         if name in _COMPARISONS:
             self._compared[result.name] = (name, *known)  # type: ignore[assignment]
         return [self._refined(result)]
@@ -337,11 +348,15 @@ def _of(env: _Env, atom: Any) -> _Known:
         return _constant(atom)
     if _is_variable(atom):
         known = env.get(atom, _ANY)
-        return known if known.name is not None else dataclasses.replace(known, name=atom)
+        return known if known.name is not None else known.named(atom)
     value = getattr(atom, "val", None)
     if getattr(value, "shape", ()) != () or not _integer(atom.aval):
         return _ANY
     return _constant(int(value))  # type: ignore[arg-type]
+
+
+def _all_of(env: _Env, eqn: Any) -> list[_Known]:
+    return [_of(env, atom) for atom in eqn.invars]
 
 
 def _is_variable(atom: Any) -> bool:
@@ -351,8 +366,13 @@ def _is_variable(atom: Any) -> bool:
 def _limits(aval: Any) -> tuple[int, int] | None:
     """The least and the greatest value of an integer or bool, else None."""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        return (0, 1) if dtype is not None and jnp.issubdtype(dtype, jnp.bool_) else None
+    return None if dtype is None else _limits_of(dtype)
+
+
+@functools.cache
+def _limits_of(dtype: Any) -> tuple[int, int] | None:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return (0, 1) if jnp.issubdtype(dtype, jnp.bool_) else None
     return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
 
 
