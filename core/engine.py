@@ -41,6 +41,7 @@ jax_patches.add_in_float32()
 jax_patches.name_replicas()
 jax_patches.forget_numbers()
 jax_patches.lower_with_32_bits()
+jax_patches.call_with_numpy()
 threads.run_on_own_client()
 threads.run_as_traced()
 

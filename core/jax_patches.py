@@ -7,6 +7,7 @@
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
+| `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
 | `opaque_threads` | code generated in this context reads the number of a thread anew | what a kernel asks for |
 | `threads.run_on_own_client` | the interpreter has as many threads as simulated warpgroups | all interpreted kernels |
 | `threads.run_as_traced` | simulated warpgroups run with `JAX_ENABLE_X64` as they were traced | all interpreted kernels |
@@ -23,8 +24,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental.mosaic.gpu import core as mosaic
 from jax.experimental.mosaic.gpu import dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir
@@ -184,6 +188,39 @@ def lower_with_32_bits() -> None:
 def _with_32_bits(jaxpr: Any) -> contextlib.AbstractContextManager[None]:
     ours = jaxpr.debug_info.func_name.startswith(PREFIX)
     return jax.enable_x64(False) if ours else contextlib.nullcontext()
+
+
+# --- Calls of the interpreter's functions
+#
+# An interpreted kernel calls Python functions thousands of times, with some ten numbers and an array each. XLA gives NumPy's
+# arrays; JAX copies each to a device before the call, where the function makes a NumPy array of it again, and this took about
+# as long as all that the functions do.
+
+_INTERPRETER = interpreter.__name__.rpartition(".")[0]  # the package
+
+
+def call_with_numpy() -> None:
+    """The functions that interpreted kernels call get copies of NumPy's arrays, on no device."""
+    call, to_int = callbacks.io_callback_impl, shared_memory._to_int
+
+    @functools.wraps(call)
+    def call_function(*args: Any, callback: Any, **params: Any) -> Any:
+        function = callback.callback_func
+        while isinstance(function, functools.partial):
+            function = function.func
+        if not getattr(function, "__module__", "").startswith(_INTERPRETER):
+            return call(*args, callback=callback, **params)
+        try:
+            return [np.asarray(x) for x in callback(*map(np.array, args))]
+        except BaseException:
+            callbacks.logger.exception("jax.io_callback failed")
+            raise
+
+    @functools.wraps(to_int)
+    def number(x: Any) -> Any:
+        return x.item() if isinstance(x, np.ndarray) else to_int(x)
+
+    callbacks.io_callback_impl, shared_memory._to_int = call_function, number
 
 
 # --- Numbers of threads
