@@ -52,13 +52,14 @@ LLAMA3_8B = Model(4096, 4, 32, 8, 128, 14336, 16384)
 
 
 def init(model: Model, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """Random weights whose outputs have about the size of their inputs. q, k and v are one matrix, and so are gate and up."""
+    """Random weights whose outputs have about the size of their inputs. q, k and v are one matrix."""
     m = model
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     shapes = {
         "qkv": (m.width, q + 2 * kv),
         "out": (q, m.width),
-        "gate_up": (m.width, 2 * m.hidden),
+        "gate": (m.width, m.hidden),
+        "up": (m.width, m.hidden),
         "down": (m.hidden, m.width),
     }
 
@@ -84,7 +85,7 @@ class Backend:
     """The functions in which backends differ.
 
     product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
-    gated: silu(x w_gate) * (x w_up), of which the backward pass computes both products again.
+    gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
     attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
@@ -193,28 +194,30 @@ def heads(model: Model, backend: Backend, layer: Params, x: jax.Array, batch: in
     return [rope(m, q, positions), rope(m, k, positions), v]
 
 
-def ffn(backend: Backend, layer: Params, x: jax.Array) -> jax.Array:
-    """x plus the gated layer, of one matrix of gate and up, or of two."""
+def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
+    """x plus the gated layer. Without `recompute`, gate and up are kept for the backward pass: faster, with more memory."""
     normal = norm(x, layer["ffn_norm"])
-    if "gate" in layer:
-        hidden = backend.gated(normal, layer["gate"], layer["up"])
-    else:
+    if "gate_up" in layer:
         gate, up = jnp.split(backend.product(normal, layer["gate_up"]), 2, -1)
         hidden = jax.nn.silu(gate) * up
+    elif recompute:
+        hidden = backend.gated(normal, layer["gate"], layer["up"])
+    else:
+        hidden = jax.nn.silu(backend.product(normal, layer["gate"])) * backend.product(normal, layer["up"])
     return backend.product(hidden, layer["down"], x)
 
 
-def apart(params: Params) -> Params:
-    """With gate and up as two matrices: then the backward pass computes both products again, which takes less memory."""
+def joined(params: Params) -> Params:
+    """With gate and up as one matrix, which suits XLA's products of few tokens. Gradients of many would be joined by a copy."""
 
-    def split(layer: Params) -> Params:
-        gate, up = jnp.split(layer["gate_up"], 2, -1)
-        return {name: w for name, w in layer.items() if name != "gate_up"} | {"gate": gate, "up": up}
+    def join(layer: Params) -> Params:
+        others = {name: w for name, w in layer.items() if name not in ("gate", "up")}
+        return others | {"gate_up": jnp.concatenate([layer["gate"], layer["up"]], 1)}
 
-    return params | {"layers": [split(layer) for layer in params["layers"]]}
+    return params | {"layers": [join(layer) for layer in params["layers"]]}
 
 
-def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array) -> jax.Array:
+def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, recompute: bool = False) -> jax.Array:
     """The mean cross-entropy of tokens [batch, n + 1], each from those before it."""
     batch, n = tokens.shape[0], tokens.shape[1] - 1
     positions = jnp.arange(n)
@@ -222,7 +225,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array) -> j
     for layer in params["layers"]:
         attended = backend.attention(*heads(model, backend, layer, x, batch, positions))
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
-        x = ffn(backend, layer, x)
+        x = ffn(backend, layer, x, recompute)
     logits = _head(backend, params, x)
     return jnp.mean(backend.loss(logits, tokens[:, 1:].reshape(-1)))
 
@@ -233,9 +236,11 @@ def _head(backend: Backend, params: Params, x: jax.Array) -> jax.Array:
     return product(norm(x, params["norm"]), params["head"])
 
 
-def gradients(model: Model, backend: Backend, params: Params, tokens: jax.Array) -> tuple[jax.Array, Params]:
+def gradients(
+    model: Model, backend: Backend, params: Params, tokens: jax.Array, recompute: bool = False
+) -> tuple[jax.Array, Params]:
     """The loss and its gradient: what is timed as a step of training."""
-    return jax.value_and_grad(functools.partial(loss, model, backend))(params, tokens)
+    return jax.value_and_grad(functools.partial(loss, model, backend, recompute=recompute))(params, tokens)
 
 
 def empty_cache(model: Model, batch: int, tokens: int) -> Cache:
@@ -256,7 +261,7 @@ def decode(
         k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
-        x = ffn(backend, layer, x)
+        x = ffn(backend, layer, x, recompute=True)  # the fused product: there is no backward pass
     return _head(backend, params, x), grown
 
 
@@ -312,7 +317,7 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
     """The prompt and the likeliest `count` characters after it, one token at a time."""
     backend = serving(BACKENDS[name])
     step = jax.jit(functools.partial(decode, model, backend), donate_argnums=(1,))
-    weights = jax.jit(lambda params: apart(_in_bfloat16(params)))(params)
+    weights = jax.jit(_in_bfloat16)(params)
     written = list(prompt.encode())
     cache = empty_cache(model, 1, len(written) + count)
     for position in range(len(written) + count - 1):
@@ -338,10 +343,8 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
     The optimizer is left out: it is the same for all backends.
     """
     params = _weights(model)
-    if recompute:
-        params = jax.jit(apart)(params)
     data = jax.random.randint(jax.random.key(1), (1, tokens + 1), 0, model.vocabulary)
-    steps = {name: jax.jit(functools.partial(gradients, model, BACKENDS[name])) for name in backends}
+    steps = {name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute)) for name in backends}
     programs = bench.compiled(steps, dict.fromkeys(steps, (params, data)))
     errors = {}
     wanted = programs[backends[0]].step(params, data)
@@ -361,8 +364,8 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
 
 def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:
     """A step of decoding for `batch` sequences of `cached` tokens each, the new one among them; logits are compared."""
-    merged, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
-    weights = {name: merged if name == "xla" else jax.jit(apart)(merged) for name in backends if name != "fp8"}
+    params, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
+    weights = {name: jax.jit(joined)(params) if name == "xla" else params for name in backends if name != "fp8"}
     empty = empty_cache(model, batch, cached)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
     position = jnp.int32(cached - 1)
