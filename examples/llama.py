@@ -220,7 +220,7 @@ def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.A
 
 
 def joined(params: Params) -> Params:
-    """With gate and up as one matrix, which suits XLA's products of few tokens. Gradients of many would be joined by a copy."""
+    """With gate and up as one matrix, which suits products of few tokens. The gradients of many would be joined by a copy."""
 
     def join(layer: Params) -> Params:
         others = {name: w for name, w in layer.items() if name not in ("gate", "up")}
@@ -273,7 +273,7 @@ def decode(
         k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
-        x = ffn(backend, layer, x, recompute=True)  # the fused product: there is no backward pass
+        x = ffn(backend, layer, x, recompute=False)
     return _head(backend, params, x), grown
 
 
@@ -329,7 +329,7 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
     """The prompt and the likeliest `count` characters after it, one token at a time."""
     backend = serving(BACKENDS[name])
     step = jax.jit(functools.partial(decode, model, backend), donate_argnums=(1,))
-    weights = jax.jit(_in_bfloat16)(params)
+    weights = jax.jit(lambda params: joined(_in_bfloat16(params)))(params)
     written = list(prompt.encode())
     cache = empty_cache(model, 1, len(written) + count)
     for position in range(len(written) + count - 1):
@@ -376,8 +376,8 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
 
 def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:
     """A step of decoding for `batch` sequences of `cached` tokens each, the new one among them; logits are compared."""
-    params, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
-    weights = {name: jax.jit(joined)(params) if name == "xla" else params for name in backends if name != "fp8"}
+    params, tokens = jax.jit(joined)(_weights(model)), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
+    weights = {name: params for name in backends if name != "fp8"}
     empty = empty_cache(model, batch, cached)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
     position = jnp.int32(cached - 1)
