@@ -34,6 +34,9 @@ from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
 from mgpu_ops.matmul.quantize import quantize
+from mgpu_ops.matmul.quantized import Config as QuantizedMatmulConfig
+from mgpu_ops.matmul.quantized import Problem as QuantizedMatmulProblem
+from mgpu_ops.matmul.quantized import quantized_matmul
 from mgpu_ops.moe import MoeDispatch, moe, moe_combine, moe_dispatch, moe_experts, moe_route
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
@@ -43,6 +46,7 @@ from mgpu_ops.registry.resolution import use_configs
 type OpName = Literal[
     "matmul",
     "gated_matmul",
+    "quantized_matmul",
     "grouped_matmul",
     "gated_grouped_matmul",
     "ragged_contraction",
@@ -129,6 +133,8 @@ __all__ = [
     "MatmulConfig",
     "MatmulProblem",
     "MoeDispatch",
+    "QuantizedMatmulConfig",
+    "QuantizedMatmulProblem",
     "RaggedContractionProblem",
     "all_gather",
     "all_reduce",
@@ -150,6 +156,7 @@ __all__ = [
     "moe_experts",
     "moe_route",
     "quantize",
+    "quantized_matmul",
     "ragged_contraction",
     "ragged_dot",
     "reduce_scatter",

@@ -1,0 +1,288 @@
+"""quantized_matmul: x (w - zero points) scales, weights of 8 or 4 bits beside 16-bit floats, for NVIDIA Hopper.
+
+`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel.
+Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from mgpu_ops import floats
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul.arguments import float_dtype
+from mgpu_ops.matmul.quantized.model import baseline_cost, candidates, cost, default, distance, space
+from mgpu_ops.matmul.quantized.problem import (
+    SHAPES,
+    SUITES,
+    W_DTYPES,
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+    tolerance,
+    unmeasured,
+)
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    transpose_w: bool
+    out_dtype: str
+    config: Config | None
+    backend: dispatch.Backend | None
+
+
+def quantized_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    scales: ArrayLike,
+    zero_points: ArrayLike | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+    transpose_w: bool = False,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """x times weights of 8 or 4 bits, which become 16-bit floats in the tensor cores' registers; accumulated in float32.
+
+    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[k / group, n]) scales[k / group, n], rounded once, when stored.
+
+    Args:
+      x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
+      w: int8 or int4, [k, n], or for the kernel [n, k] with `transpose_w`: bytes are read along k only. int4 lies packed on a GPU.
+      scales: floats, [k / group, n] also with `transpose_w`; group, a divisor of k, is 32, 64 or 128 for the kernel. Or of
+        columns, [n] or [1, n].
+      zero_points: numbers of the scales' shape, whole and of w's range. They are cast to the scales' dtype: store them so.
+        Default: 0.
+      out_dtype: of the result; x's dtype by default, or "float32".
+      transpose_w: w is stored transposed.
+      config: runs the kernel with this Config instead of the database's.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
+        any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
+        and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
+
+    Returns:
+      [..., n] of out_dtype. The kernel multiplies w - zero_points, exact in x's dtype, and scales float32 sums over each group.
+      XLA scales the weights first and rounds them to x's dtype on a GPU.
+
+    uint4 as AWQ and GPTQ store it is int4 and its zero points less 8: `(w - 8).astype(jnp.int4)`, `zero_points - 8`.
+
+    Works under jit, grad (reverse mode) with respect to x, vmap (one launch where x alone is mapped, else one after the other)
+    and shard_map. The backward pass, dx = g times the scaled weights, runs through XLA. Weights, scales and zero points are
+    constants: a gradient of scales or zero points raises.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other, an unknown backend, a config that cannot run, a gradient that
+        there is not. Scales that are not finite are no error: the result has what arithmetic makes of them.
+      TypeError: x or scales that are no floats, weights that are no int8 or int4.
+
+    Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py; see docs/kernels/quantized_matmul.md.
+    """
+    rows, weights = floats.array("quantized_matmul", "x", x), _weights(w)
+    of_groups = floats.array("quantized_matmul", "scales", scales)
+    if rows.ndim == 0 or weights.ndim != 2:
+        raise ValueError(f"x has shape {rows.shape} and w {weights.shape}: they are [..., k] and of rank 2; use jax.vmap")
+    k, n = weights.shape[::-1] if transpose_w else weights.shape
+    if rows.shape[-1] != k:
+        raise ValueError(f"x{rows.shape} and w{weights.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})")
+    arrays = [of_groups] if zero_points is None else [of_groups, _zero_points(zero_points, of_groups)]
+    arrays = [a.reshape(_scale_shape(of_groups.shape, k, n)) for a in arrays]
+    out = float_dtype(out_dtype, None, rows.dtype)
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
+    call = _Call(bool(transpose_w), out.name, config, dispatch.requested_backend(backend))
+    m = int(np.prod(rows.shape[:-1], dtype=np.int64))
+    flat = mesh.same_mesh_axes(rows.reshape(m, k), weights, *arrays)
+    return _quantized(call, *flat).reshape(*rows.shape[:-1], n)
+
+
+def _weights(w: Any) -> jax.Array:
+    try:
+        weights = jnp.asarray(w)
+    except (TypeError, ValueError):
+        raise TypeError(f"w is {w!r:.80}, which is no array: quantized_matmul takes int8 or int4") from None
+    if weights.dtype.name not in W_DTYPES:
+        raise TypeError(f"w has dtype {weights.dtype}: quantized_matmul takes int8 or int4; mgpu_ops.matmul takes floats")
+    return weights
+
+
+def _zero_points(zero_points: Any, scales: jax.Array) -> jax.Array:
+    try:
+        found = jnp.asarray(zero_points)
+    except (TypeError, ValueError):
+        raise TypeError(f"zero_points is {zero_points!r:.80}, which is no array") from None
+    if not (jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)):
+        raise TypeError(f"zero_points has dtype {found.dtype}: pass integers, or whole numbers as floats")
+    if found.shape != scales.shape:
+        raise ValueError(f"zero_points has shape {found.shape} and scales {scales.shape}: they have one shape")
+    return found.astype(scales.dtype)
+
+
+def _scale_shape(shape: tuple[int, ...], k: int, n: int) -> tuple[int, ...]:
+    """The shape in which the op takes scales of this one: [n], or [groups, n]. Raises where it is none."""
+    if shape in ((n,), (1, n)):
+        return (n,)
+    if len(shape) == 2 and shape[1] == n and shape[0] and k % shape[0] == 0:
+        return shape
+    raise ValueError(f"scales has shape {shape}: for k={k} and n={n} it is [n], or [k / group, n] with a group that divides k")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized(call: _Call, *arrays: jax.Array) -> jax.Array:
+    out: jax.Array = _batchable(call)(*arrays)
+    return out
+
+
+def _forward(call: _Call, *arrays: Any) -> Any:
+    if any(a.perturbed for a in arrays[2:]):
+        raise ValueError(
+            "quantized_matmul has no gradient of scales or zero points: hold them constant with jax.lax.stop_gradient, or "
+            "multiply dequantised weights with mgpu_ops.matmul"
+        )
+    values = [a.value for a in arrays]
+    return _quantized(call, *values), values
+
+
+def _backward(call: _Call, saved: Any, g: Any) -> tuple[Any, ...]:
+    """dx = g times the scaled weights, through XLA."""
+    x, w, *scales = saved
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+        return (jnp.zeros_like(x), None, *(None for _ in scales))
+    wide = np.promote_types(x.dtype, np.float32)
+    weights = _dequantised(_problem(call, *saved), w, *scales).astype(_product_dtype(x.dtype))
+    dx = jnp.matmul(g.astype(weights.dtype), weights if call.transpose_w else weights.mT, preferred_element_type=wide)
+    return (dx.astype(x.dtype), None, *(None for _ in scales))
+
+
+_quantized.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def product(*arrays: jax.Array) -> Any:
+        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    @product.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        if not any(batched[1:]):  # one product with more rows
+            x, *rest = arrays
+            out = run(x.reshape(-1, x.shape[-1]), *rest)
+            return out.reshape(*x.shape[:-1], out.shape[-1]), True
+        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
+
+        def one(slices: list[jax.Array]) -> Any:
+            each = iter(slices)
+            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+        return lax.map(one, mapped), True
+
+    run = jax.jit(product)
+    return run
+
+
+def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> Problem:
+    k, n = x.shape[1], w.shape[0 if call.transpose_w else 1]
+    group = k // scales.shape[0] if scales.ndim == 2 else 0
+    return Problem(
+        m=x.shape[0],
+        n=n,
+        k=k,
+        w_dtype=w.dtype.name,
+        group=group,
+        zero_points=bool(zero_points),
+        dtype=x.dtype.name,
+        out_dtype=call.out_dtype,
+        layout="nt" if call.transpose_w else "nn",
+        scale_dtype=scales.dtype.name,
+    )
+
+
+def _product_dtype(dtype: Any) -> Any:
+    """What XLA multiplies in: x's dtype, on a machine without a GPU in float32 at least."""
+    return dtype if gpus.current() is not None else np.promote_types(dtype, np.float32)
+
+
+def _dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+    """(w - zero_points) scales as stored, in float32, or float64 as the scales."""
+    axis = 1 if problem.layout == "nt" else 0  # of w, along k
+    wide = np.promote_types(scales.dtype, np.float32)
+
+    def of_each(a: jax.Array) -> jax.Array:
+        if a.ndim == 1:
+            return jnp.expand_dims(a, axis)
+        return jnp.repeat(a.mT if axis else a, problem.group, axis)
+
+    values = w.astype(wide)
+    for zero in zero_points:
+        values = values - of_each(zero.astype(problem.dtype).astype(wide))
+    return values * of_each(scales.astype(wide))
+
+
+def reference(problem: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+    """The same through XLA: the weights, scaled and on a GPU rounded to x's dtype, then a product.
+
+    Scales of columns multiply the product instead, so that 8 or 4 bits are exact in x's dtype.
+    """
+    p, dtype, wide = problem, _product_dtype(x.dtype), np.promote_types(x.dtype, np.float32)
+    of_columns = scales.ndim == 1
+    ones = jnp.ones((), scales.dtype)[None]
+    weights = _dequantised(p, w, ones if of_columns else scales, *zero_points).astype(dtype)
+    out = jnp.matmul(x.astype(dtype), weights.mT if p.layout == "nt" else weights, preferred_element_type=wide)
+    return (out * scales.astype(wide) if of_columns else out).astype(p.out_dtype)
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.matmul.quantized import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="quantized_matmul",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    baseline_cost=baseline_cost,
+    unmeasured=unmeasured,
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "launch", "quantized_matmul", "reference", "smem_bytes"]

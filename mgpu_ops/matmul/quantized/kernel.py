@@ -1,0 +1,378 @@
+"""The kernel of quantized_matmul: x (w - zero points) scales, weights of 8 or 4 bits, for NVIDIA Hopper.
+
+Few rows of x take as long as reading the weights does. So the kernel computes out^T = w x^T: wgmma's 64 rows are weights, which
+come from registers, where they are made 16-bit floats on the way from shared memory, and its columns are the rows of x.
+Integers are exact in 16 bits, also behind a zero point; the product of a group is scaled when it is added to the float32 sum.
+
+Persistent and warp-specialised, as matmul's kernel: a producer warpgroup loads weights, rows of x, scales and zero points with
+TMA into the stages of a pipeline, and consumer warpgroups multiply them. They share the tile's columns; or each has a part of
+the step's k, and the first adds up their sums: then a narrow tile occupies several, which hide each other's waits.
+
+Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core.cluster import ClusterSum
+from mgpu_ops.core.epilogue import along, store_tile
+from mgpu_ops.core.gemm import ROWS
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import consumer_registers, resident_clusters
+from mgpu_ops.core.pipeline import Barriers, Pipeline
+from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.core.upcast import load_upcast
+from mgpu_ops.matmul.quantized.problem import (
+    PANEL,
+    Config,
+    Problem,
+    cluster_size,
+    clusters_of_tiles,
+    epilogue_buffers,
+    epilogue_rows,
+    k_steps,
+    storing_warpgroups,
+    warpgroup_panels,
+    warpgroup_rows,
+    x_panel,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """An output tile: its first row of x, its first column of the result, and its first pipeline step of k."""
+
+    row: jax.Array
+    column: jax.Array
+    step: Int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
+
+    zero_points: None where there are none. scales: [k / group, n], or [columns of all tiles] of which each has one scale.
+    w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages, groups, tile_n].
+    parts: [warpgroups - 1, rows / 64, 64, tile_m] float32, sums of the other warpgroups where they share k.
+    """
+
+    p: Problem
+    c: Config
+    blocks: int
+    x: Any
+    w: Any
+    scales: Any
+    zero_points: Any
+    out: Any
+    w_smem: Any
+    x_smem: Any
+    out_smem: Any
+    s_smem: Any = None
+    z_smem: Any = None
+    parts: Any = None
+    parts_arrived: Any = None
+    parts_taken: Any = None
+    cluster_sum: Any = None
+
+    def tile(self, number: jax.Array) -> _Tile:
+        """This block's output tile. Tiles with the same weights are neighbours, so that they find them in L2."""
+        p, c = self.p, self.c
+        index = number * self.blocks + lax.axis_index("block")
+        rows = jnp.int32(math.ceil(p.m / c.tile_m))
+        row, column = lax.rem(index, rows), lax.div(index, rows)
+        if c.cluster == "n":
+            column = column * 2 + lax.axis_index("cluster")
+        step = lax.axis_index("cluster") * k_steps(p, c) if c.cluster == "k" else 0
+        return _Tile(row * c.tile_m, column * c.tile_n, step)
+
+    # --- Producer
+
+    def load(self, tile: _Tile, step: jax.Array, stage: jax.Array, full: Any) -> None:
+        """Starts the copies of a step. TMA fills what lies outside an array with zeros."""
+        p, c = self.p, self.c
+        first = (tile.step + step) * c.tile_k
+        columns, rows = pl.ds(tile.column, c.tile_n), pl.ds(tile.row, c.tile_m)
+        for i in range(c.tile_k // PANEL):
+            src = self.w.at[columns, pl.ds(first + i * PANEL, PANEL)]
+            engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
+        width = x_panel(p)
+        shared = {"collective_axes": "cluster"} if c.cluster == "n" else {}
+        for i in range(c.tile_k // width):
+            src = self.x.at[rows, pl.ds(first + i * width, width)]
+            engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], full, **shared)
+        if p.group:
+            groups = c.tile_k // p.group
+            at = pl.ds((tile.step + step) * groups, groups), columns
+            engine.copy_gmem_to_smem(self.scales.at[at], self.s_smem.at[stage], full)
+            if p.zero_points:
+                engine.copy_gmem_to_smem(self.zero_points.at[at], self.z_smem.at[stage], full)
+
+    # --- Consumers
+
+    @property
+    def row_blocks(self) -> range:
+        """First rows of the wgmma of this warpgroup, counted from `first_row`."""
+        return range(0, warpgroup_rows(self.c), ROWS)
+
+    @property
+    def first_row(self) -> Int:
+        """The first weight row of this warpgroup in the tile."""
+        return 0 if self.c.wg_dimension == "k" else lax.axis_index("wg") * warpgroup_rows(self.c)
+
+    @property
+    def first_panel(self) -> Int:
+        """The first panel of weights of this warpgroup in a step."""
+        return lax.axis_index("wg") * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
+
+    def zeros_of_columns(self, tile: _Tile) -> list[jax.Array]:
+        """Zero points of this warpgroup's rows, 64 at a time; none where there are none."""
+        if self.zero_points is None:
+            return []
+        shape, first = (ROWS, PANEL), tile.column + self.first_row
+        return [along(self.zero_points, first + row, shape, 0).astype(self.p.dtype) for row in self.row_blocks]
+
+    def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
+        """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
+        for number, row in enumerate(self.row_blocks):
+            for i in range(warpgroup_panels(self.c)):
+                panel = self.first_panel + i
+                weights = self._weights(stage, panel, row)
+                self._start(accs[number], weights - zeros[number] if zeros else weights, stage, panel, 0)
+        engine.wgmma_wait(0)
+
+    def multiply_groups(self, products: tuple[Any, ...], stage: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+        """sums + scales * (weights x^T of each group), in float32.
+
+        Two accumulators take groups in turn: the tensor cores multiply one while the last one is scaled and added.
+        """
+        p, totals = self.p, list(sums)
+        units = [
+            (number, row, i, first)
+            for number, row in enumerate(self.row_blocks)
+            for i in range(warpgroup_panels(self.c))
+            for first in range(0, PANEL, p.group)
+        ]
+        started = p.group // x_panel(p)  # wgmma of a group
+        # Scales arrive while the tensor cores multiply.
+        scales = [self._of_group(self.s_smem, stage, *unit[1:]).astype(jnp.float32) for unit in units]
+        weights: Any = None
+
+        def add(which: int, in_flight: int) -> None:
+            product = engine.accumulated(products[which % 2], in_flight)
+            totals[units[which][0]] += product * lax.broadcast_in_dim(scales[which], product.shape, (0,))
+
+        for which, (_, row, i, first) in enumerate(units):
+            panel = self.first_panel + i
+            if first == 0:
+                weights = self._weights(stage, panel, row)
+            product = products[which % 2]
+            product[...] = jnp.zeros(product.shape, jnp.float32)
+            part = weights[:, first : first + p.group]
+            if p.zero_points:
+                zero = self._of_group(self.z_smem, stage, row, i, first).astype(p.dtype)
+                part -= lax.broadcast_in_dim(zero, part.shape, (0,))
+            self._start(product, part, stage, panel, first)
+            if which:
+                add(which - 1, started)
+        add(len(units) - 1, 0)
+        return tuple(totals)
+
+    def _weights(self, stage: jax.Array, panel: Int, row: int) -> jax.Array:
+        """64 rows of a panel of weights, as 16-bit floats in registers."""
+        return load_upcast(self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)], self.p.dtype)
+
+    def _start(self, acc: Any, weights: jax.Array, stage: jax.Array, panel: Int, first: int) -> None:
+        """Starts acc += weights x^T, where the weights begin at element `first` of a panel of theirs."""
+        width = x_panel(self.p)
+        for j in range(weights.shape[1] // width):
+            x = self.x_smem.at[stage, panel * (PANEL // width) + first // width + j]
+            engine.wgmma(acc, weights[:, j * width : (j + 1) * width], engine.transpose_ref(x))
+
+    def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
+        """Scales or zero points of 64 rows, of the group that begins at element `first` of this warpgroup's panel."""
+        group = (self.first_panel + panel) * (PANEL // self.p.group) + first // self.p.group
+        ref = smem.at[stage, group, pl.ds(self.first_row + row, ROWS)]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def store(self, number: jax.Array, sums: tuple[jax.Array, ...]) -> None:
+        """Adds up the sums of warpgroups and of the cluster where they share k, and stores the tile transposed."""
+        tile = self.tile(number)
+        if self.c.wg_dimension == "n" or self.c.compute_warpgroups == 1:
+            self._store(number, tile, sums)
+            return
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg > 0)
+        def _() -> None:
+            @pl.when(number > 0)  # the last tile's parts are read
+            def _() -> None:
+                plgpu.barrier_wait(self.parts_taken)
+
+            for i, part in enumerate(sums):
+                self.parts[wg - 1, i] = part
+            plgpu.commit_smem()  # all threads have written
+            plgpu.barrier_arrive(self.parts_arrived)
+
+        @pl.when(wg == 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.parts_arrived)
+            totals = list(sums)
+            for other in range(self.c.compute_warpgroups - 1):
+                totals = [total + self.parts[other, i] for i, total in enumerate(totals)]
+            plgpu.barrier_arrive(self.parts_taken)
+            self._store(number, tile, tuple(totals))
+
+    def _store(self, number: jax.Array, tile: _Tile, sums: tuple[jax.Array, ...]) -> None:
+        c, wg = self.c, 0 if self.c.wg_dimension == "k" else lax.axis_index("wg")
+        for i, (row, values) in enumerate(zip(self.row_blocks, sums, strict=True)):
+            first = tile.column + self.first_row + row
+
+            def copy(staged: Any, _: int, j: int, first: jax.Array = first) -> None:
+                rows = pl.ds(tile.row + j, epilogue_rows(c))
+                plgpu.copy_smem_to_gmem(staged, self.out.at[rows, pl.ds(first, ROWS)])
+
+            def finish(total: jax.Array, first: jax.Array = first) -> None:
+                if not self.p.group:
+                    total *= along(self.scales, first, total.shape, 0)
+                store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
+
+            if self.cluster_sum is None:
+                finish(values)
+            else:
+                self.cluster_sum.add(values, number * len(sums) + i, finish)
+
+
+def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
+    """One block: its output tiles one after the other, each in steps of k."""
+    x, w, scales, *zero_points, out = refs
+    block = _Block(p, c, blocks, x, w, scales, zero_points[0] if zero_points else None, out, **smem)
+    pipeline, steps = Pipeline(c.max_concurrent_steps, *barriers), k_steps(p, c)
+    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
+
+    def producer() -> None:
+        def load_tile(t: jax.Array, _: None) -> None:
+            tile = block.tile(t)
+
+            def load_step(k: jax.Array, _: None) -> None:
+                pipeline.fill(t * steps + k, lambda stage, full: block.load(tile, k, stage, full))
+
+            lax.fori_loop(0, steps, load_step, None)
+
+        lax.fori_loop(0, own_tiles, load_tile, None)
+        pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
+
+    def compute_tile(accs: tuple[Any, ...], t: jax.Array) -> tuple[jax.Array, ...]:
+        """The sums over this block's part of k, of 64 rows each."""
+        if not p.group:
+            for acc in accs:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            zeros = block.zeros_of_columns(block.tile(t))
+
+            def multiply(k: jax.Array, _: None) -> None:
+                pipeline.read(t * steps + k, lambda stage: block.multiply(accs, zeros, stage))
+
+            lax.fori_loop(0, steps, multiply, None)
+            return tuple(acc[...] for acc in accs)
+
+        def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            found: list[tuple[jax.Array, ...]] = []
+            pipeline.read(t * steps + k, lambda stage: found.append(block.multiply_groups(accs, stage, sums)))
+            return found[0]
+
+        nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.tile_m), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, steps, add, (nothing,) * len(block.row_blocks))
+
+    def consumer(*accs: Any) -> None:
+        def tile(t: jax.Array, _: None) -> None:
+            block.store(t, compute_tile(accs, t))
+
+        lax.fori_loop(0, own_tiles, tile, None)
+        if block.cluster_sum is not None:  # other blocks' last sums read this block's shared memory, or are sent to it
+            stores = lax.axis_index("wg") < storing_warpgroups(c)
+            pl.when(jnp.logical_and(own_tiles > 0, stores))(block.cluster_sum.finish)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
+
+    engine.specialize(
+        producer,
+        lambda: accumulators.scope(consumer),
+        consumers=c.compute_warpgroups,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu),
+    )
+
+
+def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+    """Runs the kernel on x, weights, scales, and zero points where the problem has them."""
+    x, w, scales, *zero_points = arrays
+    cluster = cluster_size(c)
+    blocks = min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c))
+    if not p.group:  # read up to the end of the last tile
+        scales, *zero_points = (jnp.pad(vector, (0, -p.n % c.tile_n)) for vector in (scales, *zero_points))
+    run = engine.kernel(
+        functools.partial(_kernel, p, c, gpu, blocks),
+        engine.Launch(
+            "mgpu_ops_quantized_matmul",
+            grid={"block": blocks},
+            cluster={"cluster": cluster},
+            warpgroups=c.compute_warpgroups + 1,
+            interpret=interpret,
+        ),
+        out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
+        scratch_types=_scratch(p, c),
+    )
+    out: jax.Array = run(x, w, scales, *zero_points)
+    return out
+
+
+def _scratch(p: Problem, c: Config) -> dict[str, Any]:
+    """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
+    stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
+    row_blocks, epilogue = warpgroup_rows(c) // ROWS, epilogue_rows(c)
+    copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group) * (1 + p.zero_points)
+
+    def smem(shape: tuple[int, ...], dtype: str) -> Any:
+        transforms: tuple[Any, ...] = engine.operand_transforms(shape[-1], dtype)
+        if dtype == "int4":  # a panel of weights has 64 bytes
+            transforms = plgpu.TilingTransform((8, PANEL)), plgpu.SwizzleTransform(PANEL // 2)
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
+
+    accumulator = (ROWS, c.tile_m)
+    scratch = {
+        "accumulators": engine.Accumulators((accumulator,) * (2 if p.group else row_blocks), wgs),
+        "w_smem": smem((stages, c.tile_k // PANEL, c.tile_n, PANEL), p.w_dtype),
+        "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
+        "out_smem": smem((storing, epilogue_buffers(c), epilogue, ROWS), p.out_dtype),
+        "barriers": _barriers(c, copies),
+    }
+    if p.group:
+        shape = (stages, c.tile_k // p.group, c.tile_n)
+        scratch["s_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
+        if p.zero_points:
+            scratch["z_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
+    if c.wg_dimension == "k" and wgs > 1:
+        scratch["parts"] = smem((wgs - 1, row_blocks, *accumulator), "float32")
+        scratch["parts_arrived"] = plgpu.Barrier(num_arrivals=wgs - 1)
+        scratch["parts_taken"] = plgpu.Barrier(num_arrivals=1)
+    if c.cluster == "k":
+        scratch["cluster_sum"] = ClusterSum(accumulator, storing, c.split_k, "cluster")
+    return scratch
+
+
+def _barriers(c: Config, copies: int) -> Barriers:
+    """Those of the pipeline. Where two blocks share copies, both must have read a stage before it is filled again."""
+    if c.cluster != "n":
+        return Pipeline.barriers(c.max_concurrent_steps, copies=copies, consumers=c.compute_warpgroups)
+    stages = c.max_concurrent_steps
+    empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=c.compute_warpgroups, num_barriers=stages)
+    return Barriers(full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages), empty=empty)

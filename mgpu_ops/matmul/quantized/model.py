@@ -1,0 +1,140 @@
+"""Configs worth trying for a product with quantized weights, and a model of their time. The tuner and the default use both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mgpu_ops.core import gemm, rates
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
+from mgpu_ops.matmul import xla
+from mgpu_ops.matmul.problem import Problem as MatmulProblem
+from mgpu_ops.matmul.quantized.problem import (
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    cluster_size,
+    clusters_of_tiles,
+    k_steps,
+    smem_bytes,
+    supports,
+    weights_bytes,
+)
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The values of each Config field, in order. `check` tells which combinations run."""
+    del problem, gpu
+    return {
+        "tile_m": (8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+        "tile_n": (64, 128, 192, 256),
+        "tile_k": (128, 256, 512),
+        "max_concurrent_steps": _STEPS,
+        "compute_warpgroups": (1, 2, 3, 4),
+        "wg_dimension": ("n", "k"),
+        "cluster": ("none", "n", "k"),
+        "split_k": (1, 2, 4, 8),
+        "memory_registers": (24, 40),
+    }
+
+
+_STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+
+# Estimates: of the instructions of the compiled loop, and of what was measured of matmul (docs/kernels/quantized_matmul.md).
+_UPCAST = {"int8": 26.0, "int4": 30.0}  # weights a clock that an SM brings into registers as floats
+_FEW_WARPGROUPS = {1: 0.6, 2: 0.85, 3: 0.95, 4: 1.0}  # of that rate is reached by so many: one waits while others work
+_SCALED = 64.0  # float32 sums a clock that an SM scales and adds beside it
+_RATE = 0.7  # of the tensor cores' rate, whose left operand comes from registers
+_MULTICAST = 0.79  # of the time is left to loads that two blocks share
+_SUM = 0.4e-6  # s that adding up the sums of warpgroups, or of a cluster, takes a tile
+_STORE = 0.6e-6  # s that storing a tile takes
+_NORM = 3.0  # arithmetic, loads and HBM overlap (`gemm.together`)
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled time in seconds, with at least the time of HBM.
+
+    step = |weights / upcast rate + sums scaled, 2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
+    time = launch + latency + |waves * (k steps * step + sum + store), HBM bytes / HBM rate|
+    |...|: the times joined by a norm (`gemm.together`), not much more than the longest
+    """
+    p, c = problem, config
+    waves = math.ceil(clusters_of_tiles(p, c) / resident_clusters(cluster_size(c), gpu))
+    weights, rate = c.tile_n * c.tile_k, _UPCAST[p.w_dtype] * _FEW_WARPGROUPS[c.compute_warpgroups]
+    clocks = weights / rate + (c.tile_m * weights / p.group / _SCALED if p.group else 0.0)
+    multiply = 2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops)
+    x = c.tile_m * c.tile_k * itemsize_of(p.dtype) * (_MULTICAST if c.cluster == "n" else 1.0)
+    loads = (weights_bytes(p, weights) + x) / rates.load_bytes(gpu)
+    latency = rates.LOAD_LATENCY / (c.max_concurrent_steps - 1)
+    step = gemm.together(_NORM, clocks / gpu.clock_hz, multiply, loads, latency)
+    adds = (c.wg_dimension == "k") + (c.cluster == "k")
+    blocks = waves * (k_steps(p, c) * step + adds * _SUM + _STORE)
+    memory = bytes_moved(p) / gpu.memory_bytes_per_s
+    return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
+
+
+def baseline_cost(problem: Problem, gpu: Gpu) -> float:
+    """Modelled time in seconds of XLA: it writes the weights in 16 bits, and multiplies them."""
+    p = problem
+    widened = (weights_bytes(p, p.n * p.k) + 2 * p.n * p.k) / (rates.HBM * gpu.memory_bytes_per_s)
+    return widened + xla.cost(MatmulProblem(p.m, p.n, p.k, p.dtype, p.out_dtype, "nt"), gpu)
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Configs chosen without measurements, the least modelled `cost` first: one for each tile, cluster and share of it.
+
+    The pipeline is as deep as shared memory allows. Raises ValueError where `supports` has a reason.
+    """
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of quantized_matmul fits {problem} on {gpu.name}: {reason}")
+    found = (deepest(problem, config, gpu) for config in _shapes(problem))
+    return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
+
+
+_DIVISIONS = ((2, "n"), (3, "n"), (4, "n"), (2, "k"), (4, "k"))  # consumer warpgroups, and what they share
+_CLUSTERS = (("none", 1), ("n", 1), ("k", 2), ("k", 4))  # cluster, split_k
+
+
+def _shapes(problem: Problem) -> Iterator[Config]:
+    """Tiles and how they are divided, with as many steps as any of them may have."""
+    tile_ms = [m for m in (8, 16, 24, 32, 48, 64, 128, 256) if m >= min(problem.m, 64)]
+    few = next(m for m in tile_ms if m >= min(problem.m, 256))
+    choices = itertools.product({few, min(tile_ms)}, (64, 128, 192, 256), (128, 256, 512), _DIVISIONS, _CLUSTERS)
+    for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), (cluster, split_k) in choices:
+        yield Config(tile_m, tile_n, tile_k, _STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40)
+
+
+def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
+    """The config with as many steps as fit. A deeper pipeline is never slower."""
+    for steps in reversed(_STEPS):
+        found = dataclasses.replace(config, max_concurrent_steps=steps)
+        if smem_bytes(problem, found) <= gpu.smem_per_block:
+            return found if check(problem, found, gpu) is None else None
+    return None
+
+
+@functools.lru_cache(maxsize=256)  # `resolve` compares each near entry with it
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """The first of the `candidates`. Raises ValueError where there is none."""
+    return first_of(candidates(problem, gpu), problem, gpu)
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
+
+    The sum of |log2| of the ratios of m, n and k, and a small step for another group, zero points, or dtype of as many bits.
+    """
+    sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k))
+    if x.w_dtype != y.w_dtype or itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
+        return None
+    near = sum(abs(math.log2(u / v)) for u, v in sides)
+    near += 0.05 * (x.dtype != y.dtype) + 0.05 * (x.scale_dtype != y.scale_dtype) + 0.1 * (x.zero_points != y.zero_points)
+    near += 0.2 * (x.group != y.group) + 0.5 * (x.layout != y.layout)
+    return near if near <= 4.0 else None

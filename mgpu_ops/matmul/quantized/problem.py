@@ -1,0 +1,345 @@
+"""What a product with quantized weights is (`Problem`), how it may be run (`Config`), and which of them fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mgpu_ops.core import limits
+from mgpu_ops.core.gemm import ROWS
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.matmul import problem as matmul
+from mgpu_ops.models import MODELS
+
+# --- What is computed, and how fast -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[k / group, n]) scales[k / group, n].
+
+    m, n, k: rows of x (tokens), columns of the result, and what is summed over.
+    w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
+    group: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does, and scales are [n].
+    zero_points: whether zero points of the scales' shape are subtracted from the weights.
+    dtype: of x, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: how weights are stored, "nt" as [n, k], "nn" as [k, n].
+    scale_dtype: of scales and zero points, "float32", "bfloat16" or "float16".
+    """
+
+    m: int
+    n: int
+    k: int
+    w_dtype: str = "int8"
+    group: int = 0
+    zero_points: bool = False
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    layout: str = "nt"
+    scale_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Config:
+    """How a block of the kernel works. Every field is tuned. None changes the result, except the order of float32 sums over k.
+
+    tile_m: rows of x of an output tile, wgmma's columns: the kernel computes out^T = w x^T.
+    tile_n: columns of the result of an output tile, in units of wgmma's 64 rows.
+    tile_k: depth of one pipeline step.
+    max_concurrent_steps: stages of the pipeline in shared memory.
+    compute_warpgroups: consumer warpgroups beside the producer, 1 to 4.
+    wg_dimension: what they share of a step: "n", the tile's columns, or "k", its depth; then they add up their sums.
+    cluster: "none"; "n": two blocks, adjacent along n, load their rows of x once (multicast); "k": `split_k` blocks compute
+      parts of k of one tile and add them up through distributed shared memory.
+    split_k: blocks of a cluster along k, 2, 4 or 8; else 1.
+    memory_registers: registers of a producer thread; consumers share the rest.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    max_concurrent_steps: int
+    compute_warpgroups: int
+    wg_dimension: str
+    cluster: str
+    split_k: int
+    memory_registers: int
+
+
+_LAYER = ("qkv", "out", "gate_up", "down")
+_TOKENS = (1, 8, 16, 64)
+_KINDS: dict[str, dict[str, Any]] = {"w8": {}, "w4": {"w_dtype": "int4", "group": 128}}
+
+
+def _decoding(model: str, kind: str) -> dict[str, Problem]:
+    """The products of a layer, for a token of each of a few sequences."""
+    layer = MODELS[model].projections
+    return {
+        f"{model}-{name}-{m}-{kind}": Problem(m, layer[name].n, layer[name].k, **_KINDS[kind])
+        for name in _LAYER
+        for m in _TOKENS
+    }
+
+
+_MODELS = ("llama3-8b", "llama3-70b")
+SHAPES: dict[str, Problem] = {
+    name: problem for kind in _KINDS for model in _MODELS for name, problem in _decoding(model, kind).items()
+}
+SUITES: dict[str, Sequence[str]] = {
+    **{kind: [name for name in SHAPES if name.endswith(kind)] for kind in _KINDS},
+    **{model: [name for name in SHAPES if name.startswith(model)] for model in _MODELS},
+}
+
+# --- What can run ---------------------------------------------------------------------------------------------------
+
+PANEL = 128  # of k: weights in a row of a swizzle
+GROUPS = (0, 32, 64, 128)
+W_DTYPES = ("int8", "int4")
+SCALE_DTYPES = ("float32", "bfloat16", "float16")
+_TILE_K = (128, 256, 512)
+_WARPGROUPS = (1, 2, 3, 4)
+_WEIGHTS = 64  # registers of a consumer thread for weights and addresses, about
+
+
+def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Why no config of the kernel can run `problem` on `gpu`, or None."""
+    p = problem
+    if reason := supports_dtypes(p.dtype, p.out_dtype, gpu):
+        return reason
+    for field, allowed in (("w_dtype", W_DTYPES), ("scale_dtype", SCALE_DTYPES)):
+        if getattr(p, field) not in allowed:
+            return f"{field} {getattr(p, field)} is not one of {', '.join(allowed)}: cast, or use backend='xla'"
+    if p.layout != "nt":
+        return (
+            f"layout {p.layout} of weights: bytes cannot be transposed on their way to the tensor cores; store them once as "
+            "[n, k] (transpose_w=True), or use backend='xla'"
+        )
+    if p.group not in GROUPS:
+        return f"group={p.group} is not one of {', '.join(map(str, GROUPS[1:]))}, or 0 for all of k: use backend='xla'"
+    if reason := supports_sizes(p, ("m", "n", "k")) or matmul.supports_work(p, 1, gpu, "the rows"):
+        return reason
+    if p.group and p.k % p.group:
+        return f"k={p.k} is no multiple of group={p.group}: pad it, or use backend='xla'"
+    if p.w_dtype == "int4" and p.k % PANEL:
+        return f"k={p.k} is no multiple of {PANEL}, which int4 weights are read in: pad it, or use backend='xla'"
+    if p.out_dtype == "float32" and ((p.m > 8 and p.m % 8) or p.n % ROWS):
+        return (
+            f"an output of {p.m} x {p.n} in float32 is not a multiple of 8 x {ROWS}: ask for out_dtype={p.dtype}, pad it, or "
+            "use backend='xla'"
+        )
+    rows = {"x": ("k", p.k, 2), "the weights": ("k", p.k, 1), "the output": ("n", p.n, itemsize_of(p.out_dtype))}
+    return supports_rows(rows)
+
+
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured."""
+    del problem
+    return "the kernel has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
+
+
+def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
+    p, c = problem, config
+    return (
+        supports(p, gpu)
+        or _check_choices(c)
+        or _check_tile(c)
+        or limits.check_producer_registers(c.memory_registers)
+        or _check_cluster(p, c)
+        or _check_groups(p, c)
+        or _check_registers(p, c, gpu)
+        or limits.check_smem(smem_bytes(p, c), gpu)
+    )
+
+
+def _check_choices(c: Config) -> str | None:
+    choices: dict[str, tuple[Any, ...]] = {
+        "tile_k": _TILE_K,
+        "compute_warpgroups": _WARPGROUPS,
+        "wg_dimension": ("n", "k"),
+        "cluster": ("none", "n", "k"),
+    }
+    for field, allowed in choices.items():
+        if getattr(c, field) not in allowed:
+            return f"{field}={getattr(c, field)!r} is not one of {allowed}"
+    return None
+
+
+def _check_tile(c: Config) -> str | None:
+    """wgmma multiplies the tile, and consumer warpgroups can share it."""
+    if c.tile_m % 8 or not 8 <= c.tile_m <= 256:
+        return f"tile_m={c.tile_m} must be a multiple of 8 from 8 to 256 (wgmma's N)"
+    if c.tile_n % ROWS or not ROWS <= c.tile_n <= 256:
+        return f"tile_n={c.tile_n} must be a multiple of {ROWS} (wgmma's M) from {ROWS} to 256"
+    if c.wg_dimension == "n" and c.tile_n % (c.compute_warpgroups * ROWS):
+        return f"tile_n={c.tile_n} must give each of {c.compute_warpgroups} warpgroups a multiple of {ROWS} columns"
+    if c.wg_dimension == "k" and (c.compute_warpgroups == 1 or c.tile_k % (c.compute_warpgroups * PANEL)):
+        return (
+            f"tile_k={c.tile_k} must give each of {c.compute_warpgroups} warpgroups, 2 or more, a multiple of {PANEL} with "
+            "wg_dimension='k'"
+        )
+    if c.max_concurrent_steps < 2:
+        return f"max_concurrent_steps={c.max_concurrent_steps}: loading ahead takes at least 2 stages"
+    return None
+
+
+def _check_cluster(p: Problem, c: Config) -> str | None:
+    """The blocks of a cluster have tiles, or parts of k, and can share loads."""
+    columns, steps = math.ceil(p.n / c.tile_n), math.ceil(p.k / c.tile_k)
+    if c.cluster == "n" and columns % 2:
+        return f"cluster='n' needs an even number of tiles along n, but there are {columns}"
+    if c.cluster == "n" and c.tile_m % 16:
+        return f"tile_m={c.tile_m} must be a multiple of 16 with cluster='n': each of two blocks loads half of the rows of x"
+    if c.cluster == "n" and p.m > 8 and p.m % 8:
+        return f"cluster='n' shares rows of x in units of 8, and m={p.m} is no multiple"
+    if c.cluster == "k" and c.split_k not in (2, 4, 8):
+        return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"
+    if c.cluster == "k" and c.split_k > steps:
+        return f"split_k={c.split_k} is more than the {steps} steps of k={p.k}"
+    if c.cluster != "k" and c.split_k != 1:
+        return f"split_k={c.split_k} must be 1 without cluster='k'"
+    return None
+
+
+def _check_groups(p: Problem, c: Config) -> str | None:
+    """TMA copies the scales of a step: as one row, which it does not clip, or as several."""
+    if p.group == c.tile_k and p.n % c.tile_n:
+        return f"tile_n={c.tile_n} must divide n={p.n}, or tile_k={c.tile_k} be more than group={p.group}"
+    return None
+
+
+def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
+    """Sums, products and weights fit into a consumer thread's registers."""
+    accumulator = c.tile_m * ROWS // limits.WARPGROUP
+    count = warpgroup_rows(c) // ROWS + (2 if p.group else 0)
+    registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
+    if count * accumulator + _WEIGHTS > registers:
+        return (
+            f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {_WEIGHTS} more, but "
+            f"{registers} are left: use smaller tiles or fewer consumer warpgroups"
+        )
+    return None
+
+
+# --- What a config takes --------------------------------------------------------------------------------------------
+
+
+def x_panel(p: Problem) -> int:
+    """Elements of x in a row of a swizzle: what a wgmma takes of k, not more than a group."""
+    return 32 if p.group == 32 else 64
+
+
+def warpgroup_rows(c: Config) -> int:
+    """Columns of the result that one consumer warpgroup multiplies, in wgmma's rows."""
+    return c.tile_n if c.wg_dimension == "k" else c.tile_n // c.compute_warpgroups
+
+
+def warpgroup_panels(c: Config) -> int:
+    """Panels of weights along k that one consumer warpgroup multiplies in a step."""
+    panels = c.tile_k // PANEL
+    return panels // c.compute_warpgroups if c.wg_dimension == "k" else panels
+
+
+def epilogue_rows(c: Config) -> int:
+    """Rows of x of an epilogue tile, which has 64 columns of the result."""
+    return next(rows for rows in range(min(c.tile_m, ROWS), 0, -8) if c.tile_m % rows == 0)
+
+
+def epilogue_buffers(c: Config) -> int:
+    """Buffers of the epilogue of a warpgroup that stores."""
+    return min(2, c.tile_m // epilogue_rows(c))
+
+
+def cluster_size(c: Config) -> int:
+    """Blocks of a cluster."""
+    return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
+
+
+def clusters_of_tiles(p: Problem, c: Config) -> int:
+    """How many output tiles, or pairs of them in clusters along n, there are."""
+    columns = math.ceil(p.n / c.tile_n)
+    return math.ceil(p.m / c.tile_m) * (columns // 2 if c.cluster == "n" else columns)
+
+
+def k_steps(p: Problem, c: Config) -> int:
+    """Pipeline steps of one output tile, or of a block's part of it. The last part's surplus steps read zeros."""
+    return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
+
+
+def storing_warpgroups(c: Config) -> int:
+    """Consumer warpgroups that store: the first, where they add up their sums."""
+    return 1 if c.wg_dimension == "k" else c.compute_warpgroups
+
+
+def weights_bytes(p: Problem, count: int) -> int:
+    """Bytes of so many weights."""
+    return count // 2 if p.w_dtype == "int4" else count
+
+
+def smem_bytes(p: Problem, c: Config) -> int:
+    """Bytes of shared memory that a block takes."""
+    stages, tile, storing, others = c.max_concurrent_steps, c.tile_m * ROWS, storing_warpgroups(c), c.compute_warpgroups - 1
+    buffers: list[limits.Buffer] = []
+    barriers = 2 * stages
+    if c.cluster == "k":
+        buffers.append((((c.split_k - 1) * storing, tile), 4))
+        barriers += storing + 1
+    buffers.append(((storing, epilogue_buffers(c), epilogue_rows(c), ROWS), itemsize_of(p.out_dtype)))
+    if c.wg_dimension == "k":
+        buffers.append(((others, warpgroup_rows(c) // ROWS, tile), 4))
+        barriers += 2
+    if p.group:
+        buffers += [((stages, c.tile_k // p.group, c.tile_n), itemsize_of(p.scale_dtype))] * (1 + p.zero_points)
+    buffers.append(((stages, weights_bytes(p, c.tile_n * c.tile_k)), 1))
+    buffers.append(((stages, c.tile_m, c.tile_k), 2))
+    return limits.block_bytes(buffers, barriers)
+
+
+# --- What a problem takes and gives --------------------------------------------------------------------------------
+
+
+def groups(p: Problem) -> int:
+    """Groups along k that have scales of their own."""
+    return p.k // p.group if p.group else 1
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of the product."""
+    return 2 * problem.m * problem.n * problem.k
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each input read once and the output written once; weights packed."""
+    p = problem
+    scales = groups(p) * p.n * itemsize_of(p.scale_dtype) * (1 + p.zero_points)
+    return p.m * p.k * itemsize_of(p.dtype) + weights_bytes(p, p.n * p.k) + scales + p.m * p.n * itemsize_of(p.out_dtype)
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """x, weights, scales, and zero points where the problem has them: random, with results about as large as x."""
+    p = problem
+    largest = 8 if p.w_dtype == "int4" else 128
+    keys = jax.random.split(key, 4)
+    x = jax.random.normal(keys[0], (p.m, p.k), p.dtype)
+    w = jax.random.randint(keys[1], (p.n, p.k) if p.layout == "nt" else (p.k, p.n), -largest, largest, "int8")
+    shape = (p.k // p.group, p.n) if p.group else (p.n,)
+    size = largest * math.sqrt((p.k or 1) / 3)  # of a sum of k weights
+    scales = (2.0 ** jax.random.uniform(keys[2], shape, "float32", -1.0, 1.0) / size).astype(p.scale_dtype)
+    zero_points = [jax.random.randint(keys[3], shape, -largest, largest, "int8").astype(p.scale_dtype)] * p.zero_points
+    return x, w.astype(p.w_dtype), scales, *zero_points
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms): two roundings of the output, one of the reference's weights."""
+    rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+    weights = {"bfloat16": 6e-3, "float16": 8e-4}.get(problem.dtype, 0.0) if problem.group else 0.0
+    return rounding + weights
