@@ -1,9 +1,9 @@
 """Integers of 8 and 4 bits as 16-bit floats, in registers in wgmma's layout: `load_upcast`.
 
-wgmma's left operand has two neighbours along k in a register, and their neighbours 8 further on in another. A thread loads 32 bits
-from shared memory, 4 or 8 neighbours; the threads that share a row then exchange bytes, because what lies together in one
-register belongs to several threads. Integers become floats without a conversion, which Hopper has at a sixteenth of the rate: their bits
-are set into the mantissa of a power of two, which is then subtracted. Source: PTX ISA (prmt, lop3, shfl).
+wgmma's left operand has two neighbours along k in a register, and those 8 further on in another. A thread loads 32 bits from
+shared memory, 4 or 8 neighbours; the threads that share a row then exchange bytes, because what lies together in one register
+belongs to several threads. Integers become floats without a conversion instruction, which is slow: their bits are set into the
+mantissa of a power of two, which is then subtracted. Source: PTX ISA (prmt, lop3, shfl).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from mgpu_ops import (
     GatedMatmulProblem,
     GroupedMatmulProblem,
     MatmulProblem,
+    QuantizedMatmulProblem,
     RaggedContractionProblem,
 )
 from mgpu_ops.attention.arguments import Arguments
@@ -51,6 +52,11 @@ def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None)
         return lambda *arrays: dispatch.run(mgpu_ops.spec_of("gated_matmul"), problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "backend": backend}
     return partial(mgpu_ops.gated_matmul, transpose_w=problem.layout == "nt", **options)
+
+
+def _quantized_matmul(problem: QuantizedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"out_dtype": problem.out_dtype, "backend": backend}
+    return partial(mgpu_ops.quantized_matmul, transpose_w=problem.layout == "nt", **options)
 
 
 def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
@@ -125,6 +131,7 @@ def _cross_entropy(problem: CrossEntropyProblem, backend: dispatch.Backend | Non
 CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
     "gated_matmul": _gated_matmul,
+    "quantized_matmul": _quantized_matmul,
     "grouped_matmul": _grouped_matmul,
     "gated_grouped_matmul": _gated_grouped_matmul,
     "ragged_contraction": _ragged_contraction,

@@ -165,6 +165,7 @@ def test_distance_is_zero_to_itself_and_the_same_both_ways(spec):
 # Attention rounds its weights too, and its gradients are differences of rounded terms. A ring of eight GPUs rounds seven times.
 LARGEST_TOLERANCE = {"flash_attention": 0.03, "flash_attention_backward": 0.15}
 LARGEST_TOLERANCE |= {"gated_matmul": 0.015}  # of its reference, which rounds gate and up
+LARGEST_TOLERANCE |= {"quantized_matmul": 0.015}  # of its reference, which rounds scaled weights
 LARGEST_TOLERANCE |= dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0.04)
 
 
@@ -196,6 +197,7 @@ UNBOUNDED = {
     ("matmul", 10_007): {"raster_width"},
     ("gated_matmul", 3): {"raster_width", "max_concurrent_steps"},
     ("gated_matmul", 10_007): {"raster_width"},
+    ("quantized_matmul", 3): {"max_concurrent_steps"},
     ("grouped_matmul", 3): {"raster_width"},
     ("gated_grouped_matmul", 3): {"raster_width"},
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
@@ -268,6 +270,8 @@ SOUND = {  # what of it a field may well hold
     "residual": (True,),
     "gradient": (True,),
     "page_size": (0,),
+    "group_size": (0,),
+    "zero_points": (True,),
     "group_offset": (True,),
     "row_scale": (True,),
     "second": (True,),

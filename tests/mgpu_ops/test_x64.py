@@ -63,6 +63,9 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "matmul": lambda **b: gradients(functools.partial(mgpu_ops.matmul, **b), A, W[0]),
     "matmul of vmap": lambda **b: jax.vmap(functools.partial(mgpu_ops.matmul, activation="gelu", bias=A[0], **b))(W, W),
     "gated_matmul": lambda **b: gradients(functools.partial(mgpu_ops.gated_matmul, **b), A, W[0], W[1]),
+    "quantized_matmul": lambda **b: mgpu_ops.quantized_matmul(
+        A, np.arange(64 * 64).astype(np.int8).reshape(64, 64), W[0, :1], transpose_w=True, **b
+    ),
     "grouped_matmul": lambda **b: gradients(lambda a, w: mgpu_ops.grouped_matmul(a, w, jnp.asarray(SIZES), **b), A, W),
     "gated_grouped_matmul": lambda **b: gradients(
         lambda a, w, v: mgpu_ops.gated_grouped_matmul(a, w, v, jnp.asarray(SIZES), **b), A, W, W

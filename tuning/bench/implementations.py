@@ -571,6 +571,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         "jax-pallas": Competitor(_pallas_unavailable, _pallas_prepare, differentiable=False, tuned=True),
     },
     "gated_matmul": {"xla": _baseline("gated_matmul")},
+    "quantized_matmul": {"xla": _baseline("quantized_matmul")},
     "cross_entropy": {"xla": _baseline("cross_entropy")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),

@@ -32,6 +32,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8-block",
     ),
     "gated_matmul": ("llm", "gradient", "llama3-8b", "llama3-70b", "gemma2-9b"),
+    "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
     "grouped_matmul": (
         "moe",
         "training",
@@ -64,6 +65,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
 COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside it
     "matmul": ("xla", "jax-pallas"),
     "gated_matmul": ("xla",),
+    "quantized_matmul": ("xla",),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
     "gated_grouped_matmul": ("dense",),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
@@ -174,7 +176,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "collectives also f32, i32 or u32",
         },
     },
-    "matmul, gated_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction": {
+    "matmul, gated_matmul, quantized_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction": {
         "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
@@ -202,6 +204,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("none", "tensor", "row", "block"),
             "help": "of matmul's f8 or i8 operands (default none): a number each; of rows and columns; of blocks of 128",
         },
+        "w_dtype": {"choices": ("int8", "int4"), "help": "of quantized_matmul's weights (default int8)"},
+        "group_size": _SIZE | {"help": "of quantized_matmul: weights along k that share a scale (default: all)"},
+        "zero_points": _FLAG | {"help": "of quantized_matmul: numbers that are subtracted from the weights, as many as scales"},
+        "scale_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of quantized_matmul's scales (default bf16)"},
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",

@@ -53,6 +53,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "llama3-8b-down-4096-db",
     ),
     "gated_matmul": ("llama3-8b-128", "llama3-8b-4096-gradient"),
+    "quantized_matmul": ("llama3-8b-down-16-w8", "llama3-8b-gate_up-16-w4"),
     "grouped_matmul": (
         "mixtral-8x7b-gate_up-2048-even",
         "mixtral-8x7b-down-128-random",
@@ -99,6 +100,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "schedule": ("cooperative",),
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
+    "quantized_matmul": {"memory_registers": (40,)},
     "grouped_matmul": _GROUPED,
     "gated_grouped_matmul": _GROUPED | {"epilogue_tile_n": (64, 128)},
     "ragged_contraction": _GROUPED,
@@ -109,6 +111,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "gated_matmul": ("epilogue_tile_n", "raster_width", "cluster"),
+    "quantized_matmul": ("memory_registers", "wg_dimension", "cluster"),
     "grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "gated_grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),

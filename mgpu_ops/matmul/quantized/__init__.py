@@ -65,13 +65,14 @@ def quantized_matmul(
 ) -> jax.Array:
     """x times weights of 8 or 4 bits, which become 16-bit floats in the tensor cores' registers; accumulated in float32.
 
-    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[k / group, n]) scales[k / group, n], rounded once, when stored.
+    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[k / group_size, n]) scales[k / group_size, n], rounded once, when stored.
 
     Args:
       x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
-      w: int8 or int4, [k, n], or for the kernel [n, k] with `transpose_w`: bytes are read along k only. int4 lies packed on a GPU.
-      scales: floats, [k / group, n] also with `transpose_w`; group, a divisor of k, is 32, 64 or 128 for the kernel. Or of
-        columns, [n] or [1, n].
+      w: int8 or int4, [k, n], or for the kernel [n, k] with `transpose_w`: bytes are read along k only. On a GPU two int4 lie in
+        a byte.
+      scales: floats, [k / group_size, n], also with `transpose_w`. The group size divides k, and is 32, 64 or 128 for the
+        kernel. Or one scale for each column, [n] or [1, n].
       zero_points: numbers of the scales' shape, whole and of w's range. They are cast to the scales' dtype: store them so.
         Default: 0.
       out_dtype: of the result; x's dtype by default, or "float32".
@@ -144,7 +145,9 @@ def _scale_shape(shape: tuple[int, ...], k: int, n: int) -> tuple[int, ...]:
         return (n,)
     if len(shape) == 2 and shape[1] == n and shape[0] and k % shape[0] == 0:
         return shape
-    raise ValueError(f"scales has shape {shape}: for k={k} and n={n} it is [n], or [k / group, n] with a group that divides k")
+    raise ValueError(
+        f"scales has shape {shape}: for k={k} and n={n} it is [n], or [k / group size, n] with a size that divides k"
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -211,7 +214,7 @@ def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_p
         n=n,
         k=k,
         w_dtype=w.dtype.name,
-        group=group,
+        group_size=group,
         zero_points=bool(zero_points),
         dtype=x.dtype.name,
         out_dtype=call.out_dtype,
@@ -233,7 +236,7 @@ def _dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points
     def of_each(a: jax.Array) -> jax.Array:
         if a.ndim == 1:
             return jnp.expand_dims(a, axis)
-        return jnp.repeat(a.mT if axis else a, problem.group, axis)
+        return jnp.repeat(a.mT if axis else a, problem.group_size, axis)
 
     values = w.astype(wide)
     for zero in zero_points:

@@ -62,7 +62,7 @@ class _Tile:
 class _Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
 
-    zero_points: None where there are none. scales: [k / group, n], or [columns of all tiles] of which each has one scale.
+    zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
     w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages, groups, tile_n].
     parts: [warpgroups - 1, rows / 64, 64, tile_m] float32, sums of the other warpgroups where they share k.
     """
@@ -111,8 +111,8 @@ class _Block:
         for i in range(c.tile_k // width):
             src = self.x.at[rows, pl.ds(first + i * width, width)]
             engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], full, **shared)
-        if p.group:
-            groups = c.tile_k // p.group
+        if p.group_size:
+            groups = c.tile_k // p.group_size
             at = pl.ds((tile.step + step) * groups, groups), columns
             engine.copy_gmem_to_smem(self.scales.at[at], self.s_smem.at[stage], full)
             if p.zero_points:
@@ -161,9 +161,9 @@ class _Block:
             (number, row, i, first)
             for number, row in enumerate(self.row_blocks)
             for i in range(warpgroup_panels(self.c))
-            for first in range(0, PANEL, p.group)
+            for first in range(0, PANEL, p.group_size)
         ]
-        started = p.group // x_panel(p)  # wgmma of a group
+        started = p.group_size // x_panel(p)  # wgmma of a group
         # Scales arrive while the tensor cores multiply.
         scales = [self._of_group(self.s_smem, stage, *unit[1:]).astype(jnp.float32) for unit in units]
         weights: Any = None
@@ -178,7 +178,7 @@ class _Block:
                 weights = self._weights(stage, panel, row)
             product = products[which % 2]
             product[...] = jnp.zeros(product.shape, jnp.float32)
-            part = weights[:, first : first + p.group]
+            part = weights[:, first : first + p.group_size]
             if p.zero_points:
                 zero = self._of_group(self.z_smem, stage, row, i, first).astype(p.dtype)
                 part -= lax.broadcast_in_dim(zero, part.shape, (0,))
@@ -201,7 +201,7 @@ class _Block:
 
     def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
         """Scales or zero points of 64 rows, of the group that begins at element `first` of this warpgroup's panel."""
-        group = (self.first_panel + panel) * (PANEL // self.p.group) + first // self.p.group
+        group = (self.first_panel + panel) * (PANEL // self.p.group_size) + first // self.p.group_size
         ref = smem.at[stage, group, pl.ds(self.first_row + row, ROWS)]
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
@@ -243,7 +243,7 @@ class _Block:
                 plgpu.copy_smem_to_gmem(staged, self.out.at[rows, pl.ds(first, ROWS)])
 
             def finish(total: jax.Array, first: jax.Array = first) -> None:
-                if not self.p.group:
+                if not self.p.group_size:
                     total *= along(self.scales, first, total.shape, 0)
                 store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
 
@@ -274,7 +274,7 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
 
     def compute_tile(accs: tuple[Any, ...], t: jax.Array) -> tuple[jax.Array, ...]:
         """The sums over this block's part of k, of 64 rows each."""
-        if not p.group:
+        if not p.group_size:
             for acc in accs:
                 acc[...] = jnp.zeros(acc.shape, jnp.float32)
             zeros = block.zeros_of_columns(block.tile(t))
@@ -317,7 +317,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     x, w, scales, *zero_points = arrays
     cluster = cluster_size(c)
     blocks = min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c))
-    if not p.group:  # read up to the end of the last tile
+    if not p.group_size:  # read up to the end of the last tile
         scales, *zero_points = (jnp.pad(vector, (0, -p.n % c.tile_n)) for vector in (scales, *zero_points))
     run = engine.kernel(
         functools.partial(_kernel, p, c, gpu, blocks),
@@ -339,7 +339,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
     row_blocks, epilogue = warpgroup_rows(c) // ROWS, epilogue_rows(c)
-    copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group) * (1 + p.zero_points)
+    copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
         transforms: tuple[Any, ...] = engine.operand_transforms(shape[-1], dtype)
@@ -349,14 +349,14 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
 
     accumulator = (ROWS, c.tile_m)
     scratch = {
-        "accumulators": engine.Accumulators((accumulator,) * (2 if p.group else row_blocks), wgs),
+        "accumulators": engine.Accumulators((accumulator,) * (2 if p.group_size else row_blocks), wgs),
         "w_smem": smem((stages, c.tile_k // PANEL, c.tile_n, PANEL), p.w_dtype),
         "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
         "out_smem": smem((storing, epilogue_buffers(c), epilogue, ROWS), p.out_dtype),
         "barriers": _barriers(c, copies),
     }
-    if p.group:
-        shape = (stages, c.tile_k // p.group, c.tile_n)
+    if p.group_size:
+        shape = (stages, c.tile_k // p.group_size, c.tile_n)
         scratch["s_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
         if p.zero_points:
             scratch["z_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))

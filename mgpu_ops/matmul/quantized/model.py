@@ -67,7 +67,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     p, c = problem, config
     waves = math.ceil(clusters_of_tiles(p, c) / resident_clusters(cluster_size(c), gpu))
     weights, rate = c.tile_n * c.tile_k, _UPCAST[p.w_dtype] * _FEW_WARPGROUPS[c.compute_warpgroups]
-    clocks = weights / rate + (c.tile_m * weights / p.group / _SCALED if p.group else 0.0)
+    clocks = weights / rate + (c.tile_m * weights / p.group_size / _SCALED if p.group_size else 0.0)
     multiply = 2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops)
     x = c.tile_m * c.tile_k * itemsize_of(p.dtype) * (_MULTICAST if c.cluster == "n" else 1.0)
     loads = (weights_bytes(p, weights) + x) / rates.load_bytes(gpu)
@@ -136,5 +136,5 @@ def distance(x: Problem, y: Problem) -> float | None:
         return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.05 * (x.scale_dtype != y.scale_dtype) + 0.1 * (x.zero_points != y.zero_points)
-    near += 0.2 * (x.group != y.group) + 0.5 * (x.layout != y.layout)
+    near += 0.2 * (x.group_size != y.group_size) + 0.5 * (x.layout != y.layout)
     return near if near <= 4.0 else None

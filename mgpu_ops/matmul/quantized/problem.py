@@ -21,11 +21,11 @@ from mgpu_ops.models import MODELS
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[k / group, n]) scales[k / group, n].
+    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[k / group_size, n]) scales[k / group_size, n].
 
     m, n, k: rows of x (tokens), columns of the result, and what is summed over.
     w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
-    group: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does, and scales are [n].
+    group_size: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does, and scales are [n].
     zero_points: whether zero points of the scales' shape are subtracted from the weights.
     dtype: of x, "bfloat16" or "float16" in the kernel.
     out_dtype: of the result, dtype or "float32".
@@ -37,7 +37,7 @@ class Problem:
     n: int
     k: int
     w_dtype: str = "int8"
-    group: int = 0
+    group_size: int = 0
     zero_points: bool = False
     dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
@@ -77,7 +77,7 @@ class Config:
 
 _LAYER = ("qkv", "out", "gate_up", "down")
 _TOKENS = (1, 8, 16, 64)
-_KINDS: dict[str, dict[str, Any]] = {"w8": {}, "w4": {"w_dtype": "int4", "group": 128}}
+_KINDS: dict[str, dict[str, Any]] = {"w8": {}, "w4": {"w_dtype": "int4", "group_size": 128}}
 
 
 def _decoding(model: str, kind: str) -> dict[str, Problem]:
@@ -123,12 +123,14 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
             f"layout {p.layout} of weights: bytes cannot be transposed on their way to the tensor cores; store them once as "
             "[n, k] (transpose_w=True), or use backend='xla'"
         )
-    if p.group not in GROUPS:
-        return f"group={p.group} is not one of {', '.join(map(str, GROUPS[1:]))}, or 0 for all of k: use backend='xla'"
+    if p.group_size not in GROUPS:
+        return (
+            f"group_size={p.group_size} is not one of {', '.join(map(str, GROUPS[1:]))}, or 0 for all of k: use backend='xla'"
+        )
     if reason := supports_sizes(p, ("m", "n", "k")) or matmul.supports_work(p, 1, gpu, "the rows"):
         return reason
-    if p.group and p.k % p.group:
-        return f"k={p.k} is no multiple of group={p.group}: pad it, or use backend='xla'"
+    if p.group_size and p.k % p.group_size:
+        return f"k={p.k} is no multiple of group_size={p.group_size}: pad it, or use backend='xla'"
     if p.w_dtype == "int4" and p.k % PANEL:
         return f"k={p.k} is no multiple of {PANEL}, which int4 weights are read in: pad it, or use backend='xla'"
     if p.out_dtype == "float32" and ((p.m > 8 and p.m % 8) or p.n % ROWS):
@@ -212,15 +214,15 @@ def _check_cluster(p: Problem, c: Config) -> str | None:
 
 def _check_groups(p: Problem, c: Config) -> str | None:
     """TMA copies the scales of a step: as one row, which it does not clip, or as several."""
-    if p.group == c.tile_k and p.n % c.tile_n:
-        return f"tile_n={c.tile_n} must divide n={p.n}, or tile_k={c.tile_k} be more than group={p.group}"
+    if p.group_size == c.tile_k and p.n % c.tile_n:
+        return f"tile_n={c.tile_n} must divide n={p.n}, or tile_k={c.tile_k} be more than group_size={p.group_size}"
     return None
 
 
 def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
     """Sums, products and weights fit into a consumer thread's registers."""
     accumulator = c.tile_m * ROWS // limits.WARPGROUP
-    count = warpgroup_rows(c) // ROWS + (2 if p.group else 0)
+    count = warpgroup_rows(c) // ROWS + (2 if p.group_size else 0)
     registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     if count * accumulator + _WEIGHTS > registers:
         return (
@@ -235,7 +237,7 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
 
 def x_panel(p: Problem) -> int:
     """Elements of x in a row of a swizzle: what a wgmma takes of k, not more than a group."""
-    return 32 if p.group == 32 else 64
+    return 32 if p.group_size == 32 else 64
 
 
 def warpgroup_rows(c: Config) -> int:
@@ -297,8 +299,8 @@ def smem_bytes(p: Problem, c: Config) -> int:
     if c.wg_dimension == "k":
         buffers.append(((others, warpgroup_rows(c) // ROWS, tile), 4))
         barriers += 2
-    if p.group:
-        buffers += [((stages, c.tile_k // p.group, c.tile_n), itemsize_of(p.scale_dtype))] * (1 + p.zero_points)
+    if p.group_size:
+        buffers += [((stages, c.tile_k // p.group_size, c.tile_n), itemsize_of(p.scale_dtype))] * (1 + p.zero_points)
     buffers.append(((stages, weights_bytes(p, c.tile_n * c.tile_k)), 1))
     buffers.append(((stages, c.tile_m, c.tile_k), 2))
     return limits.block_bytes(buffers, barriers)
@@ -309,7 +311,7 @@ def smem_bytes(p: Problem, c: Config) -> int:
 
 def groups(p: Problem) -> int:
     """Groups along k that have scales of their own."""
-    return p.k // p.group if p.group else 1
+    return p.k // p.group_size if p.group_size else 1
 
 
 def flops(problem: Problem) -> int:
@@ -331,7 +333,7 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     keys = jax.random.split(key, 4)
     x = jax.random.normal(keys[0], (p.m, p.k), p.dtype)
     w = jax.random.randint(keys[1], (p.n, p.k) if p.layout == "nt" else (p.k, p.n), -largest, largest, "int8")
-    shape = (p.k // p.group, p.n) if p.group else (p.n,)
+    shape = (p.k // p.group_size, p.n) if p.group_size else (p.n,)
     size = largest * math.sqrt((p.k or 1) / 3)  # of a sum of k weights
     scales = (2.0 ** jax.random.uniform(keys[2], shape, "float32", -1.0, 1.0) / size).astype(p.scale_dtype)
     zero_points = [jax.random.randint(keys[3], shape, -largest, largest, "int8").astype(p.scale_dtype)] * p.zero_points
@@ -341,5 +343,5 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
 def tolerance(problem: Problem) -> float:
     """Largest allowed error, max |out - ref| / (|ref| + rms): two roundings of the output, one of the reference's weights."""
     rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
-    weights = {"bfloat16": 6e-3, "float16": 8e-4}.get(problem.dtype, 0.0) if problem.group else 0.0
+    weights = {"bfloat16": 6e-3, "float16": 8e-4}.get(problem.dtype, 0.0) if problem.group_size else 0.0
     return rounding + weights
