@@ -65,12 +65,12 @@ def quantized_matmul(
 ) -> jax.Array:
     """x times weights of 8 or 4 bits, which become 16-bit floats in the tensor cores' registers; accumulated in float32.
 
-    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[k / group_size, n]) scales[k / group_size, n], rounded once, when stored.
+    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[g, n]) scales[g, n] with g = k / group_size; rounded once, when stored.
 
     Args:
       x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
-      w: int8 or int4, [k, n], or for the kernel [n, k] with `transpose_w`: bytes are read along k only. On a GPU two int4 lie in
-        a byte.
+      w: int8 or int4, [k, n], or for the kernel [n, k] with `transpose_w`: bytes are read along k only. Two int4
+        lie in a byte on a GPU.
       scales: floats, [k / group_size, n], also with `transpose_w`. The group size divides k, and is 32, 64 or 128 for the
         kernel. Or one scale for each column, [n] or [1, n].
       zero_points: numbers of the scales' shape, whole and of w's range. They are cast to the scales' dtype: store them so.

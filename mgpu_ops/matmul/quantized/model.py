@@ -66,7 +66,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """
     p, c = problem, config
     waves = math.ceil(clusters_of_tiles(p, c) / resident_clusters(cluster_size(c), gpu))
-    weights, rate = c.tile_n * c.tile_k, _UPCAST[p.w_dtype] * _FEW_WARPGROUPS[c.compute_warpgroups]
+    weights, rate = c.tile_n * c.tile_k, _UPCAST.get(p.w_dtype, _UPCAST["int8"]) * _FEW_WARPGROUPS[c.compute_warpgroups]
     clocks = weights / rate + (c.tile_m * weights / p.group_size / _SCALED if p.group_size else 0.0)
     multiply = 2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops)
     x = c.tile_m * c.tile_k * itemsize_of(p.dtype) * (_MULTICAST if c.cluster == "n" else 1.0)
