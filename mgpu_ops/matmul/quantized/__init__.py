@@ -107,7 +107,7 @@ def quantized_matmul(
     if rows.shape[-1] != k:
         raise ValueError(f"x{rows.shape} and w{weights.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})")
     arrays = [of_groups] if zero_points is None else [of_groups, _zero_points(zero_points, of_groups)]
-    arrays = [a.reshape(_scale_shape(of_groups.shape, k, n)) for a in arrays]
+    arrays = [_constant(a.reshape(_scale_shape(of_groups.shape, k, n))) for a in arrays]
     out = float_dtype(out_dtype, None, rows.dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
@@ -156,28 +156,34 @@ def _quantized(call: _Call, *arrays: jax.Array) -> jax.Array:
     return out
 
 
-def _forward(call: _Call, *arrays: Any) -> Any:
-    if any(a.perturbed for a in arrays[2:]):
-        raise ValueError(
-            "quantized_matmul has no gradient of scales or zero points: hold them constant with jax.lax.stop_gradient, or "
-            "multiply dequantised weights with mgpu_ops.matmul"
-        )
-    values = [a.value for a in arrays]
-    return _quantized(call, *values), values
+def _forward(call: _Call, *arrays: jax.Array) -> Any:
+    return _quantized(call, *arrays), arrays
 
 
-def _backward(call: _Call, saved: Any, g: Any) -> tuple[Any, ...]:
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dx = g times the scaled weights, through XLA."""
     x, w, *scales = saved
-    if isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return (jnp.zeros_like(x), None, *(None for _ in scales))
     wide = np.promote_types(x.dtype, np.float32)
     weights = _dequantised(_problem(call, *saved), w, *scales).astype(_product_dtype(x.dtype))
     dx = jnp.matmul(g.astype(weights.dtype), weights if call.transpose_w else weights.mT, preferred_element_type=wide)
     return (dx.astype(x.dtype), None, *(None for _ in scales))
 
 
-_quantized.defvjp(_forward, _backward, symbolic_zeros=True)
+_quantized.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _constant(a: jax.Array) -> jax.Array:
+    """a, of which there is no gradient."""
+    return a
+
+
+@_constant.defjvp
+def _(*_: Any) -> Any:
+    raise ValueError(
+        "quantized_matmul has no gradient of scales or zero points: hold them constant with jax.lax.stop_gradient, or "
+        "multiply dequantised weights with mgpu_ops.matmul"
+    )
 
 
 @functools.cache

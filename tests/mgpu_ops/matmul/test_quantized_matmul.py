@@ -1,0 +1,269 @@
+"""quantized_matmul: values, gradients and transforms, the kernel interpreted on every schedule, and compiled for an H200."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import mgpu_ops
+from mgpu_ops import QuantizedMatmulConfig, quantized_matmul, spec_of
+from mgpu_ops import QuantizedMatmulProblem as P
+from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.matmul.quantized import smem_bytes
+from tests import thorough
+from tests.arrays import normal
+from tests.mgpu_ops.interpreter import FEW_SMS, quiet_interpreter
+
+OP, H200 = spec_of("quantized_matmul"), gpu.find("h200")
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+BASE = QuantizedMatmulConfig(
+    tile_m=16,
+    tile_n=64,
+    tile_k=128,
+    max_concurrent_steps=2,
+    compute_warpgroups=1,
+    wg_dimension="n",
+    cluster="none",
+    split_k=1,
+    memory_registers=40,
+)
+SHARED_K = replace(BASE, tile_k=256, compute_warpgroups=2, wg_dimension="k")
+
+
+def arrays_of(problem: P) -> tuple[jax.Array, ...]:
+    arrays: tuple[jax.Array, ...] = OP.inputs(problem, jax.random.key(0))
+    return arrays
+
+
+def wide(a: jax.Array) -> np.ndarray:
+    return np.asarray(a.astype(jnp.int8 if a.dtype == jnp.int4 else F32)).astype(np.float64)
+
+
+def truth(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> np.ndarray:
+    """The result in float64, group by group as its formula says."""
+    values, size = wide(w) if problem.layout == "nt" else wide(w).T, problem.group_size or problem.k
+    total = np.zeros((problem.m, problem.n))
+    for group in range(problem.k // size):
+        at = slice(group * size, (group + 1) * size)
+        scale, *zero = (wide(a if a.ndim == 1 else a[group]) for a in (scales, *zero_points))
+        total += wide(x)[:, at] @ (values[:, at].T - (zero[0] if zero else 0.0)) * scale
+    return total
+
+
+# --- the kernel, interpreted
+
+
+def interpret(problem: P, config: QuantizedMatmulConfig, arrays: Any) -> Any:
+    assert OP.check(problem, config, FEW_SMS) is None
+    with quiet_interpreter():
+        out = jax.jit(functools.partial(OP.run, problem, config, FEW_SMS, interpret=True))(*arrays)
+        return jax.block_until_ready(out)
+
+
+CASES = {
+    "columns, tails of all sides": (P(13, 200, 272), BASE),
+    "columns with zero points, int4, float16": (
+        P(13, 136, 384, "int4", 0, True, "float16", "float16", scale_dtype="float32"),
+        BASE,
+    ),
+    "columns, warpgroups share k": (P(8, 192, 640), SHARED_K),
+    "groups of 128, warpgroups share n": (
+        P(20, 256, 384, group_size=128),
+        replace(BASE, tile_n=128, compute_warpgroups=2, max_concurrent_steps=3),
+    ),
+    "groups of 64 with zero points, warpgroups share k": (P(13, 192, 512, "int8", 64, True), SHARED_K),
+    "groups of 32, int4, rows of several wgmma": (P(13, 128, 256, "int4", 32, True), replace(BASE, tile_n=128)),
+    "float32": (P(16, 128, 256, "int4", 128, out_dtype="float32", scale_dtype="float32"), BASE),
+    "many rows, several epilogue tiles": (P(200, 128, 256), replace(BASE, tile_m=128)),
+    "x shared in a cluster": (P(32, 256, 384, group_size=64), replace(BASE, cluster="n")),
+    "k split in a cluster": (P(13, 136, 1152, "int8"), replace(BASE, cluster="k", split_k=2)),
+    "k split in a cluster and in its blocks": (
+        P(5, 128, 768, "int4", 64, True),
+        replace(SHARED_K, tile_m=8, cluster="k", split_k=2),
+    ),
+}
+IN_ALL = [name for name in CASES if name != "k split in a cluster and in its blocks"]
+
+
+@pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
+def test_kernel_is_right_and_has_no_race(name, assert_near):
+    problem, config = CASES[name]
+    arrays = arrays_of(problem)
+    out = interpret(problem, config, arrays)
+    assert out.dtype == problem.out_dtype
+    rounding = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 2e-6}[problem.out_dtype]  # one, of the output
+    assert_near(out, truth(problem, *arrays), rounding)
+    assert not engine.races_found()
+
+
+# --- the kernel, compiled
+
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+COMPILED = {
+    **{name: (OP.shapes[name], None) for name in ("llama3-8b-down-16-w8", "llama3-8b-down-16-w4", "llama3-70b-gate_up-64-w4")},
+    **{name: CASES[name] for name in CASES},
+}
+COMPILED_IN_ALL = set(COMPILED) - {"llama3-70b-gate_up-64-w4"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", thorough.cases(COMPILED, COMPILED_IN_ALL))
+def test_compiled_it_spills_nothing_no_wgmma_waits_for_another_and_its_shared_memory_is_as_counted(name):
+    problem, config = COMPILED[name]
+    config = config or OP.default(problem, H200)
+    arrays = jax.eval_shape(functools.partial(OP.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(OP.run, problem, config, H200), *arrays)
+    assert (report.spills, report.serialized) == (0, "")
+    assert report.smem_bytes == smem_bytes(problem, config)
+    assert not re.search(r"I2F\S*(F16|BF16|S8)", report.sass)  # integers become floats without the slow conversion
+
+
+# --- the function
+
+
+def layer(dtype: Any = BF16, w_dtype: str = "int8", group_size: int = 32, k: int = 64, n: int = 24) -> tuple[jax.Array, ...]:
+    """x [2, 5, k], w [n, k], scales and zero points."""
+    _, w, scales, zero_points = arrays_of(P(1, n, k, w_dtype, group_size, True, scale_dtype="float32"))
+    return normal(0, 2, 5, k, dtype=dtype), w, scales, zero_points
+
+
+@pytest.mark.parametrize("w_dtype", ["int8", "int4"])
+def test_weights_are_read_in_either_order_and_scales_are_not_transposed(w_dtype, assert_near):
+    x, w, scales, zero_points = layer(w_dtype=w_dtype)
+    wanted = truth(P(10, 24, 64, w_dtype, 32), x.reshape(10, 64), w, scales, zero_points).reshape(2, 5, 24)
+    stored = quantized_matmul(x, w, scales, zero_points, transpose_w=True)
+    assert stored.dtype == BF16
+    assert_near(stored, wanted, 4e-3)
+    assert (stored == quantized_matmul(x, w.astype(jnp.int8).T.astype(w.dtype), scales, zero_points)).all()
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24)])
+def test_one_scale_a_column_needs_no_groups(shape, assert_near):
+    x, w, scales, _ = layer()
+    out = quantized_matmul(x[0], w, scales[0].reshape(shape), transpose_w=True, out_dtype=F32)
+    assert out.dtype == F32
+    assert_near(out, truth(P(5, 24, 64), x[0], w, scales[0]), 1e-6)
+
+
+def test_zero_points_may_be_integers(assert_near):
+    x, w, scales, zero_points = layer()
+    out = quantized_matmul(x, w, scales, zero_points.astype(jnp.int8), transpose_w=True)
+    assert (out == quantized_matmul(x, w, scales, zero_points, transpose_w=True)).all()
+
+
+@thorough.only_in_all
+def test_the_kernel_runs_where_it_is_asked_for(assert_near):
+    x, w, scales, _ = layer(k=128, group_size=64)
+    f = functools.partial(quantized_matmul, transpose_w=True)
+    with quiet_interpreter():
+        ours = f(x, w, scales, backend="interpret")
+    assert_near(ours, f(x, w, scales, backend="xla"), 4e-3)
+
+
+def test_gradient_of_x_is_that_of_the_weights_as_floats(assert_near):
+    x, w, scales, zero_points = layer(F32)
+    g = normal(3, 2, 5, 24, dtype=F32)
+    (dx,) = jax.vjp(lambda x: quantized_matmul(x, w, scales, zero_points, transpose_w=True), x)[1](g)
+    of_each = (np.repeat(wide(a), 32, 0).T for a in (zero_points, scales))
+    zero, scale = of_each
+    assert_near(dx, wide(g) @ ((wide(w) - zero) * scale), 1e-5)
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_gradients_of_scales_and_zero_points_are_refused_and_constants_are_not(which):
+    arrays = layer()
+
+    def loss(x: Any, hold: bool) -> Any:
+        scaled = [*arrays]
+        scaled[which] = jax.lax.stop_gradient(x) if hold else x
+        return quantized_matmul(*scaled, transpose_w=True, out_dtype=F32).sum()
+
+    with pytest.raises(
+        ValueError, match=r"no gradient of scales or zero points: hold them constant with jax\.lax\.stop_gradient"
+    ):
+        jax.grad(loss)(arrays[which], False)
+    assert not jax.grad(loss)(arrays[which], True).any()
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None, None), (0, 0, 0, 0), (None, 0, None, None)])
+def test_vmap_is_the_product_of_each(in_axes):
+    x, w, scales, zero_points = layer()
+    arrays = [a if axis is None else jnp.stack([a, a[::-1]]) for a, axis in zip((x, w, scales, zero_points), in_axes)]
+    f = functools.partial(quantized_matmul, transpose_w=True)
+    out = jax.vmap(f, in_axes)(*arrays)
+    for i in range(2):
+        one = f(*(a if axis is None else a[i] for a, axis in zip(arrays, in_axes)))
+        assert (out[i] == one).all()
+
+
+def test_gradients_through_shard_map_over_rows():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, w, scales, _ = layer()
+    rows, whole = PartitionSpec("d"), PartitionSpec()
+    f = functools.partial(quantized_matmul, transpose_w=True)
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+    (out, dx), (wanted, wanted_dx) = (
+        jax.value_and_grad(lambda x, f=f: f(x, w, scales).astype(F32).sum())(x) for f in (sharded, f)
+    )
+    assert out == pytest.approx(float(wanted), rel=1e-2)
+    assert (dx == wanted_dx).all()
+
+
+X, W, S = jnp.ones((4, 64), BF16), jnp.ones((64, 24), jnp.int8), jnp.ones((2, 24), F32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "error", "text"),
+    [
+        ((X, W.astype(BF16), S), {}, TypeError, "w has dtype bfloat16: quantized_matmul takes int8 or int4"),
+        ((X, "weights", S), {}, TypeError, "w is 'weights', which is no array"),
+        ((X.astype(jnp.int8), W, S), {}, TypeError, "x has dtype int8: quantized_matmul takes floats"),
+        ((X, W, S.astype(jnp.int32)), {}, TypeError, "scales has dtype int32"),
+        ((X, W[None], S), {}, ValueError, r"w \(1, 64, 24\): .*use jax.vmap"),
+        ((X, W, S), {"transpose_w": True}, ValueError, r"differ in k: 64 != 24 \(transpose_w=True\)"),
+        ((X, W, S[:, :8]), {}, ValueError, r"scales has shape \(2, 8\): for k=64 and n=24"),
+        ((X, W, jnp.ones((3, 24))), {}, ValueError, r"scales has shape \(3, 24\): .*a size that divides k"),
+        ((X, W, S, S[0]), {}, ValueError, r"zero_points has shape \(24,\) and scales \(2, 24\)"),
+        ((X, W, S, S == 1), {}, TypeError, "zero_points has dtype bool"),
+        ((X, W, S), {"config": BASE, "backend": "interpret"}, ValueError, "store them once as"),
+        ((X, W, S), {"config": {"tile_m": 16}}, TypeError, "pass a mgpu_ops.QuantizedMatmulConfig"),
+        ((X, W, S), {"out_dtype": "int8"}, TypeError, "out_dtype int8 is not a float"),
+    ],
+)
+def test_what_no_call_can_be_is_told(arrays, options, error, text):
+    with pytest.raises(error, match=text):
+        quantized_matmul(*arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (P(16, 128, 256, layout="nn"), r"store them once as \[n, k\] \(transpose_w=True\)"),
+        (P(16, 128, 256, "uint4"), "w_dtype uint4 is not one of int8, int4"),
+        (P(16, 128, 512, group_size=256), "group_size=256 is not one of 32, 64, 128, or 0"),
+        (P(16, 128, 264), "k=264 needs 16-byte rows of the weights"),
+        (P(16, 132, 256), "n=132 needs 16-byte rows of the output"),
+        (P(16, 128, 320, "int4"), "k=320 is no multiple of 128, which int4 weights are read in"),
+        (P(16, 128, 320, group_size=128), "k=320 is no multiple of group_size=128"),
+        (P(13, 128, 256, out_dtype="float32"), "an output of 13 x 128 in float32 is not a multiple of 8 x 64"),
+    ],
+)
+def test_what_the_kernel_cannot_run_is_told(problem, text):
+    reason = OP.supports(problem, H200)
+    assert reason is not None
+    assert re.search(text, reason), reason
+    assert "backend='xla'" in reason
+
+
+def test_a_call_runs_xla_and_says_that_the_kernel_was_not_measured():
+    told = mgpu_ops.explain("quantized_matmul", {"m": 16, "n": 4096, "k": 4096}, gpu="h200")
+    assert "has not run on a GPU yet" in told

@@ -1,0 +1,75 @@
+"""quantized_matmul on a Hopper GPU: what the interpreter and the compiler cannot show."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mgpu_ops import QuantizedMatmulConfig, spec_of
+from mgpu_ops import QuantizedMatmulProblem as P
+from mgpu_ops.core import gpu
+
+pytestmark = pytest.mark.gpu
+
+OP = spec_of("quantized_matmul")
+ROUNDING = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}  # one of the output, or float32 sums
+
+
+def exact(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> np.ndarray:
+    """In float64."""
+    x, w, *others = (
+        np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, w.astype(jnp.int8), scales, *zero_points)
+    )
+    size = problem.group_size
+    scale, *zero = (np.repeat(a, size, 0).T if size else a[:, None] for a in others)
+    return x @ ((w - (zero[0] if zero else 0.0)) * scale).T
+
+
+def draw(seed: int) -> tuple[Any, Any]:
+    """A problem of any kind and a legal config for it."""
+    rng = random.Random(seed)
+    group_size, w_dtype = rng.choice([0, 32, 64, 128]), rng.choice(["int8", "int4"])
+    k = 128 * rng.randint(1, 24) if group_size or w_dtype == "int4" else 16 * rng.randint(1, 200)
+    dtype = rng.choice(["bfloat16", "float16"])
+    out = rng.choice([dtype, dtype, "float32"])
+    m, n = (
+        (8 * rng.randint(1, 20), 64 * rng.randint(1, 16))
+        if out == "float32"
+        else (rng.randint(1, 200), 8 * rng.randint(1, 130))
+    )
+    problem = P(m, n, k, w_dtype, group_size, rng.random() < 0.5, dtype, out, "nt", rng.choice(["bfloat16", "float32"]))
+    device = gpu.current()
+    drawn = (QuantizedMatmulConfig(**{f: rng.choice(v) for f, v in OP.space(problem, device).items()}) for _ in range(50_000))
+    return problem, next(c for c in drawn if OP.check(problem, c, device) is None)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_legal_config_is_right_everywhere(seed, assert_near):
+    problem, config = draw(seed)
+    arrays = jax.jit(functools.partial(OP.inputs, problem))(jax.random.key(seed))
+    run = jax.jit(functools.partial(OP.run, problem, config, gpu.current())).lower(*arrays).compile()
+    jnp.full(4 * max(2**20, problem.m * problem.n), jnp.nan, problem.out_dtype).block_until_ready()  # what is freed holds NaN
+    out = run(*arrays)
+    assert_near(out, exact(problem, *arrays), ROUNDING[problem.out_dtype])
+    assert (run(*arrays) == out).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("w_dtype", ["int8", "int4"])
+def test_every_integer_becomes_the_same_float_at_every_place_of_a_tile(w_dtype, dtype):
+    """x is one 1 a row, at each of k: the result is the weights, transposed."""
+    low, count = (-128, 256) if w_dtype == "int8" else (-8, 16)
+    problem = P(128, 128, 128, w_dtype, 0, False, dtype, "float32", "nt", "float32")
+    config = OP.default(problem, gpu.current())
+    x = jnp.eye(128, dtype=dtype)
+    for shift in range(0, count, 7):
+        numbers = np.arange(128 * 128).reshape(128, 128) * 3 + shift
+        w = numbers % count + low
+        out = OP.run(problem, config, gpu.current(), x, jnp.asarray(w, jnp.int8).astype(w_dtype), jnp.ones(128, jnp.float32))
+        np.testing.assert_array_equal(out, w.T)
