@@ -18,6 +18,7 @@ ROWS = 64  # of a wgmma, and so of an epilogue tile
 _COLUMNS = 256  # at most, of a wgmma
 _BOX = 256  # elements along a side of a TMA copy, at most
 _ADDRESSES = 40  # registers of a consumer thread beside its accumulator, about
+SLOTS = 4  # tiles handed out that a block has not finished, at most: so far may the producer be ahead of the consumers
 
 
 class Tiled(Protocol):
@@ -145,6 +146,7 @@ class Storage:
     barriers: beside those of the pipeline and of the cluster's sum.
     b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
+    hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and their barriers.
     """
 
     config: Tiled
@@ -155,6 +157,7 @@ class Storage:
     b_tiles: int = 1
     itemsize: int = 2
     scales: tuple[int, ...] = ()
+    hands_out: bool = False
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -172,6 +175,9 @@ class Storage:
         if self.received:  # they arrived at each warpgroup; they were taken
             buffers.append(((c.compute_warpgroups, self.received, ROWS, c.epilogue_tile_n), 4))
             barriers += c.compute_warpgroups + 1
+        if self.hands_out:
+            buffers.append(((limits.ALIGNMENT,), 1))  # of which it uses little
+            barriers += 2 * SLOTS
         return limits.block_bytes(buffers, barriers)
 
 

@@ -115,7 +115,12 @@ class Pipeline:
 
         At the end of `compute`, nothing may still read the stage: no wgmma on it is in flight.
         """
-        stage = lax.rem(step, jnp.int32(self.stages))
-        plgpu.barrier_wait(self._full(stage))
+        stage = self.wait(step)
         compute(stage)
         engine.barrier_arrive(self.empty.at[stage])
+
+    def wait(self, step: jax.Array) -> jax.Array:
+        """Waits until the stage of `step` is full, and returns its number."""
+        stage = lax.rem(step, jnp.int32(self.stages))
+        plgpu.barrier_wait(self._full(stage))
+        return stage

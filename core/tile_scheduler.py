@@ -8,7 +8,7 @@ import heapq
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -187,53 +187,122 @@ class GroupTile:
     number: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The rows of each group, one group after the other.
+
+    sizes: the groups' sizes in rows, int32 in global memory, of any values: a negative one counts as 0, and groups are cut where
+      the array of `rows` rows ends.
+    has_start: `sizes` begins with the row where the first group begins.
+    """
+
+    sizes: Any  # a ref
+    rows: int
+    has_start: bool = False
+
+    @property
+    def count(self) -> int:
+        size: int = self.sizes.shape[0]
+        return size - self.has_start
+
+    def first(self) -> tuple[jax.Array, jax.Array]:
+        """The row where the first group begins, and its size."""
+        row = jnp.clip(self.sizes[0], 0, self.rows) if self.has_start else jnp.int32(0)
+        return self.at(jnp.int32(0), row)
+
+    def at(self, place: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first row and the size of the group at a place; 0 rows beyond the last. row: where the group before it ends."""
+        index = jnp.minimum(place, jnp.int32(self.count - 1))
+        size = self.sizes[index + 1 if self.has_start else index]
+        return row, jnp.where(place < self.count, jnp.clip(size, 0, self.rows - row), 0)
+
+    def number(self, place: jax.Array) -> jax.Array:
+        """Which group is at a place."""
+        return place
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderedGroups:
+    """Groups in an order of their own.
+
+    table: int32 in global memory; three words for each group, its number, its first row and its size, and for none after the last.
+    """
+
+    table: Any  # a ref
+    count: int
+
+    def first(self) -> tuple[jax.Array, jax.Array]:
+        """The row where the first group of the order begins, and its size."""
+        return self.at(jnp.int32(0), jnp.int32(0))
+
+    def at(self, place: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first row and the size of the group at a place <= count."""
+        return self.table[3 * place + 1], self.table[3 * place + 2]
+
+    def number(self, place: jax.Array) -> jax.Array:
+        """Which group is at a place < count."""
+        entry: jax.Array = self.table[3 * place]
+        return entry
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn:
+    """The tiles of one block: `first`, and then each `blocks`-th."""
+
+    first: jax.Array
+    blocks: int
+
+    def following(self, tile: jax.Array, carry: Any) -> jax.Array:
+        """The tile after `tile`."""
+        return tile + self.blocks
+
+
+class Turns(Protocol):
+    """Which tiles are of a block, ever larger numbers. There may be some beyond the last tile, which are none."""
+
+    @property
+    def first(self) -> jax.Array: ...
+
+    def following(self, tile: jax.Array, carry: Any) -> jax.Array:
+        """The tile after `tile`, which has given `carry`."""
+
+
 def for_each_group_tile(
-    sizes_ref: Any,
-    rows: int,
+    groups: Groups | OrderedGroups,
     tiles: Callable[[jax.Array], jax.Array],
-    block: jax.Array,
-    blocks: int,
+    turns: Turns,
     body: Callable[[GroupTile, Any], Any],
     carry: Any,
-    has_start: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """carry = body(tile, carry) for every tile of `block`. Tiles are numbered group after group; tile t is of block t % blocks.
+    """carry = body(tile, carry) for the tiles of a block. Tiles are numbered group after group, in the order of `groups`.
 
     Args:
-      sizes_ref: the groups' sizes in rows, int32 in global memory, of any values: a negative one counts as 0, and groups are
-        cut where the array of `rows` rows ends.
       tiles: the number of tiles of a group of a given size, both traced.
-      has_start: sizes_ref begins with the row where the first group begins.
+      turns: which of them are the block's.
 
-    Returns the row where the last group ends, and the carry. Every block reads each size once.
+    Returns the row where the last group of the order ends, and the carry. Every block reads each size once.
     """
-    groups = sizes_ref.shape[0] - has_start
     zero = jnp.int32(0)
-
-    def size_of(group: jax.Array, start: jax.Array) -> jax.Array:
-        index = jnp.minimum(group, jnp.int32(groups - 1))
-        size = sizes_ref[index + 1 if has_start else index]
-        return jnp.where(group < groups, jnp.clip(size, 0, rows - start), 0)
 
     def find(tile: jax.Array, state: Any) -> Any:
         def before(s: Any) -> Any:
-            group, first, _, size = s
-            return (group < groups) & (tile >= first + tiles(size))
+            place, first, _, size = s
+            return (place < groups.count) & (tile >= first + tiles(size))
 
         def following(s: Any) -> Any:
-            group, first, start, size = s
-            return group + 1, first + tiles(size), start + size, size_of(group + 1, start + size)
+            place, first, start, size = s
+            return place + 1, first + tiles(size), *groups.at(place + 1, start + size)
 
         return lax.while_loop(before, following, state)
 
     def step(s: Any) -> Any:
-        tile, (group, first, start, size), carry = s
-        carry = body(GroupTile(group, start, start + size, tile - first), carry)
-        return tile + blocks, find(tile + blocks, (group, first, start, size)), carry
+        tile, (place, first, start, size), carry = s
+        carry = body(GroupTile(groups.number(place), start, start + size, tile - first), carry)
+        tile = turns.following(tile, carry)
+        return tile, find(tile, (place, first, start, size)), carry
 
-    row = jnp.clip(sizes_ref[0], 0, rows) if has_start else zero
-    start = find(block, (zero, zero, row, size_of(zero, row)))
-    _, last, carry = lax.while_loop(lambda s: s[1][0] < groups, step, (block, start, carry))
+    start = find(turns.first, (zero, zero, *groups.first()))
+    _, last, carry = lax.while_loop(lambda s: s[1][0] < groups.count, step, (turns.first, start, carry))
     return last[2], carry
 
 

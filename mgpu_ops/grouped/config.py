@@ -25,6 +25,8 @@ class Config:
     epilogue_tile_n: columns stored at a time; such an epilogue tile goes through one of a warpgroup's `epilogue_slots` buffers.
     epilogue_slots: buffers of a warpgroup for epilogue tiles.
     memory_registers: registers of a producer thread; consumers share the rest.
+    schedule: "static", a block has each so many-th tile; or "dynamic", it takes the next one when it is free, of a contraction
+      those of the largest groups first. For groups of uneven sizes; it takes a small kernel of XLA's before.
     """
 
     tile_m: int
@@ -37,12 +39,21 @@ class Config:
     epilogue_tile_n: int
     epilogue_slots: int
     memory_registers: int
+    schedule: str = "static"
+
+
+SCHEDULES = ("static", "dynamic")
+
+
+def hands_out(c: Config) -> bool:
+    """Whether blocks take tiles as they become free."""
+    return c.schedule == "dynamic"
 
 
 def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
     """Why neither kernel can run a config, whatever the problem, or None: the first reason."""
     return (
-        gemm.check_choices(c, {"tile_k": (64, 128)})
+        gemm.check_choices(c, {"tile_k": (64, 128), "schedule": SCHEDULES})
         or gemm.check_tile(c)
         or gemm.check_pipeline(c)
         or _check_order(c)
@@ -80,7 +91,7 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
 def storage(problem: GroupedProblem, config: Config) -> gemm.Storage:
     """The shared memory of a block of either kernel."""
-    return gemm.Storage(config, config.epilogue_slots, itemsize_of(problem.out_dtype))
+    return gemm.Storage(config, config.epilogue_slots, itemsize_of(problem.out_dtype), hands_out=hands_out(config))
 
 
 def smem_bytes(problem: GroupedProblem, config: Config) -> int:

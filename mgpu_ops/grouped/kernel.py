@@ -1,6 +1,7 @@
 """What the kernels of grouped_matmul and ragged_contraction share: the block, warp-specialised and persistent (`run_block`).
 
-A block has each `blocks`-th output tile, group after group, and reads the groups' sizes on its way. Its warpgroups work at the
+A block has each `blocks`-th output tile, group after group, and reads the groups' sizes on its way; or, with a schedule that is
+"dynamic", it takes the next one when it is free (`core/hand_out.py`). Its warpgroups work at the
 same time: the producer loads operands with TMA into the stages of a pipeline in shared memory, and the one or two consumers
 multiply them with wgmma, each its share of the output tile. The pipeline runs over the ends of output tiles: the producer loads
 the first stages of the next tile while consumers store the last one.
@@ -9,7 +10,7 @@ the first stages of the next tile while consumers store the last one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
-from mgpu_ops.core.gemm import warpgroup_tile
+from mgpu_ops.core import engine, hand_out, tile_scheduler
+from mgpu_ops.core.gemm import SLOTS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.hand_out import HandOut
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.core.tile_scheduler import GroupTile
-from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, storage
+from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn, OrderedGroups
+from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, hands_out, storage
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -34,6 +36,9 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
+    queue: with a dynamic schedule int32 whose last word counts the tiles that were handed out, or None; the words before are the
+      contraction's. XLA makes it for each call, so that calls know nothing of each other, in whatever stream or CUDA graph.
+    answered, work_smem: the barriers and slots of a `HandOut`.
     """
 
     sizes: Any
@@ -49,6 +54,9 @@ class Refs:
     rhs_smem: Any = None
     out_smem: Any = None
     barriers: Any = None
+    queue: Any = None
+    answered: Any = None
+    work_smem: Any = None
 
 
 class Stages(Protocol):
@@ -65,10 +73,17 @@ class Stages(Protocol):
     def blocks(self) -> int: ...
 
     @property
+    def most_tiles(self) -> int:
+        """At least as many as there are tiles, whatever the sizes are."""
+
+    @property
     def config(self) -> Config: ...
 
     @property
     def refs(self) -> Refs: ...
+
+    def groups(self) -> Groups | OrderedGroups:
+        """The groups, in the order in which their tiles are numbered."""
 
     def tiles(self, size: jax.Array) -> jax.Array:
         """How many output tiles a group of `size` rows has (int32, traced)."""
@@ -108,12 +123,16 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     c, refs = kernel.config, kernel.refs
     pipeline = Pipeline(c.max_concurrent_steps, *refs.barriers)
 
-    def for_each_tile(body: Callable[[GroupTile, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def for_each_tile(body: Callable[[GroupTile, jax.Array], jax.Array], asks: bool = False) -> tuple[jax.Array, jax.Array]:
         """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
-        block = lax.axis_index("block")
-        return tile_scheduler.for_each_group_tile(
-            refs.sizes, kernel.rows, kernel.tiles, block, kernel.blocks, body, jnp.int32(0), kernel.problem.group_offset
-        )
+        block, groups = lax.axis_index("block"), kernel.groups()
+        if refs.queue is None:
+            turns = InTurn(block, kernel.blocks)
+            return tile_scheduler.for_each_group_tile(groups, kernel.tiles, turns, body, jnp.int32(0))
+        answers = Pipeline(SLOTS, *refs.answered)
+        counter = refs.queue.at[refs.queue.shape[0] - 1]
+        taken = HandOut(block, kernel.blocks, counter, refs.work_smem, answers, kernel.most_tiles)
+        return taken.for_each_group_tile(groups, kernel.tiles, body, jnp.int32(0), asks)
 
     def producer() -> None:
         def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
@@ -126,7 +145,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
 
             return lax.fori_loop(0, kernel.steps(tile), load_step, done)
 
-        _, steps = for_each_tile(load_tile)
+        _, steps = for_each_tile(load_tile, asks=True)
         pipeline.drain(steps)  # a block does not end before its last stages are read
 
     def consumer(*accs: Any) -> None:
@@ -166,10 +185,16 @@ def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple
     stages = c.max_concurrent_steps
     panel = engine.operand_transforms(PANEL, p.dtype, 128)
     out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
-    return {
+    return (hand_out.scratch_types(c.compute_warpgroups) if hands_out(c) else {}) | {
         "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
         "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=panel),
         "rhs_smem": plgpu.SMEM((stages, *rhs), p.dtype, transforms=panel),
         "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
         "barriers": Pipeline.barriers(stages, copies=copies, consumers=c.compute_warpgroups),
     }
+
+
+def with_queue(c: Config, refs: Sequence[Any]) -> tuple[Any, ...]:
+    """A kernel's refs with the second one, the `queue` of a dynamic schedule, at the end; with a static one None is there."""
+    sizes, *rest = refs
+    return (sizes, *rest[1:], rest[0]) if hands_out(c) else (sizes, *rest, None)

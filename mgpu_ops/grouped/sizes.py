@@ -17,6 +17,7 @@ from jax import lax
 # How sizes are spread over groups. Sizes are not known to a database, so a config is tuned for one of these.
 type Spread = Literal["even", "random", "skewed", "sparse"]
 SPREADS: tuple[Spread, ...] = get_args(Spread.__value__)
+_HALF = 14  # bits: about half of what MAX_ROWS has
 _BLOCK = 128  # rows that the XLA reference takes at a time
 
 
@@ -75,6 +76,28 @@ def split(sizes: jax.Array, rows: int, group_offset: bool) -> tuple[jax.Array, j
         return jnp.zeros((), jnp.int32), safe_sizes(sizes, rows)
     start = jnp.clip(sizes[0], 0, rows)
     return start, safe_sizes(sizes[1:], rows - start)
+
+
+def largest_first(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:
+    """The number, first row and size of each group, the largest first, for `tile_scheduler.OrderedGroups`: int32 [3 groups + 3].
+
+    The last three words are zeros. sizes: of any values, or with a `group_offset` what `of_shard` gives. Of equal groups the
+    first is first. It compares every group with every other, which XLA makes two small kernels of, where sorting takes five.
+    """
+    first = jnp.clip(sizes[0], 0, rows) if group_offset else jnp.int32(0)
+    sizes = jnp.clip(sizes[1:] if group_offset else sizes, 0, rows)
+    number = jnp.arange(sizes.size, dtype=jnp.int32)
+    before = number[None, :] < number[:, None]
+    # Sums of sizes that are none may not fit into 32 bits: high and low halves are summed apart.
+    high, low = (jnp.where(before, half, 0).sum(1, dtype=jnp.int32) for half in (sizes >> _HALF, sizes & (2**_HALF - 1)))
+    high += low >> _HALF
+    starts = jnp.where(high > rows >> _HALF, rows, (high << _HALF) + (low & (2**_HALF - 1)) + first)
+    starts = jnp.minimum(starts, rows)
+    larger = (sizes[None, :] > sizes[:, None]) | ((sizes[None, :] == sizes[:, None]) & before)
+    place = larger.sum(1, dtype=jnp.int32)
+    words = jnp.stack([number, starts, jnp.minimum(sizes, rows - starts)])
+    chosen = place == jnp.arange(sizes.size + 1, dtype=jnp.int32)[:, None, None]
+    return jnp.where(chosen, words, 0).sum(2, dtype=jnp.int32).reshape(-1)
 
 
 def in_a_group(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:

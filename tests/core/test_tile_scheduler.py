@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core import tile_scheduler
+from mgpu_ops.core.tile_scheduler import Groups, InTurn
 from tests.thorough import examples
 
 
@@ -199,7 +200,7 @@ def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Arr
 
     def walk(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
-        end, (seen, count) = tile_scheduler.for_each_group_tile(sizes, rows, tiles, block, blocks, visit, start)
+        end, (seen, count) = tile_scheduler.for_each_group_tile(Groups(sizes, rows), tiles, InTurn(block, blocks), visit, start)
         return seen, count, end
 
     return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))

@@ -25,9 +25,9 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config
+from mgpu_ops.grouped.config import PANEL, Config, hands_out
 from mgpu_ops.grouped.gated.problem import Problem, gradient_buffers
-from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages
+from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +109,14 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     them) and, where the problem is the gradient's, the result's gradient; then there are two results.
     """
     lhs, w_gate, w_up, sizes, *g = arrays
-    columns = math.ceil(p.n / c.tile_n)
-    blocks = min(gpu.sms, (p.groups + math.ceil(p.m / c.tile_m)) * columns)
+    blocks = min(gpu.sms, most_tiles(p, c))
+    queue = [jax.new_ref(jnp.zeros(1, jnp.int32))] * hands_out(c)
 
-    def body(sizes: Any, lhs: Any, gate: Any, up: Any, *rest: Any, **scratch: Any) -> None:
-        g, outs = (rest[0], rest[1:]) if p.gradient else (None, rest)
-        out, out2 = outs if p.gradient else (*outs, None)
-        refs = _Refs(sizes, lhs, gate, out, up=up, out2=out2, g=g, **scratch)
-        kernel.run_block(_Stages(p, c, blocks, refs), gpu)
+    def body(*refs: Any, **scratch: Any) -> None:
+        sizes, lhs, gate, up, *rest, queue = kernel.with_queue(c, refs)
+        g, out, out2 = rest if p.gradient else (None, *rest, None)
+        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, g=g, queue=queue, **scratch)
+        kernel.run_block(_Stages(p, c, blocks, refs_of), gpu)
 
     out = jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype)
     results = engine.kernel(
@@ -130,7 +130,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         ),
         out_type=(out, out) if p.gradient else out,
         scratch_types=_scratch(p, c),
-    )(sizes, rows_view(lhs), w_gate, w_up, *map(rows_view, g))
+    )(sizes, *queue, rows_view(lhs), w_gate, w_up, *map(rows_view, g))
     return jax.tree.map(lambda x: x.reshape(p.m, p.n), tuple(results) if p.gradient else results)
 
 

@@ -14,7 +14,7 @@ from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
-from mgpu_ops.grouped.config import Config, check_tiles, consumer_registers
+from mgpu_ops.grouped.config import Config, check_tiles, consumer_registers, hands_out
 from mgpu_ops.grouped.grouped_matmul import problem as grouped
 from mgpu_ops.grouped.problem import DECODING, LAYERS, MODELS, TRAINING
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
@@ -110,7 +110,8 @@ def smem_bytes(p: Problem, c: Config) -> int:
     """Bytes of shared memory that a block takes."""
     buffers = c.epilogue_slots + gradient_buffers(p, c)
     barriers = c.compute_warpgroups if p.gradient else 0
-    return gemm.Storage(c, buffers, itemsize_of(p.out_dtype), barriers=barriers, b_tiles=2).bytes
+    size = itemsize_of(p.out_dtype)
+    return gemm.Storage(c, buffers, size, barriers=barriers, b_tiles=2, hands_out=hands_out(c)).bytes
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
-from mgpu_ops.core.tile_scheduler import GroupTile
+from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config
+from mgpu_ops.grouped.config import PANEL, Config, hands_out
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name
 from mgpu_ops.grouped.kernel import Refs
 
@@ -46,6 +46,14 @@ class GroupedStages:
     @property
     def rows(self) -> int:
         return self.problem.m
+
+    @property
+    def most_tiles(self) -> int:
+        return most_tiles(self.problem, self.config)
+
+    def groups(self) -> Groups:
+        """In their own order: all tiles take equally long."""
+        return Groups(self.refs.sizes, self.rows, self.problem.group_offset)
 
     def tiles(self, size: jax.Array) -> jax.Array:
         p, c = self.problem, self.config
@@ -184,6 +192,11 @@ class GroupedStages:
         return run
 
 
+def most_tiles(p: Any, c: Config) -> int:
+    """At least as many as there are output tiles, whatever the sizes are: each group's last tile may be a part of one."""
+    return (p.groups + math.ceil(p.m / c.tile_m)) * math.ceil(p.n / c.tile_n)
+
+
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
     """Runs the kernel on lhs, rhs as stored, int32 sizes of any values (with an offset, as `sizes.of_shard` gives them) and,
     where the problem has them, lhs and rhs of a second product, a bias [groups, n] and a row scale [m].
@@ -196,12 +209,13 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         extra["lhs2"] = rows_view(extra["lhs2"])
     if p.row_scale:
         extra["row_scale"] = jnp.pad(extra["row_scale"], (0, c.tile_m))  # a group's last tile reads beyond it
-    tiles = p.groups * math.ceil(p.n / c.tile_n) + math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    blocks = min(gpu.sms, tiles)
+    blocks = min(gpu.sms, most_tiles(p, c))
+    queue = [jax.new_ref(jnp.zeros(1, jnp.int32))] * hands_out(c)
 
-    def body(sizes: Any, lhs: Any, rhs: Any, *rest: Any, **scratch: Any) -> None:
-        *further, out = rest
-        kernel.run_block(GroupedStages(p, c, blocks, Refs(sizes, lhs, rhs, out, **by_name(p, further), **scratch)), gpu)
+    def body(*refs: Any, **scratch: Any) -> None:
+        sizes, lhs, rhs, *further, out, queue = kernel.with_queue(c, refs)
+        refs_of = Refs(sizes, lhs, rhs, out, queue=queue, **by_name(p, further), **scratch)
+        kernel.run_block(GroupedStages(p, c, blocks, refs_of), gpu)
 
     panels = c.tile_k // PANEL
     rhs_tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
@@ -210,5 +224,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, PANEL), rhs_tile, copies=panels + 1),
-    )(sizes, rows_view(lhs), rhs, *extra.values())
+    )(sizes, *queue, rows_view(lhs), rhs, *extra.values())
     return out.reshape(p.m, p.n)

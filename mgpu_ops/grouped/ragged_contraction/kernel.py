@@ -23,11 +23,12 @@ from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view
-from mgpu_ops.core.tile_scheduler import GroupTile
+from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.config import Config, hands_out
 from mgpu_ops.grouped.kernel import Refs
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
+from mgpu_ops.grouped.sizes import largest_first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,17 @@ class _Stages:
     @property
     def rows(self) -> int:
         return self.problem.m
+
+    @property
+    def most_tiles(self) -> int:
+        return most_tiles(self.problem, self.config)
+
+    def groups(self) -> Groups | OrderedGroups:
+        """The largest first where tiles are handed out: what is handed out last is short, and blocks end close together."""
+        p, refs = self.problem, self.refs
+        if refs.queue is not None:
+            return OrderedGroups(refs.queue, p.groups)
+        return Groups(refs.sizes, p.m, p.group_offset)
 
     def tiles(self, size: jax.Array) -> jax.Array:
         return jnp.int32(math.prod(_tiles(self.problem, self.config)))
@@ -112,15 +124,21 @@ def _tiles(p: Problem, c: Config) -> tuple[int, int]:
     return math.ceil(p.k / c.tile_m), math.ceil(p.n / c.tile_n)
 
 
+def most_tiles(p: Problem, c: Config) -> int:
+    """Output tiles of all groups."""
+    return p.groups * math.prod(_tiles(p, c))
+
+
 def launch(
     p: Problem, c: Config, gpu: Gpu, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
     """Runs the kernel on lhs, rhs and int32 sizes of any values."""
-    blocks = min(gpu.sms, p.groups * math.prod(_tiles(p, c)))
+    blocks = min(gpu.sms, most_tiles(p, c))
+    queue = [jax.new_ref(largest_first(sizes, p.m, p.group_offset))] if hands_out(c) else []
 
     def body(*refs: Any, **scratch: Any) -> None:
-        sizes, lhs, rhs, out = refs
-        kernel.run_block(_Stages(p, c, blocks, Refs(sizes, lhs, rhs, out, **scratch)), gpu)
+        sizes, lhs, rhs, out, queue = kernel.with_queue(c, refs)
+        kernel.run_block(_Stages(p, c, blocks, Refs(sizes, lhs, rhs, out, queue=queue, **scratch)), gpu)
 
     wg_m, wg_n = warpgroup_tile(c)
     parts_m, parts_n = c.tile_m // wg_m, c.tile_n // wg_n
@@ -131,4 +149,4 @@ def launch(
         engine.Launch(name, {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((p.groups, p.k, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, lhs_tile, rhs_tile, copies=parts_m + parts_n),
-    )(sizes, rows_view(lhs), rows_view(rhs))
+    )(sizes, *queue, rows_view(lhs), rows_view(rhs))

@@ -309,6 +309,56 @@ def test_many_launches_in_a_row_are_all_right(spec):
         np.testing.assert_array_equal(out, wanted[i % 4])
 
 
+# --- tiles handed out as blocks become free
+
+
+def dynamic(config: Any) -> Any:
+    return replace(config, schedule="dynamic")
+
+
+@OPS
+@pytest.mark.parametrize("seed", range(8))
+def test_handed_out_tiles_are_right_and_have_the_bits_of_fixed_ones(spec, seed, assert_grouped):
+    problem, config = draw(spec, seed)
+    problem = replace(problem, group_offset=seed % 2 == 1)
+    groups = problem.groups + problem.group_offset
+    all_sizes = kinds_of_sizes(problem.m, groups)
+    assert_right_for(problem, launch(problem, dynamic(config)), all_sizes, assert_grouped, seed)
+    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
+    static, handed_out = (jax.jit(launch(problem, c)) for c in (replace(config, schedule="static"), dynamic(config)))
+    for sizes in all_sizes:
+        rows = np.array(sizes, np.int32)
+        np.testing.assert_array_equal(static(lhs, rhs, rows, *bias), handed_out(lhs, rhs, rows, *bias))
+
+
+@OPS
+@pytest.mark.parametrize("sizes", [[9000, 4500, 0, 3000, 1, 2250, 1800, 1500, 0, 949], [23000, *[0] * 9]], ids=["skewed", "one"])
+def test_handed_out_tiles_give_the_same_bits_each_time(spec, sizes):
+    """Many tiles a block, so that blocks get other tiles in each call."""
+    problem, config = spec.Problem(23000, 1544, 1032, 10), dynamic(replace(TWO, tile_n=64))
+    lhs, rhs = jax.device_put(operands(problem))
+    rows = jnp.array(sizes, jnp.int32)
+    wanted = np.asarray(jax.jit(launch(problem, replace(config, schedule="static")))(lhs, rhs, rows))
+    run = jax.jit(launch(problem, config))
+    for out in [run(lhs, rhs, rows) for _ in range(20)]:
+        np.testing.assert_array_equal(out, wanted)
+
+
+@OPS
+def test_calls_of_one_program_count_their_own_tiles(spec):
+    """In a loop, and two that know nothing of each other."""
+    problem, config = spec.Problem(3000, 520, 264, 5), dynamic(TWO)
+    lhs, rhs = jax.device_put(operands(problem))
+    all_sizes = jnp.array([[1000, 0, 700, 1, 1299], [3000, 0, 0, 0, 0], [0, 0, 0, 0, 0], [10, 20, 30, 40, 50]], jnp.int32)
+    run = launch(problem, config)
+    wanted = [np.asarray(jax.jit(launch(problem, TWO))(lhs, rhs, sizes)) for sizes in all_sizes]
+    looped = jax.jit(lambda *x: jax.lax.map(lambda sizes: run(*x, sizes), all_sizes))
+    both = jax.jit(lambda *x: (run(*x, all_sizes[0]), run(*x, all_sizes[1])))
+    for _ in range(5):
+        np.testing.assert_array_equal(looped(lhs, rhs), wanted)
+        np.testing.assert_array_equal(both(lhs, rhs), wanted[:2])
+
+
 # --- gradients and transforms
 
 GRADIENT_SIZES = [100, 0, 33, 250, 1]
