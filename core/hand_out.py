@@ -28,6 +28,7 @@ from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.registers import i32
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 
+
 def scratch_types(consumers: int) -> dict[str, Any]:
     """What a block has for its `HandOut`: the slots of the answers, and the barriers of their pipeline."""
     return {

@@ -36,9 +36,8 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
-    queue: with a dynamic schedule int32 whose last word counts the tiles that were handed out, or None; the words before are the
-      contraction's. XLA makes it for each call, so that calls know nothing of each other, in whatever stream or CUDA graph.
-    answered, work_smem: the barriers and slots of a `HandOut`.
+    counter: with a dynamic schedule what `counter` makes, else None; answered, work_smem: the barriers and slots of a `HandOut`.
+    order: of a contraction with a dynamic schedule, what `sizes.largest_first` gives.
     """
 
     sizes: Any
@@ -54,7 +53,8 @@ class Refs:
     rhs_smem: Any = None
     out_smem: Any = None
     barriers: Any = None
-    queue: Any = None
+    counter: Any = None
+    order: Any = None
     answered: Any = None
     work_smem: Any = None
 
@@ -126,12 +126,11 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     def for_each_tile(body: Callable[[GroupTile, jax.Array], jax.Array], asks: bool = False) -> tuple[jax.Array, jax.Array]:
         """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
         block, groups = lax.axis_index("block"), kernel.groups()
-        if refs.queue is None:
+        if refs.counter is None:
             turns = InTurn(block, kernel.blocks)
             return tile_scheduler.for_each_group_tile(groups, kernel.tiles, turns, body, jnp.int32(0))
         answers = Pipeline(SLOTS, *refs.answered)
-        counter = refs.queue.at[refs.queue.shape[0] - 1]
-        taken = HandOut(block, kernel.blocks, counter, refs.work_smem, answers, kernel.most_tiles)
+        taken = HandOut(block, kernel.blocks, refs.counter.at[0], refs.work_smem, answers, kernel.most_tiles)
         return taken.for_each_group_tile(groups, kernel.tiles, body, jnp.int32(0), asks)
 
     def producer() -> None:
@@ -194,7 +193,15 @@ def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple
     }
 
 
-def with_queue(c: Config, refs: Sequence[Any]) -> tuple[Any, ...]:
-    """A kernel's refs with the second one, the `queue` of a dynamic schedule, at the end; with a static one None is there."""
+def counter(c: Config) -> tuple[Any, ...]:
+    """What a launch passes after the sizes: with a dynamic schedule a ref to a counter of tiles, int32 [1].
+
+    XLA sets it to zero for each call. So calls know nothing of each other, in whatever stream or CUDA graph they run.
+    """
+    return (jax.new_ref(jnp.zeros(1, jnp.int32)),) if hands_out(c) else ()
+
+
+def counter_last(c: Config, refs: Sequence[Any]) -> tuple[Any, ...]:
+    """A kernel's refs with that of `counter` at the end; with a static schedule None is there."""
     sizes, *rest = refs
     return (sizes, *rest[1:], rest[0]) if hands_out(c) else (sizes, *rest, None)

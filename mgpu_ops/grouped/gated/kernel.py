@@ -25,7 +25,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config, hands_out
+from mgpu_ops.grouped.config import PANEL, Config
 from mgpu_ops.grouped.gated.problem import Problem, gradient_buffers
 from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles
 
@@ -110,12 +110,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     """
     lhs, w_gate, w_up, sizes, *g = arrays
     blocks = min(gpu.sms, most_tiles(p, c))
-    queue = [jax.new_ref(jnp.zeros(1, jnp.int32))] * hands_out(c)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        sizes, lhs, gate, up, *rest, queue = kernel.with_queue(c, refs)
+        sizes, lhs, gate, up, *rest, counter = kernel.counter_last(c, refs)
         g, out, out2 = rest if p.gradient else (None, *rest, None)
-        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, g=g, queue=queue, **scratch)
+        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, g=g, counter=counter, **scratch)
         kernel.run_block(_Stages(p, c, blocks, refs_of), gpu)
 
     out = jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype)
@@ -130,7 +129,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         ),
         out_type=(out, out) if p.gradient else out,
         scratch_types=_scratch(p, c),
-    )(sizes, *queue, rows_view(lhs), w_gate, w_up, *map(rows_view, g))
+    )(sizes, *kernel.counter(c), rows_view(lhs), w_gate, w_up, *map(rows_view, g))
     return jax.tree.map(lambda x: x.reshape(p.m, p.n), tuple(results) if p.gradient else results)
 
 

@@ -29,7 +29,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config, hands_out
+from mgpu_ops.grouped.config import PANEL, Config
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name
 from mgpu_ops.grouped.kernel import Refs
 
@@ -210,11 +210,10 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     if p.row_scale:
         extra["row_scale"] = jnp.pad(extra["row_scale"], (0, c.tile_m))  # a group's last tile reads beyond it
     blocks = min(gpu.sms, most_tiles(p, c))
-    queue = [jax.new_ref(jnp.zeros(1, jnp.int32))] * hands_out(c)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        sizes, lhs, rhs, *further, out, queue = kernel.with_queue(c, refs)
-        refs_of = Refs(sizes, lhs, rhs, out, queue=queue, **by_name(p, further), **scratch)
+        sizes, lhs, rhs, *further, out, counter = kernel.counter_last(c, refs)
+        refs_of = Refs(sizes, lhs, rhs, out, counter=counter, **by_name(p, further), **scratch)
         kernel.run_block(GroupedStages(p, c, blocks, refs_of), gpu)
 
     panels = c.tile_k // PANEL
@@ -224,5 +223,5 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, PANEL), rhs_tile, copies=panels + 1),
-    )(sizes, *queue, rows_view(lhs), rhs, *extra.values())
+    )(sizes, *kernel.counter(c), rows_view(lhs), rhs, *extra.values())
     return out.reshape(p.m, p.n)

@@ -51,8 +51,8 @@ class _Stages:
     def groups(self) -> Groups | OrderedGroups:
         """The largest first where tiles are handed out: what is handed out last is short, and blocks end close together."""
         p, refs = self.problem, self.refs
-        if refs.queue is not None:
-            return OrderedGroups(refs.queue, p.groups)
+        if refs.order is not None:
+            return OrderedGroups(refs.order, p.groups)
         return Groups(refs.sizes, p.m, p.group_offset)
 
     def tiles(self, size: jax.Array) -> jax.Array:
@@ -134,11 +134,12 @@ def launch(
 ) -> jax.Array:
     """Runs the kernel on lhs, rhs and int32 sizes of any values."""
     blocks = min(gpu.sms, most_tiles(p, c))
-    queue = [jax.new_ref(largest_first(sizes, p.m, p.group_offset))] if hands_out(c) else []
+    order = (largest_first(sizes, p.m, p.group_offset),) if hands_out(c) else ()
 
     def body(*refs: Any, **scratch: Any) -> None:
-        sizes, lhs, rhs, out, queue = kernel.with_queue(c, refs)
-        kernel.run_block(_Stages(p, c, blocks, Refs(sizes, lhs, rhs, out, queue=queue, **scratch)), gpu)
+        sizes, lhs, rhs, *order, out, counter = kernel.counter_last(c, refs)
+        further = {"order": order[0]} if order else {}
+        kernel.run_block(_Stages(p, c, blocks, Refs(sizes, lhs, rhs, out, counter=counter, **further, **scratch)), gpu)
 
     wg_m, wg_n = warpgroup_tile(c)
     parts_m, parts_n = c.tile_m // wg_m, c.tile_n // wg_n
@@ -149,4 +150,4 @@ def launch(
         engine.Launch(name, {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((p.groups, p.k, p.n), p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, lhs_tile, rhs_tile, copies=parts_m + parts_n),
-    )(sizes, *queue, rows_view(lhs), rows_view(rhs))
+    )(sizes, *kernel.counter(c), rows_view(lhs), rows_view(rhs), *order)

@@ -332,7 +332,9 @@ def test_handed_out_tiles_are_right_and_have_the_bits_of_fixed_ones(spec, seed, 
 
 
 @OPS
-@pytest.mark.parametrize("sizes", [[9000, 4500, 0, 3000, 1, 2250, 1800, 1500, 0, 949], [23000, *[0] * 9]], ids=["skewed", "one"])
+@pytest.mark.parametrize(
+    "sizes", [[9000, 4500, 0, 3000, 1, 2250, 1800, 1500, 0, 949], [23000, *[0] * 9]], ids=["skewed", "one"]
+)
 def test_handed_out_tiles_give_the_same_bits_each_time(spec, sizes):
     """Many tiles a block, so that blocks get other tiles in each call."""
     problem, config = spec.Problem(23000, 1544, 1032, 10), dynamic(replace(TWO, tile_n=64))
