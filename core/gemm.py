@@ -146,7 +146,7 @@ class Storage:
     barriers: beside those of the pipeline and of the cluster's sum.
     b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
-    hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and their barriers.
+    hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and barriers.
     """
 
     config: Tiled

@@ -1,9 +1,9 @@
 """Tiles handed out to the blocks of a persistent kernel as these become free: a counter in global memory.
 
-A block's first tile has the block's number. Each further one is what the counter, which begins at 0, gives, plus the number of
-blocks. The producer asks while it still loads the tile before, and the answer goes to all warpgroups of the block through shared
-memory: the hundreds of cycles that it takes are hidden. Which block gets a tile is left to chance, but each tile is computed whole,
-by one block: results do not depend on it.
+A block's first tile has the block's number. Each further one is what the counter, which begins at 0, gives, plus the number
+of blocks. The producer asks while it still loads the tile before, and the answer goes to all warpgroups of the block through
+shared memory: the hundreds of cycles that it takes are hidden. Which block gets a tile is left to chance, but each tile is
+computed whole, by one block: results do not depend on it.
 """
 
 from __future__ import annotations

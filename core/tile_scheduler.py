@@ -191,8 +191,8 @@ class GroupTile:
 class Groups:
     """The rows of each group, one group after the other.
 
-    sizes: the groups' sizes in rows, int32 in global memory, of any values: a negative one counts as 0, and groups are cut where
-      the array of `rows` rows ends.
+    sizes: the groups' sizes in rows, int32 in global memory, of any values: a negative one counts as 0, and groups are cut
+      where the array of `rows` rows ends.
     has_start: `sizes` begins with the row where the first group begins.
     """
 
@@ -225,7 +225,7 @@ class Groups:
 class OrderedGroups:
     """Groups in an order of their own.
 
-    table: int32 in global memory; three words for each group, its number, its first row and its size, and for none after the last.
+    table: int32 in global memory; three words for each group: its number, its first row, its size. Then three zeros.
     """
 
     table: Any  # a ref
@@ -274,7 +274,7 @@ def for_each_group_tile(
     body: Callable[[GroupTile, Any], Any],
     carry: Any,
 ) -> tuple[jax.Array, Any]:
-    """carry = body(tile, carry) for the tiles of a block. Tiles are numbered group after group, in the order of `groups`.
+    """carry = body(tile, carry) for the tiles of a block. Tiles are numbered group after group in the order of `groups`.
 
     Args:
       tiles: the number of tiles of a group of a given size, both traced.

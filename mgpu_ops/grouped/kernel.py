@@ -36,7 +36,7 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
-    counter: with a dynamic schedule what `counter` makes, else None; answered, work_smem: the barriers and slots of a `HandOut`.
+    counter: with a dynamic schedule what `counter` makes, else None. answered, work_smem: a `HandOut`'s barriers and slots.
     order: of a contraction with a dynamic schedule, what `sizes.largest_first` gives.
     """
 

@@ -79,10 +79,11 @@ def split(sizes: jax.Array, rows: int, group_offset: bool) -> tuple[jax.Array, j
 
 
 def largest_first(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:
-    """The number, first row and size of each group, the largest first, for `tile_scheduler.OrderedGroups`: int32 [3 groups + 3].
+    """The number, first row and size of each group, the largest first, then three zeros: int32 [3 groups + 3].
 
-    The last three words are zeros. sizes: of any values, or with a `group_offset` what `of_shard` gives. Of equal groups the
-    first is first. It compares every group with every other, which XLA makes two small kernels of, where sorting takes five.
+    It is the table of `tile_scheduler.OrderedGroups`. sizes: of any values, or with a `group_offset` what `of_shard` gives. Of
+    equal groups the first is first. It compares every group with every other: two small kernels of XLA's, of which sorting
+    takes five.
     """
     first = jnp.clip(sizes[0], 0, rows) if group_offset else jnp.int32(0)
     sizes = jnp.clip(sizes[1:] if group_offset else sizes, 0, rows)

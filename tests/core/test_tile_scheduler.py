@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core import tile_scheduler
-from mgpu_ops.core.tile_scheduler import Groups, InTurn
+from mgpu_ops.core.tile_scheduler import Groups, InTurn, OrderedGroups
 from tests.thorough import examples
 
 
@@ -236,3 +236,31 @@ def test_blocks_take_the_tiles_of_one_group_and_of_256_in_turn(blocks):
     assert_blocks_share_out_the_tiles([300], 300, blocks)
     sizes = np.random.default_rng(0).multinomial(60, np.ones(256) / 256)
     assert_blocks_share_out_the_tiles(sizes.tolist(), 64, blocks)
+
+
+@given(st.lists(st.integers(0, 60), min_size=5, max_size=5), st.permutations(range(5)), st.sampled_from([1, 3]))
+def test_groups_in_an_order_of_their_own_have_the_same_tiles(sizes, order, blocks):
+    wanted, _ = group_tiles(sizes, 300)
+    starts = np.cumsum([0, *sizes[:-1]])
+    table = np.array([[group, starts[group], sizes[group]] for group in order] + [[0, 0, 0]], np.int32).reshape(-1)
+    in_order = [tile for group in order for tile in wanted if tile[0] == group]
+    seen, counts = ordered_visits(table, blocks)
+    for block in range(blocks):
+        assert [tuple(tile) for tile in seen[block, : counts[block]].tolist()] == in_order[block::blocks]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def ordered_visits(table: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """For each block: the tiles it visits, and how many."""
+
+    def visit(tile: tile_scheduler.GroupTile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seen, count = carry
+        return seen.at[count].set(jnp.stack([tile.group, tile.start, tile.end, tile.number])), count + 1
+
+    def walk(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
+        groups = OrderedGroups(table, table.shape[0] // 3 - 1)
+        tiles = lambda size: tile_scheduler.cdiv(size, TILE_ROWS) * ACROSS  # noqa: E731
+        return tile_scheduler.for_each_group_tile(groups, tiles, InTurn(block, blocks), visit, start)[1]
+
+    return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))

@@ -8,7 +8,6 @@ computes both products again, and stores the gradients of gate and up.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, spec_of
-from mgpu_ops.core import engine, gpu
+from mgpu_ops.core import engine, gpu, hand_out
 from mgpu_ops.core.pipeline import Pipeline
 from tests import thorough
 from tests.arrays import inputs
@@ -246,6 +246,51 @@ def test_default_config_is_right_on_a_gpu_of_full_size(problem, assert_grouped):
     h200 = gpu.find("h200")
     spec = GROUPED if isinstance(problem, P) else CONTRACTION
     assert_right(problem, compiled(problem, spec.default(problem, h200), h200), ODD, assert_grouped)
+
+
+# --- tiles handed out as blocks become free
+
+ORDERS: dict[str, Callable[[jax.Array, jax.Array, int], jax.Array]] = {
+    "by a hash": hand_out.owns,
+    "all to the last block": lambda tile, block, blocks: block == blocks - 1,
+    "back and forth": lambda tile, block, blocks: jnp.abs(tile % (2 * blocks) - blocks) % blocks == block,
+}
+HANDED_OUT = {
+    "grouped": (P(150, 128, 64, 5), "by a hash", BASE),
+    "contraction": (R(150, 64, 136, 5), "back and forth", BASE),
+    "a shard": (R(150, 136, 136, 4, group_offset=True), "all to the last block", TWO),
+}
+
+
+@pytest.mark.parametrize("name", thorough.cases(HANDED_OUT, ["a shard"]))
+def test_tiles_handed_out_in_any_order_give_the_bits_of_fixed_ones(name, assert_grouped, monkeypatch):
+    problem, order, config = HANDED_OUT[name]
+    orders, kinds = (ORDERS, 3) if thorough.ALL else ([order], 1)
+    run_static = compiled(problem, config)
+    for one in orders:
+        monkeypatch.setattr(hand_out, "owns", ORDERS[one])
+        run = compiled(problem, replace(config, schedule="dynamic"))
+        for sizes in ((33, 0, 65, 1, 20), (0, 150, 0, 0, 0), (-7, 40, 2**31 - 1, 5, 0))[:kinds]:
+            assert_right(problem, run, sizes, assert_grouped)
+            lhs, rhs, *bias = operands(problem)
+            arrays = lhs, rhs, np.array(sizes, np.int32), *bias
+            np.testing.assert_array_equal(run(*arrays), run_static(*arrays))
+
+
+class HastyAnswers(Pipeline):
+    """Declares an answer's slot empty before it has read it."""
+
+    def read(self, step: Any, compute: Callable[[Any], None]) -> None:
+        if self.stages == hand_out.SLOTS:
+            Hasty(self.stages, self.full, self.empty).read(step, compute)
+        else:
+            super().read(step, compute)
+
+
+def test_detector_finds_an_answer_that_is_overwritten_before_it_was_read(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped.kernel"), "Pipeline", HastyAnswers)
+    problem = R(70, 256, 256, 4)  # of one step a tile, so that the producer is far ahead
+    assert has_a_race(of_odd_sizes(problem, replace(BASE, schedule="dynamic")))
 
 
 # --- what passes above is not passed by a detector that is off

@@ -323,9 +323,9 @@ WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
     [
         (P(512, 192, 136, 4), None),
         (P(512, 256, 192, 4, "float16", "float32"), None),
-        (P(512, 256, 256, 4), replace(WIDE, tile_k=128, epilogue_tile_n=128)),
+        (P(512, 256, 256, 4), replace(WIDE, tile_k=128, epilogue_tile_n=128, schedule="dynamic")),
     ],
-    ids=["default, tails", "default, float32", "two warpgroups, wide epilogue tiles"],
+    ids=["default, tails", "default, float32", "two warpgroups, wide epilogue tiles, tiles handed out"],
 )
 def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem, config):
     ragged.assert_compiles(SPEC, problem, config)

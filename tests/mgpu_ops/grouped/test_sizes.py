@@ -88,3 +88,19 @@ def test_sizes_of_any_integer_type_become_int32(sizes):
     assert isinstance(out, jax.Array)
     assert out.dtype == jnp.int32
     assert out.tolist() == [3, 0, 5]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def ordered(values: jax.Array, rows: int, group_offset: bool) -> jax.Array:
+    return sizes.largest_first(values, rows, group_offset)
+
+
+@given(st.lists(st.integers(-2, 90) | INT32, min_size=6, max_size=6), st.sampled_from([0, 150, 2**28]), st.booleans())
+def test_groups_are_ordered_largest_first_with_the_rows_that_any_sizes_count_as(values, rows, group_offset):
+    *table, last = np.asarray(ordered(np.array(values, np.int32), rows, group_offset)).reshape(-1, 3).tolist()
+    start, *rest = values if group_offset else (0, *values)
+    wanted = [[i, x.start, x.stop - x.start] for i, x in enumerate(spans(rest, rows, start))]
+    assert sorted(table) == wanted
+    assert last == [0, 0, 0]
+    if min(rest) >= 0 and start + sum(rest) <= rows:  # others fill the rows with groups that are cut
+        assert table == sorted(wanted, key=lambda entry: (-entry[2], entry[0]))
