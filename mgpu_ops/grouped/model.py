@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
-from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.config import SCHEDULES, Config
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -28,6 +28,7 @@ def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_tile_n": (32, 64, 128, 192, 256),
         "epilogue_slots": (1, 2, 4),
         "memory_registers": (24, 40),
+        "schedule": SCHEDULES,
     }
 
 
