@@ -53,7 +53,7 @@ ADDED_LATER = {
     "flash_attention": {"kv_splits": 0, "kv_cluster": 1},
     "flash_attention_backward": {"dq_step": "same"},
     "matmul": {"schedule": "cooperative"},
-    **dict.fromkeys(("grouped_matmul", "gated_grouped_matmul", "ragged_contraction"), {"schedule": "static"}),
+    **{key: {"schedule": "static"} for key in ("grouped_matmul", "gated_grouped_matmul", "ragged_contraction")},
 }
 
 
