@@ -121,7 +121,8 @@ def accumulated(acc: Any, in_flight: int) -> jax.Array:
 def wgmma(acc: Any, a: Any, b: Any) -> None:
     """acc[m, n] += sum_k a[m, k] b[k, n] on the tensor cores, asynchronously: `wgmma_wait(n)` leaves n in flight.
 
-    a and b are shared-memory refs (see `operand_transforms`) of 16 or, stored along k, 8 bits; a may be registers instead.
+    a and b are shared-memory refs (see `operand_transforms`) of 16 or, stored along k, 8 bits or float32, of which
+    the first 11 bits are multiplied (tf32); a may be registers instead, but not of float32.
     m % 64 == 0, n % 8 == 0, n <= 256. Source: PTX ISA, "wgmma.mma_async".
     """
     inflight.starts(acc, a, b)

@@ -38,8 +38,11 @@ class Gpu:
     source: str
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s of the tensor cores on operands of this dtype: on 8 bits, twice those on 16 (the same datasheets)."""
-        return self.bf16_flops * (2 if dtype == "int8" or dtype.startswith("float8") else 1)
+        """FLOP/s of the tensor cores on operands of this dtype: on 8 bits, twice those on 16; on float32 (tf32), half of them.
+
+        Source: the same datasheets.
+        """
+        return self.bf16_flops * (2 if dtype == "int8" or dtype.startswith("float8") else 0.5 if dtype == "float32" else 1)
 
 
 def _hopper(key: str, *kinds: str, **numbers: Any) -> Gpu:

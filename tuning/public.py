@@ -26,6 +26,7 @@ from mgpu_ops.attention.flash_attention import attend
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.grouped.grouped_matmul.problem import by_name
+from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.epilogue import names
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec, Problem
@@ -38,6 +39,7 @@ def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callabl
     p = problem
     options: dict[str, Any] = {"activation": p.activation, "out_dtype": p.out_dtype, "backend": backend}
     options |= {"transpose_a": p.layout[0] == "t", "transpose_b": p.layout[1] == "t"}
+    options["precision"] = algorithms.PRESETS.get(p.algorithm)
 
     def call(a: jax.Array, b: jax.Array, *extra: jax.Array) -> jax.Array:
         arrays: dict[str, Any] = dict(zip(names(p)[2:], extra, strict=True))

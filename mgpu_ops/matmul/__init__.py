@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops.core import gpu as gpus
@@ -23,7 +24,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
-from mgpu_ops.matmul import xla
+from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_out_dtype
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
@@ -61,6 +62,7 @@ class _Call:
     bias: bool = False
     residual: bool = False
     scales: str = "none"
+    algorithm: str = "none"
 
     def plain(self, **changes: Any) -> _Call:
         """A product without an epilogue, with the database's config."""
@@ -78,6 +80,7 @@ def matmul(
     scale_b: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     config: Config | None = None,
@@ -150,6 +153,7 @@ def matmul(
         checked_activation(activation),
         bias is not None,
         residual is not None,
+        algorithm=algorithms.algorithm_of(precision, arrays["a"].dtype.name),
     )
     return products(call, **arrays)
 
@@ -335,6 +339,7 @@ def _problem(call: _Call, arrays: Sequence[jax.Array]) -> Problem:
         call.residual,
         b.dtype.name,
         call.scales,
+        call.algorithm,
     )
     batches = (x.shape[0] for x, rank in zip(arrays, ranks(problem), strict=True) if x.ndim > rank)
     return dataclasses.replace(problem, batch=max(batches, default=1))
@@ -360,14 +365,23 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array, *extra: jax.Array) -
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
         wide = np.promote_types(problem.dtype, np.float32)
         a, b = a.astype(wide), b.astype(wide)
-    product = _product(a.mT if a_t else a, b.mT if b_t else b, wide)
+    product = _product(a.mT if a_t else a, b.mT if b_t else b, wide, _precision(problem))
     return with_epilogue(problem, product, **by)
 
 
-def _product(a: jax.Array, b: jax.Array, wide: Any) -> jax.Array:
+def _precision(p: Problem) -> lax.PrecisionLike:
+    """JAX's name for the algorithm of a product through XLA, whose CPU backend has only float32's own."""
+    if p.algorithm == "none":
+        return None
+    if gpus.current() is None:
+        return lax.Precision.HIGHEST
+    return algorithms.PRESETS[p.algorithm]
+
+
+def _product(a: jax.Array, b: jax.Array, wide: Any, precision: lax.PrecisionLike = None) -> jax.Array:
     """a @ b, also of two 8-bit floats, which jnp.matmul does not mix."""
     if a.dtype == b.dtype:
-        return jnp.matmul(a, b, preferred_element_type=wide)
+        return jnp.matmul(a, b, precision=precision, preferred_element_type=wide)
     if a.ndim != b.ndim:
         lead = (a if a.ndim > b.ndim else b).shape[:1]
         a, b = (x if x.ndim > 2 else jnp.broadcast_to(x, (*lead, *x.shape)) for x in (a, b))

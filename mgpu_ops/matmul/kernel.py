@@ -31,6 +31,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
     BLOCK,
@@ -47,6 +48,8 @@ from mgpu_ops.matmul.problem import (
     k_steps,
     panel,
     partial_problem,
+    products,
+    steps_in_all,
     storage,
     swizzle_bytes,
     transposed,
@@ -149,9 +152,11 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
         )
 
     def a_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
+        k = _block_of_part(work, k, 0)
         return (k, at.row) if a_t else (at.row, k)
 
     def b_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
+        k = _block_of_part(work, k, 1)
         return (at.column, k) if b_t else (k, at.column)
 
     a_tile, b_tile = _operand_tiles(p, c)
@@ -164,6 +169,42 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
 def _step_of_k(work: Work, at: Tile, step: jax.Array) -> jax.Array:
     """The number of a tile's step among all steps of k, of which a part of k has some."""
     return step + at.part * k_steps(work.problem, work.config) if work.config.split_k > 1 else step
+
+
+def _block_of_part(work: Work, step: jax.Array, side: int) -> jax.Array:
+    """The block along k of A (side 0) or B that a step among all of k loads: step, but where there are parts of float32.
+
+    These lie one after the other along k. Surplus steps load a part that there is not, and so zeros.
+    """
+    p, pairs = work.problem, products(work.problem)
+    if len(pairs) == 1:
+        return step
+    if work.transposed:  # A and B have changed places
+        side = 1 - side
+    blocks = jnp.int32(steps_in_all(p, work.config) // len(pairs))
+    number = jnp.minimum(lax.div(step, blocks), 15)
+    part = lax.shift_right_arithmetic(jnp.int32(algorithms.packed(pairs, side)), 2 * number) & 3
+    return part * blocks + lax.rem(step, blocks)
+
+
+def _drop_what_is_not_finite(work: Work, acc: Any, at: Tile, k: jax.Array) -> None:
+    """Consumer, after step k of a tile: where all products but the last are added up, takes 0 for sums that are not finite.
+
+    The last products, of the parts with the leading bits, are the same infinities and NaNs; these ones may have others, as of
+    infinity times a part that is zero.
+    """
+    p, c = work.problem, work.config
+    pairs, steps = products(p), k_steps(p, c)
+    end, step = steps_in_all(p, c) // len(pairs) * (len(pairs) - 1), _step_of_k(work, at, k)
+    is_end = step == end - 1
+    if c.split_k > 1:
+        is_end |= (step < end) & (k == steps - 1)
+    pl.when(is_end)(lambda: _keep_finite(acc))
+
+
+def _keep_finite(acc: Any) -> None:
+    sums = acc[...]
+    acc[...] = jnp.where(jnp.abs(sums) < jnp.inf, sums, 0.0)
 
 
 def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -452,6 +493,8 @@ def _kernel(
         else:
             multiply(p, c, accs[0], a_smem, b_smem)
         engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
+        if len(products(p)) > 1:
+            _drop_what_is_not_finite(work, accs[0], _tile(work, t), k)
 
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
@@ -522,9 +565,16 @@ def _kernel_in_turn(
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             if p.residual:  # it arrives while the tile is multiplied
                 _load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"])
-            own_pipeline.multiply(
-                t * steps, steps, lambda stage: multiply(p, c, acc, *(operand.at[stage] for operand in operands))
-            )
+
+            def start(stage: jax.Array) -> None:
+                multiply(p, c, acc, *(operand.at[stage] for operand in operands))
+
+            first, last = t * steps, steps // len(products(p))
+            if last < steps:
+                own_pipeline.multiply(first, steps - last, start)
+                _keep_finite(acc)  # as in `_drop_what_is_not_finite`
+                first += steps - last
+            own_pipeline.multiply(first, last, start)
             _store(work, t, acc, of, **smem)
 
         lax.fori_loop(0, tile_scheduler.tiles_of_block(own_tiles, wg, turns), compute_tile, None)
@@ -565,6 +615,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     Each has a leading batch dimension, or is shared by all products.
     """
     whole, extra = p, by_name(p, arrays[2:])
+    a, b = _as_multiplied(p, c, *arrays[:2])
     batched = any(x.ndim > rank for x, rank in zip(arrays, ranks(p), strict=True))
     p = partial_problem(p, c)
     m, n, parts = p.m, p.n, 1 if c.cluster == "k" else c.split_k
@@ -586,10 +637,21 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         ),
         out_type=jax.ShapeDtypeStruct(anywhere if ends_with_rows(p, c) else shape, p.out_dtype),
         scratch_types=_scratch(work),
-    )(*(arrays[1::-1] if flips else arrays[:2]), *_extra(work, extra, anywhere)).reshape(shape)
+    )(*((b, a) if flips else (a, b)), *_extra(work, extra, anywhere)).reshape(shape)
     if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
         out = with_epilogue(whole, out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3), **extra)
     return out
+
+
+def _as_multiplied(p: Problem, c: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The arrays that `problem.multiplied` is of."""
+    if p.dtype != "float32":
+        return a, b
+    a_t, b_t = transposed(p)
+    if p.algorithm not in algorithms.PRODUCTS:
+        return a.mT if a_t else a, b if b_t else b.mT
+    parts = algorithms.parts_of(p.algorithm)
+    return algorithms.split(a, parts, -2 if a_t else -1, c.tile_k), algorithms.split(b, parts, -1 if b_t else -2, c.tile_k)
 
 
 def _extra(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mgpu_ops.core import gemm
+from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
+from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.problem import (
     BLOCK,
     Config,
@@ -21,6 +22,7 @@ from mgpu_ops.matmul.problem import (
     check,
     computes_transposed,
     k_steps,
+    multiplied,
     partial_problem,
     smem_bytes,
     supports,
@@ -40,7 +42,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     return {
         "tile_m": (*few_rows, 128, 192, 256),
         "tile_n": (64, 96, 128, 160, 192, 224, 256),
-        "tile_k": (64, 128) if itemsize_of(problem.dtype) == 2 else (128, 256),
+        "tile_k": (_line(problem), 2 * _line(problem)),
         "max_concurrent_steps": _STEPS,
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),
@@ -55,6 +57,12 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+
+
+def _line(problem: Problem) -> int:
+    """Elements of k in a swizzle row of 128 bytes."""
+    return 128 // itemsize_of(multiplied(problem).dtype)
+
 
 # Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
@@ -92,6 +100,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     steps = waves * (k steps * step + store) (`_of_a_block`), or what the power cap allows, and slower within milliseconds
     time = launch + latency + |steps, HBM bytes / HBM rate| + sum of the split_k parts
     |...|: the times joined by a norm (`gemm.together`), not much more than the longest
+    float32: and the kernels before it that split or transpose operands (`_prepared`)
     """
     p, c = as_computed(partial_problem(problem, config), config)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
@@ -105,15 +114,30 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     steps = slowdown(max(steps, under_power)) / (_IN_TURN if gemm.takes_turns(c) and waves > 1 else 1.0)
-    memory = _HBM * _moved(problem) / gpu.memory_bytes_per_s
+    memory = _HBM * _moved(multiplied(problem)) / gpu.memory_bytes_per_s
     if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
         memory *= _SHORT_STEPS
-    reduction = 0.0
+    reduction = _prepared(problem, gpu)
     if c.cluster == "k":
-        reduction = waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
+        reduction += waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
     elif c.split_k > 1:
-        reduction = _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
+        reduction += _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
     return _LAUNCH + _LATENCY + gemm.together(_MEMORY_NORM, steps, memory) + reduction
+
+
+def _prepared(p: Problem, gpu: Gpu) -> float:
+    """Seconds that XLA takes to split operands of float32 into parts, or to transpose them: at HBM's rate, each in a kernel."""
+    if p.dtype != "float32":
+        return 0.0
+    a, b = p.batch * p.m * p.k, p.batch * p.n * p.k
+    if p.algorithm in algorithms.PRODUCTS:
+        sizes, written = [a, b], 2 * algorithms.parts_of(p.algorithm)
+    else:
+        sizes, written = (
+            [size for size, other in zip((a, b), (p.layout[0] == "t", p.layout[1] == "n"), strict=True) if other],
+            4,
+        )
+    return sum(_LAUNCH + size * (4 + written) / (rates.HBM * gpu.memory_bytes_per_s) for size in sizes)
 
 
 def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float) -> float:
@@ -132,9 +156,11 @@ def slowdown(seconds: float) -> float:
 
 
 def _moved(p: Problem) -> float:
-    """What is read and written counts as, in bytes."""
+    """What is read and written counts as, in bytes, for a problem `multiplied`."""
     a, b = (_HBM_ACROSS_LINES if across else 1.0 for across in _across_lines(p))
-    return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * ((a - 1.0) * p.m + (b - 1.0) * p.n)
+    parts = algorithms.parts_of(p.algorithm)
+    more = (parts * a - 1.0) * p.m + (parts * b - 1.0) * p.n
+    return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * more
 
 
 def _loaded(p: Problem, c: Config) -> float:
@@ -188,7 +214,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 def _shapes(problem: Problem) -> Iterator[Config]:
     """Tiles, and how they are divided, with as many steps as any of them may have."""
     few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)
-    line = 128 // itemsize_of(problem.dtype)  # elements of k in a swizzle row
+    line = _line(problem)
     tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in (line, 2 * line)] if few else []
     if itemsize_of(problem.dtype) == 1:
         tiles += [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
@@ -213,7 +239,7 @@ def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
     A residual would take the place of stages.
     """
-    if problem.k < _LONG_K or problem.residual or itemsize_of(problem.dtype) != 2:
+    if problem.k < _LONG_K or problem.residual or itemsize_of(multiplied(problem).dtype) != 2:
         return
     for tile_m, tile_n in _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
@@ -279,7 +305,11 @@ def distance(x: Problem, y: Problem) -> float | None:
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
         return None
-    if itemsize_of(x.dtype) != itemsize_of(y.dtype) or (x.scales == "block") != (y.scales == "block"):
+    if (
+        itemsize_of(x.dtype) != itemsize_of(y.dtype)
+        or x.algorithm != y.algorithm
+        or (x.scales == "block") != (y.scales == "block")
+    ):
         return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * ((x.dtype, x.b_dtype) != (y.dtype, y.b_dtype)) + 0.05 * (x.scales != y.scales) + 0.5 * (x.layout != y.layout)

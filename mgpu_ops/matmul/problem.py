@@ -24,6 +24,7 @@ from mgpu_ops.core.limits import (
     supports_rows,
     supports_sizes,
 )
+from mgpu_ops.matmul import algorithms
 from mgpu_ops.models import MODELS
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
@@ -34,7 +35,8 @@ class Problem:
     """`batch` products of A[m, k] and B[k, n], out = activation(A B + bias) + residual.
 
     m, n, k: rows of A, columns of B, and what is summed over.
-    dtype: of A and B: in the kernel "bfloat16", "float16", or in layout "nt" "float8_e4m3fn", "float8_e5m2" or "int8".
+    dtype: of A and B: in the kernel "bfloat16", "float16", "float32", or in layout "nt" "float8_e4m3fn", "float8_e5m2" or
+      "int8".
     out_dtype: of the result, dtype or "float32"; of a product of 8 bits "bfloat16", "float16" or "float32", of int8 without an
       epilogue also "int32".
     layout: how A and B are stored, "n" as written, "t" transposed (A as [k, m], B as [n, k]); "nt" is A as written and B
@@ -47,6 +49,7 @@ class Problem:
     scales: of `SCALES`, float32 numbers that A B is multiplied by before the bias: "none"; "tensor", scale_a[1] and scale_b[1];
       "row", scale_a[m] and scale_b[n]; "block", scale_a[m, k / 128] and scale_b[n / 128, k / 128], rounded up, where the
       product of each 128 of k is scaled and then added up.
+    algorithm: how float32 is multiplied, of `algorithms.PRESETS`; "tf32" where none is given. "none" for other dtypes.
     """
 
     m: int
@@ -61,9 +64,12 @@ class Problem:
     residual: bool = False
     b_dtype: str = "none"
     scales: str = "none"
+    algorithm: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.dtype == "float32" and self.algorithm == "none":
+            object.__setattr__(self, "algorithm", "tf32")
         if self.b_dtype == self.dtype:  # one problem, written in one way
             object.__setattr__(self, "b_dtype", "none")
 
@@ -161,19 +167,20 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if reason := supports_work(problem, problem.batch, gpu, "the batch"):
         return reason
-    a_t, b_t = transposed(problem)
+    p = multiplied(problem, 8)
+    a_t, b_t = transposed(p)
     rows = {  # what holds the row -> (the dimension along it, its length, bytes per element)
-        "a": ("m" if a_t else "k", problem.m if a_t else problem.k, itemsize_of(problem.dtype)),
-        "b": ("k" if b_t else "n", problem.k if b_t else problem.n, itemsize_of(problem.dtype)),
-        "the output": ("n", problem.n, itemsize_of(problem.out_dtype)),
+        "a": ("m" if a_t else "k", p.m if a_t else p.k, itemsize_of(p.dtype)),
+        "b": ("k" if b_t else "n", p.k if b_t else p.n, itemsize_of(p.dtype)),
+        "the output": ("n", p.n, itemsize_of(p.out_dtype)),
     }
     return supports_rows(rows)
 
 
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.dtype == "int8":
-        return "the kernel of int8 has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
+    if problem.dtype in ("int8", "float32"):
+        return f"the kernel of {problem.dtype} has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
     return None
 
 
@@ -181,6 +188,10 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     """Why wgmma cannot multiply operands of these dtypes and scales, stored so, or None."""
     if p.dtype == "int8" and p.b_dtype == "none":
         return supports_gpu(gpu) or _supports_integers(p)
+    if p.dtype == "float32" and p.b_dtype == "none":
+        return supports_gpu(gpu) or _supports_float32(p)
+    if p.algorithm != "none":
+        return f"algorithm={p.algorithm!r} is one of float32, not {p.dtype}: leave it out"
     if p.dtype not in FLOAT8 and p.b_dtype == "none":
         reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
         if reason is None and p.scales != "none":
@@ -195,6 +206,17 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     if p.scales not in SCALES:
         return f"scales={p.scales!r} is not one of {', '.join(SCALES)}"
     return _supports_layout(p, "floats")
+
+
+def _supports_float32(p: Problem) -> str | None:
+    """Why the kernel cannot multiply float32 so, or None."""
+    if p.algorithm not in algorithms.KERNEL:
+        return f"algorithm={p.algorithm!r} is not one of {', '.join(algorithms.KERNEL)}: use backend='xla'"
+    if p.out_dtype != "float32":
+        return f"out_dtype {p.out_dtype} of float32 operands is not float32: cast the result, or use backend='xla'"
+    if p.scales != "none":
+        return f"scales={p.scales!r} are of 8-bit floats, not {p.dtype}: multiply by them, or use backend='xla'"
+    return None
 
 
 def _supports_layout(p: Problem, what: str) -> str | None:
@@ -237,11 +259,12 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or _check_turns(config)
         or _check_blocks(problem, config)
         or _check_integers(problem, config)
+        or _check_parts(problem, config)
     )
     if reason is not None:
         return reason
     if not computes_transposed(config):
-        return _check(problem, config, gpu, _check_ragged_output)
+        return _check(*as_computed(problem, config), gpu, _check_ragged_output)
     if config.epilogue_tile_n != gemm.ROWS:
         return (
             f"epilogue_tile_n={config.epilogue_tile_n} must be {gemm.ROWS}, with tile_m={config.tile_m} less than {gemm.ROWS}"
@@ -318,8 +341,8 @@ def _check_order(p: Problem, c: Config) -> str | None:
         return f"raster_width={c.raster_width} must be at least 1"
     if c.cluster == "k" and c.split_k not in (2, 4, 8):
         return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"
-    if not 1 <= c.split_k <= math.ceil(p.k / c.tile_k):
-        return f"split_k={c.split_k} must be from 1 to the {math.ceil(p.k / c.tile_k)} steps of k={p.k}"
+    if not 1 <= c.split_k <= steps_in_all(p, c):
+        return f"split_k={c.split_k} must be from 1 to the {steps_in_all(p, c)} steps of k={p.k}"
     tiles_m, tiles_n = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
     if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
         return f"cluster={c.cluster!r} needs an even number of tiles along it, but there are {tiles_m} x {tiles_n}"
@@ -353,6 +376,13 @@ def _check_integers(p: Problem, c: Config) -> str | None:
         return f"cluster={c.cluster!r} adds up float32, and sums of int8 are int32: use cluster='none', 'm' or 'n'"
     if p.dtype == "int8" and gemm.warpgroup_tile(c)[0 if computes_transposed(c) else 1] not in _INTEGER_COLUMNS:
         return f"tile_m={c.tile_m}, tile_n={c.tile_n} of int8: wgmma has 8, 16, 24 or a multiple of 16 columns a warpgroup"
+    return None
+
+
+def _check_parts(p: Problem, c: Config) -> str | None:
+    """What products of parts of float32 add up is looked at before the last of them, in one block's sums over all of k."""
+    if len(products(p)) > 1 and gemm.takes_turns(c) and c.split_k > 1:
+        return f"split_k={c.split_k} must be 1 with schedule='pingpong' and algorithm={p.algorithm!r}"
     return None
 
 
@@ -451,8 +481,30 @@ def computes_transposed(c: Config) -> bool:
     return c.tile_m < gemm.ROWS
 
 
+def products(p: Problem) -> tuple[tuple[int, int], ...]:
+    """Which parts of A and B are multiplied one after the other, in `algorithms.PRODUCTS`."""
+    return algorithms.PRODUCTS.get(p.algorithm, ((0, 0),))
+
+
+def multiplied(p: Problem, tile_k: int = 1) -> Problem:
+    """The product of the arrays that wgmma multiplies, which XLA makes of float32 before the kernel: p itself for other dtypes.
+
+    tf32 is read along k only: other operands are transposed. bfloat16 parts lie one after the other along k, each padded to a
+    multiple of tile_k; the problem has the k of one part.
+    """
+    if p.dtype != "float32":
+        return p
+    if p.algorithm not in algorithms.PRODUCTS:
+        return replace(p, layout="nt")
+    return replace(p, dtype="bfloat16", k=-(-p.k // tile_k) * tile_k)
+
+
 def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
-    """The product that the kernel computes and its config: where it is the transposed one, m and n change places."""
+    """The product that the kernel computes, of the arrays `multiplied`, and its config.
+
+    Where it is the transposed one, m and n change places.
+    """
+    p = multiplied(p, c.tile_k)
     if not computes_transposed(c):
         return p, c
     a_t, b_t = transposed(p)
@@ -503,7 +555,12 @@ def partial_problem(p: Problem, c: Config) -> Problem:
 
 def k_steps(p: Problem, c: Config) -> int:
     """Pipeline steps of one output tile: of k, or of a part of it. The last part's surplus steps read zeros."""
-    return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
+    return math.ceil(steps_in_all(p, c) / c.split_k)
+
+
+def steps_in_all(p: Problem, c: Config) -> int:
+    """Steps of k, once for each of the `products`."""
+    return len(products(p)) * math.ceil(p.k / c.tile_k)
 
 
 def consumer_registers(c: Config, gpu: Gpu) -> int:
@@ -653,7 +710,10 @@ def _scales(p: Problem, lead: tuple[int, ...], key: Any) -> Iterator[jax.Array]:
 def tolerance(problem: Problem) -> float:
     """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings of the output's dtype."""
     rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
-    return rounding + accumulation_error(problem)
+    return rounding + accumulation_error(problem) + _ROUNDING_OF_OPERANDS.get(problem.algorithm, 0.0)
+
+
+_ROUNDING_OF_OPERANDS = {"bf16": 2.0**-5, "tf32": 2.0**-7, "bf16_x3": 2.0**-12}  # of random operands; 4 times algorithms.py's
 
 
 def accumulation_error(p: Problem) -> float:

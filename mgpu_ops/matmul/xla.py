@@ -13,13 +13,18 @@ from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.matmul.model import slowdown
-from mgpu_ops.matmul.problem import Problem, bytes_moved
+from mgpu_ops.matmul.problem import Problem, bytes_moved, products
 
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _LAUNCH = 2.95e-6  # s
 _RATE = 0.87  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
+_RATES = {
+    "float32": 1 / 16,
+    "tf32": 1 / 2,
+    "tf32_x3": 1 / 6,
+}  # of float32, of the datasheet's of 16 bits; by parts, 1 / products
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
 _MEMORY = 0.94  # of HBM's rate
 _STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128
@@ -60,6 +65,8 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
     flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
     area = rows * columns / 128**2
     rate = _RATE * gpu.bf16_flops if itemsize_of(p.dtype) > 1 else _RATE_8_BITS * gpu.flops(p.dtype)
+    if p.algorithm != "none":
+        rate *= _RATES.get(p.algorithm, 1 / len(products(p)))
     if p.scales == "block":  # of float32 numbers, rounded to tf32
         rate = _RATE_OF_BLOCKS * gpu.bf16_flops
     return waves * (flops * gpu.sms / (left * rate) + _STORE * area)
