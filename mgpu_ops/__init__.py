@@ -45,6 +45,7 @@ else:
         "cross_entropy",
         "dot_general",
         "dot_product_attention",
+        "einsum",
         "explain",
         "flash_attention",
         "gated_grouped_matmul",

@@ -30,6 +30,7 @@ from mgpu_ops.matmul import Config as MatmulConfig
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.dot_general import dot_general
+from mgpu_ops.matmul.einsum import einsum
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
@@ -144,6 +145,7 @@ __all__ = [
     "cross_entropy",
     "dot_general",
     "dot_product_attention",
+    "einsum",
     "explain",
     "flash_attention",
     "gated_grouped_matmul",

@@ -92,8 +92,9 @@ def matmul(
     when stored.
 
     Args:
-      a: A, [..., m, k], or [..., k, m] with `transpose_a`. For the kernel bfloat16 or float16, or float8_e4m3fn or float8_e5m2
-        with `transpose_b` and without `transpose_a`: wgmma reads 8 bits along k only. int8 likewise. All else runs through XLA.
+      a: A, [..., m, k], or [..., k, m] with `transpose_a`. For the kernel bfloat16, float16 or float32, or float8_e4m3fn or
+        float8_e5m2 with `transpose_b` and without `transpose_a`: wgmma reads 8 bits along k only. int8 likewise. All else runs
+        through XLA.
       b: B, [..., k, n], or [..., n, k] with `transpose_b`, of a's dtype; the two 8-bit floats mix.
       scale_a, scale_b: what the operands were divided by, float32 (`mgpu_ops.quantize`). Numbers; or of the rows of A and the
         columns of B, [..., m] or [..., m, 1] and [..., n] or [..., 1, n]; or of blocks of 1 x 128 and 128 x 128,
@@ -104,6 +105,8 @@ def matmul(
       out_dtype: of the result; a's dtype by default, bfloat16 for 8-bit floats and for int8 with scales, int32 for int8
         without an epilogue. "float32" keeps the accumulator as it is.
       preferred_element_type: another name for out_dtype, as in `jax.numpy.matmul`.
+      precision: how float32 is multiplied, as in `jax.numpy.matmul`, by default as `jax.default_matmul_precision` says: a name
+        below, a `jax.lax.Precision`, or a `jax.lax.DotAlgorithmPreset`. No matter for 16 bits, whose products are exact.
       transpose_a, transpose_b: the operand is stored transposed; it is read in place, not copied.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
@@ -120,6 +123,14 @@ def matmul(
 
     Works under jit, grad (reverse mode), vmap (one launch for the whole batch) and shard_map. The config is looked up when a
     shape is traced: `mgpu_ops.explain` says which one and why.
+
+    float32, with errors of its products as parts of abs(A) abs(B), beside those of float32 sums over k:
+
+    - "default", "tensorfloat32": tf32, the first 11 of 24 bits; 2^-9. The kernel reads it along k: others are transposed first.
+    - "high": each operand in two bfloat16 parts, three products; 2^-14.
+    - "highest": three parts, six products; 2^-23, so that from k = 2 on the bound is float32's own, k 2^-24.
+
+    Parts take 4 or 6 bytes beside each 4 of an operand while the kernel runs.
 
     8-bit floats are multiplied exactly, and summed with less than float32: of 32 products and the sum so far, Hopper keeps 13
     bits behind the leading one of the largest. With both signs the error grows as 2^-13 sqrt(k) of typical results, with one
@@ -375,7 +386,7 @@ def _precision(p: Problem) -> lax.PrecisionLike:
         return None
     if gpus.current() is None:
         return lax.Precision.HIGHEST
-    return algorithms.PRESETS[p.algorithm]
+    return lax.Precision.DEFAULT if p.algorithm == "tf32" else algorithms.PRESETS[p.algorithm]
 
 
 def _product(a: jax.Array, b: jax.Array, wide: Any, precision: lax.PrecisionLike = None) -> jax.Array:

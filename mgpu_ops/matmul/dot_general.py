@@ -13,8 +13,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops.matmul import matmul
-from mgpu_ops.registry import dispatch
+from mgpu_ops.core import gpu
+from mgpu_ops.matmul import SPEC, Problem, matmul
+from mgpu_ops.matmul.algorithms import algorithm_of
+from mgpu_ops.registry import capture, dispatch, resolution
 
 _jax_dot_general = lax.dot_general  # bound here: a program may put ours in its place
 
@@ -37,7 +39,8 @@ def dot_general(
     `matmul` runs two arrays of bfloat16 or float16 and known dimensions, with a result of their dtype or float32, no
     `out_sharding`, no explicit mesh axes, and any precision (their products are exact in float32), where each operand can be
     read in place: batch dimensions first and alike in both, contracted dimensions side by side, first or last of what is left.
-    So are those of dense layers and their gradients. All else, and every error in the arguments, is JAX's own.
+    So are those of dense layers and their gradients. float32 likewise, where its kernel would run, with `matmul`'s meaning of
+    `precision`. All else, and every error in the arguments, is JAX's own.
 
     Where `matmul` runs, two things differ from JAX: gradients are products of cotangents rounded to the operands' dtype, and
     forward-mode differentiation (`jax.jvp`, `jax.hessian`) raises TypeError: call `jax.lax.dot_general` for it.
@@ -46,6 +49,8 @@ def dot_general(
     """
     wanted = dispatch.requested_backend(backend)
     product = None if out_sharding is not None else _product(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+    if product is not None and product.problem.dtype == "float32" and not _runs_kernel(product.problem, wanted):
+        product = None
     if product is None:
         if backend not in (None, "xla"):
             raise ValueError(f"backend={backend!r} cannot run this dot_general, which only JAX's own does: pass backend=None")
@@ -59,6 +64,7 @@ def dot_general(
             out_dtype=preferred_element_type,
             transpose_a=product.transpose_a,
             transpose_b=product.transpose_b,
+            precision=precision,
             backend=wanted,
         )
 
@@ -68,13 +74,27 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A dot_general as one matmul, or a batch of them: the shapes of its operands, and that of the result."""
+    """A dot_general as one matmul, or a batch of them: the shapes of its operands, and that of the result.
+
+    problem: what the op computes then.
+    """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     transpose_a: bool
     transpose_b: bool
     out: tuple[int, ...]
+    problem: Problem
+
+
+def _runs_kernel(problem: Problem, wanted: dispatch.Backend | None) -> bool:
+    """Whether `matmul` would run a problem in the kernel; what is captured counts, since tuning may bring that about."""
+    if wanted is not None or capture.capturing():
+        return wanted != "xla"
+    device = gpu.current()
+    if device is None or SPEC.supports(problem, device) is not None:
+        return False
+    return resolution.resolve(SPEC, problem, device, None).runs == "kernel"
 
 
 def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, out_dtype: Any) -> _Product | None:
@@ -84,21 +104,34 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, out_dtype: Any) -
     types = jax.typeof(lhs), jax.typeof(rhs)
     if not (
         types[0].dtype == types[1].dtype
-        and types[0].dtype.name in ("bfloat16", "float16")
-        and precision in (None, "default", "high", "highest", *lax.Precision)
+        and types[0].dtype.name in ("bfloat16", "float16", "float32")
         and jnp.dtype(types[0].dtype if out_dtype is None else out_dtype) in (types[0].dtype, jnp.float32)
         and all(isinstance(size, int) for x in types for size in x.shape)  # an exported function may have symbolic ones
         and not any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types)
     ):
         return None
     try:
+        algorithm = algorithm_of(precision, types[0].dtype.name)
         contracted, batched = (tuple(tuple(int(d) for d in side) for side in pair) for pair in numbers)
+        if len(contracted[0]) == len(contracted[1]):  # in which order they are summed up is no matter
+            contracted = tuple(zip(*sorted(zip(*contracted, strict=True)), strict=True)) or contracted
         a, b = (_side(x.shape, c, d) for x, c, d in zip(types, contracted, batched, strict=True))
     except (TypeError, ValueError, IndexError):
         return None
     if a is None or b is None or (a.batch, a.contracted) != (b.batch, b.contracted):
         return None
-    return _Product(a.matrix(), b.matrix(), a.first, not b.first, (*a.batch, *a.free, *b.free))
+    dtype, out = types[0].dtype.name, jnp.dtype(types[0].dtype if out_dtype is None else out_dtype).name
+    problem = Problem(
+        math.prod(a.free),
+        math.prod(b.free),
+        math.prod(a.contracted),
+        dtype,
+        out,
+        "nt"[a.first] + "tn"[b.first],
+        math.prod(a.batch),
+        algorithm=algorithm,
+    )
+    return _Product(a.matrix(), b.matrix(), a.first, not b.first, (*a.batch, *a.free, *b.free), problem)
 
 
 Sizes = tuple[int, ...]

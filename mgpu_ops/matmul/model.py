@@ -133,10 +133,7 @@ def _prepared(p: Problem, gpu: Gpu) -> float:
     if p.algorithm in algorithms.PRODUCTS:
         sizes, written = [a, b], 2 * algorithms.parts_of(p.algorithm)
     else:
-        sizes, written = (
-            [size for size, other in zip((a, b), (p.layout[0] == "t", p.layout[1] == "n"), strict=True) if other],
-            4,
-        )
+        sizes, written = [a] * (p.layout[0] == "t") + [b] * (p.layout[1] == "n"), 4
     return sum(_LAUNCH + size * (4 + written) / (rates.HBM * gpu.memory_bytes_per_s) for size in sizes)
 
 
@@ -305,11 +302,9 @@ def distance(x: Problem, y: Problem) -> float | None:
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.batch, y.batch))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
         return None
-    if (
-        itemsize_of(x.dtype) != itemsize_of(y.dtype)
-        or x.algorithm != y.algorithm
-        or (x.scales == "block") != (y.scales == "block")
-    ):
+    if itemsize_of(x.dtype) != itemsize_of(y.dtype) or (x.scales == "block") != (y.scales == "block"):
+        return None
+    if x.algorithm != y.algorithm:
         return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * ((x.dtype, x.b_dtype) != (y.dtype, y.b_dtype)) + 0.05 * (x.scales != y.scales) + 0.5 * (x.layout != y.layout)

@@ -20,11 +20,7 @@ _LAUNCH = 2.95e-6  # s
 _RATE = 0.87  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
-_RATES = {
-    "float32": 1 / 16,
-    "tf32": 1 / 2,
-    "tf32_x3": 1 / 6,
-}  # of float32, of the datasheet's of 16 bits; by parts, 1 / products
+_RATES = {"float32": 1 / 16, "tf32": 1 / 2, "tf32_x3": 1 / 6}  # algorithms of float32, by that of 16 bits; else 1 / products
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
 _MEMORY = 0.94  # of HBM's rate
 _STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128

@@ -364,7 +364,7 @@ def test_matmul_says_how_far_to_pad(n, k):
 def test_matmul_refuses_what_the_kernel_cannot_do():
     spec = SPECS["matmul"]
     wrong = {
-        "dtype float32": MatmulProblem(64, 64, 64, "float32", "float32"),
+        "dtype float64": MatmulProblem(64, 64, 64, "float64", "float64"),
         "out_dtype float16": MatmulProblem(64, 64, 64, "bfloat16", "float16"),
         "zero": MatmulProblem(0, 64, 64),
     }

@@ -31,6 +31,8 @@ Arrays = tuple[jax.Array, jax.Array]
 
 assert_type(mgpu_ops.matmul(a, b, out_dtype=np.float32, backend="xla"), jax.Array)
 assert_type(mgpu_ops.matmul(a, b, bias=np.ones(16), activation="silu", residual=a), jax.Array)
+assert_type(mgpu_ops.matmul(a, b, precision="highest"), jax.Array)
+assert_type(mgpu_ops.einsum("ij,jk->ik", a, b, precision=jax.lax.Precision.HIGH, optimize="greedy"), jax.Array)
 assert_type(mgpu_ops.gated_matmul(a, b, b, activation="gelu"), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), sizes, bias=np.ones((2, 16)), activation="gelu"), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), [9, 7], spread="even"), jax.Array)

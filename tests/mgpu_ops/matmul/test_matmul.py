@@ -717,13 +717,13 @@ def test_why_xla_runs_is_logged_once_per_reason(caplog, monkeypatch):
             matmul(*operands("nn", m, 8, 8))
         with gpu.target("h200"):
             for m in (3, 5, 7):
-                matmul(normal(0, m, 8, dtype=F32), normal(1, 8, 8, dtype=F32))
+                matmul(*operands("nn", m, 8, 8), out_dtype=F16)
         with gpu.target("b200"):
             for m in (3, 5, 7):
                 matmul(*operands("nn", m, 8, 8))
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first == "matmul runs through XLA: no NVIDIA GPU is in use"
-    assert "float32 is not one of bfloat16, float16" in second
+    assert "out_dtype float16 is neither the inputs' bfloat16 nor float32" in second
     assert "NVIDIA B200 is not a Hopper GPU" in third
 
 
@@ -868,9 +868,9 @@ X = jax.ShapeDtypeStruct
         (
             X((8, 8), F32),
             X((8, 8), F32),
-            {"backend": "interpret"},
+            {"backend": "interpret", "out_dtype": BF16},
             ValueError,
-            "float32 is not one of bfloat16, float16: cast, or use backend='xla'",
+            "out_dtype bfloat16 of float32 operands is not float32: cast the result, or use backend='xla'",
         ),
         (
             X((8, 8), BF16),

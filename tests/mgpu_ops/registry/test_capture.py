@@ -191,10 +191,10 @@ def test_a_step_of_the_example_counts_its_products_and_their_gradients():
 
 
 def test_calls_through_xla_are_listed_with_the_reason():
-    captured = capture(lambda a: (matmul(a, a), matmul(a, a, backend="xla")))(shaped(M, M, dtype=jnp.float32))
+    captured = capture(lambda a: (matmul(a, a, out_dtype="float16"), matmul(a, a, backend="xla")))(shaped(M, M))
     assert captured.problems == ()
     reasons = [use.skipped for use in captured.uses]
-    assert "runs through XLA: dtype float32 is not one of" in reasons[0]
+    assert "runs through XLA: out_dtype float16 is neither" in reasons[0]
     assert reasons[1] == "runs through XLA: backend='xla'"
     assert str(captured).count("runs through XLA") == 2
     blackwell = capture(matmul, "b200")(A, B)

@@ -183,8 +183,8 @@ def test_our_row_says_when_it_went_through_xla(monkeypatch: pytest.MonkeyPatch) 
     rows, _ = run(backend=None)
     assert rows[0].config == "backend=xla"
     monkeypatch.delenv("MGPU_OPS_BACKEND")
-    rows, _ = run({"p": MatmulProblem(16, 16, 16, "float32", "float32")}, backend=None)
-    assert rows[0].config.startswith("backend=xla, for dtype float32")
+    rows, _ = run({"p": MatmulProblem(16, 16, 16, "float32")}, backend=None)
+    assert rows[0].config.startswith("backend=xla, for out_dtype bfloat16 of float32")
 
 
 def test_more_seconds_mean_more_rounds() -> None:

@@ -58,7 +58,7 @@ def wrong():
     return mgpu_ops.matmul(jnp.ones((3, 4)), jnp.ones((5, 6)))
 
 def through_xla():
-    return mgpu_ops.matmul(jnp.ones((64, 64)), jnp.ones((64, 64)))
+    return mgpu_ops.matmul(jnp.ones((64, 64)), jnp.ones((64, 64)), out_dtype="float16")
 
 def unrelated():
     return jnp.ones(3)
@@ -144,7 +144,7 @@ def test_capture_of_a_mesh_with_more_devices_than_there_are(folder: Path) -> Non
 def test_capture_says_what_is_not_to_tune_and_where_nothing_is(mgpu_tune: Command, folder: Path) -> None:
     done = mgpu_tune("capture", "program:through_xla")
     assert (done.code, done.err) == (1, "")
-    assert "1 x matmul 64x64x64 float32 nn: nothing to tune, it runs through XLA: dtype float32" in done.out
+    assert "1 x matmul 64x64x64 float32->float16 nn algorithm=tf32: nothing to tune, it runs through XLA: out_dtype" in done.out
     done = mgpu_tune("capture", "program:unrelated")
     assert done.code == 1
     assert "no call of an op: is the function built on mgpu_ops" in done.out

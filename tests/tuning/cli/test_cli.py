@@ -280,7 +280,7 @@ def test_a_wrong_request_prints_no_json(mgpu_tune: Command) -> None:
         ((*RUN, "--seed", "one"), "--seed: "),
         ((*RUN, "--seed", "-1"), "--seed: "),
         ((*RUN, "--k", "100"), "k=100 needs 16-byte rows of a (TMA): pad to 104"),
-        ((*RUN, "--dtype", "f32"), "dtype float32 is not one of bfloat16, float16: cast"),
+        ((*RUN, "--out-dtype", "f16"), "out_dtype float16 is neither the inputs' bfloat16 nor float32: cast"),
         (("run", "matmul", *SIDES, "--gpu", "b200"), "NVIDIA B200 is not a Hopper GPU"),
         (("which", "matmul", *SIDES), "no NVIDIA GPU here: name one with --gpu"),
         (("which", "matmul", *SIDES, "--gpu", "v100"), "gpu='v100' is not a GPU in the table"),
@@ -719,7 +719,7 @@ def test_which_tells_that_a_run_changed_the_winner(mgpu_tune: Command) -> None:
     ("words", "reason"),
     [
         (("--m", 512, "--n", 512, "--k", 100, "--gpu", "h200"), "k=100 needs 16-byte rows of a"),
-        ((*SIDES, "--dtype", "f32", "--gpu", "h200"), "dtype float32 is not one of"),
+        ((*SIDES, "--out-dtype", "f16", "--gpu", "h200"), "out_dtype float16 is neither"),
         ((*SIDES, "--gpu", "b200"), "NVIDIA B200 is not a Hopper GPU"),
     ],
     ids=["k", "dtype", "gpu"],
@@ -772,10 +772,10 @@ def test_which_says_what_the_environments_backend_does(mgpu_tune: Command, monke
     assert json.loads(done.out)["backend"] == "xla"
     monkeypatch.setenv("MGPU_OPS_BACKEND", "mosaic")
     assert json.loads(mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200", "--json").out)["backend"] == "mosaic"
-    done = mgpu_tune("which", "matmul", *SIDES, "--dtype", "f32", "--gpu", "h200")
+    done = mgpu_tune("which", "matmul", *SIDES, "--out-dtype", "f16", "--gpu", "h200")
     assert (done.code, done.out) == (2, "")
     assert "MGPU_OPS_BACKEND='mosaic' cannot run matmul" in done.err
-    assert "dtype float32 is not one of" in done.err
+    assert "out_dtype float16 is neither" in done.err
 
 
 def test_validate_of_good_files_is_0(tmp_path: Path, mgpu_tune: Command) -> None:

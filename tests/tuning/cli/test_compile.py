@@ -32,7 +32,7 @@ def layer(x, w):
 
 def step():
     x, ws = jnp.ones((128, 128), jnp.bfloat16), jnp.ones((3, 128, 128), jnp.bfloat16)
-    return jax.lax.scan(layer, x, ws)[0], mgpu_ops.matmul(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    return jax.lax.scan(layer, x, ws)[0], mgpu_ops.matmul(jnp.ones((8, 8)), jnp.ones((8, 8)), out_dtype="float16")
 """
 KERNEL = aot.CompiledKernel("mgpu_ops_matmul_kernel", 168, 0, 0, "", 1, 2048, "", "")
 
@@ -87,7 +87,7 @@ def test_compile_tells_of_each_kernel_what_came_out_and_of_the_program_what_it_t
     assert done.code == 0, done.err
     assert "program:step for NVIDIA H100 80GB HBM3: 1 problem, the longest first" in done.err
     assert "3 x matmul 128x128x128 bfloat16 nn: " in done.err
-    assert "1 x matmul 8x8x8 float32 nn: runs through XLA: dtype float32" in done.err
+    assert "1 x matmul 8x8x8 float32->float16 nn algorithm=tf32: runs through XLA: out_dtype" in done.err
     assert "the whole program compiles: 1 launch of our kernels in its text" in done.err
     told = json.loads(done.out)
     (matmul,) = told["kernels"]
