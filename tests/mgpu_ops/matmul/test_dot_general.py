@@ -99,7 +99,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {  # and whether ours computes
     "precision by name": ({"precision": "highest"}, True),
     "a precision each": ({"precision": ("default", "highest")}, True),
     "an algorithm": ({"precision": lax.DotAlgorithmPreset.BF16_BF16_F32, "preferred_element_type": F32}, True),
-    "another algorithm": ({"precision": lax.DotAlgorithmPreset.BF16_BF16_BF16}, False),
 }
 
 
