@@ -69,31 +69,38 @@ def algorithm_of(precision: lax.PrecisionLike, dtype: str) -> str:
 def _algorithm(precision: Any, dtype: str) -> str:
     if precision == "tensorfloat32" and dtype == "float32":  # which JAX counts as HIGH
         return "tf32"
-    pair = precision if isinstance(precision, tuple | list) and len(precision) == 2 else (precision, precision)
-    named = [_named(x) for x in pair]
-    if None in named or (pair[0] is not precision and not all(isinstance(x, lax.Precision) for x in named)):
+    pair = precision if isinstance(precision, tuple | list) and len(precision) == 2 else (precision,)
+    precisions = [x for x in map(_precision, pair) if x is not None]
+    if len(precisions) == len(pair):
+        wanted = [_BY_PRECISION[x] for x in precisions]
+        return max(wanted, key=[*_BY_PRECISION.values()].index) if dtype == "float32" else "none"
+    preset = _preset(precision)
+    if preset is None:
         raise ValueError(
             f"precision={precision!r} is not a jax.lax.Precision or its name, two of them, or a jax.lax.DotAlgorithmPreset or "
             "its name"
         )
-    if isinstance(named[0], lax.Precision):
-        wanted = [_BY_PRECISION[x] for x in named]
-        return max(wanted, key=list(_BY_PRECISION.values()).index) if dtype == "float32" else "none"
-    allowed = _BY_PRESET if dtype == "float32" else _EXACT.get(dtype, {lax.DotAlgorithmPreset.DEFAULT})
-    if named[0] not in allowed:
-        raise ValueError(f"precision={named[0]} is no algorithm for {dtype} here: pass one of {', '.join(map(str, allowed))}")
-    return _BY_PRESET[named[0]] if dtype == "float32" else "none"
+    allowed = _BY_PRESET.keys() if dtype == "float32" else _EXACT.get(dtype, {lax.DotAlgorithmPreset.DEFAULT})
+    if preset not in allowed:
+        raise ValueError(f"precision={preset} is no algorithm for {dtype} here: pass one of {', '.join(map(str, allowed))}")
+    return _BY_PRESET[preset] if dtype == "float32" else "none"
 
 
-def _named(precision: Any) -> lax.Precision | lax.DotAlgorithmPreset | None:
-    if isinstance(precision, lax.Precision | lax.DotAlgorithmPreset):
-        return precision
-    if not isinstance(precision, str):
-        return None
+def _precision(x: Any) -> lax.Precision | None:
     try:
-        return lax.Precision(precision)
+        return lax.Precision(x) if isinstance(x, str | lax.Precision) else None
     except ValueError:
-        return lax.DotAlgorithmPreset.__members__.get(precision)
+        return None
+
+
+def _preset(x: Any) -> lax.DotAlgorithmPreset | None:
+    return (
+        lax.DotAlgorithmPreset.__members__.get(x)
+        if isinstance(x, str)
+        else x
+        if isinstance(x, lax.DotAlgorithmPreset)
+        else None
+    )
 
 
 def parts_of(algorithm: str) -> int:
@@ -107,7 +114,8 @@ def split(x: jax.Array, parts: int, axis: int, unit: int) -> jax.Array:
     Numbers that are not finite are in the first part alone. Finite ones stay finite.
     """
     axis %= x.ndim
-    found, rest = [], x
+    found: list[jax.Array] = []
+    rest = x
     for _ in range(parts):
         # Not a cast: XLA may take one there and back for none at all.
         part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
