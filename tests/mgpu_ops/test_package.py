@@ -152,7 +152,7 @@ SIDES = {"m": 4096, "n": 4096, "k": 4096}
         ("matmul", SIDES | {"m": -4}, "m=-4 of Problem must be at least 0"),
         ("matmul", SIDES | {"dtype": 5}, "dtype=5 of Problem must be of type str"),
         ("matmul", None, "None is no matmul problem: give its fields as a mapping, or a Problem"),
-        ("matmul", SIDES | {5: 1}, "matmul problems have no 5: the fields are activation, b_dtype, batch, "),
+        ("matmul", SIDES | {5: 1}, "matmul problems have no 5: the fields are activation, algorithm, b_dtype, "),
         (
             "grouped_matmul",
             mgpu_ops.MatmulProblem(64, 64, 64),
