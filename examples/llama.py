@@ -149,11 +149,11 @@ def _fp8_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 def _in_8_bits(x: jax.Array, dtype: Any = jnp.float8_e4m3fn) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x in 8 bits, the same transposed, and their scale.
 
-    XLA likes to transpose what x is computed from, in 16 and 32 bits: told where x and its 8 bits lie, it transposes these.
+    XLA likes to transpose what x is computed from, in 16 and 32 bits: it is told where x lies, and to transpose the 8 bits.
     """
     rows = Layout(major_to_minor=(0, 1))
     values, scale = mgpu_ops.quantize(with_layout_constraint(x, rows), "tensor", dtype=dtype)
-    values = with_layout_constraint(values, rows)
+    values = jax.lax.optimization_barrier(with_layout_constraint(values, rows))
     return values, values.T, scale
 
 

@@ -26,7 +26,7 @@ from mgpu_ops.tuning.outcome import Turn
 
 WARM_CALLS = 2
 KINDS = {  # of a kernel by its name; the first that fits
-    "attention": re.compile(r"flash|sdpa|fmha|attention", re.IGNORECASE),
+    "attention": re.compile(r"flash|sdpa|fmha|attention|cudnn::fusion", re.IGNORECASE),
     "loss": re.compile(r"cross_entropy"),
     "product": re.compile(r"matmul|gemm|nvjet|xmma|cutlass|splitk|cublas", re.IGNORECASE),
 }

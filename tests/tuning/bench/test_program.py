@@ -31,6 +31,7 @@ def test_kernels_are_of_a_kind_by_their_names() -> None:
     kinds = {kernel.name: kernel.kind for kernel in STEP}
     assert kinds["nvjet_sm90_tst"] == kinds["gemm_dgrad"] == "product"
     assert kinds["cudnn_sdpa_flash_bprop_dot"] == Kernel(0.0, 1.0, "mgpu_ops_flash_attention_mosaic_gpu").kind == "attention"
+    assert Kernel(0.0, 1.0, "void cudnn::fusion::convert_dq_to_16bits<true>(...)").kind == "attention"
     assert kinds["mgpu_ops_cross_entropy"] == "loss"
     assert kinds["input_reduce_fusion"] == "between"
 
