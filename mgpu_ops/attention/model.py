@@ -18,7 +18,7 @@ from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, ro
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     KV_CLUSTERS,
-    KV_SPLITS,
+    MAX_SPLITS,
     ONE_WARPGROUP,
     PORTABLE_CLUSTER,
     ROWS,
@@ -94,13 +94,12 @@ _SECTION = 4  # of candidates: `cost` does not know the L2
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of Config, in order; `check` says which combinations run."""
-    del gpu
     if splits_keys_by_default(problem):
         choices: dict[str, Sequence[Any]] = {name: (value,) for name, value in ONE_WARPGROUP.items()}
         choices |= {
             "tile_kv": (64, 128),
             "max_concurrent_steps": (2, 3, 4, 5, 6, 7),
-            "kv_splits": KV_SPLITS,
+            "kv_splits": _splits(problem, gpu),
             "kv_cluster": KV_CLUSTERS,
         }
         return {field.name: choices[field.name] for field in dataclasses.fields(Config)}
@@ -115,6 +114,14 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "kv_splits": (0,),
         "kv_cluster": (1,),
     }
+
+
+def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
+    """Powers of two, and what gives each SM one, two or three blocks; no more than there are kv blocks of 64 keys."""
+    p = problem
+    tiles = p.batch * p.kv_heads * math.ceil(p.q_tokens * (p.q_heads // p.kv_heads) / ROWS)
+    found = {1, 2, 4, 8, 16, 32, *(blocks * gpu.sms // tiles for blocks in (1, 2, 3))}
+    return tuple(sorted(n for n in found if 1 <= n <= min(MAX_SPLITS, math.ceil(p.kv_tokens / 64))))
 
 
 def splits_keys_by_default(problem: Problem) -> bool:
@@ -224,10 +231,12 @@ _WAITS = 0.25e-6  # s of a step in which a warpgroup waits: for barriers, and fo
 
 
 def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """For each number of splits and of blocks that share an SM, the deepest pipeline, and clusters that any GPU has."""
+    """For each number of splits, cluster that any GPU has and number of blocks that share an SM, the deepest pipeline."""
     found = []
-    for kv_splits, tile_kv, shared in itertools.product(KV_SPLITS, (64, 128), (2, 1, 3)):
-        blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=min(kv_splits, PORTABLE_CLUSTER))
+    for kv_splits, kv_cluster, tile_kv, shared in itertools.product(_splits(problem, gpu), KV_CLUSTERS, (64, 128), (2, 1, 3)):
+        if kv_splits % kv_cluster or kv_cluster > PORTABLE_CLUSTER:
+            continue
+        blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=kv_cluster)
         pipelines = [Config(max_concurrent_steps=n, **blocks) for n in range(7, 1, -1)]
         legal = (c for c in pipelines if check(problem, c, gpu) is None and blocks_of_an_sm(problem, c, gpu) >= shared)
         found += list(legal)[:1]

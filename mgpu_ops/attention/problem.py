@@ -307,13 +307,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.page_size:
-        return "the kernel's random tests have not passed on a GPU with pages yet: backend='mosaic' runs it"
-    return None
-
-
 def _supports_pages(p: Problem) -> str | None:
     """Why no config can run a problem with pages, or None. Rows of a pool are counted where it is known: `Arguments`."""
     if p.page_size not in PAGE_SIZES:
@@ -373,7 +366,7 @@ ONE_WARPGROUP: dict[str, Any] = {
     "memory_registers": 24,
     "pv_wait": "early",
 }
-KV_SPLITS = (1, 2, 4, 8, 16, 32)
+MAX_SPLITS = 256  # parts that XLA adds up one by one, at most
 KV_CLUSTERS = (1, 2, 4, 8, 16)
 PAGE_INDICES_COPIED = 256  # at a time: the most elements of a TMA copy along a dimension
 PORTABLE_CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have, however large they are
@@ -396,7 +389,7 @@ def splits_keys(problem: Problem) -> str | None:
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
         return f"{what} is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: {way_out}"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] > MAX_SIZE:
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) > MAX_SIZE:
         return f"the output of {p.batch} batch entries has more elements than {what} counts in 32 bits: {way_out}"
     return None
 
@@ -419,10 +412,12 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
     """`check` of a config with `kv_splits`."""
     if reason := splits_keys(p):
         return reason
-    if c.kv_splits not in KV_SPLITS:
-        return f"kv_splits={c.kv_splits} is not one of {', '.join(map(str, (0, *KV_SPLITS)))}"
+    if not 1 <= c.kv_splits <= MAX_SPLITS:
+        return f"kv_splits={c.kv_splits} must be from 0 to {MAX_SPLITS}"
     if c.kv_cluster not in KV_CLUSTERS or c.kv_splits % c.kv_cluster:
         return f"kv_cluster={c.kv_cluster} must be 1, 2, 4, 8 or 16 and divide kv_splits={c.kv_splits}"
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * (c.kv_splits // c.kv_cluster) > MAX_SIZE:
+        return f"kv_splits={c.kv_splits} makes outputs of more elements than are counted in 32 bits: use fewer, or clusters"
     if padded(p.head_dim) // c.kv_cluster < 8:
         return f"kv_cluster={c.kv_cluster} leaves each block fewer than 8 columns of head_dim={p.head_dim}: use 8"
     for name, value in ONE_WARPGROUP.items():
