@@ -116,7 +116,8 @@ class Config:
     kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A block is
       then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
       max_concurrent_steps can be chosen beside it.
-    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. XLA adds up those of the clusters.
+    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. Another kernel adds up those of
+      the clusters.
     """
 
     compute_warpgroups: int
@@ -366,7 +367,7 @@ ONE_WARPGROUP: dict[str, Any] = {
     "memory_registers": 24,
     "pv_wait": "early",
 }
-MAX_SPLITS = 256  # parts that XLA adds up one by one, at most
+MAX_SPLITS = 256  # each is a term of the kernel that adds them up
 KV_CLUSTERS = (1, 2, 4, 8, 16)
 PAGE_INDICES_COPIED = 256  # at a time: the most elements of a TMA copy along a dimension
 PORTABLE_CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have, however large they are

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mgpu_ops import flash_attention, spec_of
+from mgpu_ops.attention import decode
 from mgpu_ops.attention.problem import ONE_WARPGROUP, split_smem_bytes
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import database
@@ -74,6 +75,26 @@ def nan_in_padding(arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> tuple[A
     q, *kv = arrays
     padding = np.arange(kv[0].shape[1]) >= np.asarray(lengths)[:, None]
     return q.at[2].set(jnp.nan), *(jnp.where(padding[..., None, None], jnp.nan, x).astype(x.dtype) for x in kv)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_outputs_of_parts_are_weighted_by_their_sums_of_exponentials(sinks, assert_near):
+    problem = P(1, 3, 300, 5, 1, 64, "float16", sinks=sinks)  # 15 rows of half a thread block
+    outs, lses = cases.normal(0, 3, 1, 3, 5, 64), 3 * cases.normal(1, 3, 1, 5, 3)
+    lses = lses.at[1].set(-jnp.inf).at[:, 0, 4, 2].set(-jnp.inf)  # a part without keys, and a row
+    outs = jnp.where(jnp.isinf(lses).swapaxes(2, 3)[..., None], 0.0, outs)
+    sink = cases.normal(2, 5) if sinks else None
+    flat = jnp.pad(outs.reshape(-1), (0, 128), constant_values=jnp.nan)
+    with quiet_interpreter():
+        out, lse = decode._add_up(problem, 3, flat, lses.reshape(-1), sink, interpret=True)
+    weights = np.exp2(np.float64(lses)).swapaxes(2, 3)  # [parts, batch, q_tokens, q_heads]
+    total = weights.sum(0)
+    sums = np.where(total == 0, 0, total + (np.exp(np.float64(sink)) if sinks else 0))
+    wanted = (weights[..., None] * np.float64(outs)).sum(0) / np.where(sums == 0, 1, sums)[..., None]
+    assert_near(out[: 15 * 64].reshape(wanted.shape), wanted, 2e-3)
+    with np.errstate(divide="ignore"):
+        logs = np.where(sums == 0, np.inf, np.log2(sums)).swapaxes(1, 2)
+    np.testing.assert_allclose(lse.reshape(logs.shape), logs, rtol=1e-5, atol=1e-5)
 
 
 @thorough.only_in_all
