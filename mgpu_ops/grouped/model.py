@@ -39,6 +39,7 @@ def candidates(
     epilogues: Callable[[int], Sequence[tuple[int, int]]],
     legal: Callable[[Config], bool],
     tiles: Sequence[tuple[int, int]] = _TILES,
+    schedule: str = "static",
 ) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
@@ -62,6 +63,7 @@ def candidates(
                     epilogue_tile_n=epilogue_tile_n,
                     epilogue_slots=buffers,
                     memory_registers=40,
+                    schedule=schedule,
                 )
                 if legal(config):
                     found.append(config)

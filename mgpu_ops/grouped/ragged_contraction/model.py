@@ -23,13 +23,18 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
+    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
+
+    Tiles of skewed groups, of which few take most of the time, are handed out as blocks become free.
+    """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
-    legal = common.candidates(lambda wg_n: ((wg_n, 1), (row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
+    schedule = "dynamic" if problem.spread == "skewed" else "static"
+    epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731
+    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedule=schedule)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
