@@ -11,7 +11,7 @@ import pytest
 
 import mgpu_ops
 
-COUNT = 500
+COUNT = 200
 
 
 @pytest.fixture(scope="module")

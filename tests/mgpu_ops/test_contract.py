@@ -113,7 +113,7 @@ def test_space_has_ordered_choices_for_each_field_of_config(spec, shape):
             assert list(choices) == sorted(choices)
 
 
-@every_shape
+@every_fourth_shape
 def test_space_contains_the_default_on_every_gpu(spec, shape):
     """So that the tuner can start from it and never ends below it."""
     problem = spec.shapes[shape]

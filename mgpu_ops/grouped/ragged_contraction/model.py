@@ -19,7 +19,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
     steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
-    return common.cost(c, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu, narrow=_NARROW)
+    return common.cost(p, c, tiles, steps, bytes_moved(p), gpu, narrow=_NARROW)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -34,6 +34,10 @@ SPLIT = {n: replace(ONE, kv_splits=n, kv_cluster=min(n, 8)) for n in (1, 2, 4, 8
 CASES: dict[str, tuple[Any, Any]] = {
     "one block, grouped heads, a pipeline that wraps, float16": (P(2, 1, 330, 4, 2, 64, "float16"), ONE),
     "two clusters, fewer kv blocks than thread blocks, two tiles, causal, window, soft cap, sinks": (
+        P(1, 3, 180, 23, 1, 64, causal=True, window_left=100, soft_cap=True, sinks=True),
+        replace(SPLIT[4], kv_cluster=2, max_concurrent_steps=2),
+    ),
+    "clusters of eight, fewer kv blocks than thread blocks": (
         P(1, 3, 300, 23, 1, 64, causal=True, window_left=150, soft_cap=True, sinks=True),
         replace(SPLIT[16], max_concurrent_steps=2),
     ),
@@ -49,6 +53,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
 }
 IN_ALL = [
+    "clusters of eight, fewer kv blocks than thread blocks",
     "one block, grouped heads, a pipeline that wraps, float16",
     "lengths, causal, tiles of 128 keys",
     "a cluster, head_dim padded",
