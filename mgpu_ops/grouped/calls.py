@@ -75,7 +75,7 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: An
     return of_shard(integers.clipped(sizes, rows), rows, checked_offset(offset, sizes.shape[0], groups, matrices), groups)
 
 
-def checked_offset(offset: Any, every: int, groups: int, matrices: str) -> jax.Array:
+def checked_offset(offset: Any, every: int, groups: int, matrices: str = "rhs") -> jax.Array:
     """`group_offset`, the shard's first of `every` group, as an int32 scalar, or the error that tells what is wrong."""
     offset = integers.array("group_offset", offset)
     if offset.shape not in ((), (1,)):

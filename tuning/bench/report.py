@@ -258,8 +258,9 @@ def wrapped(text: str, inches: float, size: float) -> str:
 
 def _entitle(ax: Axes, text: str) -> None:
     """The title of one of a figure's columns of axes, beside which is room for the numbers of its y axis."""
-    figure, grid = ax.get_figure(), ax.get_subplotspec()
-    assert figure is not None and grid is not None  # noqa: PT018
+    figure, grid = ax.get_figure(root=True), ax.get_subplotspec()
+    assert figure is not None
+    assert grid is not None
     inches = figure.get_figwidth() / grid.get_gridspec().ncols
     ax.set_title(wrapped(text, inches - 0.8, 10), loc="left", fontsize=10)
 
