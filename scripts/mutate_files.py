@@ -7,7 +7,8 @@
 Kinds: `database` files of each op, `journal`s of optuna, `csv` files of bench, `problems` files of capture. A file is a sound
 one with some bytes or values changed: numbers no call has, other types, keys and lines left out or doubled, an end cut off.
 What a reader raises must be the error it documents; a lookup of `resolve`, as programs make it, must raise nothing. What takes
-more than 2 s counts as a hang and is ended. Exit status 1 where there was any of either; the first ones are printed.
+more than 2 s of CPU time, or a minute, counts as a hang and is ended. Exit status 1 where there was any of either; the first
+ones are printed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.database import DatabaseError, Entry, Evidence
 from mgpu_ops.registry.spec import OpSpec
 
-SECONDS = 2.0  # more is a hang
+SECONDS, WAITING = 2.0, 60.0  # of CPU time, and in all: more is a hang
 TAKEN = "taken"
 SHOWN = 5  # tracebacks of a kind
 KINDS = ("database", "journal", "csv", "problems")
@@ -132,7 +133,7 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
     from mgpu_ops.tuning.ledger import Ledger
     from mgpu_ops.tuning.outcome import Outcome
 
-    path, name, problem = folder / "sound.journal", next(iter(spec.shapes)), problems_in(spec.name)[-1]
+    path, name, problem = folder / f"sound-{spec.name}.journal", next(iter(spec.shapes)), problems_in(spec.name)[-1]
     with storage.opened(path) as backend:
         for kind in ("measured", "modelled"):
             study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
@@ -350,8 +351,10 @@ def trial(read: Read, path: Path, spec: OpSpec) -> str:
     def stop(*_: Any) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAITING)}
+    before = {number: signal.signal(number, stop) for number in timers}
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
     try:
         return TAKEN if read(path, spec) else "refused"
     except Hang:
@@ -359,8 +362,9 @@ def trial(read: Read, path: Path, spec: OpSpec) -> str:
     except Exception:
         return f"traceback\n{traceback.format_exc()}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def try_kind(kind: str, specs: Sequence[OpSpec], count: int, seed: int, say: Callable[[str], None]) -> Counter[str]:

@@ -32,7 +32,8 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("kind", ["database", "journal", "csv", "problems"])
 def test_a_broken_file_stops_no_program_and_no_command(kind: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "SECONDS", 60.0)  # of a test machine nobody knows how busy it is
+    monkeypatch.setattr(script, "WAITING", 600.0)  # of a test machine nobody knows how busy it is
+    monkeypatch.setattr(script, "SECONDS", 60.0)
     told: list[str] = []
     outcomes = script.try_kind(kind, list(mgpu_ops.SPECS.values()), COUNT, 0, told.append)
     assert told == []
