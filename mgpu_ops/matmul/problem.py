@@ -188,8 +188,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.dtype in ("int8", "float32"):
-        return f"the kernel of {problem.dtype} has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
+    if problem.dtype == "int8":
+        return "the kernel of int8 has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
     return None
 
 
