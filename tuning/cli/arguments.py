@@ -207,10 +207,6 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "algorithm": {
             "choices": ("tf32", "bf16", "bf16_x3", "bf16_x6", "bf16_x9", "tf32_x3", "float32"),
-            "help": "of matmul's f32 operands (default tf32): how they are multiplied; precision highest is bf16_x6",
-        },
-        "algorithm": {
-            "choices": ("tf32", "bf16", "bf16_x3", "bf16_x6", "bf16_x9", "tf32_x3", "float32"),
             "help": "of matmul's f32 operands (default tf32): how they are multiplied; bf16_x6 is precision highest",
         },
         "w_dtype": {"choices": ("int8", "int4"), "help": "of quantized_matmul's weights (default int8)"},
