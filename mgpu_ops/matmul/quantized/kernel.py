@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers, resident_clusters
 from mgpu_ops.core.pipeline import Barriers, Pipeline
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.core.upcast import load_upcast
+from mgpu_ops.core.upcast import load_upcast, unit
 from mgpu_ops.matmul.quantized.problem import (
     PANEL,
     Config,
@@ -139,16 +140,15 @@ class _Block:
         """Zero points of this warpgroup's rows, 64 at a time; none where there are none."""
         if self.zero_points is None:
             return []
-        shape, first = (ROWS, PANEL), tile.column + self.first_row
-        return [along(self.zero_points, first + row, shape, 0).astype(self.p.dtype) for row in self.row_blocks]
+        first = tile.column + self.first_row
+        return [_per_row(self.zero_points.at[pl.ds(first + row, ROWS)]) for row in self.row_blocks]
 
     def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
         """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
         for number, row in enumerate(self.row_blocks):
             for i in range(warpgroup_panels(self.c)):
                 panel = self.first_panel + i
-                weights = self._weights(stage, panel, row)
-                self._start(accs[number], weights - zeros[number] if zeros else weights, stage, panel, 0)
+                self._start(accs[number], self._weights(stage, panel, row, zeros[number : number + 1]), stage, panel, 0)
         engine.wgmma_wait(0)
 
     def multiply_groups(self, products: tuple[Any, ...], stage: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[Any, ...]:
@@ -165,7 +165,7 @@ class _Block:
         ]
         started = p.group_size // x_panel(p)  # wgmma of a group
         # Scales arrive while the tensor cores multiply.
-        scales = [self._of_group(self.s_smem, stage, *unit[1:]).astype(jnp.float32) for unit in units]
+        scales = [self._of_group(self.s_smem, stage, *place[1:]) for place in units]
         weights: Any = None
 
         def add(which: int, in_flight: int) -> None:
@@ -175,22 +175,20 @@ class _Block:
         for which, (_, row, i, first) in enumerate(units):
             panel = self.first_panel + i
             if first == 0:
-                weights = self._weights(stage, panel, row)
+                parts = range(0, PANEL, p.group_size) if p.zero_points else ()
+                zeros = [self._of_group(self.z_smem, stage, row, i, part) for part in parts]
+                weights = self._weights(stage, panel, row, zeros)
             product = products[which % 2]
             product[...] = jnp.zeros(product.shape, jnp.float32)
-            part = weights[:, first : first + p.group_size]
-            if p.zero_points:
-                zero = self._of_group(self.z_smem, stage, row, i, first).astype(p.dtype)
-                part -= lax.broadcast_in_dim(zero, part.shape, (0,))
-            self._start(product, part, stage, panel, first)
+            self._start(product, weights[:, first : first + p.group_size], stage, panel, first)
             if which:
                 add(which - 1, started)
         add(len(units) - 1, 0)
         return tuple(totals)
 
-    def _weights(self, stage: jax.Array, panel: Int, row: int) -> jax.Array:
-        """64 rows of a panel of weights, as 16-bit floats in registers."""
-        return load_upcast(self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)], self.p.dtype)
+    def _weights(self, stage: jax.Array, panel: Int, row: int, zeros: Sequence[jax.Array]) -> jax.Array:
+        """64 rows of a panel of weights less zero points, times `upcast.unit`, as 16-bit floats in registers."""
+        return load_upcast(self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)], self.p.dtype, zeros)
 
     def _start(self, acc: Any, weights: jax.Array, stage: jax.Array, panel: Int, first: int) -> None:
         """Starts acc += weights x^T, where the weights begin at element `first` of a panel of theirs."""
@@ -202,8 +200,7 @@ class _Block:
     def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
         """Scales or zero points of 64 rows, of the group that begins at element `first` of this warpgroup's panel."""
         group = (self.first_panel + panel) * (PANEL // self.p.group_size) + first // self.p.group_size
-        ref = smem.at[stage, group, pl.ds(self.first_row + row, ROWS)]
-        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return _per_row(smem.at[stage, group, pl.ds(self.first_row + row, ROWS)])
 
     def store(self, number: jax.Array, sums: tuple[jax.Array, ...]) -> None:
         """Adds up the sums of warpgroups and of the cluster where they share k, and stores the tile transposed."""
@@ -243,6 +240,7 @@ class _Block:
                 plgpu.copy_smem_to_gmem(staged, self.out.at[rows, pl.ds(first, ROWS)])
 
             def finish(total: jax.Array, first: jax.Array = first) -> None:
+                total *= 1.0 / unit(self.p.dtype)
                 if not self.p.group_size:
                     total *= along(self.scales, first, total.shape, 0)
                 store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
@@ -251,6 +249,11 @@ class _Block:
                 finish(values)
             else:
                 self.cluster_sum.add(values, number * len(sums) + i, finish)
+
+
+def _per_row(ref: Any) -> jax.Array:
+    """A number for each of 64 rows of weights, float32, from global or shared memory."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
 
 
 def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
@@ -342,9 +345,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
-        transforms: tuple[Any, ...] = engine.operand_transforms(shape[-1], dtype)
-        if dtype == "int4":  # a panel of weights has 64 bytes
-            transforms = plgpu.TilingTransform((8, PANEL)), plgpu.SwizzleTransform(PANEL // 2)
+        transforms = engine.operand_transforms(shape[-1], dtype)
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
     accumulator = (ROWS, c.tile_m)
