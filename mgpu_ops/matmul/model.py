@@ -24,6 +24,7 @@ from mgpu_ops.matmul.problem import (
     k_steps,
     multiplied,
     partial_problem,
+    products,
     smem_bytes,
     supports,
     swizzle_bytes,
@@ -153,10 +154,9 @@ def slowdown(seconds: float) -> float:
 
 
 def _moved(p: Problem) -> float:
-    """What is read and written counts as, in bytes, for a problem `multiplied`."""
-    a, b = (_HBM_ACROSS_LINES if across else 1.0 for across in _across_lines(p))
-    parts = algorithms.parts_of(p.algorithm)
-    more = (parts * a - 1.0) * p.m + (parts * b - 1.0) * p.n
+    """What is read and written counts as, in bytes, for a problem `multiplied`: operands once for each product of parts."""
+    a, b = (len(products(p)) * (_HBM_ACROSS_LINES if across else 1.0) for across in _across_lines(p))
+    more = (a - 1.0) * p.m + (b - 1.0) * p.n
     return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * more
 
 

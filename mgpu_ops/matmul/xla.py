@@ -20,7 +20,7 @@ _LAUNCH = 2.95e-6  # s
 _RATE = 0.87  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
-_LAUNCH_PARTS = 30e-6  # s more where Triton multiplies parts of float32,
+_LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
 _TILES_PARTS = ((256, 128, 1.0), (128, 128, 0.7))
 _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32; fitted to five sizes (docs/kernels/matmul.md)
     "tf32": 0.435,
