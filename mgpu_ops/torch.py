@@ -103,6 +103,7 @@ def flash_attention(
     sinks: pt.Tensor | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    soft_cap_after_bias: bool = False,
     deterministic: bool = False,
     backend: Backend | None = None,
 ) -> pt.Tensor:
@@ -114,7 +115,8 @@ def flash_attention(
     """
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
     tensors |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids, "sinks": sinks}
-    options = {"causal": causal, "window": None if window is None else tuple(window), "scale": scale, "soft_cap": soft_cap}
+    options = {"causal": causal, "window": None if window is None else tuple(window), "scale": scale}
+    options |= {"soft_cap": soft_cap, "soft_cap_after_bias": soft_cap_after_bias}
     return _run(attention.flash_attention, tensors, options | {"deterministic": deterministic, "backend": backend})
 
 

@@ -107,7 +107,8 @@ def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend |
         cap = SOFT_CAP if p.soft_cap else None
         shared |= {"q_segment_ids": segments[0], "kv_segment_ids": segments[1]}
         shared |= {"page_table": inputs.page_table, "sinks": None if inputs.sinks is None else inputs.sinks[0]}
-        out = mgpu_ops.flash_attention(q, k, v, soft_cap=cap, return_lse=False, **shared)
+        shared |= {"soft_cap": cap, "soft_cap_after_bias": p.soft_cap_after_bias}
+        out = mgpu_ops.flash_attention(q, k, v, return_lse=False, **shared)
         assert isinstance(out, jax.Array)
         return out
 

@@ -32,6 +32,7 @@ class Call:
     lengths: bool
     segments: bool
     soft_cap: bool
+    soft_cap_after_bias: bool
     sinks: bool
     deterministic: bool
     bias_grad: bool  # the bias is more than a mask
@@ -63,6 +64,7 @@ class Call:
             sinks=self.sinks,
             v_head_dim=v.shape[3] if v.shape[3] < k.shape[3] else 0,
             page_size=0 if pages is None else k.shape[1],
+            soft_cap_after_bias=self.soft_cap_after_bias,
         )
 
 
@@ -89,6 +91,7 @@ class Arguments:
     kv_segment_ids: Integers | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    soft_cap_after_bias: bool = False
     sinks: ArrayLike | None = None
     page_table: Integers | None = None
     deterministic: bool = False
@@ -119,6 +122,7 @@ class Arguments:
             lengths=self.has_lengths,
             segments=self.has_segments,
             soft_cap=self.soft_cap is not None,
+            soft_cap_after_bias=bool(self.soft_cap_after_bias) and self.soft_cap is not None and self.bias is not None,
             sinks=self.sinks is not None,
             deterministic=bool(self.deterministic),
             bias_grad=self.bias is not None,

@@ -48,6 +48,7 @@ from mgpu_ops.attention.problem import (
     check_backward,
     supports,
     supports_backward,
+    unmeasured,
 )
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -68,6 +69,7 @@ class _Options(TypedDict, total=False):
     kv_segment_ids: Integers | None
     scale: float | None
     soft_cap: float | None
+    soft_cap_after_bias: bool
     sinks: ArrayLike | None
     page_table: Integers | None
     deterministic: bool
@@ -103,6 +105,7 @@ def flash_attention(
     kv_segment_ids: Integers | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    soft_cap_after_bias: bool = False,
     sinks: ArrayLike | None = None,
     page_table: Integers | None = None,
     return_lse: bool = False,
@@ -134,6 +137,8 @@ def flash_attention(
         cannot see. Ids of any integer dtype are compared by value.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: scores become soft_cap * tanh(scale q . k / soft_cap), before the bias.
+      soft_cap_after_bias: scores become soft_cap * tanh((scale q . k + bias) / soft_cap) instead. A mask, and -inf in a bias,
+        hide a key in either order.
       sinks: floats [q_heads], a logit of each query head that no row's mask hides. It counts in the softmax's sum as the score
         of a key without a value, past scale, soft cap and bias: lse = log(sum_s exp(score[s]) + exp(sinks[n])),
         w[s] = exp(score[s] - lse), so that a row's weights add up to less than 1. -inf is no sink. Differentiable: the
@@ -143,7 +148,8 @@ def flash_attention(
         says how many keys an entry has. The table's entries for pages behind a length, and those pages, have no say, whatever
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
         64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
-        bias, mask and segments; what else there is runs through XLA, which gathers the pages. There is no gradient.
+        bias, mask and segments, and so far only where a backend or a config is named, or a measured entry is
+        stored for the problem; what else there is runs through XLA, which gathers the pages. There is no gradient.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
         row that sees nothing its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
@@ -188,6 +194,7 @@ def flash_attention(
             kv_segment_ids=kv_segment_ids,
             scale=scale,
             soft_cap=soft_cap,
+            soft_cap_after_bias=soft_cap_after_bias,
             sinks=sinks,
             page_table=page_table,
             deterministic=deterministic,
@@ -435,6 +442,7 @@ FORWARD = OpSpec(
     reference=reference.forward,
     tolerance=reference.tolerance,
     baseline=_baseline,
+    unmeasured=unmeasured,
 )
 
 BACKWARD = OpSpec(
@@ -458,4 +466,5 @@ BACKWARD = OpSpec(
     reference=reference.backward,
     tolerance=reference.backward_tolerance,
     baseline=cudnn.backward_baseline,
+    unmeasured=unmeasured,
 )

@@ -182,9 +182,12 @@ class Operands:
 
     # --- From products of queries and keys to scores
 
-    def capped(self, s: jax.Array) -> jax.Array:
-        """The hyperbolic tangent of a soft cap: tanh(s scale / cap), from an exponential accurate to float32."""
-        return 1.0 - 2.0 / (jnp.exp2(s * (self.inputs.options[2] * (2 * LOG2E))) + 1.0)
+    def capped(self, s: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """The hyperbolic tangent of a soft cap: tanh((s scale + bias) / cap), from an exponential accurate to float32."""
+        x = s * (self.inputs.options[2] * (2 * LOG2E))
+        if bias is not None:
+            x += bias * (2 * LOG2E / self.inputs.options[1])
+        return 1.0 - 2.0 / (jnp.exp2(x) + 1.0)
 
     def scores(self, s: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array | None]:
         """Products of queries and keys to scores times log2(e); and the slope of the soft cap there, or None without one.
@@ -192,6 +195,11 @@ class Operands:
         bias: its tile in shared memory, or None.
         """
         slope = None
+        if self.problem.soft_cap_after_bias:
+            term = load_tile(bias).astype(jnp.float32)
+            tanh = self.capped(s, term)
+            s, slope = tanh * (self.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
+            return jnp.where(term == -jnp.inf, -jnp.inf, s), slope
         if self.problem.soft_cap:
             tanh = self.capped(s)
             s, slope = tanh * (self.inputs.options[1] * LOG2E), 1.0 - tanh * tanh

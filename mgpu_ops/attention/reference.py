@@ -94,13 +94,17 @@ class _KvHead:
         """The scores [group, rows, kv_tokens] of a chunk of rows from their products with the keys: -inf where not visible."""
         options = self.inputs.options
         s = products * options[0]
-        if self.problem.soft_cap:
+        after = self.problem.soft_cap_after_bias
+        if self.problem.soft_cap and not after:
             s = options[1] * jnp.tanh(s / options[1])
         if (bias := self.inputs.bias) is not None:
             of_batch = lax.dynamic_slice_in_dim(bias[0 if bias.shape[0] == 1 else b], first, self.rows, 1)
             group = s.shape[0]
             heads = lax.dynamic_slice_in_dim(of_batch, n * group, group) if of_batch.shape[0] > 1 else of_batch
-            s = jnp.where(heads == -jnp.inf, -jnp.inf, s + heads.astype(s.dtype))
+            s = s + heads.astype(s.dtype)
+            if after:
+                s = options[1] * jnp.tanh(s / options[1])
+            s = jnp.where(heads == -jnp.inf, -jnp.inf, s)
         mask = lax.dynamic_slice_in_dim(self.mask[0 if self.mask.shape[0] == 1 else b], first, self.rows)
         return jnp.where(mask[None] & ~(s <= -1e30), s, -jnp.inf)  # NaN stays
 

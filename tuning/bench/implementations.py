@@ -459,7 +459,7 @@ def _jax_attention(context: TuningContext) -> Prepared:
 def _tokamax_attention_unavailable(problem: FlashAttentionProblem, gpu: Gpu) -> str | None:
     if reason := _not_hopper(gpu) or _attention_limits(problem):
         return reason
-    if problem.soft_cap and problem.bias != "none":
+    if problem.soft_cap and problem.bias != "none" and not problem.soft_cap_after_bias:
         return "caps scores after the bias, not before"
     return _not_importable("tokamax", "`pip install tokamax`")
 

@@ -139,6 +139,7 @@ def truth(
     bias: Any = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    soft_cap_after_bias: bool = False,
     sinks: Any = None,
     out_grad: Any = None,
     lse_grad: Any = None,
@@ -156,6 +157,7 @@ def truth(
             bias=bias,
             scale=scale,
             soft_cap=soft_cap,
+            soft_cap_after_bias=soft_cap_after_bias,
             sinks=sinks,
             out_grad=batched[3],
             lse_grad=batched[4],
@@ -167,10 +169,14 @@ def truth(
     every_k, every_v = (np.repeat(x, group, 2) for x in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     capped = raw = np.einsum("btnd,bsnd->bnts", q, every_k, optimize=True) * scale
+    after = soft_cap_after_bias and bias is not None
+    if after:
+        raw = raw + float64(bias)
     if soft_cap is not None:
         capped = soft_cap * np.tanh(raw / soft_cap)
     seen = visible(raw.shape, **masks)
-    s = np.where(seen, capped if bias is None else capped + float64(bias), -np.inf)
+    s = np.where(seen, capped if bias is None or after else capped + float64(bias), -np.inf)
+    s = np.where(np.isneginf(raw), -np.inf, s)  # by the bias
     sink = np.full((1, 1, 1), -np.inf) if sinks is None else float64(sinks)[:, None, None]
     largest = np.maximum(s.max(-1, keepdims=True), sink)
     finite = np.where(np.isfinite(largest), largest, 0)
@@ -194,9 +200,10 @@ def truth(
         of_sink = np.exp(np.where(np.isneginf(sink), -np.inf, sink - np.where(np.isneginf(lse), 0, lse)[..., None]))[..., 0]
         found["sinks"] = (of_sink * (dlse - (w * dw).sum(-1))).sum((0, 2))
     found["v"] = by_kv_head(np.einsum("bnts,btnd->bsnd", w, do, optimize=True))
+    slope = 1 if soft_cap is None else 1 - (capped / soft_cap) ** 2
     if bias is not None:
-        found["bias"] = sum_to(ds, np.shape(bias))
-    ds = ds * scale * (1 if soft_cap is None else 1 - (capped / soft_cap) ** 2)
+        found["bias"] = sum_to(ds * slope if after else ds, np.shape(bias))
+    ds = ds * scale * slope
     found["q"] = np.einsum("bnts,bsnd->btnd", ds, every_k, optimize=True)
     found["k"] = by_kv_head(np.einsum("bnts,btnd->bsnd", ds, q, optimize=True))
     return found

@@ -144,6 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "segments in any order": {"q_segment_ids": segments(3, 250, False), "kv_segment_ids": segments(3, 390, False)},
     "soft cap": {"soft_cap": 2.0},
     "soft cap, causal": {"soft_cap": 30.0, "causal": True, "scale": 2.0},
+    "soft cap after the bias": {"soft_cap": 2.0, "soft_cap_after_bias": True},
     "negative scale": {"scale": -0.3, "window": (None, 4)},
     "mask": {"mask": np.random.default_rng(0).random((3, 1, 250, 390)) < 0.3},
     "mask of rows and heads": {"mask": np.random.default_rng(0).random((4, 250, 1)) < 0.5, "causal": True},
@@ -154,6 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_option_is_right(name, head_dim, assert_close):
     arrays = qkv(replace(MIDDLE, head_dim=head_dim), BF16)
+    arrays += (normal(5, 1, 4, 250, 390, dtype=BF16),) if "soft_cap_after_bias" in OPTIONS[name] else ()
     assert_true(with_gradients(arrays, **OPTIONS[name]), arrays, assert_close, **OPTIONS[name])
 
 
@@ -370,8 +372,10 @@ def draw(spec: Any, seed: int) -> tuple[Any, Any]:
         soft_cap=rng.random() < 0.2,
         sinks=rng.random() < 0.2,
     )
+    if problem.soft_cap and problem.bias != "none":
+        problem = replace(problem, soft_cap_after_bias=seed % 2 == 1)
     if spec is BACKWARD:
-        with_bias = problem.bias != "none" and not problem.soft_cap
+        with_bias = problem.bias != "none" and (problem.soft_cap_after_bias or not problem.soft_cap)
         problem = replace(problem, deterministic=rng.random() < 0.5, bias_grad=with_bias and rng.random() < 0.5)
     space = spec.space(problem, device)
     drawn = (spec.Config(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
