@@ -170,9 +170,9 @@ def operand_transforms(minor: int, dtype: DTypeLike, swizzle: int | None = None)
 
     `swizzle` (128, 64 or 32 bytes) defaults to the largest that divides a row. Both operands of one wgmma need the same.
     """
-    bits = 4 if jnp.dtype(dtype) == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
-    swizzle = swizzle or plgpu.find_swizzle(minor * bits)
-    return (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = swizzle or plgpu.find_swizzle(minor * itemsize * 8)
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
 def global_memory_fence() -> None:
@@ -223,21 +223,24 @@ def warpgroup_barrier() -> None:
 def store_volatile(values: jax.Array, ref: Any) -> None:
     """ref[i] = values[i] in shared memory, a float32 for each of a warpgroup's 64 rows, with stores that ptxas does not move.
 
+    Of values [64, 8], one of each row's.
+
     ptxas moves a wait for wgmma ahead of arithmetic that does not need it; the arithmetic then runs after the tensor cores
     instead of beside them. A wait that follows this store stays behind all that `values` depends on.
     """
     if interpreting():
-        ref[...] = values
+        ref[...] = values if values.ndim == 1 else values[:, 0]
         return
-    layout = plgpu.Layout.WGMMA.reduce(1)
+    layout = plgpu.Layout.WGMMA.reduce(1) if values.ndim == 1 else plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def store(_: Any, values: Any, ref: Any) -> None:
         row, _ = row_and_column(mosaic.thread_idx())
         start = mosaic.getelementptr(mosaic.memref_ptr(ref), [row], ir.F32Type.get())
         for i, register in enumerate(values.registers.flat):
-            word = vector.extract(register, dynamic_position=[], static_position=[0])
-            mosaic.inline_ptx(f"st.volatile.shared.f32 [$0+{32 * i}], $1;", start, word, has_side_effects=True)
+            for j in range(ir.VectorType(register.type).shape[0]):  # of a tile, a thread's columns follow each other
+                word = vector.extract(register, dynamic_position=[], static_position=[j])
+                mosaic.inline_ptx(f"st.volatile.shared.f32 [$0+{32 * (i % 2)}], $1;", start, word, has_side_effects=True)
 
     store(laid_out(values, layout), ref)
 

@@ -4,8 +4,9 @@ Persistent thread blocks, specialised by warpgroup, work through output tiles of
 
 - The producer warpgroup loads the q block of each output tile, and its kv blocks from the last to the first, with TMA. It runs
   ahead, over the ends of output tiles, as far as the stages of three pipelines (q, k, v) allow.
-- One to three consumer warpgroups own 64 rows each and do not wait for each other. While the tensor cores compute the scores
-  of the next kv block, a consumer multiplies the weights of the last one by its values and takes exponentials.
+- One to three consumer warpgroups own 64 rows each. While the tensor cores compute the scores of the next kv block, a consumer
+  multiplies the weights of the last one by its values and takes exponentials. Consumers do not wait for each other, or only
+  (`turns`) to start products one after the other, so that one's exponentials run beside another's products.
 
 A stage's full barrier says that its copies have arrived; its empty barrier, that all consumers are done with it. The softmax
 is online (`softmax.py`). Scores are kept times log2(e), as exponentials are powers of two. kv blocks that no row sees are
@@ -53,6 +54,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows
 from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.core.turns import Turns
 
 TILE_COST = 4  # what an output tile takes beside its kv blocks, in kv blocks: measured, docs/kernels/flash_attention.md
 
@@ -130,6 +132,11 @@ class _ThreadBlock:
         """The kv blocks of an output tile, in the order in which producer and consumers go through them."""
         return BlockOrder.of(self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv))
 
+    @property
+    def turns(self) -> Turns | None:
+        """Of the consumers at starting products; None where they take none."""
+        return Turns(self.c.compute_warpgroups) if self.c.turns == "products" else None
+
     def producer(self) -> None:
         """Loads the blocks of all output tiles, each as soon as a stage is empty. Consumers compute meanwhile."""
         steps = self.tiles.for_each(self._load_output_tile, jnp.int32(0))
@@ -187,6 +194,8 @@ class _Consumer:
         wg, tiles = lax.axis_index("wg"), block.tiles.count
         own, mask = pl.ds(wg * ROWS, ROWS), ScoreMask(block.smem["numbers"])
         mask.write_numbers(wg)
+        if block.turns is not None:
+            block.turns.start()
         consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
         lax.fori_loop(0, tiles, consumer._output_tile, (block.tiles.number(0), jnp.int32(0)))
         if block.c.q_slots > 1:
@@ -210,7 +219,7 @@ class _Consumer:
         if not two_q_stages:
             following = tiles.number(i + 1)
         # 4. The last weights times values, and the way out.
-        rows.store(rows.last_values(weights, step - 1), softmax)
+        rows.store(rows.last_values(weights, step - 1), softmax.added_up())
         if not two_q_stages:
             self._release_queries(i)
         return following, step
@@ -255,7 +264,7 @@ class _Rows:
         """All kv blocks with a mask: (weights of the last one, softmax, its step). Its values are still to be added."""
         p, c = self.block.p, self.block.c
         many = _masks_many(p, self.block.tile_q, c.tile_kv)
-        softmax = OnlineSoftmax.start()
+        softmax = OnlineSoftmax.start(by_lanes=c.pv_wait == "half")
         if many:
             softmax, step = lax.fori_loop(0, self.order.masked - 1, self._alone, (softmax, step))
         stage = self._start_scores(step)
@@ -281,15 +290,19 @@ class _Rows:
         """A kv block without a mask: the tensor cores get its scores and the last block's weights times values together."""
         weights, softmax, step = carry
         block, w = self.block, self.consumer
+        if block.turns is not None:
+            block.turns.wait()
         # Two products are started, in this order: the scores of this block, and the last block's weights times its values.
         k_stage = self._start_scores(step)
         v_stage = self._start_values(weights, step - 1)
+        if block.turns is not None:
+            block.turns.release()
         # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
         scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=1)
-        weights, softmax, rescale = softmax.update(scores, block.p.dtype)
-        if block.c.pv_wait == "late":
-            # Keeps ptxas from moving the next wait ahead of the softmax. Nobody reads what it stores.
-            engine.store_volatile(softmax.row_sum, block.smem["lse"].at[w.wg])
+        weights, softmax, rescale, half = softmax.update_in_halves(scores, block.p.dtype)
+        if block.c.pv_wait != "early":
+            # Keeps ptxas from moving the next wait ahead of the softmax, or of its first half. Nobody reads what it stores.
+            engine.store_volatile(half, block.smem["lse"].at[w.wg])
         # Waits for weights times values; then the stage is empty and the output may be rescaled.
         out = engine.accumulated(w.o_acc, 0)
         engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
@@ -322,10 +335,12 @@ class _Rows:
         """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
         block, x, w = self.block, self.block.x, self.consumer
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
-        if block.p.soft_cap:
+        if block.p.soft_cap and not block.p.soft_cap_after_bias:
             s, scale = x.capped(s), x.inputs.options[1] * LOG2E
         factor: jax.Array | None = scale
-        if block.p.bias != "none":
+        if block.p.soft_cap_after_bias:
+            s, factor = x.scores(s, block.smem["bias"].at[stage, w.own, :])[0], None
+        elif block.p.bias != "none":
             s, factor = s * scale + x.bias_term(block.smem["bias"].at[stage, w.own, :]), None
         if self.q_segments is not None:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))

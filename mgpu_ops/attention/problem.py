@@ -32,6 +32,7 @@ class Problem:
     segments: each token has an id, and sees its own segment only.
     bias: "none", or the dtype of an additive bias.
     soft_cap: scores go through cap tanh(score / cap) before the bias.
+    soft_cap_after_bias: after it instead; -inf in a bias still hides a key.
     sinks: each query head has a logit that counts in the sums of exponentials, as a key without a value.
     v_head_dim: of v and the output where it is less than head_dim; 0: the same.
     page_size: tokens of a page of a paged cache; 0: there are no pages. k and v are then pools of pages, [pages, page_size,
@@ -56,6 +57,7 @@ class Problem:
     sinks: bool = False
     v_head_dim: int = 0
     page_size: int = 0
+    soft_cap_after_bias: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_left": -1, "window_right": -1})
@@ -111,13 +113,14 @@ class Config:
     q_slots: stages of the pipeline of queries. With 2, the next q block loads while consumers work on this one.
     section_waves: heads are worked through in sections that fill the GPU that many times, their longest tiles first.
     memory_registers: registers of a producer thread. The consumers share the rest.
-    pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block, or "early", where ptxas
+    pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block; "half", after half of its
+      exponentials, and row sums are then added up over a row's four threads once, after the last block; or "early", where ptxas
       puts it.
     kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A block is
       then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
       max_concurrent_steps can be chosen beside it.
-    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. Another kernel adds up those of
-      the clusters.
+    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. XLA adds up those of the clusters.
+    turns: "products", consumers take turns at starting the two products of a step, or "none".
     """
 
     compute_warpgroups: int
@@ -129,6 +132,7 @@ class Config:
     pv_wait: str
     kv_splits: int = 0
     kv_cluster: int = 1
+    turns: str = "none"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -290,6 +294,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"align {p.align!r} is neither 'bottom_right' nor 'top_left'"
     if p.bias not in BIASES:
         return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
+    if p.soft_cap_after_bias and not (p.soft_cap and p.bias != "none"):
+        return f"soft_cap_after_bias is for a soft cap and a bias, not soft_cap={p.soft_cap} and bias={p.bias!r}: leave it out"
     if p.page_size and (reason := _supports_pages(p)):
         return reason
     rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), 0 if p.page_size else p.kv_tokens)
@@ -305,6 +311,15 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"{p.batch * p.q_heads} heads of {p.q_tokens} rows are more than the kernels count in 32 bits: split the batch"
     if max(p.window_left, p.window_right) > MAX_WINDOW:
         return f"a window of {max(p.window_left, p.window_right)} keys is more than {MAX_WINDOW}: leave it out"
+    return None
+
+
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
+    if problem.page_size:
+        return "the kernel's random tests have not passed on a GPU with pages yet: backend='mosaic' runs it"
+    if problem.soft_cap_after_bias:
+        return "the kernels have not run on a GPU with soft_cap_after_bias yet: backend='mosaic' runs them"
     return None
 
 
@@ -347,8 +362,12 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
     if reason := limits.check_producer_registers(c.memory_registers):
         return reason
-    if c.pv_wait not in ("early", "late"):
-        return f"pv_wait={c.pv_wait!r} is neither 'early' nor 'late'"
+    if c.pv_wait not in ("early", "half", "late"):
+        return f"pv_wait={c.pv_wait!r} is not 'early', 'half' or 'late'"
+    if c.turns not in ("none", "products"):
+        return f"turns={c.turns!r} is neither 'none' nor 'products'"
+    if c.turns != "none" and c.compute_warpgroups == 1:
+        return f"turns={c.turns!r} is for 2 or 3 compute_warpgroups, not 1: use 'none'"
     # Scores, output and weights, of each of 128 threads.
     needed = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
     limit = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
@@ -366,8 +385,9 @@ ONE_WARPGROUP: dict[str, Any] = {
     "section_waves": 1,
     "memory_registers": 24,
     "pv_wait": "early",
+    "turns": "none",
 }
-MAX_SPLITS = 256  # each is a term of the kernel that adds them up
+KV_SPLITS = (1, 2, 4, 8, 16, 32)
 KV_CLUSTERS = (1, 2, 4, 8, 16)
 PAGE_INDICES_COPIED = 256  # at a time: the most elements of a TMA copy along a dimension
 PORTABLE_CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have, however large they are
@@ -390,7 +410,7 @@ def splits_keys(problem: Problem) -> str | None:
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
         return f"{what} is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: {way_out}"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) > MAX_SIZE:
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] > MAX_SIZE:
         return f"the output of {p.batch} batch entries has more elements than {what} counts in 32 bits: {way_out}"
     return None
 
@@ -413,12 +433,10 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
     """`check` of a config with `kv_splits`."""
     if reason := splits_keys(p):
         return reason
-    if not 1 <= c.kv_splits <= MAX_SPLITS:
-        return f"kv_splits={c.kv_splits} must be from 0 to {MAX_SPLITS}"
+    if c.kv_splits not in KV_SPLITS:
+        return f"kv_splits={c.kv_splits} is not one of {', '.join(map(str, (0, *KV_SPLITS)))}"
     if c.kv_cluster not in KV_CLUSTERS or c.kv_splits % c.kv_cluster:
         return f"kv_cluster={c.kv_cluster} must be 1, 2, 4, 8 or 16 and divide kv_splits={c.kv_splits}"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * (c.kv_splits // c.kv_cluster) > MAX_SIZE:
-        return f"kv_splits={c.kv_splits} makes outputs of more elements than are counted in 32 bits: use fewer, or clusters"
     if padded(p.head_dim) // c.kv_cluster < 8:
         return f"kv_cluster={c.kv_cluster} leaves each block fewer than 8 columns of head_dim={p.head_dim}: use 8"
     for name, value in ONE_WARPGROUP.items():
@@ -459,7 +477,7 @@ def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
     """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
     if problem.page_size:
         return "there is no gradient with pages: gather them, and leave page_table (page_size) out"
-    if problem.bias_grad and problem.soft_cap:
+    if problem.bias_grad and problem.soft_cap and not problem.soft_cap_after_bias:
         return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"
     return supports(problem, gpu)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.layouts import PER_ROW, along_rows
+from mgpu_ops.attention.layouts import PER_ROW, TILE, along_rows
 from mgpu_ops.attention.problem import ROWS
 from mgpu_ops.core import regions
 from mgpu_ops.core.tile_scheduler import Int
 
 HIGHEST = 3e38  # the row max where a sink is larger: less the sink itself, an infinite one leaves an infinite sum, not NaN
+_LANES = 8  # columns of wgmma's layout in which each thread has two: 4 threads have a row
 LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 
 
@@ -39,23 +41,46 @@ class OnlineSoftmax:
 
     The output so far is the sum of weights times values, not yet divided by the row sum. When the row max grows, weights that
     were taken with the old one are too large: row sum and output are multiplied by a rescale factor of at most 1.
+    Started `by_lanes`, the row sum is [64, 8], each thread's own part of it, until `added_up`: threads exchange nothing for it.
     """
 
     row_max: jax.Array
     row_sum: jax.Array
 
     @staticmethod
-    def start() -> OnlineSoftmax:
-        return OnlineSoftmax(*(plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), PER_ROW) for x in (LOWEST, 0.0)))
+    def start(by_lanes: bool = False) -> OnlineSoftmax:
+        row_max, row_sum = (plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), PER_ROW) for x in (LOWEST, 0.0))
+        if by_lanes:
+            row_sum = plgpu.layout_cast(jnp.full((ROWS, _LANES), 0.0, jnp.float32), TILE)
+        return OnlineSoftmax(row_max, row_sum)
 
-    @regions.region("softmax")
+    @property
+    def by_lanes(self) -> bool:
+        return self.row_sum.ndim == 2
+
+    def added_up(self) -> OnlineSoftmax:
+        """With one row sum a row, after the last kv block."""
+        return OnlineSoftmax(self.row_max, jnp.sum(self.row_sum, axis=1)) if self.by_lanes else self
+
     def update(self, scores: Scores, dtype: Any) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
         """With one more kv block: its weights 2^(score - row max) in `dtype`, the new state, and the rescale factor."""
+        return self.update_in_halves(scores, dtype)[:3]
+
+    @regions.region("softmax")
+    def update_in_halves(self, scores: Scores, dtype: Any) -> tuple[jax.Array, OnlineSoftmax, jax.Array, jax.Array]:
+        """`update`; and by lanes the row sum with the first half of the block's columns only, else the whole one."""
         row_max = jnp.maximum(self.row_max, scores.scaled(jnp.max(scores.values, axis=1)))
         weights = jnp.exp2(scores.scaled(scores.values) - along_rows(row_max, scores.values.shape))
         rescale = jnp.exp2(self.row_max - row_max)
         rounded = weights.astype(dtype)
-        return rounded, OnlineSoftmax(row_max, self.row_sum * rescale + jnp.sum(weights, axis=1)), rescale
+        if not self.by_lanes:
+            half = row_sum = self.row_sum * rescale + jnp.sum(weights, axis=1)
+        else:
+            parts = [weights[:, i : i + _LANES] for i in range(0, weights.shape[1], _LANES)]
+            first, second = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+            half = functools.reduce(jnp.add, first, self.row_sum * along_rows(rescale, self.row_sum.shape))
+            row_sum = functools.reduce(jnp.add, second, half)
+        return rounded, OnlineSoftmax(row_max, row_sum), rescale, half
 
     def without_padding(self, row: Int, q_end: Int) -> OnlineSoftmax:
         """For rows from `row` on: those from `q_end` on are padding, and see nothing."""

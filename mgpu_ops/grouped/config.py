@@ -41,10 +41,6 @@ class Config:
     memory_registers: int
     schedule: str = "static"
 
-    @property
-    def takes_turns(self) -> bool:
-        return False
-
 
 SCHEDULES = ("static", "dynamic")
 

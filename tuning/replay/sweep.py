@@ -104,7 +104,12 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "grouped_matmul": _GROUPED,
     "gated_grouped_matmul": _GROUPED | {"epilogue_tile_n": (64, 128)},
     "ragged_contraction": _GROUPED,
-    "flash_attention": {"section_waves": (1, 4, 1024), "memory_registers": (24, 32, 40), "pv_wait": ("early",)},
+    "flash_attention": {
+        "section_waves": (1, 4, 1024),
+        "memory_registers": (24, 32, 40),
+        "pv_wait": ("early",),
+        "turns": ("none",),
+    },
     "flash_attention_backward": {},
     "cross_entropy": {},
 }
