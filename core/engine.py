@@ -170,9 +170,9 @@ def operand_transforms(minor: int, dtype: DTypeLike, swizzle: int | None = None)
 
     `swizzle` (128, 64 or 32 bytes) defaults to the largest that divides a row. Both operands of one wgmma need the same.
     """
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = swizzle or plgpu.find_swizzle(minor * itemsize * 8)
-    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    bits = 4 if jnp.dtype(dtype) == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
+    swizzle = swizzle or plgpu.find_swizzle(minor * bits)
+    return (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
 
 
 def global_memory_fence() -> None:

@@ -50,6 +50,10 @@ class Tiled(Protocol):
     def memory_registers(self) -> int:
         """Registers of a producer thread."""
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each consumer warpgroup computes output tiles of its own, in turn."""
+
 
 # --- What a consumer warpgroup has of a tile
 
@@ -57,14 +61,9 @@ class Tiled(Protocol):
 SCHEDULES = ("cooperative", "pingpong")
 
 
-def takes_turns(c: Tiled) -> bool:
-    """Whether each consumer warpgroup computes output tiles of its own, in turn. A Config without a `schedule` has no such."""
-    return getattr(c, "schedule", "cooperative") == "pingpong"
-
-
 def warpgroup_tile(c: Tiled) -> tuple[int, int]:
     """Rows and columns of the output tile that one consumer warpgroup computes."""
-    if c.compute_warpgroups == 1 or takes_turns(c):
+    if c.compute_warpgroups == 1 or c.takes_turns:
         return c.tile_m, c.tile_n
     return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
 
@@ -99,7 +98,7 @@ def check_tile(c: Tiled) -> str | None:
     if max(c.tile_m, c.tile_n, c.tile_k) > _BOX:
         return f"tile_m, tile_n and tile_k must be at most {_BOX}: a TMA box has at most {_BOX} elements a side"
     wg_m, wg_n = warpgroup_tile(c)
-    sharing = 1 if takes_turns(c) else c.compute_warpgroups
+    sharing = 1 if c.takes_turns else c.compute_warpgroups
     by_m, by_n = (sharing, 1) if c.wg_dimension == "m" else (1, sharing)
     if wg_m % ROWS or wg_m * by_m != c.tile_m:
         return f"a warpgroup's {wg_m} rows of tile_m={c.tile_m} must be a multiple of {ROWS} (wgmma's M)"
@@ -193,21 +192,18 @@ def efficiency(c: Tiled, least: float = 0.55) -> float:
     return least + (1.0 - least) * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
 
 
-def step_bytes(c: Tiled) -> int:
-    """Bytes of both operands that a pipeline step brings."""
-    return (c.tile_m + c.tile_n) * c.tile_k * 2
+def step_bytes(c: Tiled, itemsize: int) -> int:
+    """Bytes of both operands, of so many an element, that a pipeline step brings."""
+    return (c.tile_m + c.tile_n) * c.tile_k * itemsize
 
 
-def step_seconds(
-    c: Tiled, gpu: Gpu, efficiency: float, latency: float, loaded: float | None = None, norm: float = math.inf
-) -> float:
+def step_seconds(c: Tiled, gpu: Gpu, efficiency: float, latency: float, loaded: float, norm: float = math.inf) -> float:
     """A pipeline step of one SM: arithmetic, loads, and the latency that falls to each step, joined by `together`.
 
-    loaded: what the step's loads count as, in bytes; by default those of both operands.
+    loaded: what the step's loads count as, in bytes.
     """
     arithmetic = 2 * c.tile_m * c.tile_n * c.tile_k / (gpu.bf16_flops * rates.POWER / gpu.sms * efficiency)
-    loads = (step_bytes(c) if loaded is None else loaded) / rates.load_bytes(gpu)
-    return together(norm, arithmetic, loads, latency)
+    return together(norm, arithmetic, loaded / rates.load_bytes(gpu), latency)
 
 
 def together(norm: float, *seconds: float) -> float:

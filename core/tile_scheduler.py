@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mgpu_ops.core.gemm import Tiled, takes_turns, warpgroup_tile
+from mgpu_ops.core.gemm import Tiled, warpgroup_tile
 
 type Int = int | jax.Array  # a number that is known, or a traced int32
 
@@ -308,7 +308,7 @@ def for_each_group_tile(
 
 def warpgroup_origin(c: Tiled) -> tuple[Int, Int]:
     """First row and column of this consumer warpgroup within the block's tile."""
-    if c.compute_warpgroups == 1 or takes_turns(c):
+    if c.compute_warpgroups == 1 or c.takes_turns:
         return 0, 0
     wg = lax.axis_index("wg")
     wg_m, wg_n = warpgroup_tile(c)

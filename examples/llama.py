@@ -377,17 +377,14 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
 def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:
     """A step of decoding for `batch` sequences of `cached` tokens each, the new one among them; logits are compared."""
     params, tokens = jax.jit(joined)(_weights(model)), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
-    weights = {name: params for name in backends if name != "fp8"}
     empty = empty_cache(model, batch, cached)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
     position = jnp.int32(cached - 1)
-    steps = {name: jax.jit(functools.partial(decode, model, BACKENDS[name]), donate_argnums=(1,)) for name in weights}
-    programs = bench.compiled(steps, {name: (weights[name], cache, tokens, position) for name in weights})
-    calls = {
-        name: _Decoding(programs[name].step, weights[name], jax.tree.map(jnp.copy, cache), tokens, position) for name in weights
-    }
+    steps = {name: jax.jit(functools.partial(decode, model, BACKENDS[name]), donate_argnums=(1,)) for name in backends}
+    programs = bench.compiled(steps, dict.fromkeys(steps, (params, cache, tokens, position)))
+    calls = {name: _Decoding(programs[name].step, params, jax.tree.map(jnp.copy, cache), tokens, position) for name in backends}
     logits = {name: {"logits": call().astype(jnp.float32)} for name, call in calls.items()}
-    errors = {name: float(_apart(of, logits[next(iter(calls))])) for name, of in logits.items()}
+    errors = {name: float(_apart(of, logits[backends[0]])) for name, of in logits.items()}
     print(", ".join(f"{name}: logits {error:.4f} of their size apart" for name, error in errors.items()), flush=True)
     kept = model.layers * batch * cached * model.head_dim
     flops, moved = 2 * _multiplied(model) * batch + 4 * kept * model.heads, 2 * _multiplied(model) + 4 * kept * model.kv_heads
@@ -447,23 +444,32 @@ def step() -> tuple[jax.Array, Params]:
     return jax.jit(functools.partial(gradients, LLAMA3_8B, OURS))(params, jnp.zeros((1, 8193), jnp.int32))
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
+    return [_positive(number) for number in text.split(",") if number]
+
+
+_positive.__name__, _numbers.__name__ = "positive integer", "list of positive integers"  # in the errors of argparse
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small language model on sums, or time steps of a large one.")
     parser.add_argument("--backend", choices=list(BACKENDS), default="mgpu_ops", help="for training (default: mgpu_ops)")
-    parser.add_argument("--steps", type=int, default=60, help="of training")
+    parser.add_argument("--steps", type=_positive, default=60, help="of training")
     parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="that are timed; the others are compared with the first")
     parser.add_argument("--model", choices=["llama3-8b", "small"], default="llama3-8b", help="that is timed")
-    parser.add_argument("--layers", type=int, help="of it (default: 4, small: 2)")
-    parser.add_argument("--vocabulary", type=int, help="of it (default: 16384, small: 128)")
+    parser.add_argument("--layers", type=_positive, help="of it (default: 4, small: 2)")
+    parser.add_argument("--vocabulary", type=_positive, help="of it (default: 16384, small: 128)")
     parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="of a step, e.g. 8192,32768; empty: none")
     parser.add_argument("--batches", type=_numbers, default=[1, 16, 64], help="of decoding, e.g. 1,16,64; empty: none")
-    parser.add_argument("--cache", type=int, default=4096, help="tokens of each sequence")
-    parser.add_argument("--rounds", type=int, default=10, help="of all backends in turn")
+    parser.add_argument("--cache", type=_positive, default=4096, help="tokens of each sequence")
+    parser.add_argument("--rounds", type=_positive, default=10, help="of all backends in turn")
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="also let each run without pause")
     parser.add_argument("--recompute", action="store_true", help="compute gate and up again in the backward pass")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the kernels of a step, and a layer's picture")
@@ -484,8 +490,9 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     backends = args.backends.split(",")
     if unknown := set(backends) - set(BACKENDS):
         parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS)}")
-    if args.csv is not None and gpus.current() is None:
-        parser.error(f"--csv {args.csv}: results are of a GPU, and none is in use; leave it out to see the times")
+    for name in ("csv", "profile"):
+        if getattr(args, name) is not None and gpus.current() is None:
+            parser.error(f"--{name} {getattr(args, name)} is of a GPU, and none is in use: leave it out to see the times")
     model = Model() if args.model == "small" else LLAMA3_8B
     given = {name: getattr(args, name) for name in ("layers", "vocabulary") if getattr(args, name) is not None}
     model = dataclasses.replace(model, **given)
@@ -493,7 +500,7 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for tokens in args.tokens:
         bench_step(bench, model, backends, tokens, args.recompute)
     for batch in args.batches:
-        bench_decode(bench, model, backends, batch, args.cache)
+        bench_decode(bench, model, [name for name in backends if name != "fp8"] or ["mgpu_ops"], batch, args.cache)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
     x, experts = jnp.asarray(x), jnp.asarray(integers.array("experts", experts))
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
         raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
-    if not isinstance(num_experts, int | np.integer):
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int | np.integer):
         raise TypeError(f"num_experts={num_experts!r} is no integer")
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts} is not at least 1")
@@ -233,7 +233,7 @@ def moe_experts(
 
 
 def _check_top_k(top_k: int, experts: int) -> None:
-    if not isinstance(top_k, int | np.integer):
+    if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer):
         raise TypeError(f"top_k={top_k!r} is no integer")
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k={top_k} is not from 1 to the {experts} experts of router_logits")

@@ -189,6 +189,13 @@ def cross_entropy(results: Path) -> Iterator[str]:
     yield from sources(*files(forward, gradient))
 
 
+def moe(results: Path) -> Iterator[str]:
+    layers = problems(results, "h200-moe")
+    yield from HEAD
+    yield line("whole layer, forward", "tokamax's products, untuned, and XLA", layers, "tokamax-default")
+    yield from sources(*files(layers))
+
+
 def size(n: int) -> str:
     return next(f"{n // scale} {unit}" for scale, unit in ((2**20, "MiB"), (2**10, "KiB"), (1, "B")) if n >= scale)
 
@@ -243,6 +250,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
+    yield strip("mixture of experts, forward", "tokamax, untuned", problems(results, "h200-moe"), "tokamax-default")
     yield strip("cross-entropy, forward", "XLA", problems(results, "h200-cross_entropy"), "xla")
     yield strip("cross-entropy, gradient", "XLA", problems(results, "h200-cross_entropy-gradient"), "xla")
 
@@ -329,6 +337,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "grouped_matmul": grouped_matmul,
     "flash_attention": flash_attention,
     "cross_entropy": cross_entropy,
+    "moe": moe,
     "collectives": collectives,
     "summary": summary,
 }

@@ -134,9 +134,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "`sinks` in bfloat16, `causal`, `window`, lengths": call(
         sinks=array(HEADS), causal=True, window=(256, None), kv_lengths=LENGTHS
     ),
-    '`page_table` of pages of 16 tokens, lengths, with `backend="mosaic"`': paged(16, kv_lengths=LENGTHS, backend="mosaic"),
+    "`page_table` of pages of 16 tokens, lengths": paged(16, kv_lengths=LENGTHS),
     "the same, 16 query tokens, `causal`, `window`, `soft_cap`, `sinks`": paged(
-        64, backend="mosaic", q_tokens=16, causal=True, window=(256, None), soft_cap=50.0, sinks=array(HEADS)
+        64, q_tokens=16, causal=True, window=(256, None), soft_cap=50.0, sinks=array(HEADS)
     ),
     "`page_table` of pages of 48 tokens": paged(48),
     "`page_table`, head_dim 80": paged(64, head_dim=80),

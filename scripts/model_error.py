@@ -28,6 +28,8 @@ from mgpu_ops.tuning.replay import sweep
 RESULTS = Path(__file__).parents[1] / "results"
 DRAWN = RESULTS / "2026-11-22-h200-matmul-drawn.json.gz"
 DRAWN_AGAIN = ("2026-11-22-h200-matmul-drawn-2.jsonl.gz", "2026-11-22-h200-matmul-drawn-3.jsonl.gz")
+PING_PONG = "2026-11-22-h200-matmul-pingpong.jsonl.gz"
+FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
 H200 = gpu.find("h200")
 
 
@@ -48,7 +50,7 @@ class Measured:
 
 def measured() -> list[Measured]:
     """All that there is, of configs whose kernel is the present one."""
-    return [*_sweeps(), *_drawn(), *_drawn_again()]
+    return [*_sweeps(), *_drawn(), *_drawn_again(), *_timed("ping-pong, cold", PING_PONG), *_float32()]
 
 
 def _sweeps() -> Iterator[Measured]:
@@ -76,13 +78,30 @@ def _drawn() -> Iterator[Measured]:
 
 def _drawn_again() -> Iterator[Measured]:
     """Drawn problems, with a cold L2; schedules for few rows and sums in a cluster are among the configs."""
-    for line in b"".join(gzip.decompress((RESULTS / name).read_bytes()) for name in DRAWN_AGAIN).splitlines():
+    return _timed("drawn again, cold", *DRAWN_AGAIN)
+
+
+def _timed(source: str, *names: str) -> Iterator[Measured]:
+    """Problems of matmul with a cold L2, a line each."""
+    for line in b"".join(gzip.decompress((RESULTS / name).read_bytes()) for name in names).splitlines():
         entry = json.loads(line)
         pairs = [
             (MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"] if c.get("us") is not None and not c["spills"]
         ]
         pairs = [(c, us) for c, us in pairs if c.cluster != "k" or c.split_k == 2]  # some clusters of more had to wait
-        yield Measured("matmul", "drawn again, cold", MatmulProblem(**entry["problem"]), pairs, entry["xla_us"])
+        yield Measured("matmul", source, MatmulProblem(**entry["problem"]), pairs, entry["xla_us"])
+
+
+def _float32() -> Iterator[Measured]:
+    """Products of float32, with a cold L2: a line each config, and each of XLA's algorithms."""
+    rows = [json.loads(line) for line in (RESULTS / FLOAT32).read_text().splitlines()]
+    for sides, layout in dict.fromkeys((tuple(row["sides"]), row["layout"]) for row in rows):
+        of_one = [row for row in rows if (tuple(row["sides"]), row["layout"]) == (sides, layout)]
+        of_xla = {row["xla"]: row["us"] for row in of_one if "xla" in row}
+        for algorithm, baseline in (("tf32", "default"), ("bf16_x3", "X3"), ("bf16_x6", "highest")):
+            problem = MatmulProblem(*sides, "float32", "float32", layout, algorithm=algorithm)
+            pairs = [(MatmulConfig(**row["config"]), row["us"]) for row in of_one if row.get("algorithm") == algorithm]
+            yield Measured("matmul", "float32, cold", problem, pairs, of_xla[baseline])
 
 
 def _ragged(p: MatmulProblem, c: MatmulConfig) -> bool:
@@ -172,8 +191,8 @@ def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
 
 # --- The picture
 
-_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0")
-_MARKERS = "os^D"
+_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030")
+_MARKERS = "os^Dv"
 _ACROSS = 3
 
 

@@ -7,7 +7,8 @@
 Kinds: `database` files of each op, `journal`s of optuna, `csv` files of bench, `problems` files of capture. A file is a sound
 one with some bytes or values changed: numbers no call has, other types, keys and lines left out or doubled, an end cut off.
 What a reader raises must be the error it documents; a lookup of `resolve`, as programs make it, must raise nothing. What takes
-more than 2 s counts as a hang and is ended. Exit status 1 where there was any of either; the first ones are printed.
+more than 2 s of CPU time, or a minute, counts as a hang and is ended. Exit status 1 where there was any of either; the first
+ones are printed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
+import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -42,7 +46,7 @@ from mgpu_ops.registry import database, resolution
 from mgpu_ops.registry.database import DatabaseError, Entry, Evidence
 from mgpu_ops.registry.spec import OpSpec
 
-SECONDS = 2.0  # more is a hang
+SECONDS, WAITING = 2.0, 60.0  # of CPU time, and in all: more is a hang
 TAKEN = "taken"
 SHOWN = 5  # tracebacks of a kind
 KINDS = ("database", "journal", "csv", "problems")
@@ -60,8 +64,54 @@ class Hang(BaseException):
 # --- sound files
 
 
-def entry_of(spec: OpSpec, name: str, kind: str = "measured") -> Entry:
-    problem = spec.shapes[name]
+FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has, and with which a kernel runs the first one
+    "matmul": [
+        {"dtype": "float8_e4m3fn", "b_dtype": "float8_e5m2", "layout": "nt", "scales": "row"},
+        {"dtype": "int8", "out_dtype": "int32", "layout": "nt"},
+        {"bias": True, "activation": "gelu", "residual": True, "batch": 3, "out_dtype": "float32"},
+        {"dtype": "float32", "out_dtype": "float32", "algorithm": "bf16_x3"},
+    ],
+    "gated_matmul": [{"dtype": "float16", "out_dtype": "float16", "layout": "nt"}],
+    "quantized_matmul": [
+        {"w_dtype": "int4", "group_size": 128, "zero_points": True, "dtype": "float16", "out_dtype": "float16"},
+        {"scale_dtype": "float32"},
+    ],
+    "grouped_matmul": [
+        {"bias": True, "activation": "silu", "group_offset": True, "row_scale": True, "out_dtype": "float32"},
+        {"second": True, "dtype": "float16", "out_dtype": "float16"},
+    ],
+    "gated_grouped_matmul": [
+        {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"}
+    ],
+    "ragged_contraction": [{"group_offset": True, "dtype": "float16", "out_dtype": "float16"}],
+    "flash_attention": [
+        {"bias": "float32", "soft_cap": True, "segments": True, "window_right": 64},
+        {"dtype": "float16", "align": "top_left", "sinks": True, "lengths": True},
+    ],
+    "flash_attention_backward": [
+        {"deterministic": True, "lengths": True, "segments": True, "soft_cap": True, "window_right": 64},
+        {"bias": "bfloat16", "bias_grad": True, "dtype": "float16", "align": "top_left", "sinks": True},
+    ],
+    "cross_entropy": [{"dtype": "float32"}],
+    "all_reduce": [{"dtype": "float32", "reduction": "max"}, {"transport": "multimem"}],
+    "reduce_scatter": [{"dtype": "float32", "reduction": "max"}, {"transport": "multimem"}],
+    "all_gather": [{"dtype": "float32"}, {"transport": "multimem"}],
+}
+
+
+@functools.cache
+def problems_in(name: str) -> tuple[Any, ...]:
+    """Problems of an op: the first two named ones, one for each field that others have otherwise, and those of `FURTHER`."""
+    spec = mgpu_ops.spec_of(name)
+    found = list(spec.shapes.values())[:2]
+    for field in dataclasses.fields(spec.Problem):
+        if field.default is not dataclasses.MISSING:
+            others = (p for p in spec.shapes.values() if getattr(p, field.name) != field.default)
+            found += [p for p in itertools.islice(others, 1) if all(getattr(q, field.name) == field.default for q in found)]
+    return (*found, *(dataclasses.replace(found[0], **fields) for fields in FURTHER.get(name, ())))
+
+
+def entry_of(spec: OpSpec, problem: Any, kind: str = "measured") -> Entry:
     evidence = Evidence(
         kind=kind, gpu=H200.name, driver="580.1", jax="0.11.2", jaxlib="0.11.2", cuda="13000", kernel_version=spec.version,
         median_us=10.0, spread_us=0.1, default_us=12.0, baseline="xla", baseline_us=11.0, error=1e-4, trials=8, seed=0,
@@ -71,22 +121,19 @@ def entry_of(spec: OpSpec, name: str, kind: str = "measured") -> Entry:
 
 
 def database_of(spec: OpSpec) -> bytes:
-    names = list(spec.shapes)[:3]
-    entries = [entry_of(spec, name) for name in names] + [entry_of(spec, names[0], "modelled")]
+    known = problems_in(spec.name)
+    entries = [entry_of(spec, problem) for problem in known] + [entry_of(spec, known[0], "modelled")]
     return database.encode(database.File(database.SCHEMA, H200.key, spec.name, tuple(entries)))
 
 
 def journal_of(spec: OpSpec, folder: Path) -> bytes:
     """A journal with a finished study of three trials, an unfinished one, and a fleet's queue."""
-    import dataclasses
-
     from mgpu_ops.tuning import storage
     from mgpu_ops.tuning.fleet import queue as fleet_queue
     from mgpu_ops.tuning.ledger import Ledger
     from mgpu_ops.tuning.outcome import Outcome
 
-    path, name = folder / "sound.journal", next(iter(spec.shapes))
-    problem = spec.shapes[name]
+    path, name, problem = folder / f"sound-{spec.name}.journal", next(iter(spec.shapes)), problems_in(spec.name)[-1]
     with storage.opened(path) as backend:
         for kind in ("measured", "modelled"):
             study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
@@ -98,7 +145,7 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
                 )
             ledger.close()
             if kind == "measured":
-                storage.finish(study, entry_of(spec, name))
+                storage.finish(study, entry_of(spec, problem))
         fleet_queue.enqueue(backend, [fleet_queue.Job(spec.name, dataclasses.asdict(problem), name, trials=8)])
     return path.read_bytes()
 
@@ -106,18 +153,16 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
 def csv_of(spec: OpSpec) -> bytes:
     from mgpu_ops.tuning.bench import plot, results
 
-    rows = plot.rows_of(spec, H200, [entry_of(spec, name) for name in list(spec.shapes)[:2]])
+    rows = plot.rows_of(spec, H200, [entry_of(spec, problem) for problem in problems_in(spec.name)])
     with tempfile.TemporaryDirectory() as folder:
         results.write_csv(rows, Path(folder) / "sound.csv")
         return (Path(folder) / "sound.csv").read_bytes()
 
 
 def problems_of(spec: OpSpec) -> bytes:
-    import dataclasses
-
     from mgpu_ops.tuning import problems
 
-    items = [problems.ProblemEntry(spec.name, dataclasses.asdict(spec.shapes[name]), 3) for name in list(spec.shapes)[:2]]
+    items = [problems.ProblemEntry(spec.name, dataclasses.asdict(problem), 3) for problem in problems_in(spec.name)]
     file = problems.File(problems.SCHEMA, H200.key, "train:step", tuple(items), notes=("a loop",))
     return msgspec.json.encode(file)
 
@@ -215,8 +260,8 @@ def read_database(path: Path, spec: OpSpec) -> bool:
     from mgpu_ops.tuning import cli, search
     from mgpu_ops.tuning.bench import page, sources
 
-    first, second, *_, last = spec.shapes.values()
-    for problem in (first, second, last):  # as a program does while it is traced: nothing may be raised
+    first, *others = problems_in(spec.name)
+    for problem in (first, *others, list(spec.shapes.values())[-1]):  # as a traced program does: nothing may be raised
         resolution.resolve(spec, problem, H200)
     search.stored_neighbours(spec, first, H200)
     out = path.with_suffix(".csv")
@@ -247,7 +292,7 @@ def read_journal(path: Path, spec: OpSpec) -> bool:
     try:
         page.page(sources.find([str(path)], mgpu_ops.SPECS), mgpu_ops.SPECS, [], "2026-11-22")
         merge.tuned_in(str(path), mgpu_ops.SPECS)
-        problem = next(iter(spec.shapes.values()))
+        problem = problems_in(spec.name)[-1]
         with storage.opened(path) as backend:
             fleet_queue.queued(backend)
             for kind in ("measured", "modelled"):
@@ -297,7 +342,7 @@ def of_kind(kind: str, specs: Sequence[OpSpec], folder: Path) -> list[tuple[OpSp
     one_gpu = [spec for spec in specs if not hasattr(next(iter(spec.shapes.values())), "devices")]
     if kind == "csv":
         return [(spec, csv_of(spec), folder / f"{spec.name}.csv", read_csv) for spec in one_gpu]
-    return [(spec, journal_of(spec, folder), folder / f"{spec.name}.journal", read_journal) for spec in one_gpu[:2]]
+    return [(spec, journal_of(spec, folder), folder / f"{spec.name}.journal", read_journal) for spec in one_gpu]
 
 
 def trial(read: Read, path: Path, spec: OpSpec) -> str:
@@ -306,8 +351,10 @@ def trial(read: Read, path: Path, spec: OpSpec) -> str:
     def stop(*_: Any) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAITING)}
+    before = {number: signal.signal(number, stop) for number in timers}
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
     try:
         return TAKEN if read(path, spec) else "refused"
     except Hang:
@@ -315,8 +362,9 @@ def trial(read: Read, path: Path, spec: OpSpec) -> str:
     except Exception:
         return f"traceback\n{traceback.format_exc()}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def try_kind(kind: str, specs: Sequence[OpSpec], count: int, seed: int, say: Callable[[str], None]) -> Counter[str]:

@@ -152,7 +152,10 @@ def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends,
     ("arguments", "told"),
     [
         (["--backends", "xla,cublas"], "cublas is none of xla, mgpu_ops, fp8"),
-        (["--csv", "rows.csv"], "--csv rows.csv: results are of a GPU"),
+        (["--csv", "rows.csv"], "--csv rows.csv is of a GPU, and none is in use"),
+        (["--profile", "folder"], "--profile folder is of a GPU, and none is in use"),
+        (["--tokens", "0"], "argument --tokens: invalid list of positive integers value: '0'"),
+        (["--layers", "-1"], "argument --layers: invalid positive integer value: '-1'"),
     ],
 )
 def test_a_benchmark_of_steps_says_what_it_cannot_do(arguments, told, capsys):

@@ -5,6 +5,8 @@
 `fp8`, `fp8-row` and `fp8-block`, of matmul: 20 products of 8-bit floats (e4m3) of real models with 128 and 4096 rows, with
 scales of each operand, of rows and columns, or of blocks of 128; `fp8` also 8192^3.
 
+`float32`, of matmul: four products of float32, each as tf32 and with three and six products of bfloat16 parts.
+
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
 grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of flash_attention: 64.
@@ -82,6 +84,21 @@ def _of_8_bits(scales: str) -> dict[str, MatmulProblem]:
 
 
 @functools.cache
+def _float32() -> dict[str, MatmulProblem]:
+    sizes = {
+        "square-2048": (2048, 2048, 2048, "nn"),
+        "square-8192-nt": (8192, 8192, 8192, "nt"),
+        "llama3-8b-out-128": (128, 4096, 4096, "nn"),
+        "llama3-8b-qkv-1024": (1024, 6144, 4096, "nn"),
+    }
+    return {
+        f"{name}-{algorithm}": MatmulProblem(m, n, k, "float32", "float32", layout, algorithm=algorithm)
+        for name, (m, n, k, layout) in sizes.items()
+        for algorithm in ("tf32", "bf16_x3", "bf16_x6")
+    }
+
+
+@functools.cache
 def _anywhere() -> dict[str, MatmulProblem]:
     drawn = json.loads(ANYWHERE.read_text())["problems"]
     return {f"anywhere-{i}": MatmulProblem(**fields) for i, fields in enumerate(drawn)}
@@ -107,6 +124,7 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_of_8_bits, "row"),
         "fp8-block": functools.partial(_of_8_bits, "block"),
+        "float32": _float32,
     },
     "grouped_matmul": {"anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem)},
     "ragged_contraction": {"anywhere": functools.partial(_anywhere_grouped, "ragged_contraction", RaggedContractionProblem)},

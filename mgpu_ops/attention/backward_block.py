@@ -145,7 +145,7 @@ class ThreadBlock:
         def copy(stage: jax.Array, full: Any) -> None:
             del stage
             x.load_keys(x.k, kv.at, smem["k"], full, whole(self.p.head_dim))
-            x.load_keys(x.v, kv.at, smem["v"], full, whole(self.p.v_dim))
+            x.load_keys(x.v, kv.at, smem["v"], full, whole(self.p.head_dim))
 
         # Waits until dk and dv of the last kv block have left: they leave from the place of its keys and values.
         self.kv_pipeline.fill(i, copy)

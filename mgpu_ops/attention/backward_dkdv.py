@@ -90,12 +90,12 @@ def launch(
 
 def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any]) -> BlockSpec:
     stages, fused, wide = c.max_concurrent_steps, c.mode == "fused", p.head_dim > 128
-    part, v_part, shares = whole(p.head_dim), whole(p.v_dim), backward_narrow.shares(p.head_dim) if fused else None
+    part, shares = whole(p.head_dim), backward_narrow.shares(p.head_dim) if fused else None
     smem = {
         "q": in_rows(part, (stages, c.tile_q), p.dtype),
-        "do": in_rows(v_part, (stages, c.tile_q), p.dtype),
+        "do": in_rows(part, (stages, c.tile_q), p.dtype),
         "k": in_panels(part, (), c.tile_kv, p.dtype) if shares is None else in_rows(part, (c.tile_kv,), p.dtype),
-        "v": in_panels(v_part, (), c.tile_kv, p.dtype),
+        "v": in_panels(part, (), c.tile_kv, p.dtype),
         "lse": plgpu.SMEM((stages, c.tile_q), jnp.float32),
         "delta": plgpu.SMEM((stages, c.tile_q), jnp.float32),
         "numbers": plgpu.SMEM((CONSUMERS, ROWS), jnp.int32),
@@ -118,7 +118,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
         smem=smem,
         barriers={
             "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
-            "kv": Pipeline.barriers(1, copies=(1 if shares else part.panels) + v_part.panels, consumers=CONSUMERS),
+            "kv": Pipeline.barriers(1, copies=(1 if shares else part.panels) + part.panels, consumers=CONSUMERS),
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
         },
     )

@@ -86,13 +86,8 @@ class _ThreadBlock:
 
     @property
     def part(self) -> Part:
-        """A head of queries and keys."""
+        """A head of queries, keys, values and the output's gradient."""
         return whole(self.p.head_dim)
-
-    @property
-    def v_part(self) -> Part:
-        """A head of values and of the output's gradient."""
-        return whole(self.p.v_dim)
 
     def for_each_q_block(self, body: Callable[[jax.Array, Position, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """step = body(i, first row of the i-th q block, step). Returns how many q blocks and steps there were."""
@@ -129,7 +124,7 @@ class _ThreadBlock:
         def copy(stage: jax.Array, full: Any) -> None:
             del stage
             x.load_rows(x.q, at, smem["q"], full)
-            x.load_rows(self.refs.out_grad, at, smem["do"], full, self.v_part)
+            x.load_rows(self.refs.out_grad, at, smem["do"], full)
 
         # Waits until dq of the last q block has left: it leaves from the place of its queries.
         self.q_pipeline.fill(i, copy)
@@ -145,7 +140,7 @@ class _ThreadBlock:
             x.load_optional("kv", at, key, Stage(smem, stage, full))
 
         self.k_pipeline.fill(step, keys)
-        self.v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, first, smem["v"].at[stage], full, self.v_part))
+        self.v_pipeline.fill(step, lambda stage, full: x.load_keys(x.v, first, smem["v"].at[stage], full, self.part))
         return step + 1
 
 
@@ -195,7 +190,7 @@ class _Consumer:
         # 1. Start the scores when the keys are there, then dP when the values are there: it is computed beside 2.
         self._start_products(rows, k_stage, v_stage)
         # 2. Wait for the scores; they become weights.
-        s = engine.accumulated(self.s_acc, block.v_part.panels)
+        s = engine.accumulated(self.s_acc, block.part.panels)
         weights, slope = self._weights(s, at, lse, k_stage, rows)
         if masked:
             tokens = self.mask.tokens(TILE, at.token, self.mask.column_numbers(wg) + key)
@@ -220,7 +215,7 @@ class _Consumer:
             keys = smem["k"].at[k_stage, :, pl.ds(panel * block.part.panel, block.part.panel)]
             engine.wgmma(self.s_acc, smem["q"].at[panel, rows, :], engine.transpose_ref(keys))
         plgpu.barrier_wait(block.v_pipeline.full.at[v_stage])
-        for panel in range(block.v_part.panels):
+        for panel in range(block.part.panels):
             values = smem["v"].at[v_stage, panel]
             engine.wgmma(self.dp_acc, smem["do"].at[panel, rows, :], engine.transpose_ref(values))
 
@@ -253,7 +248,7 @@ class _Consumer:
 
 def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:
     """dq of padded head_dim."""
-    part, v_part, k_stages, v_stages = whole(p.head_dim), whole(p.v_dim), dq_steps(p), dq_value_steps(p)
+    part, k_stages, v_stages = whole(p.head_dim), dq_steps(p), dq_value_steps(p)
     blocks = min(gpu.sms, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q))
     optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
 
@@ -268,16 +263,16 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
         accumulators=(TILE, TILE, (ROWS, p.head_dim)),
         smem={
             "q": in_panels(part, (), TILE_Q, p.dtype),
-            "do": in_panels(v_part, (), TILE_Q, p.dtype),
+            "do": in_panels(part, (), TILE_Q, p.dtype),
             "k": in_rows(part, (k_stages, TILE_KV), p.dtype),
-            "v": in_panels(v_part, (v_stages,), TILE_KV, p.dtype),
+            "v": in_panels(part, (v_stages,), TILE_KV, p.dtype),
             "numbers": plgpu.SMEM((CONSUMERS, TILE_KV), jnp.int32),
             **smem,
         },
         barriers={
-            "q": Pipeline.barriers(1, copies=part.panels + v_part.panels, consumers=CONSUMERS),
+            "q": Pipeline.barriers(1, copies=2 * part.panels, consumers=CONSUMERS),
             "k": Pipeline.barriers(k_stages, copies=1 + len(smem), consumers=CONSUMERS),
-            "v": Pipeline.barriers(v_stages, copies=v_part.panels, consumers=CONSUMERS),
+            "v": Pipeline.barriers(v_stages, copies=part.panels, consumers=CONSUMERS),
         },
     )
     refs = BackwardRefs(

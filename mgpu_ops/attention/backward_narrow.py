@@ -38,7 +38,7 @@ def accumulators(p: BackwardProblem, fused: bool) -> tuple[tuple[int, int], ...]
     """Scores, gradient of the weights, dk, dv, and a quarter of dq's tile or the `shares` of both warpgroups."""
     own = shares(p.head_dim)
     dq = [SQUARE] if own is None else [(ROWS, columns) for columns in own]
-    return (SQUARE, SQUARE, (ROWS, p.head_dim), (ROWS, p.v_dim), *(dq * fused))
+    return (SQUARE, SQUARE, (ROWS, p.head_dim), (ROWS, p.head_dim), *(dq * fused))
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:
@@ -130,7 +130,7 @@ class _Consumer:
         # Scores and dP are started together: while dP is computed, scores become weights.
         self._start_product(self.s_acc, "k", self._rows("q", tile.stage, tile.part))
         self._start_product(self.dp_acc, "v", self._rows("do", tile.stage, tile.part))
-        s = engine.accumulated(self.s_acc, whole(block.p.v_dim).panels)
+        s = engine.accumulated(self.s_acc, whole(block.p.head_dim).panels)
         weights, slope = block.weights(tile, s, wg)
         engine.wgmma(self.dv_acc, weights.astype(dtype), self._rows("do", tile.stage, tile.part))
         # dv's product may go on.

@@ -29,7 +29,7 @@ DV, DK = 0, 1  # which warpgroup computes what
 
 def accumulators(p: BackwardProblem) -> tuple[tuple[int, int], ...]:
     """Scores or the gradient of the weights, dv, dk."""
-    return (SQUARE, (ROWS, p.v_dim), (ROWS, p.head_dim))
+    return (SQUARE, (ROWS, p.head_dim), (ROWS, p.head_dim))
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:

@@ -7,8 +7,8 @@ them, and by as many thread blocks as there is room for:
   cores would multiply 64 rows anyway.
 - *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, to each some neighbours. Those of a
   cluster then send each other columns of their outputs through distributed shared memory (`cluster.ClusterColumns`), and each
-  stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, which XLA adds up:
-  a few rows.
+  stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, a few rows, which a
+  second kernel adds up (`_add_up`): XLA takes two for it.
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
@@ -327,19 +327,27 @@ def _share(blocks: BlockRange, mine: Any, shares: int) -> BlockRange:
     return BlockRange(first, whole, jnp.clip(blocks.whole_end, whole, end), end)
 
 
+def _weights(logs: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """What outputs over some keys each count in the output over all of them, and log2 of its sum of exponentials.
+
+    logs: the same of each part's keys, -inf for none.
+    """
+    largest = functools.reduce(jnp.maximum, logs)
+    largest = jnp.maximum(largest, LOWEST)  # -inf less -inf would be NaN
+    weights = [jnp.exp2(log - largest) for log in logs]
+    total: Any = functools.reduce(lambda x, y: x + y, weights)
+    inverse = jnp.where(total == 0, 0.0, 1.0 / total)
+    return [weight * inverse for weight in weights], largest + jnp.log2(total)
+
+
 def _merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """The output over all keys, from those over some keys each: (output, log2 of the row's sum of exponentials, -inf for none).
 
     The logarithm of the sum likewise. Outputs are [rows, columns], logarithms [rows].
     """
-    largest = functools.reduce(jnp.maximum, (lse for _, lse in parts))
-    largest = jnp.maximum(largest, LOWEST)  # -inf less -inf would be NaN
-    weights = [jnp.exp2(lse - largest) for _, lse in parts]
-    total: Any = functools.reduce(lambda x, y: x + y, weights)
-    inverse = jnp.where(total == 0, 0.0, 1.0 / total)
-    shape = parts[0][0].shape
-    outs = (out * along_rows(weight * inverse, shape) for (out, _), weight in zip(parts, weights, strict=True))
-    return functools.reduce(lambda x, y: x + y, outs), largest + jnp.log2(total)
+    weights, log_sum = _weights([log for _, log in parts])
+    outs = (out * along_rows(weight, out.shape) for (out, _), weight in zip(parts, weights, strict=True))
+    return functools.reduce(lambda x, y: x + y, outs), log_sum
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -385,14 +393,15 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             interpret=interpret,
         ),
         out_type=(
-            jax.ShapeDtypeStruct((rows * p.head_dim,), p.dtype if parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((rows * p.head_dim + (_COLUMNS if parts > 1 else 0),), p.dtype if parts == 1 else jnp.float32),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         scratch_types=_scratch(p, c),
     )(*flat)
-    out, lse = out.reshape(parts, *q.shape), lse.reshape(parts, p.batch, p.q_heads, p.q_tokens)
-    out, lse = _added_up(out, lse, inputs.sinks) if parts > 1 else (out[0], lse[0])
-    return out.astype(p.dtype)[..., :v_dim], lse
+    if parts > 1:
+        out, lse = _add_up(p, parts, out, lse, inputs.sinks if p.sinks else None, interpret)
+    out = out[: q.size].reshape(q.shape)
+    return out[..., :v_dim], lse.reshape(p.batch, p.q_heads, p.q_tokens)
 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
@@ -433,19 +442,72 @@ def _without_needless_bounds(p: Problem) -> Problem:
     return dataclasses.replace(p, causal=False, window_right=-1) if alone else p
 
 
-def _added_up(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`_merged` through XLA: outs [parts, batch, q_tokens, q_heads, head_dim], lses [parts, batch, q_heads, q_tokens].
+_COLUMNS = 128  # that a thread block of `_add_up` computes, one a thread
 
-    sinks: [q_heads] or [batch * q_heads], or None.
+
+def _add_up(
+    p: Problem, parts: int, outs: jax.Array, lses: jax.Array, sinks: jax.Array | None, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The output over all keys and its lse from those of the clusters, by a kernel: `_merged`, then `_finished`.
+
+    outs: float32 [parts, batch, q_tokens, q_heads, head_dim], flat and with room for `_COLUMNS` at the end. lses: float32
+    [parts, batch, q_heads, q_tokens], flat. sinks: [q_heads] or [batch * q_heads], or None. Returns both flat, with such room.
     """
-    parts, *shape, head_dim = outs.shape
-    by_row = outs.reshape(parts, -1, head_dim), lses.swapaxes(2, 3).reshape(parts, -1)
-    out, lse = _merged(list(zip(*by_row, strict=True)))
-    batch, tokens, heads = shape
-    if sinks is not None:
-        sinks = jnp.broadcast_to(sinks.reshape(-1, 1, heads), shape).reshape(-1)
-    out, lse = _finished(out, lse, sinks)
-    return out.reshape(*shape, head_dim), lse.reshape(batch, tokens, heads).swapaxes(1, 2)
+    size, rows = lses.size // parts * p.head_dim, lses.size // parts
+
+    def body(outs: Any, lses: Any, *given: Any) -> None:
+        *sinks, out, lse = given
+        start = lax.axis_index("block") * _COLUMNS
+        shares, log_sums = [], []
+        for n in range(max(1, _COLUMNS // p.head_dim)):  # rows of this block
+            row = jnp.minimum(lax.div(start, jnp.int32(p.head_dim)) + n, rows - 1)
+            entry, head, at = _places(p, row)
+            weights, log_sum = _weights([lses[part * rows + at] for part in range(parts)])
+            factor = None
+            if sinks:
+                shared = 0 if sinks[0].shape[0] == p.q_heads else entry * p.q_heads
+                factor, log_sum = _with_sink(log_sum, sinks[0][shared + head])
+            else:
+                log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+            shares.append(weights if factor is None else [weight * factor for weight in weights])
+            log_sums.append((at, log_sum))
+        layout = plgpu.Layout.WG_STRIDED((_COLUMNS,), vec_size=1)
+        total: Any = 0.0
+        for part in range(parts):
+            share = shares[0][part]
+            if len(shares) > 1:
+                first = plgpu.broadcasted_iota(jnp.int32, (_COLUMNS,), 0, layout=layout) < p.head_dim
+                share = jnp.where(first, share, shares[1][part])
+            total += plgpu.load(outs.at[pl.ds(part * size + start, _COLUMNS)], layout=layout, optimized=False) * share
+        out[pl.ds(start, _COLUMNS)] = total.astype(out.dtype)
+        for at, log_sum in log_sums:
+            lse[at] = log_sum
+
+    return engine.kernel(
+        body,
+        engine.Launch(
+            "mgpu_ops_flash_decoding_sum", {"block": -(-size // _COLUMNS)}, warpgroups=1, approx_math=True, interpret=interpret
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((-(-size // _COLUMNS) * _COLUMNS,), p.dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        scratch_types={},
+    )(outs, lses, *([] if sinks is None else [sinks]))
+
+
+def _places(p: Problem, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Batch entry and head of a row of [batch, q_tokens, q_heads], and which one of [batch, q_heads, q_tokens] it is."""
+    token, head = lax.div(row, jnp.int32(p.q_heads)), lax.rem(row, jnp.int32(p.q_heads))
+    entry, token = lax.div(token, jnp.int32(p.q_tokens)), lax.rem(token, jnp.int32(p.q_tokens))
+    return entry, head, (entry * p.q_heads + head) * p.q_tokens + token
+
+
+def _with_sink(log_sum: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """By what a sink scales the output of a row, and the row's lse as `_finished` has it."""
+    keys = OnlineSoftmax(jnp.maximum(log_sum, LOWEST), jnp.where(log_sum == -jnp.inf, 0.0, 1.0))
+    softmax, rescale = keys.with_sink(sink * LOG2E)
+    return jnp.where(softmax.row_sum == 0, 0.0, rescale / softmax.row_sum), softmax.log_sum_exp()
 
 
 def _finished(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

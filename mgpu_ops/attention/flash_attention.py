@@ -148,8 +148,7 @@ def flash_attention(
         says how many keys an entry has. The table's entries for pages behind a length, and those pages, have no say, whatever
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
         64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
-        bias, mask and segments, and so far only where a backend or a config is named, or a measured entry is
-        stored for the problem; what else there is runs through XLA, which gathers the pages. There is no gradient.
+        bias, mask and segments; what else there is runs through XLA, which gathers the pages. There is no gradient.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
         row that sees nothing its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.

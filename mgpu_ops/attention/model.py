@@ -18,7 +18,7 @@ from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, ro
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import (
     KV_CLUSTERS,
-    KV_SPLITS,
+    MAX_SPLITS,
     ONE_WARPGROUP,
     PORTABLE_CLUSTER,
     ROWS,
@@ -94,13 +94,12 @@ _SECTION = 4  # of candidates: `cost` does not know the L2
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of Config, in order; `check` says which combinations run."""
-    del gpu
     if splits_keys_by_default(problem):
         choices: dict[str, Sequence[Any]] = {name: (value,) for name, value in ONE_WARPGROUP.items()}
         choices |= {
             "tile_kv": (64, 128),
             "max_concurrent_steps": (2, 3, 4, 5, 6, 7),
-            "kv_splits": KV_SPLITS,
+            "kv_splits": _splits(problem, gpu),
             "kv_cluster": KV_CLUSTERS,
         }
         return {field.name: choices[field.name] for field in dataclasses.fields(Config)}
@@ -116,6 +115,14 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "kv_cluster": (1,),
         "turns": ("none", "products"),
     }
+
+
+def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
+    """Powers of two, and what gives each SM one, two or three blocks; no more than there are kv blocks of 64 keys."""
+    p = problem
+    tiles = p.batch * p.kv_heads * math.ceil(p.q_tokens * (p.q_heads // p.kv_heads) / ROWS)
+    found = {1, 2, 4, 8, 16, 32, *(blocks * gpu.sms // tiles for blocks in (1, 2, 3))}
+    return tuple(sorted(n for n in found if 1 <= n <= min(MAX_SPLITS, math.ceil(p.kv_tokens / 64))))
 
 
 def splits_keys_by_default(problem: Problem) -> bool:
@@ -221,45 +228,75 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 _IN_CLUSTERS = 120 / 132  # of the SMs hold clusters of 4 or 8 (results/2026-11-22-h200-resident-clusters.txt)
-# None of these was fitted to a measurement.
+# Fitted to an H200 (results/2026-11-22-h200-flash_attention-decode-splits.txt).
 _BLOCK = 2.5e-6  # s from a block's start to its first scores, and from its last output to its end
-_EXCHANGE = 1.5e-6  # s in which the blocks of a cluster add up their outputs
-_ADDED_UP = 3e-6  # s of XLA's kernel that adds up those of several clusters
-_UNEVEN = 1.25  # times as long as each step by itself: blocks that share an SM or the memory hold each other up now and then
-_WAITS = 0.25e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
+_EXCHANGE = 0.6e-6  # s in which the blocks of a cluster add up their outputs
+_ADDED_UP = 1.2e-6  # s of the kernel that adds up those of several clusters
+_ADDED_UP_PART = 0.02e-6  # s more for each of them
+_CROWDED = 1.12  # times as long a block takes, where there are fewer clusters of 4 or 8 than there is room for
+_UNEVEN = 0.2  # times as much longer HBM takes as blocks are missing to give all SMs the same number of them
+_WAITS = 0.3e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
+_PAGES = 0.15e-6  # s more of a step that starts copies of pages
+_UNEQUAL = 0.2  # of a block's time: how much later than the others the last block ends, where each entry has its length
 
 
 def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """For each number of splits and of blocks that share an SM, the deepest pipeline, and clusters that any GPU has."""
+    """For each number of splits, cluster that any GPU has and number of blocks that share an SM, the deepest pipeline.
+
+    Of three or four stages: deeper ones were never faster, and two hardly hide the latency of a load.
+    """
     found = []
-    for kv_splits, tile_kv, shared in itertools.product(KV_SPLITS, (64, 128), (2, 1, 3)):
-        blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=min(kv_splits, PORTABLE_CLUSTER))
-        pipelines = [Config(max_concurrent_steps=n, **blocks) for n in range(7, 1, -1)]
-        legal = (c for c in pipelines if check(problem, c, gpu) is None and blocks_of_an_sm(problem, c, gpu) >= shared)
-        found += list(legal)[:1]
+    for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, gpu), KV_CLUSTERS, (64, 128)):
+        if kv_splits % kv_cluster or kv_cluster > PORTABLE_CLUSTER:
+            continue
+        blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=kv_cluster)
+        pipelines = [Config(max_concurrent_steps=n, **blocks) for n in (4, 3, 2)]
+        legal = [c for c in pipelines if check(problem, c, gpu) is None]
+        for shared in (1, 2, 3):
+            found += [c for c in legal if c.max_concurrent_steps > 2 and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
+        found += legal[-1:] if len(legal) == 1 else []
     return sorted(dict.fromkeys(found), key=lambda c: (cost(problem, c, gpu), c.kv_splits))
 
 
 def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
-    """Modelled time of the kernel with `kv_splits`: at least that of HBM, and of the blocks, a wave of them after the other.
+    """Modelled time of the kernel with `kv_splits`: waves of blocks, one after the other, each takes at least HBM's time."""
+    rows, clusters, parts = p.q_tokens * (p.q_heads // p.kv_heads), c.kv_cluster > 2, c.kv_splits // c.kv_cluster
+    blocks = p.batch * p.kv_heads * math.ceil(rows / ROWS) * c.kv_splits
+    sms = gpu.sms * (_IN_CLUSTERS if clusters else 1.0)
+    at_once = int(sms * min(4, blocks_of_an_sm(p, c, gpu)))
+    steps = int(_kv_blocks(p, p.q_tokens, c.tile_kv).max())
+    longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
+    of_hbm = reference.bytes_moved(p) / _hbm(gpu) / blocks * longest_share  # s of a block
+    ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1)
+    work, longest = ends / 2, 0.0
+    for waves, wave in ((blocks // at_once, at_once), (1, blocks % at_once)):
+        if waves and wave:
+            shared = math.ceil(wave / sms)  # blocks of an SM at a time
+            through_hbm = of_hbm * wave * (1 + _UNEVEN * (1 - wave / (shared * sms)))
+            crowded = _CROWDED if clusters and wave < at_once else 1.0
+            longest = max(_split_block(p, c, shared, gpu) * crowded, through_hbm)
+            work += waves * (longest + ends / min(2, shared))  # another block of the SM works on meanwhile
+    work += _UNEQUAL * longest * p.lengths
+    if parts > 1:
+        written = 4 * parts * p.batch * p.q_tokens * p.q_heads * padded(p.head_dim)
+        work += _ADDED_UP + _ADDED_UP_PART * parts + 3 * written / _hbm(gpu)
+    return rates.LAUNCH + work
 
-    A step of a block takes the longest of three: its products and its softmax, which overlap with nothing in the block; its
-    share of what its SM loads; and the latency of a load over the bytes in flight.
+
+def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
+    """Seconds of the steps of a block on an SM that it shares with others, where HBM is no bound.
+
+    A step takes the longest of: its products and its softmax, which overlap with nothing in the block; its share of what its SM
+    loads; and the latency of a load over the bytes in flight.
     """
-    d, group = padded(p.head_dim), p.q_heads // p.kv_heads
-    tiles = math.ceil(p.q_tokens * group / ROWS)
-    blocks, at_once = p.batch * p.kv_heads * tiles * c.kv_splits, min(4, blocks_of_an_sm(p, c, gpu)) * gpu.sms
-    at_once = int(at_once * (_IN_CLUSTERS if c.kv_cluster > 2 else 1.0))
-    shared = math.ceil(min(blocks, at_once) / gpu.sms)  # blocks of an SM at a time
+    d = padded(p.head_dim)
     steps = math.ceil(int(_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 4 * c.tile_kv * d
     compute = 4 * scores * d / _rate(gpu)
     compute += (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * ROWS * d) / _LANES) / gpu.clock_hz
-    in_flight = (sum(split_stages(c)) - 2) / 2  # steps
-    step = max(compute + _WAITS, shared * compute, shared * loaded / _load_rate(gpu), rates.LOAD_LATENCY / in_flight)
-    work = math.ceil(blocks / at_once) * (_BLOCK + steps * step * _UNEVEN)
-    moved = reference.bytes_moved(p) / _hbm(gpu) + _BLOCK
-    return rates.LAUNCH + max(work, moved) + _EXCHANGE * (c.kv_cluster > 1) + _ADDED_UP * (c.kv_splits > c.kv_cluster)
+    waits = _WAITS + _PAGES * (p.page_size > 0)
+    in_flight = (sum(split_stages(c)) - 1) / 2  # steps
+    return steps * max(compute + waits, shared * compute, shared * loaded / _load_rate(gpu), rates.LOAD_LATENCY / in_flight)
 
 
 def distance(x: Problem, y: Problem) -> float | None:

@@ -119,7 +119,8 @@ class Config:
     kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A block is
       then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
       max_concurrent_steps can be chosen beside it.
-    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. XLA adds up those of the clusters.
+    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. Another kernel adds up those of
+      the clusters.
     turns: "products", consumers take turns at starting the two products of a step, or "none".
     """
 
@@ -316,8 +317,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.page_size:
-        return "the kernel's random tests have not passed on a GPU with pages yet: backend='mosaic' runs it"
     if problem.soft_cap_after_bias:
         return "the kernels have not run on a GPU with soft_cap_after_bias yet: backend='mosaic' runs them"
     return None
@@ -387,7 +386,7 @@ ONE_WARPGROUP: dict[str, Any] = {
     "pv_wait": "early",
     "turns": "none",
 }
-KV_SPLITS = (1, 2, 4, 8, 16, 32)
+MAX_SPLITS = 256  # each is a term of the kernel that adds them up
 KV_CLUSTERS = (1, 2, 4, 8, 16)
 PAGE_INDICES_COPIED = 256  # at a time: the most elements of a TMA copy along a dimension
 PORTABLE_CLUSTER = 8  # thread blocks that any Hopper GPU lets a cluster have, however large they are
@@ -410,7 +409,7 @@ def splits_keys(problem: Problem) -> str | None:
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
         return f"{what} is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: {way_out}"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * KV_SPLITS[-1] > MAX_SIZE:
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) > MAX_SIZE:
         return f"the output of {p.batch} batch entries has more elements than {what} counts in 32 bits: {way_out}"
     return None
 
@@ -433,10 +432,12 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
     """`check` of a config with `kv_splits`."""
     if reason := splits_keys(p):
         return reason
-    if c.kv_splits not in KV_SPLITS:
-        return f"kv_splits={c.kv_splits} is not one of {', '.join(map(str, (0, *KV_SPLITS)))}"
+    if not 1 <= c.kv_splits <= MAX_SPLITS:
+        return f"kv_splits={c.kv_splits} must be from 0 to {MAX_SPLITS}"
     if c.kv_cluster not in KV_CLUSTERS or c.kv_splits % c.kv_cluster:
         return f"kv_cluster={c.kv_cluster} must be 1, 2, 4, 8 or 16 and divide kv_splits={c.kv_splits}"
+    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * (c.kv_splits // c.kv_cluster) > MAX_SIZE:
+        return f"kv_splits={c.kv_splits} makes outputs of more elements than are counted in 32 bits: use fewer, or clusters"
     if padded(p.head_dim) // c.kv_cluster < 8:
         return f"kv_cluster={c.kv_cluster} leaves each block fewer than 8 columns of head_dim={p.head_dim}: use 8"
     for name, value in ONE_WARPGROUP.items():

@@ -43,11 +43,11 @@ def checked_spread(spread: Spread) -> Spread:
     return spread
 
 
-def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: Any = None) -> jax.Array:
+def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: Any = None, matrices: str = "rhs") -> jax.Array:
     """`group_sizes` as int32, or the error that tells what is wrong; with an offset, what `of_shard` makes of them.
 
     Sizes that are known (NumPy arrays, or JAX arrays outside of jit) are refused when one is negative or their sum exceeds the
-    rows. Traced ones are safe whatever they are.
+    rows. Traced ones are safe whatever they are. matrices: the argument that has `groups` of them.
     """
     if not hasattr(sizes, "dtype"):
         sizes = np.asarray(sizes)
@@ -57,11 +57,13 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: An
         raise TypeError(f"group_sizes has dtype {sizes.dtype}: {op} counts rows; cast it to int32")
     if offset is not None and groups is not None and sizes.shape[0] < groups:
         raise ValueError(
-            f"group_sizes has {sizes.shape[0]} entries but rhs has {groups} groups: with group_offset, {op} takes the sizes of "
-            "all groups, of which rhs has some"
+            f"group_sizes has {sizes.shape[0]} entries but {matrices} has {groups} groups: with group_offset, {op} takes the "
+            f"sizes of all groups, of which {matrices} has some"
         )
     if offset is None and groups is not None and sizes.shape[0] != groups:
-        raise ValueError(f"group_sizes has {sizes.shape[0]} entries but rhs has {groups} groups: {op} takes one per group")
+        raise ValueError(
+            f"group_sizes has {sizes.shape[0]} entries but {matrices} has {groups} groups: {op} takes one per group"
+        )
     if not isinstance(sizes, jax.core.Tracer):
         known = np.asarray(sizes).tolist()  # Python's integers, whose sum is exact
         if min(known) < 0:
@@ -70,10 +72,10 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: An
             raise ValueError(f"group_sizes sum to {sum(known)}, more than the {rows} rows of lhs: {op} cannot serve all groups")
     if offset is None or groups is None:
         return integers.clipped(sizes, rows)
-    return of_shard(integers.clipped(sizes, rows), rows, checked_offset(offset, sizes.shape[0], groups), groups)
+    return of_shard(integers.clipped(sizes, rows), rows, checked_offset(offset, sizes.shape[0], groups, matrices), groups)
 
 
-def checked_offset(offset: Any, every: int, groups: int) -> jax.Array:
+def checked_offset(offset: Any, every: int, groups: int, matrices: str = "rhs") -> jax.Array:
     """`group_offset`, the shard's first of `every` group, as an int32 scalar, or the error that tells what is wrong."""
     offset = integers.array("group_offset", offset)
     if offset.shape not in ((), (1,)):
@@ -81,7 +83,7 @@ def checked_offset(offset: Any, every: int, groups: int) -> jax.Array:
     if not isinstance(offset, jax.core.Tracer) and not 0 <= int(offset.reshape(())) <= every - groups:
         raise ValueError(
             f"group_offset={int(offset.reshape(()))} is not from 0 to {every - groups}: group_sizes has {every} groups, "
-            f"of which rhs has {groups}"
+            f"of which {matrices} has {groups}"
         )
     return jnp.clip(integers.clipped(offset.reshape(()), every), -groups, every)
 

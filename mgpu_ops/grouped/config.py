@@ -41,6 +41,10 @@ class Config:
     memory_registers: int
     schedule: str = "static"
 
+    @property
+    def takes_turns(self) -> bool:
+        return False
+
 
 SCHEDULES = ("static", "dynamic")
 

@@ -39,6 +39,7 @@ def candidates(
     epilogues: Callable[[int], Sequence[tuple[int, int]]],
     legal: Callable[[Config], bool],
     tiles: Sequence[tuple[int, int]] = _TILES,
+    schedule: str = "static",
 ) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
@@ -62,6 +63,7 @@ def candidates(
                     epilogue_tile_n=epilogue_tile_n,
                     epilogue_slots=buffers,
                     memory_registers=40,
+                    schedule=schedule,
                 )
                 if legal(config):
                     found.append(config)
@@ -91,7 +93,7 @@ _OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden beh
 _EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 
 
-def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
+def cost(p: GroupedProblem, c: Config, tiles: float, steps: float, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
     """Modelled time in seconds of `tiles` output tiles of so many `steps` each, which move `moved` bytes of HBM.
 
     step = the longest of arithmetic, loads, and latency / stages, in one SM
@@ -102,10 +104,11 @@ def cost(c: Config, tiles: float, steps: float, out_itemsize: int, moved: int, g
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
     _, wg_n = gemm.warpgroup_tile(c)
-    from_hbm = min(1.0, moved / (tiles * steps * gemm.step_bytes(c)))
+    loaded = gemm.step_bytes(c, itemsize_of(p.dtype))
+    from_hbm = min(1.0, moved / (tiles * steps * loaded))
     latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
-    step = _STEP + gemm.step_seconds(c, gpu, gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency)
-    store = gemm.store_seconds(c, out_itemsize, gpu) + _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
+    step = _STEP + gemm.step_seconds(c, gpu, gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency, loaded)
+    store = gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu) + _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
     compute = waves * (steps * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
     return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)

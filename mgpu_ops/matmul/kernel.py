@@ -26,7 +26,7 @@ from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.cluster import ClusterSum
 from mgpu_ops.core.epilogue import along, store_tile, tile_origins
-from mgpu_ops.core.gemm import ROWS, epilogue_tiles, takes_turns, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
@@ -626,7 +626,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
     anywhere = (1, p.batch, m, n)
     out = engine.kernel(
-        functools.partial(_kernel_in_turn, work, gpu) if takes_turns(c) else functools.partial(_kernel, work),
+        functools.partial(_kernel_in_turn, work, gpu) if c.takes_turns else functools.partial(_kernel, work),
         engine.Launch(
             "mgpu_ops_matmul",
             grid={"block": work.blocks},
@@ -705,7 +705,7 @@ def _scratch(work: Work) -> dict[str, Any]:
     }
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
-    if takes_turns(c):
+    if c.takes_turns:
         stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
         cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
         scratch["operands"] = tuple(

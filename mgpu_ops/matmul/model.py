@@ -24,6 +24,7 @@ from mgpu_ops.matmul.problem import (
     k_steps,
     multiplied,
     partial_problem,
+    products,
     smem_bytes,
     supports,
     swizzle_bytes,
@@ -113,7 +114,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
-    steps = slowdown(max(steps, under_power)) / (_IN_TURN if gemm.takes_turns(c) and waves > 1 else 1.0)
+    steps = slowdown(max(steps, under_power)) / (_IN_TURN if c.takes_turns and waves > 1 else 1.0)
     memory = _HBM * _moved(multiplied(problem)) / gpu.memory_bytes_per_s
     if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
         memory *= _SHORT_STEPS
@@ -142,7 +143,7 @@ def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float) ->
 
     Where warpgroups take turns, a store runs beside the other's steps, but for the last.
     """
-    if gemm.takes_turns(c):
+    if c.takes_turns:
         return waves * max(steps * step, (steps * step + store) / 2) + store
     return waves * (steps * step + store)
 
@@ -153,10 +154,9 @@ def slowdown(seconds: float) -> float:
 
 
 def _moved(p: Problem) -> float:
-    """What is read and written counts as, in bytes, for a problem `multiplied`."""
-    a, b = (_HBM_ACROSS_LINES if across else 1.0 for across in _across_lines(p))
-    parts = algorithms.parts_of(p.algorithm)
-    more = (parts * a - 1.0) * p.m + (parts * b - 1.0) * p.n
+    """What is read and written counts as, in bytes, for a problem `multiplied`: operands once for each product of parts."""
+    a, b = (len(products(p)) * (_HBM_ACROSS_LINES if across else 1.0) for across in _across_lines(p))
+    more = (a - 1.0) * p.m + (b - 1.0) * p.n
     return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * more
 
 
@@ -270,7 +270,7 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """
     widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
-    narrow = gemm.takes_turns(config) or (few_stages and not _fits(problem, config, gpu, 3, 64))
+    narrow = config.takes_turns or (few_stages and not _fits(problem, config, gpu, 3, 64))
     for columns in reversed(widths) if narrow else widths:
         for steps in reversed(_STEPS):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)

@@ -72,6 +72,11 @@ class Problem:
             object.__setattr__(self, "algorithm", "tf32")
         if self.b_dtype == self.dtype:  # one problem, written in one way
             object.__setattr__(self, "b_dtype", "none")
+        if (self.dtype, self.out_dtype) == ("int8", "int32") and (self.scales == "block" or has_epilogue(self)):
+            raise ValueError(
+                "out_dtype int32 of int8 has no scales, bias, activation or residual, which are floats: ask for out_dtype "
+                "bfloat16, float16 or float32"
+            )
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -109,6 +114,10 @@ class Config:
     split_k: int
     memory_registers: int
     schedule: str = "cooperative"
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.schedule == "pingpong"
 
 
 _LAYER = ("qkv", "out", "gate_up", "down")  # the products of one layer: q, k and v fused, and gate and up fused
@@ -179,8 +188,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.dtype in ("int8", "float32"):
-        return f"the kernel of {problem.dtype} has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
+    if problem.dtype == "int8":
+        return "the kernel of int8 has not run on a GPU yet: backend='mosaic' runs it, or tune it on one"
     return None
 
 
@@ -233,8 +242,6 @@ def _supports_integers(p: Problem) -> str | None:
     """Why the kernel cannot multiply int8 so, or None."""
     if p.scales not in ("none", "tensor", "row"):
         return f"scales={p.scales!r} of int8 are not one of none, tensor, row: use backend='xla'"
-    if p.out_dtype == "int32" and has_epilogue(p):
-        return "out_dtype int32 has no scales, bias, activation or residual: ask for a float, or use backend='xla'"
     if p.out_dtype not in (*DTYPES, "float32", "int32"):
         return f"out_dtype {p.out_dtype} is not one of bfloat16, float16, float32, int32: cast the result, or use backend='xla'"
     return _supports_layout(p, "integers")
@@ -283,7 +290,7 @@ _CHOICES = {
 
 def _check_turns(c: Config) -> str | None:
     """Consumer warpgroups can take turns."""
-    if not gemm.takes_turns(c):
+    if not c.takes_turns:
         return None
     for field, allowed, why in (
         ("compute_warpgroups", (2,), "which take turns"),
@@ -381,7 +388,7 @@ def _check_integers(p: Problem, c: Config) -> str | None:
 
 def _check_parts(p: Problem, c: Config) -> str | None:
     """What products of parts of float32 add up is looked at before the last of them, in one block's sums over all of k."""
-    if len(products(p)) > 1 and gemm.takes_turns(c) and c.split_k > 1:
+    if len(products(p)) > 1 and c.takes_turns and c.split_k > 1:
         return f"split_k={c.split_k} must be 1 with schedule='pingpong' and algorithm={p.algorithm!r}"
     return None
 
@@ -568,7 +575,7 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
     As `emit_pipeline_warp_specialized` sets them, or `engine.specialize`.
     """
-    if gemm.takes_turns(c):
+    if c.takes_turns:
         return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
@@ -619,7 +626,7 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     stored, tiles = partial_problem(problem, config), gemm.epilogue_tiles(config)
     received = cluster_size(config) - 1 if config.cluster == "k" else 0
     barriers = config.compute_warpgroups if stored.residual else 0
-    barriers += config.max_concurrent_steps if gemm.takes_turns(config) else 0  # each consumer has `full` barriers of its own
+    barriers += config.max_concurrent_steps if config.takes_turns else 0  # each consumer has `full` barriers of its own
     buffers = tiles if stored.residual else min(2, tiles)
     size = itemsize_of(stored.out_dtype)
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()

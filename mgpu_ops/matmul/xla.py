@@ -13,14 +13,24 @@ from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.matmul.model import slowdown
-from mgpu_ops.matmul.problem import Problem, bytes_moved, products
+from mgpu_ops.matmul.problem import Problem, bytes_moved
 
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _LAUNCH = 2.95e-6  # s
 _RATE = 0.87  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
-_RATES = {"float32": 1 / 16, "tf32": 1 / 2, "tf32_x3": 1 / 6}  # algorithms of float32, by that of 16 bits; else 1 / products
+_LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
+_TILES_PARTS = ((256, 128, 1.0), (128, 128, 0.7))
+_RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32; fitted to five sizes (docs/kernels/matmul.md)
+    "tf32": 0.435,
+    "tf32_x3": 0.11,
+    "bf16": 0.87,
+    "bf16_x3": 0.207,
+    "bf16_x6": 0.054,  # as float32: `matmul.reference`
+    "bf16_x9": 0.054,
+    "float32": 0.054,
+}
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
 _MEMORY = 0.94  # of HBM's rate
 _STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128
@@ -47,12 +57,15 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     p, parts = problem, split_k(problem, gpu)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
-    arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in _TILES)
+    tiles = _TILES_PARTS if p.algorithm == "bf16_x3" else _TILES
+    arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in tiles)
     arithmetic = slowdown(arithmetic)
     seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY) + _widening(p, gpu)
-    if p.k % (_ALIGNED * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
+    aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
+    if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
-    return _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block") + seconds
+    launch = _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
+    return launch + _LAUNCH_PARTS * (p.algorithm == "bf16_x3") + seconds
 
 
 def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gpu: Gpu) -> float:
@@ -61,8 +74,8 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
     flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
     area = rows * columns / 128**2
     rate = _RATE * gpu.bf16_flops if itemsize_of(p.dtype) > 1 else _RATE_8_BITS * gpu.flops(p.dtype)
-    if p.algorithm != "none":
-        rate *= _RATES.get(p.algorithm, 1 / len(products(p)))
+    if p.algorithm in _RATES:
+        rate = _RATES[p.algorithm] * gpu.bf16_flops
     if p.scales == "block":  # of float32 numbers, rounded to tf32
         rate = _RATE_OF_BLOCKS * gpu.bf16_flops
     return waves * (flops * gpu.sms / (left * rate) + _STORE * area)

@@ -145,6 +145,16 @@ def test_fp8_is_20_products_of_models_that_the_kernel_runs(scales: str) -> None:
     assert all(p.scales == scales and MATMUL.supports(p, H200) is None for p in found.values())
 
 
+def test_float32_is_four_products_with_each_algorithm_that_a_precision_names() -> None:
+    found = asked("--suite", "float32")
+    assert {p.algorithm for p in found.values()} == {"tf32", "bf16_x3", "bf16_x6"}
+    assert len(found) == 12
+    assert all(p.dtype == "float32" and MATMUL.supports(p, H200) is None for p in found.values())
+    assert list(asked("--m", "64", "--n", "64", "--k", "64", "--dtype", "f32", "--algorithm", "bf16_x9").values()) == [
+        MatmulProblem(64, 64, 64, "float32", "float32", algorithm="bf16_x9")
+    ]
+
+
 def test_a_model_is_benched_at_any_numbers_of_tokens() -> None:
     tokens = "1,8,16,32,64,128,256,512,1024,4096,8192,16384"
     found = asked("--suite", "llama3-8b", "--tokens", tokens)

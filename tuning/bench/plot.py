@@ -300,8 +300,8 @@ def parameters(run: Run, stem: Path) -> list[Path]:
             ax.set_visible(False)
         fixed = [f"{k}={v}" for k, v in best.config.items() if k not in fields]
         told = [f"{len(run.ok)} trials; line: best of each value; diamond: best of all, {_us(best.us)}"]
-        told += _wrapped("always " + " ".join(fixed), 45 * across) if fixed else []
-        figure.supxlabel("\n".join(told), fontsize=8)
+        told += ["always " + " ".join(fixed)] if fixed else []
+        figure.supxlabel("\n".join(report.wrapped(line, figure.get_figwidth(), 8) for line in told), fontsize=8)
         return save(figure, stem)
 
 
@@ -394,8 +394,7 @@ def figure_of(down: int, across: int, size: tuple[float, float], title: str) -> 
     with pyplot.rc_context(report.STYLE):
         figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         try:
-            lines = _wrapped(title, int(size[0] * 11))
-            figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11)
+            figure.suptitle(report.wrapped(title, size[0], 11), x=0.01, ha="left", fontsize=11)
             for ax in axes.flat:
                 ax.grid(color="#dddddd")
                 ax.set_axisbelow(True)
@@ -442,9 +441,3 @@ def _us(us: float | None) -> str:
 
 def _short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, max(20, width))

@@ -257,7 +257,7 @@ class Bench:
 
         ops: of which backends, and as whose, rows are written, by the op's name. work: a step's operations and bytes.
         errors: how far each result is from the first's. queued: steps in a row that are timed together.
-        layers: of the model; with them a layer's picture is drawn.
+        layers: of the model; of two and more, one is drawn.
         """
         names = list(calls)
         samples = dict(zip(names, in_turn(list(calls.values()), self.rounds, queued), strict=True))
@@ -311,7 +311,7 @@ class Bench:
             print(f"  {name:9} ms of {told}", flush=True)
             lines = [f"# {stem}, {name}: milliseconds of {told}", *kernel_table(kernels)]
             (self.pictures / f"{stem}-{name}.txt").write_text("\n".join(lines) + "\n")
-        if layers:
+        if layers > 1:
             draw_layer(steps, layers, f"One layer of {stem}", self.pictures / stem)
 
 

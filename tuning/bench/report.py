@@ -215,7 +215,7 @@ def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[P
     with pyplot.rc_context(STYLE):
         figure = _between_gpus(rows) if between == {True} else _bars(rows)
         try:
-            figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=12)
+            figure.suptitle(wrapped(_title(rows), figure.get_figwidth(), 12), x=0.01, ha="left", fontsize=12)
             return save_figure(figure, path)
         finally:
             pyplot.close(figure)
@@ -229,6 +229,40 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> list[Path]:
         figure.savefig(drawn, format=out.suffix[1:], dpi=130, metadata={"Date": None} if out.suffix == ".svg" else None)
         files.replace(out, drawn.getvalue())
     return paths
+
+
+def wrapped(text: str, inches: float, size: float) -> str:
+    """The text in lines that are no wider than a picture's part of so many inches, in a font of so many points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font, most = FontProperties(size=size), 72 * (inches - 0.15) / 1.05  # glyphs that are drawn are up to so much wider
+
+    def fits(line: str) -> bool:
+        return len(line) < 2 or text_to_path.get_text_width_height_descent(line, font, ismath=False)[0] <= most
+
+    lines, line = [], ""
+    for word in text.split():
+        both = f"{line} {word}".strip()
+        if not line or fits(both):
+            line = both
+        else:
+            lines.append(line)
+            line = word
+        while not fits(line):  # one word
+            end = next(n for n in range(len(line) - 1, 0, -1) if fits(line[:n]))
+            lines.append(line[:end])
+            line = line[end:]
+    return "\n".join([*lines, line])
+
+
+def _entitle(ax: Axes, text: str) -> None:
+    """The title of one of a figure's columns of axes, beside which is room for the numbers of its y axis."""
+    figure, grid = ax.get_figure(root=True), ax.get_subplotspec()
+    assert figure is not None
+    assert grid is not None
+    inches = figure.get_figwidth() / grid.get_gridspec().ncols
+    ax.set_title(wrapped(text, inches - 0.8, 10), loc="left", fontsize=10)
 
 
 def _shown(row: Measurement) -> Measurement:
@@ -329,7 +363,7 @@ def _draw(ax: Axes, panel: Sequence[Comparison], impls: Sequence[str], baseline:
     of = ", ".join(dict.fromkeys(filter(None, map(group, panel))))
     what = f"   (number: times as fast as {baseline})" if baseline else ""
     named = " ".join((panel[0].op, *shared, "on", panel[0].gpu))
-    ax.set_title(f"{named}{f': {of}' if of else ''}{what}", loc="left", fontsize=10)
+    _entitle(ax, f"{named}{f': {of}' if of else ''}{what}")
 
 
 def _draw_ratios(ax: Axes, panel: Sequence[Comparison], baseline: str, widest: int) -> None:
@@ -349,7 +383,7 @@ def _draw_ratios(ax: Axes, panel: Sequence[Comparison], baseline: str, widest: i
     ax.set_ylabel("ratio")
     ax.margins(y=0.15)
     _plain(ax, axis="y")
-    ax.set_title(f"{panel[0].op} on {panel[0].gpu}: above 1 ours takes less (watts: ours)", loc="left", fontsize=10)
+    _entitle(ax, f"{panel[0].op} on {panel[0].gpu}: above 1 ours takes less (watts: ours)")
 
 
 def _plain(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
@@ -404,7 +438,7 @@ def _between_gpus(rows: Sequence[Measurement]) -> Figure:
             ax.minorticks_off()
             ax.set_xlabel("payload on each GPU")
             ax.set_ylabel(name)
-            ax.set_title(f"{op}, {devices} GPUs: {name}{left_out}", loc="left", fontsize=10)
+            _entitle(ax, f"{op}, {devices} GPUs: {name}{left_out}")
             _plain(ax)
         if right:
             times.set_yscale("log")

@@ -44,7 +44,8 @@ from mgpu_ops.tuning.outcome import Turn
 from mgpu_ops.tuning.public import BACKWARD
 from mgpu_ops.tuning.terminal import brief
 
-_GRAD_FACTOR = 3  # forward and backward are three products of the same size
+_GRAD_FACTOR = 3  # forward and backward are three products of the same size, but for attention and these:
+_GRADIENTS = ("cross_entropy",)  # ops whose gradient is all that their own problem with `gradient` computes
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,9 @@ class _ProblemRun:
         return _GRAD_FACTOR * flops, _GRAD_FACTOR * moved
 
     def _backward(self) -> tuple[OpSpec, Problem] | None:
-        """The op that computes the gradient, where it is an op of its own, and its problem."""
+        """The op that computes the gradient, where it is a kernel of its own, and its problem."""
+        if self.spec.name in _GRADIENTS:
+            return self.spec, dataclasses.replace(self.problem, gradient=True)
         if self.spec.name not in BACKWARD:
             return None
         spec = mgpu_ops.spec_of(BACKWARD[self.spec.name])

@@ -30,6 +30,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8",
         "fp8-row",
         "fp8-block",
+        "float32",
     ),
     "gated_matmul": ("llm", "gradient", "llama3-8b", "llama3-70b", "gemma2-9b"),
     "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
@@ -203,6 +204,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "scales": {
             "choices": ("none", "tensor", "row", "block"),
             "help": "of matmul's f8 or i8 operands (default none): a number each; of rows and columns; of blocks of 128",
+        },
+        "algorithm": {
+            "choices": ("tf32", "bf16", "bf16_x3", "bf16_x6", "bf16_x9", "tf32_x3", "float32"),
+            "help": "of matmul's f32 operands (default tf32): how they are multiplied; bf16_x6 is precision highest",
         },
         "w_dtype": {"choices": ("int8", "int4"), "help": "of quantized_matmul's weights (default int8)"},
         "group_size": _SIZE | {"help": "of quantized_matmul: weights along k that share a scale (default: all)"},

@@ -109,7 +109,7 @@ def gated_grouped_matmul(
         raise ValueError(
             f"lhs{lhs.shape} and w_gate{w_gate.shape} differ in k: {lhs.shape[1]} != {k} (transpose_w={transpose_w})"
         )
-    sizes = checked_sizes(name, group_sizes, w_gate.shape[0], lhs.shape[0], group_offset)
+    sizes = checked_sizes(name, group_sizes, w_gate.shape[0], lhs.shape[0], group_offset, "w_gate")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     call = Call(

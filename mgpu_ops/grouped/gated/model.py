@@ -35,7 +35,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
     narrow = gemm.efficiency(c) / gemm.efficiency(wide)
     steps = math.ceil(p.k / c.tile_k)
-    seconds = common.cost(wide, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu) / narrow
+    seconds = common.cost(p, wide, tiles, steps, bytes_moved(p), gpu) / narrow
     return max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
 
 

@@ -17,7 +17,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     rows = common.row_blocks(p.spread, p.m, p.groups, c.tile_m)
     tiles = rows * math.ceil(p.n / c.tile_n)
-    return common.cost(c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), itemsize_of(p.out_dtype), bytes_moved(p), gpu)
+    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -101,7 +101,7 @@ def ragged_contraction(
     if num_groups is not None and (not isinstance(num_groups, int | np.integer) or not 1 <= num_groups <= every):
         raise ValueError(f"num_groups={num_groups!r} is not from 1 to the {every} groups of group_sizes")
     groups = None if num_groups is None else int(num_groups)
-    sizes = checked_sizes("ragged_contraction", group_sizes, groups, lhs.shape[0], group_offset)
+    sizes = checked_sizes("ragged_contraction", group_sizes, groups, lhs.shape[0], group_offset, "the result")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     out, wanted = checked_out_dtype(out_dtype, lhs.dtype), dispatch.requested_backend(backend)

@@ -19,17 +19,22 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
     steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
-    return common.cost(c, tiles, steps, itemsize_of(p.out_dtype), bytes_moved(p), gpu, narrow=_NARROW)
+    return common.cost(p, c, tiles, steps, bytes_moved(p), gpu, narrow=_NARROW)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
+    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
+
+    Tiles of skewed groups, of which few take most of the time, are handed out as blocks become free.
+    """
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
-    legal = common.candidates(lambda wg_n: ((wg_n, 1), (row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
+    schedule = "dynamic" if problem.spread == "skewed" else "static"
+    epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731
+    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedule=schedule)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 

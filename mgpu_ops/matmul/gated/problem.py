@@ -73,6 +73,10 @@ class Config:
     epilogue_tile_n: int
     memory_registers: int
 
+    @property
+    def takes_turns(self) -> bool:
+        return False
+
 
 _MODELS = {"llama3-8b": "silu", "llama3-70b": "silu", "gemma2-9b": "gelu"}  # Mistral 7B's is that of Llama-3 8B
 _TOKENS = (128, 4096, 8192)

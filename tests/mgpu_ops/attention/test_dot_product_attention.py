@@ -209,7 +209,7 @@ def calls(draw: Any) -> tuple[dict[str, int], dict[str, Any]]:
     return sizes, kwargs
 
 
-@examples(8, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@examples(5, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(calls())
 def test_any_combination_of_arguments_agrees_with_jax(assert_near, call):
     sizes, kwargs = call

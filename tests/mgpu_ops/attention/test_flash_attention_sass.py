@@ -89,7 +89,7 @@ def test_products_are_of_the_true_head_dim_and_nothing_spills(name):
     assert total // of_step == 2  # the first scores with the last values, and the loop
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", thorough.cases([False, True], [False]))
 def test_dq_a_step_later_spills_nothing_and_its_products_overlap(causal):
     problem, gpu = BACKWARD.Problem(1, 4096, 4096, 4, 4, 128, causal=causal), aot.find("h200")
     config = dataclasses.replace(BACKWARD.default(problem, gpu), max_concurrent_steps=3, dq_step="next")

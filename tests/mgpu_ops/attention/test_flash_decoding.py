@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from mgpu_ops import flash_attention, spec_of
-from mgpu_ops.attention.problem import KV_SPLITS, ONE_WARPGROUP, split_smem_bytes
+from mgpu_ops.attention import decode
+from mgpu_ops.attention.problem import ONE_WARPGROUP, split_smem_bytes
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import database
 from tests import thorough
@@ -25,13 +27,17 @@ from tests.mgpu_ops.interpreter import quiet_interpreter
 FORWARD, H200 = spec_of("flash_attention"), gpu.find("h200")
 P = FORWARD.Problem
 ONE = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=1, **ONE_WARPGROUP)
-SPLIT = {n: replace(ONE, kv_splits=n, kv_cluster=min(n, 8)) for n in KV_SPLITS}
+SPLIT = {n: replace(ONE, kv_splits=n, kv_cluster=min(n, 8)) for n in (1, 2, 4, 8, 16)}
 
 # --- interpreted
 
 CASES: dict[str, tuple[Any, Any]] = {
     "one block, grouped heads, a pipeline that wraps, float16": (P(2, 1, 330, 4, 2, 64, "float16"), ONE),
     "two clusters, fewer kv blocks than thread blocks, two tiles, causal, window, soft cap, sinks": (
+        P(1, 3, 180, 23, 1, 64, causal=True, window_left=100, soft_cap=True, sinks=True),
+        replace(SPLIT[4], kv_cluster=2, max_concurrent_steps=2),
+    ),
+    "clusters of eight, fewer kv blocks than thread blocks": (
         P(1, 3, 300, 23, 1, 64, causal=True, window_left=150, soft_cap=True, sinks=True),
         replace(SPLIT[16], max_concurrent_steps=2),
     ),
@@ -41,15 +47,18 @@ CASES: dict[str, tuple[Any, Any]] = {
         replace(SPLIT[4], tile_kv=128, max_concurrent_steps=2),
     ),
     "no cluster, all added up by XLA": (P(1, 1, 300, 2, 1, 64), replace(ONE, kv_splits=4)),
+    "a number of splits that is no power of two": (P(1, 2, 450, 2, 1, 64, causal=True), replace(ONE, kv_splits=3)),
     "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),
     "sinks, grouped heads, rows that see nothing": (P(1, 3, 130, 4, 2, 64, lengths=True, causal=True, sinks=True), SPLIT[2]),
     "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
 }
 IN_ALL = [
+    "clusters of eight, fewer kv blocks than thread blocks",
     "one block, grouped heads, a pipeline that wraps, float16",
     "lengths, causal, tiles of 128 keys",
     "a cluster, head_dim padded",
     "no cluster, all added up by XLA",
+    "a number of splits that is no power of two",
     "head_dim of 256",
     "fewer keys than query tokens, so that the first see none",
 ]
@@ -71,6 +80,26 @@ def nan_in_padding(arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> tuple[A
     q, *kv = arrays
     padding = np.arange(kv[0].shape[1]) >= np.asarray(lengths)[:, None]
     return q.at[2].set(jnp.nan), *(jnp.where(padding[..., None, None], jnp.nan, x).astype(x.dtype) for x in kv)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_outputs_of_parts_are_weighted_by_their_sums_of_exponentials(sinks, assert_near):
+    problem = P(1, 3, 300, 5, 1, 64, "float16", sinks=sinks)  # 15 rows of half a thread block
+    outs, lses = cases.normal(0, 3, 1, 3, 5, 64), 3 * cases.normal(1, 3, 1, 5, 3)
+    lses = lses.at[1].set(-jnp.inf).at[:, 0, 4, 2].set(-jnp.inf)  # a part without keys, and a row
+    outs = jnp.where(jnp.isinf(lses).swapaxes(2, 3)[..., None], 0.0, outs)
+    sink = cases.normal(2, 5) if sinks else None
+    flat = jnp.pad(outs.reshape(-1), (0, 128), constant_values=jnp.nan)
+    with quiet_interpreter():
+        out, lse = decode._add_up(problem, 3, flat, lses.reshape(-1), sink, interpret=True)
+    weights = np.exp2(np.float64(lses)).swapaxes(2, 3)  # [parts, batch, q_tokens, q_heads]
+    total = weights.sum(0)
+    sums = np.where(total == 0, 0, total + (np.exp(np.float64(sink)) if sinks else 0))
+    wanted = (weights[..., None] * np.float64(outs)).sum(0) / np.where(sums == 0, 1, sums)[..., None]
+    assert_near(out[: 15 * 64].reshape(wanted.shape), wanted, 2e-3)
+    with np.errstate(divide="ignore"):
+        logs = np.where(sums == 0, np.inf, np.log2(sums)).swapaxes(1, 2)
+    np.testing.assert_allclose(lse.reshape(logs.shape), logs, rtol=1e-5, atol=1e-5)
 
 
 @thorough.only_in_all
@@ -132,9 +161,12 @@ def test_keys_are_split_by_default_for_few_query_tokens_alone(name):
     assert (FORWARD.default(problem, H200).kv_splits > 0) == (problem.q_tokens <= 16) == decoding
 
 
-def test_few_heads_and_many_keys_fill_the_gpu():
-    problem = P(1, 1, 131072, 32, 8, 128)
-    assert problem.kv_heads * FORWARD.default(problem, H200).kv_splits >= H200.sms * 0.9
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 8), (1, 1), (3, 8), (5, 4)])
+def test_few_heads_and_many_keys_fill_the_gpu(batch, kv_heads):
+    problem = P(batch, 1, 131072, 4 * kv_heads, kv_heads, 128)
+    config = FORWARD.default(problem, H200)
+    waves = batch * kv_heads * config.kv_splits / H200.sms
+    assert waves / math.ceil(waves) >= 0.9
 
 
 @pytest.mark.parametrize(
@@ -143,7 +175,7 @@ def test_few_heads_and_many_keys_fill_the_gpu():
         (P(1, 1, 100, 1, 1, 64, bias="bfloat16"), {}, "bias, mask or segments: use kv_splits=0"),
         (P(1, 1, 100, 1, 1, 64, segments=True), {}, "bias, mask or segments: use kv_splits=0"),
         (P(1, 65, 100, 4, 1, 64), {}, "256 query tokens times query heads of a head of keys, not 260"),
-        (P(1, 1, 100, 1, 1, 64), {"kv_splits": 3}, "kv_splits=3 is not one of 0, 1, 2, 4, 8, 16, 32"),
+        (P(1, 1, 100, 1, 1, 64), {"kv_splits": 257}, "kv_splits=257 must be from 0 to 256"),
         (P(1, 1, 100, 1, 1, 64), {"kv_cluster": 2}, "kv_cluster=2 must be 1, 2, 4, 8 or 16 and divide kv_splits=1"),
         (P(1, 1, 100, 1, 1, 64), {"kv_splits": 0, "kv_cluster": 2}, "kv_cluster=2 must be 1 with kv_splits=0"),
         (P(1, 1, 100, 1, 1, 64), {"kv_splits": 16, "kv_cluster": 16}, "fewer than 8 columns of head_dim=64"),
@@ -152,6 +184,7 @@ def test_few_heads_and_many_keys_fill_the_gpu():
             {"kv_splits": 16, "kv_cluster": 16, "max_concurrent_steps": 7},
             "kv_cluster=16 needs blocks of which an SM holds two",
         ),
+        (P(2**14, 4, 100, 64, 1, 128), {"kv_splits": 256}, "makes outputs of more elements than are counted in 32 bits"),
         (P(1, 1, 100, 1, 1, 64), {"tile_kv": 192}, "tile_kv=192 must be 64 or 128"),
         (P(1, 1, 100, 1, 1, 64), {"compute_warpgroups": 2}, "compute_warpgroups=2 must be 1 with kv_splits=1"),
         (P(1, 1, 100, 1, 1, 256), {"tile_kv": 128}, "leaves no registers"),

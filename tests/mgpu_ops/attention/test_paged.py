@@ -281,13 +281,16 @@ COMPILED: dict[str, tuple[Any, Any]] = {
         replace(ONE, max_concurrent_steps=3, kv_splits=8, kv_cluster=8),
     ),
     "head_dim of 256, soft cap": (P(4, 4, 8192, 16, 8, 256, soft_cap=True, page_size=64), ONE),
+    "as many query heads as heads of keys, sinks": (P(5, 1, 96, 2, 2, 128, "float16", sinks=True, page_size=32), ONE),
     "a table of no whole 16 bytes": (P(3, 1, 80, 8, 2, 64, page_size=16), ONE),
     "head_dim of 64, more indices than a copy brings": (P(1, 1, 131072, 32, 8, 64, page_size=16), WIDE),
 }
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", thorough.cases(COMPILED, [*list(COMPILED)[1:3], list(COMPILED)[-1]]))
+@pytest.mark.parametrize(
+    "name", thorough.cases(COMPILED, [name for name in COMPILED if name not in ("pages of 16", "a table of no whole 16 bytes")])
+)
 def test_paged_kernel_compiles_without_spills(name):
     problem, config = COMPILED[name]
     assert FORWARD.check(problem, config, H200) is None
@@ -312,12 +315,8 @@ def test_problems_of_the_suite_have_a_default_and_a_label(name):
     assert FORWARD.cost(problem, FORWARD.default(problem, H200), H200) > 0
 
 
-def test_calls_run_xla_where_no_entry_was_measured_and_nothing_is_named(monkeypatch, assert_near):
-    monkeypatch.setattr(gpu, "current", lambda: H200)
-    assert resolution.resolve(FORWARD, BASE, H200, None).runs == "xla"
-    assert resolution.resolve(FORWARD, replace(BASE, page_size=0), H200, None).runs == "kernel"
-    drawn = paged.draw(10, page_size=16, lengths=(20, 40), pages_each=3)
-    assert_true(drawn, assert_near, 1.5e-2)  # the kernel would not run here
+def test_calls_run_the_kernel_with_pages():
+    assert resolution.resolve(FORWARD, BASE, H200, None).runs == "kernel"
 
 
 def test_explain_tells_the_config_of_a_paged_problem():

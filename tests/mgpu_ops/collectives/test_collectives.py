@@ -245,8 +245,7 @@ def test_one_device_is_its_own_sum():
 
 
 @pytest.mark.parametrize("backend", [None, "interpret"])
-@pytest.mark.parametrize("reduction", ["add", "max"])
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize(("hosts", "reduction"), [(2, "max"), (4, "add")])
 def test_hosts_reduce_by_themselves_then_across(hosts, reduction, backend):
     mesh = mesh_of(host=hosts, d=2)
     x = draw(hosts, 2, 3, 5)

@@ -166,6 +166,7 @@ IN_ALL = [  # what others show together or one by one
     "contraction, epilogue tiles of two swizzle rows",
     "strips of three, pipeline of three",
     "contraction, 128 rows a step",
+    "row scale, rows shared",
 ]
 
 

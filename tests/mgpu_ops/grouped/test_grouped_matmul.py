@@ -247,12 +247,15 @@ def test_group_offset_multiplies_the_rows_of_a_shards_groups_and_no_others(offse
         np.testing.assert_array_equal(out[rows.stop :], 0)
 
 
+with_offset = jax.jit(lambda lhs, rhs, sizes, offset: grouped_matmul(lhs, rhs, sizes, group_offset=offset))
+
+
 @pytest.mark.parametrize("offset", [-3, -1, 2, 3, 4, 2**31 - 1, -(2**31)])
 def test_groups_that_do_not_exist_have_no_rows(offset, assert_near):
     """A traced offset may be anything."""
     sizes = np.array([9, 30, 12])
     lhs, rhs = operands(60, 40, 24, 2)
-    out = jax.jit(lambda o: grouped_matmul(lhs, rhs, sizes, group_offset=o))(jnp.int32(offset))
+    out = with_offset(lhs, rhs, sizes, jnp.int32(offset))
     wanted = np.zeros((60, 40))
     for own, group in enumerate(range(offset, offset + 2)):
         if 0 <= group < 3:
@@ -278,8 +281,7 @@ SCALED = {  # bias, the call's arguments
 }
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in SCALED), ("scale, bias, gelu, shard", BF16)])
 def test_gradients_with_a_row_scale_and_an_offset_are_those_of_plain_jax(name, dtype, assert_near):
     bias, kwargs = SCALED[name]
     lhs, rhs = operands(

@@ -312,6 +312,13 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
         mgpu_ops.explain("ragged_contraction", problem)
 
 
+@pytest.mark.parametrize(
+    ("spread", "schedule"), [("skewed", "dynamic"), ("even", "static"), ("random", "static"), ("sparse", "static")]
+)
+def test_by_default_the_tiles_of_skewed_groups_are_handed_out(spread, schedule):
+    assert SPEC.default(P(65536, 2048, 768, 128, spread=spread), H200).schedule == schedule
+
+
 # --- compiled, without a GPU
 
 WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)

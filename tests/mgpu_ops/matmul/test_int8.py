@@ -12,7 +12,6 @@ import pytest
 import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul
 from mgpu_ops.core import aot, gpu
-from mgpu_ops.tuning import public
 from tests.arrays import normal
 from tests.configs import BASE
 
@@ -51,7 +50,6 @@ def test_scaled_products_are_floats_with_an_epilogue(backend, assert_matmul):
         ({}, None),
         ({"out_dtype": "bfloat16"}, None),
         ({"layout": "nn"}, "layout nn of 8-bit integers"),
-        ({"scales": "row"}, "out_dtype int32 has no scales, bias, activation or residual"),
         ({"scales": "block", "out_dtype": "float32"}, "scales='block' of int8 are not one of none, tensor, row"),
         ({"out_dtype": "int8"}, "out_dtype int8 is not one of bfloat16, float16, float32, int32"),
     ],
@@ -83,11 +81,16 @@ def test_the_kernel_multiplies_integers_without_spills():
     assert "s32.s8.s8" in report.ptx
 
 
-def test_an_int32_result_with_scales_is_refused_without_a_warning():
-    reason = mgpu_ops.spec_of("matmul").supports(replace(P, scales="row"), gpu.find("h200"))
-    assert reason is not None
-    assert "out_dtype int32 has no scales" in reason
-    assert public.refusal(mgpu_ops.spec_of("matmul"), replace(P, scales="row")) is None  # XLA runs it
+@pytest.mark.parametrize("extra", ["scale_a", "bias", "activation", "residual"])
+def test_an_int32_result_has_nothing_of_floats_beside_it(extra):
+    """It would be cut to whole numbers; neither the kernel nor XLA does that."""
+    a, b = operands((72, 272), (136, 272))
+    value = {"scale_a": 0.01, "bias": jnp.ones(136), "activation": "silu", "residual": jnp.ones((72, 136), jnp.int32)}[extra]
+    for backend in ("xla", "interpret"):
+        with pytest.raises((ValueError, TypeError), match=r"out_dtype int32 of int8 has no scales|residual has dtype int32"):
+            matmul(a, b, out_dtype=jnp.int32, transpose_b=True, backend=backend, **{extra: value})
+    with pytest.raises(ValueError, match=r"out_dtype int32 of int8 has no scales.*: ask for out_dtype bfloat16"):
+        replace(P, scales="row")
 
 
 def test_inputs_with_an_epilogue_and_no_scales_stay_int8():

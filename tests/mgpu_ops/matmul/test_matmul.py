@@ -21,12 +21,14 @@ import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul, use_configs
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import dispatch
+from tests import thorough
 from tests.arrays import normal as numpy_normal
 from tests.configs import BASE
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 BOTH = pytest.mark.parametrize("backend", ["xla", "interpret"])
 LAYOUTS = ["nn", "nt", "tn", "tt"]
+OPPOSITE_LAYOUTS = pytest.mark.parametrize("layout", thorough.cases(LAYOUTS, ["nt", "tn"]))  # gradients of them have the others
 SMALL = dataclasses.replace(BASE, tile_m=64, tile_n=64, max_concurrent_steps=2, compute_warpgroups=1)
 
 
@@ -307,7 +309,7 @@ def test_an_entry_of_a_plain_product_that_has_no_room_for_a_residual_is_passed_o
 
 
 @BOTH
-@pytest.mark.parametrize("layout", LAYOUTS)
+@OPPOSITE_LAYOUTS
 def test_gradients_are_those_of_a_float32_product(backend, layout, assert_near):
     a, b = operands(layout, 72, 136, 88)
     weights = normal(2, 72, 136)
@@ -344,7 +346,7 @@ VMAPS = {  # in_axes, out_axes, axes of a and b before m, k, n
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@OPPOSITE_LAYOUTS
 @pytest.mark.parametrize("name", VMAPS)
 def test_vmap_maps_any_axis_of_either_operand(name, layout, assert_near):
     in_axes, out_axes, batched = VMAPS[name]
@@ -367,7 +369,7 @@ def test_vmap_through_the_kernel(name, assert_near):
     assert_near(out, wanted, tolerance(BF16))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@OPPOSITE_LAYOUTS
 @pytest.mark.parametrize("name", ["a", "b", "both"])
 def test_vmap_of_a_float32_output(name, layout, assert_near):
     in_axes, _, batched = VMAPS[name]
@@ -389,7 +391,7 @@ NESTED = {  # in_axes of the outer and of the inner vmap, leading axes of a and 
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@OPPOSITE_LAYOUTS
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_vmap(name, layout, assert_near):
     outer, inner, lead_a, lead_b = NESTED[name]
@@ -406,7 +408,7 @@ def test_nested_vmap_through_the_kernel(assert_near):
 
 
 @pytest.mark.parametrize("name", ["a", "b", "both", "both, different axes"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@OPPOSITE_LAYOUTS
 def test_gradients_of_a_vmap(name, layout, assert_near):
     in_axes, _, batched = VMAPS[name]
     a, b = operands(layout, 24, 40, 16, 3)
@@ -470,7 +472,7 @@ def test_eager_and_jitted_calls_agree(backend, assert_near):
     assert_near(f(a, b), jax.jit(f)(a, b), 1e-2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@OPPOSITE_LAYOUTS
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_is_one_launch(in_axes, layout):
     """Of the operands as they are: none is copied, not even one that all products share."""

@@ -49,13 +49,18 @@ def wide(a: jax.Array) -> np.ndarray:
 
 
 def truth(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> np.ndarray:
-    """The result in float64, group by group as its formula says."""
-    values, size = wide(w) if problem.layout == "nt" else wide(w).T, problem.group_size or problem.k
+    """The result in float64, group by group as its formula says, of weights that are rounded where they are scaled."""
+    values, size, groups = wide(w) if problem.layout == "nt" else wide(w).T, problem.group_size or problem.k, problem.group_size
     total = np.zeros((problem.m, problem.n))
     for group in range(problem.k // size):
         at = slice(group * size, (group + 1) * size)
         scale, *zero = (wide(a if a.ndim == 1 else a[group]) for a in (scales, *zero_points))
-        total += wide(x)[:, at] @ (values[:, at].T - (zero[0] if zero else 0.0)) * scale
+        differences = values[:, at].T - (np.round(zero[0]) if zero else 0.0)
+        if groups:
+            scaled = differences * wide(jnp.asarray(scale, problem.dtype))
+            total += wide(x)[:, at] @ wide(jnp.asarray(scaled, jnp.float32).astype(problem.dtype))
+        else:
+            total += wide(x)[:, at] @ differences * scale
     return total
 
 
@@ -154,10 +159,10 @@ def test_one_scale_a_column_needs_no_groups(shape, assert_near):
     assert_near(out, truth(P(5, 24, 64), x[0], w, scales[0]), 1e-6)
 
 
-def test_zero_points_may_be_integers(assert_near):
+def test_zero_points_are_whole_numbers_of_any_dtype():
     x, w, scales, zero_points = layer()
     out = quantized_matmul(x, w, scales, zero_points.astype(jnp.int8), transpose_w=True)
-    assert (out == quantized_matmul(x, w, scales, zero_points, transpose_w=True)).all()
+    assert (out == quantized_matmul(x, w, scales, zero_points + 0.25, transpose_w=True)).all()  # which is rounded
 
 
 @thorough.only_in_all
@@ -173,8 +178,7 @@ def test_gradient_of_x_is_that_of_the_weights_as_floats(assert_near):
     x, w, scales, zero_points = layer(F32)
     g = normal(3, 2, 5, 24, dtype=F32)
     (dx,) = jax.vjp(lambda x: quantized_matmul(x, w, scales, zero_points, transpose_w=True), x)[1](g)
-    of_each = (np.repeat(wide(a), 32, 0).T for a in (zero_points, scales))
-    zero, scale = of_each
+    zero, scale = (np.repeat(wide(a), 32, 0).T for a in (zero_points, scales))
     assert_near(dx, wide(g) @ ((wide(w) - zero) * scale), 1e-5)
 
 

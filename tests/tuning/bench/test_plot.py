@@ -19,7 +19,7 @@ from mgpu_ops import SPECS, MatmulProblem, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database
 from mgpu_ops.tuning import storage
-from mgpu_ops.tuning.bench import plot, results, sources
+from mgpu_ops.tuning.bench import plot, report, results, sources
 from mgpu_ops.tuning.outcome import Outcome
 
 H200 = gpu.find("h200")
@@ -59,6 +59,30 @@ def check_pictures(paths: list[Path]) -> str:
 
 
 # --- pictures
+
+
+def test_titles_stay_within_a_narrow_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside: list[str] = []
+
+    def look(figure: Any, path: Path) -> list[Path]:
+        figure.draw_without_rendering()
+        figure.draw_without_rendering()  # the first time, axes get their places
+        titles = [
+            *(ax._left_title for ax in figure.axes),
+            figure._suptitle,
+            *([figure._supxlabel] if figure._supxlabel else []),
+        ]
+        outside.extend(t.get_text() for t in titles if t is not None and t.get_window_extent().x1 > figure.bbox.x1)
+        return [path]
+
+    monkeypatch.setattr(report, "save_figure", look)
+    spec = spec_of("flash_attention_backward")
+    plot.rates(
+        plot.rows_of(spec, H200, database.read(database.shipped_path("h200", spec.name)).entries[:2]), tmp_path / "rates"
+    )
+    long = "4x16384x32x128 bfloat16 causal window=4095 bias=bfloat16 segments deterministic"
+    plot.parameters(run_of(trial(10.0), trial(9.0, tile_m=128), op=spec.name, problem=long), tmp_path / "parameters")
+    assert outside == []
 
 
 def test_convergence_names_every_origin_and_the_best_trial(tmp_path: Path) -> None:

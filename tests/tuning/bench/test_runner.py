@@ -154,6 +154,15 @@ def test_gradients_do_three_times_the_work() -> None:
     assert both[-1].median_us == pytest.approx(3 * forward[-1].median_us, rel=1e-5)
 
 
+def test_the_gradient_of_a_loss_moves_the_logits_three_times_and_each_tokens_numbers_once_more() -> None:
+    spec = SPECS["cross_entropy"]
+    problem = spec.Problem(8, 256)
+    logits = 8 * 256 * 2
+    one, both = (problem_run(spec, problem, grad=grad).work() for grad in (False, True))
+    assert one == (3 * 8 * 256, logits + 8 * 12)
+    assert both == (6 * 8 * 256, 3 * logits + 8 * (12 + 16))
+
+
 def test_the_roofline_is_the_datasheets() -> None:
     large, tall = MatmulProblem(4096, 4096, 4096), MatmulProblem(8, 4096, 4096)
     large_us, tall_us = (problem_run(SPEC, problem).roofline().median_us for problem in (large, tall))
