@@ -31,6 +31,7 @@ from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.dot_general import dot_general
 from mgpu_ops.matmul.einsum import einsum
+from mgpu_ops.matmul.fp8 import Fp8State, fp8_matmul
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
@@ -126,6 +127,7 @@ __all__ = [
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
     "FlashAttentionProblem",
+    "Fp8State",
     "GatedGroupedMatmulProblem",
     "GatedMatmulConfig",
     "GatedMatmulProblem",
@@ -148,6 +150,7 @@ __all__ = [
     "einsum",
     "explain",
     "flash_attention",
+    "fp8_matmul",
     "gated_grouped_matmul",
     "gated_matmul",
     "grouped_matmul",

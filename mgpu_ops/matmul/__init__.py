@@ -195,7 +195,7 @@ def products(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias has shape {bias.shape}: it must be [n] = {(n,)}")
     if residual is not None:
-        residual = _like_the_result(residual, shape, call.out_dtype).reshape(*lead, m, n)
+        residual = like_the_result(residual, shape, call.out_dtype).reshape(*lead, m, n)
     kind, (scale_a, scale_b) = checked_scales((scale_a, scale_b), (m, n, k_a), (wide_a.shape[:-2], wide_b.shape[:-2]))
     call = dataclasses.replace(call, scales=kind)
     operands = [x for x in (wide_a, wide_b, scale_a, scale_b, bias, residual) if x is not None]
@@ -222,7 +222,7 @@ def _broadcast_batches(a: jax.Array, b: jax.Array) -> tuple[int, ...]:
         raise ValueError(f"the leading dimensions of a{a.shape} and b{b.shape} do not broadcast to each other") from None
 
 
-def _like_the_result(residual: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+def like_the_result(residual: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """The residual in the shape of the result. Raises for another shape or dtype."""
     if residual.dtype != dtype:
         raise ValueError(f"residual is {residual.dtype} and the result {dtype}: cast it, or pass its dtype as out_dtype")

@@ -73,23 +73,42 @@ def _checked_dtype(dtype: DTypeLike) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantize(x: jax.Array, scheme: Scheme, axis: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    largest = float(jnp.finfo(dtype).max)
-    wide = x.astype(jnp.float32)
-    size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
+    size = _finite_size(x)
     blocks = {"block": (axis,), "square": (-1, -2)}.get(scheme, ())  # dimensions of which each 128 share a scale
     shared = axis if scheme == "row" else None
     for dimension in blocks:
         size = _largest_of_blocks(size, dimension)
     if not blocks:
         size = jnp.max(size, shared, initial=0.0)
-    scales = jnp.where(size == 0.0, 1.0, jnp.maximum(size / largest, jnp.finfo(jnp.float32).tiny))
+    scales = jnp.where(size == 0.0, 1.0, scale_of(size, dtype))
     of_each = scales if shared is None else jnp.expand_dims(scales, shared)
     for dimension in blocks:
         of_each = jnp.repeat(of_each, BLOCK, dimension)
         of_each = jax.lax.slice_in_dim(of_each, 0, x.shape[dimension], axis=dimension % x.ndim)
-    scaled = wide / of_each
-    values = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -largest, largest), scaled)
-    return values.astype(dtype), scales
+    return with_scale(x, of_each, dtype), scales
+
+
+def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """The scale with which an absolute value, float32, becomes the largest number of the dtype."""
+    return jnp.maximum(largest / float(jnp.finfo(dtype).max), jnp.finfo(jnp.float32).tiny)
+
+
+def with_scale(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """x / scale in 8 bits, saturated at the dtype's largest number; NaN and infinities stay what they are."""
+    largest, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
+    scaled = wide / scale
+    return jnp.where(jnp.isfinite(wide), jnp.clip(scaled, -largest, largest), scaled).astype(dtype)
+
+
+def largest_finite(x: jax.Array) -> jax.Array:
+    """The largest absolute value that is finite, float32 []; 0 where there is none."""
+    return jnp.max(_finite_size(x), initial=0.0)
+
+
+def _finite_size(x: jax.Array) -> jax.Array:
+    """Absolute values in float32, 0 for NaN and infinities."""
+    wide = x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
 
 
 def _largest_of_blocks(x: jax.Array, axis: int) -> jax.Array:

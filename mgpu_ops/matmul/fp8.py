@@ -1,0 +1,257 @@
+"""fp8_matmul: a product of 16-bit arrays that is computed in 8-bit floats, forward and backward, and can be trained with.
+
+Sources: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433 (e4m3 forward, e5m2 gradients, delayed scaling);
+DeepSeek-V3, arXiv:2412.19437 (scales of blocks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from mgpu_ops import floats
+from mgpu_ops.core import mesh
+from mgpu_ops.matmul import like_the_result, matmul
+from mgpu_ops.matmul.arguments import float_dtype
+from mgpu_ops.matmul.quantize import largest_finite, quantize, scale_of, with_scale
+from mgpu_ops.registry import dispatch
+
+type Fp8Scheme = Literal["tensor", "row", "block"]
+FP8_SCHEMES: tuple[Fp8Scheme, ...] = get_args(Fp8Scheme.__value__)
+_E4M3, _E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+class Fp8State(NamedTuple):
+    """What delayed scaling knows of one product's arrays, from earlier calls. float32; `Fp8State.init` makes the first.
+
+    input is x, kernel w, and output_grad the gradient of the result. *_scale: what the next call divides the array by, [].
+    *_amax_history: its largest absolute values in the latest calls, [length], the latest first, and 0 where there was no call.
+    """
+
+    input_scale: jax.Array
+    input_amax_history: jax.Array
+    kernel_scale: jax.Array
+    kernel_amax_history: jax.Array
+    output_grad_scale: jax.Array
+    output_grad_amax_history: jax.Array
+
+    @classmethod
+    def init(cls, amax_history_length: int = 1024) -> Self:
+        """A state that has seen nothing: scales of 1, and so many zeros in each history."""
+        if not isinstance(amax_history_length, int) or amax_history_length < 1:
+            raise ValueError(f"amax_history_length={amax_history_length!r} must be an integer of 1 or more")
+        return cls(*(x for _ in range(3) for x in (jnp.ones((), jnp.float32), jnp.zeros(amax_history_length, jnp.float32))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    scheme: Fp8Scheme
+    transpose_b: bool
+    high_precision_weight_grad: bool
+    x_dtype: str
+    w_dtype: str
+    out_dtype: str
+    epilogue: tuple[str, ...]
+    backend: dispatch.Backend | None
+
+
+def fp8_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    state: Fp8State | None = None,
+    scheme: Fp8Scheme = "tensor",
+    high_precision_weight_grad: bool = False,
+    transpose_b: bool = False,
+    out_dtype: DTypeLike | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """x w + bias + residual in 8-bit floats, with gradients in 8-bit floats: a drop-in for `matmul` in training.
+
+    out = sx sw (x8 w8) + bias + residual, where x8 = round(x / sx), w8 = round(w / sw) are float8_e4m3fn;
+    dx = sg sw (g8 w8^T) and dw = sx sg (x8^T g8), where g8 = round(g / sg) of the result's gradient g is float8_e5m2.
+    Each operand is quantized along what its product sums over, as wgmma reads 8 bits: the backward pass has copies of its own
+    (`quantize(..., transpose=True)`). Sums are those of `matmul` of 8-bit floats, dbias and dresidual those of `matmul`.
+
+    Args:
+      x: [..., m, k] bfloat16, float16 or float32; leading dimensions are more rows.
+      w: [k, n], or [n, k] with `transpose_b`; floats of a dtype of their own.
+      bias: [n] floats. Default: none.
+      residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
+      state: None (default): current scaling, scales are found from the arrays themselves. A `Fp8State`: delayed scaling, its
+        scales are used, and what is larger saturates. The gradient with respect to the state *is the next call's state*, as in
+        flax's fp8 ops: take it from `jax.grad` and put it in place of the old one, with no optimizer in between.
+      scheme: what shares a scale in current scaling: "tensor" (default), an array; "row", a row or column of an operand;
+        "block", 1 x 128 of the left operand of a product and 128 x 128 of the right one.
+      high_precision_weight_grad: dw is a product of x and g themselves, in x's dtype. x is then kept for the backward pass
+        instead of its copy in 8 bits.
+      transpose_b: w is stored as [n, k].
+      out_dtype: of the result, bfloat16, float16 or float32; x's dtype by default.
+      backend: as in `matmul`, of all three products.
+
+    Returns:
+      [..., m, n] of out_dtype. Gradients have the dtypes of their arrays.
+
+    Delayed scaling, for each array: a call puts its largest absolute value into the history in place of the oldest, and the
+    next scale is the largest of the history by the dtype's largest number (448 of e4m3, 57344 of e5m2); where all are 0, the
+    scale stays. A state is of one product in a program: where two share one, JAX adds their next states up. Without a gradient,
+    as in inference, no state changes. In `jax.shard_map` a state that is the same everywhere stays so: it sees the whole mesh.
+
+    Works under jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. For the kernel k, n
+    and the number of rows are multiples of 16; else XLA runs, and a log line says why.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, an unknown scheme or backend, a state with a scheme other than "tensor".
+      TypeError: not arrays of floats, or a state that is none.
+    """
+    arrays = {"x": x, "w": w, "bias": bias, "residual": residual}
+    found = {name: floats.array("fp8_matmul", name, value) for name, value in arrays.items() if value is not None}
+    _check(found["x"], found["w"], scheme, bool(transpose_b))
+    state = _checked_state(state, scheme)
+    out = float_dtype(out_dtype, None, found["x"].dtype).name
+    if out not in _FLOATS:
+        raise ValueError(f"out_dtype={out} is not one of {', '.join(_FLOATS)}: cast the result")
+    call = _Call(
+        scheme,
+        bool(transpose_b),
+        bool(high_precision_weight_grad),
+        found["x"].dtype.name,
+        found["w"].dtype.name,
+        out,
+        tuple(name for name in ("bias", "residual") if name in found),
+        dispatch.requested_backend(backend),
+    )
+    return _of_rows(call, state, *mesh.same_mesh_axes(*found.values()))
+
+
+def _of_rows(call: _Call, state: Fp8State | None, x: jax.Array, w: jax.Array, *more: jax.Array) -> jax.Array:
+    """The product of x's rows, in x's leading dimensions. Raises for another shape of bias or residual."""
+    shape = (*x.shape[:-1], w.shape[0 if call.transpose_b else 1])
+    by = dict(zip(call.epilogue, more, strict=True))
+    if "bias" in by and by["bias"].shape != shape[-1:]:
+        raise ValueError(f"bias has shape {by['bias'].shape}: it must be [n] = {shape[-1:]}")
+    if "residual" in by:
+        by["residual"] = like_the_result(by["residual"], shape, call.out_dtype).reshape(-1, shape[-1])
+    return _product(call, x.reshape(-1, x.shape[-1]), w, state, *by.values()).reshape(shape)
+
+
+def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:
+    for name, array in (("x", x), ("w", w)):
+        if array.dtype.name not in _FLOATS:
+            raise ValueError(f"{name} is {array.dtype}: fp8_matmul quantizes {', '.join(_FLOATS)}; cast it, or call matmul")
+    if x.ndim < 2 or w.ndim != 2:
+        raise ValueError(f"x has shape {x.shape} and w {w.shape}: pass x of rank 2 or more, and w of rank 2")
+    if x.shape[-1] != w.shape[-1 if transpose_b else 0]:
+        raise ValueError(f"x{x.shape} and w{w.shape} differ in k (transpose_b={transpose_b})")
+    if scheme not in FP8_SCHEMES:
+        raise ValueError(f"scheme={scheme!r} is not one of {', '.join(FP8_SCHEMES)}")
+
+
+def _checked_state(state: Any, scheme: str) -> Fp8State | None:
+    if state is None:
+        return None
+    if not isinstance(state, Fp8State):
+        raise TypeError(f"state is {state!r:.80}: pass a mgpu_ops.Fp8State, as Fp8State.init() makes it")
+    if scheme != "tensor":
+        raise ValueError(f"scheme={scheme!r} with a state: delayed scaling has one scale for each array; leave scheme out")
+    arrays = Fp8State(*(floats.array("fp8_matmul", f"state.{name}", x) for name, x in zip(state._fields, state, strict=True)))
+    for name, x in zip(arrays._fields, arrays, strict=True):
+        rank = 0 if name.endswith("_scale") else 1
+        if x.ndim != rank or x.dtype != jnp.float32 or x.size == 0:
+            shape = "[]" if rank == 0 else "[length]"
+            raise ValueError(
+                f"state.{name} is {x.dtype}{list(x.shape)}: it must be float32{shape}, as Fp8State.init() makes it"
+            )
+    return arrays
+
+
+# --- Products of quantized arrays ---------------------------------------------------------------------------------------
+
+Quantized = tuple[jax.Array, jax.Array]  # values, stored along what the product sums over, and their scales
+
+
+def _quantized(call: _Call, x: jax.Array, dtype: Any, scale: jax.Array | None, *, right: bool = False) -> Quantized:
+    """x[rows, what is summed over] in 8 bits, for the left operand of a product or the right one; `scale`: a known one."""
+    if scale is not None:
+        return with_scale(x, scale, dtype), scale
+    values, scales = quantize(x, "square" if right and call.scheme == "block" else call.scheme, dtype=dtype)
+    return values, scales
+
+
+def _matmul(call: _Call, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:
+    """a[m, k] b[n, k]^T."""
+    (a8, scale_a), (b8, scale_b) = a, b
+    scales = {"scale_a": scale_a, "scale_b": scale_b}
+    return matmul(a8, b8, transpose_b=True, out_dtype=out_dtype, backend=call.backend, **scales, **epilogue)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *more: jax.Array) -> jax.Array:
+    """x[m, k] w, w as it is stored; then the bias [n] and the residual [m, n] that the call has."""
+    wide = w if call.transpose_b else w.mT  # [n, k]
+    scale_x, scale_w = (None, None) if state is None else (state.input_scale, state.kernel_scale)
+    a, b = _quantized(call, x, _E4M3, scale_x), _quantized(call, wide, _E4M3, scale_w, right=True)
+    return _matmul(call, a, b, call.out_dtype, **dict(zip(call.epilogue, more, strict=True)))
+
+
+def _forward(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *more: jax.Array) -> Any:
+    """The result, and for the backward pass w and x quantized along their other dimension, or x itself, and what they show.
+
+    dw is computed as it is stored: x is its left operand where w is [k, n], else its right one.
+    """
+    scale_x, scale_w = (None, None) if state is None else (state.input_scale, state.kernel_scale)
+    w8 = _quantized(call, w.mT if call.transpose_b else w, _E4M3, scale_w, right=True)  # [k, n], along n
+    x8 = x if call.high_precision_weight_grad else _quantized(call, x.mT, _E4M3, scale_x, right=call.transpose_b)
+    seen = None if state is None else (_largest(x, state), _largest(w, state))
+    bias = more[0] if "bias" in call.epilogue else None
+    return _product(call, x, w, state, *more), (x8, w8, state, seen, bias)
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    x8, w8, state, seen, bias = saved
+    scale_g = None if state is None else state.output_grad_scale
+    dx = _matmul(call, _quantized(call, g, _E5M2, scale_g), w8, call.x_dtype)
+    if call.high_precision_weight_grad:
+        pair = (g.astype(x8.dtype), x8) if call.transpose_b else (x8, g.astype(x8.dtype))
+        dw = matmul(*pair, transpose_a=True, out_dtype=call.w_dtype, backend=call.backend)
+    else:
+        g8 = _quantized(call, g.mT, _E5M2, scale_g, right=not call.transpose_b)
+        dw = _matmul(call, *((g8, x8) if call.transpose_b else (x8, g8)), call.w_dtype)
+    more = {} if bias is None else {"bias": jnp.sum(g, 0, dtype=jnp.float32).astype(bias.dtype)}
+    more["residual"] = g
+    new = None if state is None else _next(state, (*seen, _largest(g, state)))
+    return dx, dw, new, *(more[name] for name in call.epilogue)
+
+
+_product.defvjp(_forward, _backward)
+
+
+# --- Delayed scaling ----------------------------------------------------------------------------------------------------
+
+
+def _largest(x: jax.Array, state: Fp8State) -> jax.Array:
+    """The largest absolute value that is finite, over the mesh axes along which x differs and the state does not."""
+    over = jax.typeof(x).manual_axis_type.varying - jax.typeof(state.input_scale).manual_axis_type.varying
+    found = largest_finite(x)
+    return lax.pmax(found, tuple(sorted(over))) if over else found
+
+
+def _next(state: Fp8State, seen: tuple[jax.Array, ...]) -> Fp8State:
+    """The state of the next call. seen: the largest values of input, kernel and gradient of the result."""
+    found: list[jax.Array] = []
+    for amax, dtype, scale, history in zip(seen, (_E4M3, _E4M3, _E5M2), state[::2], state[1::2], strict=True):
+        history = jnp.roll(history, 1).at[0].set(amax)
+        largest = jnp.max(history)
+        found += [jnp.where(largest > 0.0, scale_of(largest, dtype), scale), history]
+    return Fp8State(*found)
