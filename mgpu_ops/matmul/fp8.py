@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
@@ -81,8 +82,9 @@ def fp8_matmul(
 
     out = sx sw (x8 w8) + bias + residual, where x8 = round(x / sx), w8 = round(w / sw) are float8_e4m3fn;
     dx = sg sw (g8 w8^T) and dw = sx sg (x8^T g8), where g8 = round(g / sg) of the result's gradient g is float8_e5m2.
-    Each operand is quantized along what its product sums over, as wgmma reads 8 bits: the backward pass has copies of its own
-    (`quantize(..., transpose=True)`). Sums are those of `matmul` of 8-bit floats, dbias and dresidual those of `matmul`.
+    Each operand is stored along what its product sums over, as wgmma reads 8 bits: the backward pass has transposed copies, of
+    the same numbers where an array has one scale, else quantized anew. Sums are those of `matmul` of 8-bit floats, dbias and
+    dresidual those of `matmul`.
 
     Args:
       x: [..., m, k] bfloat16, float16 or float32; leading dimensions are more rows.
@@ -181,12 +183,26 @@ def _checked_state(state: Any, scheme: str) -> Fp8State | None:
 Quantized = tuple[jax.Array, jax.Array]  # values, stored along what the product sums over, and their scales
 
 
-def _quantized(call: _Call, x: jax.Array, dtype: Any, scale: jax.Array | None, *, right: bool = False) -> Quantized:
-    """x[rows, what is summed over] in 8 bits, for the left operand of a product or the right one; `scale`: a known one."""
-    if scale is not None:
-        return with_scale(x, scale, dtype), scale
-    values, scales = quantize(x, "square" if right and call.scheme == "block" else call.scheme, dtype=dtype)
-    return values, scales
+def _both_ways(
+    call: _Call, x: jax.Array, scale: jax.Array | None, right: tuple[bool, bool], dtype: Any = _E4M3
+) -> tuple[Quantized, Quantized]:
+    """x[rows, columns] in 8 bits for a product that sums over its columns, and transposed for one that sums over its rows.
+
+    scale: a known one. right: whether each is the right operand of its product. With one scale for all of x both are the same
+    numbers. XLA likes to transpose what they are computed from, of 16 and 32 bits: told how arrays lie, it transposes 8 bits.
+    """
+    if call.scheme == "tensor":
+        x = _rows_first(x)
+        values, scale = quantize(x, "tensor", dtype=dtype) if scale is None else (with_scale(x, scale, dtype), scale)
+        values = _rows_first(values)
+        return (values, scale), (values.mT, scale)
+    schemes = ("square" if is_right and call.scheme == "block" else call.scheme for is_right in right)
+    along, other = (quantize(y, scheme, dtype=dtype) for y, scheme in zip((x, x.mT), schemes, strict=True))
+    return (along[0], along[1]), (other[0], other[1])
+
+
+def _rows_first(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
 
 
 def _matmul(call: _Call, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:
@@ -199,10 +215,7 @@ def _matmul(call: _Call, a: Quantized, b: Quantized, out_dtype: str, **epilogue:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *more: jax.Array) -> jax.Array:
     """x[m, k] w, w as it is stored; then the bias [n] and the residual [m, n] that the call has."""
-    wide = w if call.transpose_b else w.mT  # [n, k]
-    scale_x, scale_w = (None, None) if state is None else (state.input_scale, state.kernel_scale)
-    a, b = _quantized(call, x, _E4M3, scale_x), _quantized(call, wide, _E4M3, scale_w, right=True)
-    return _matmul(call, a, b, call.out_dtype, **dict(zip(call.epilogue, more, strict=True)))
+    return _forward(call, x, w, state, *more)[0]
 
 
 def _forward(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *more: jax.Array) -> Any:
@@ -211,23 +224,23 @@ def _forward(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *m
     dw is computed as it is stored: x is its left operand where w is [k, n], else its right one.
     """
     scale_x, scale_w = (None, None) if state is None else (state.input_scale, state.kernel_scale)
-    w8 = _quantized(call, w.mT if call.transpose_b else w, _E4M3, scale_w, right=True)  # [k, n], along n
-    x8 = x if call.high_precision_weight_grad else _quantized(call, x.mT, _E4M3, scale_x, right=call.transpose_b)
+    a, a_t = _both_ways(call, x, scale_x, (False, call.transpose_b))
+    b_t, b = _both_ways(call, w, scale_w, (True, True))[:: -1 if call.transpose_b else 1]
+    out = _matmul(call, a, b, call.out_dtype, **dict(zip(call.epilogue, more, strict=True)))
     seen = None if state is None else (_largest(x, state), _largest(w, state))
     bias = more[0] if "bias" in call.epilogue else None
-    return _product(call, x, w, state, *more), (x8, w8, state, seen, bias)
+    return out, (x if call.high_precision_weight_grad else a_t, b_t, state, seen, bias)
 
 
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    x8, w8, state, seen, bias = saved
-    scale_g = None if state is None else state.output_grad_scale
-    dx = _matmul(call, _quantized(call, g, _E5M2, scale_g), w8, call.x_dtype)
+    x, w8, state, seen, bias = saved
+    g8, g8_t = _both_ways(call, g, None if state is None else state.output_grad_scale, (False, not call.transpose_b), _E5M2)
+    dx = _matmul(call, g8, w8, call.x_dtype)
     if call.high_precision_weight_grad:
-        pair = (g.astype(x8.dtype), x8) if call.transpose_b else (x8, g.astype(x8.dtype))
+        pair = (g.astype(x.dtype), x) if call.transpose_b else (x, g.astype(x.dtype))
         dw = matmul(*pair, transpose_a=True, out_dtype=call.w_dtype, backend=call.backend)
     else:
-        g8 = _quantized(call, g.mT, _E5M2, scale_g, right=not call.transpose_b)
-        dw = _matmul(call, *((g8, x8) if call.transpose_b else (x8, g8)), call.w_dtype)
+        dw = _matmul(call, *((g8_t, x) if call.transpose_b else (x, g8_t)), call.w_dtype)
     more = {} if bias is None else {"bias": jnp.sum(g, 0, dtype=jnp.float32).astype(bias.dtype)}
     more["residual"] = g
     new = None if state is None else _next(state, (*seen, _largest(g, state)))

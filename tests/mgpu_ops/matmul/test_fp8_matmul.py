@@ -86,6 +86,18 @@ def test_leading_dimensions_bias_and_residual_have_the_gradients_of_matmul():
         assert share(one, other) < 1e-6
 
 
+def test_vmap_is_each_product_with_scales_of_its_own():
+    x, w = normal(0, 3, 16, 32) * jnp.array([1.0, 8.0, 64.0])[:, None, None], normal(1, 32, 48)
+
+    def step(x: jax.Array) -> Any:
+        return jax.value_and_grad(lambda w: jnp.sum(fp8_matmul(x, w) ** 2))(w)
+
+    mapped, apart = jax.vmap(step)(x), [step(each) for each in x]
+    for i, each in enumerate(apart):
+        for found, wanted in zip(mapped, each, strict=True):
+            np.testing.assert_allclose(found[i], wanted, rtol=1e-5, atol=1e-4)
+
+
 # --- Delayed scaling
 
 
