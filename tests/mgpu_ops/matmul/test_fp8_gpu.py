@@ -56,7 +56,8 @@ def test_sums_are_those_of_the_documented_arithmetic_to_the_bit(one_sign, scales
     a, b = (x.astype(dtype) for x, dtype in zip((jnp.abs(a), jnp.abs(b)) if one_sign else (a, b), (E4M3, b_dtype)))
     problem = MatmulProblem(72, 72, k, E4M3, "float32", "nt", b_dtype=b_dtype, scales=scales)
     arrays = (a, b, *(jnp.ones(shape) for shape in scale_shapes(problem)))
-    config = replace(BASE, tile_m=64, tile_n=64, tile_k=128, max_concurrent_steps=4, compute_warpgroups=1)
+    config = replace(BASE, tile_m=64, tile_n=64, tile_k=128, max_concurrent_steps=4, compute_warpgroups=1, epilogue_tile_n=32)
+    assert MATMUL.check(problem, config, gpu.current()) is None
     out = np.asarray(jax.jit(functools.partial(MATMUL.run, problem, config, gpu.current()))(*arrays))
     wanted = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T
     errors = np.abs(out - wanted) / np.abs(wanted) if one_sign else np.abs(out - wanted) / np.sqrt(np.mean(wanted**2))

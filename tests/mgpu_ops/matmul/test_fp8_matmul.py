@@ -14,6 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops import Fp8State, MatmulProblem, fp8_matmul, matmul, quantize
+from scripts import fp8_convergence
+from tests import thorough
 from tests.arrays import normal
 
 E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", jnp.bfloat16, jnp.float32
@@ -167,6 +169,54 @@ def test_a_state_that_all_devices_share_is_that_of_the_mesh():
     split = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(rows, all_alike, all_alike), out_specs=all_alike))
     for found, wanted in zip(jax.tree.leaves(split(x, w, Fp8State.init(2))), jax.tree.leaves(step(x, w, Fp8State.init(2)))):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(wanted))))
+
+
+# --- Training
+
+
+def trained(product: Callable[..., jax.Array], state: Fp8State | None = None) -> list[float]:
+    """The losses of a gated layer that learns another's outputs, each step with other inputs, by plain gradient descent."""
+    x, teacher, student = normal(0, 40, 64, 32), *(normal(i, 3, 32, 32) / 32**0.5 for i in (1, 2))
+
+    def layer(weights: jax.Array, x: jax.Array, product: Callable[..., jax.Array], states: Any) -> jax.Array:
+        gate, up = (product(x, w, state=state) for w, state in zip(weights[:2], states[:2]))
+        return product(jax.nn.silu(gate) * up, weights[2], state=states[2])
+
+    def without_state(x: jax.Array, w: jax.Array, state: None) -> jax.Array:
+        return product(x, w)
+
+    def loss(weights: jax.Array, states: Any, x: jax.Array) -> jax.Array:
+        wanted = layer(teacher, x, lambda x, w, state: x @ w, [None] * 3)
+        found = layer(weights.astype(BF16), x.astype(BF16), product if state else without_state, states)
+        return jnp.mean((found.astype(F32) - wanted) ** 2)
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        weights, states = carry
+        value, (change, states) = jax.value_and_grad(loss, (0, 1))(weights, states, x)
+        return (weights - 4.0 * change, states), value
+
+    _, losses = jax.jit(lambda x: jax.lax.scan(step, (student, [state] * 3), jnp.concatenate([x] * 3)))(x)
+    return [float(value) for value in losses]
+
+
+def test_a_layer_learns_as_in_bfloat16_with_each_recipe():
+    wanted = trained(matmul)
+    assert wanted[-1] < 0.1 * wanted[0]
+    recipes = {"tensor": {}, "row": {"scheme": "row"}, "block": {"scheme": "block"}, "16": {"high_precision_weight_grad": True}}
+    found = {name: trained(functools.partial(fp8_matmul, **recipe)) for name, recipe in recipes.items()}
+    found["delayed"] = trained(fp8_matmul, Fp8State.init(16))
+    for name, losses in found.items():
+        assert np.mean(losses[-10:]) < 1.2 * np.mean(wanted[-10:]) + 0.01 * wanted[0], name
+
+
+@thorough.only_in_all
+def test_a_language_model_learns_as_in_bfloat16_with_each_recipe():
+    """docs/ops/matmul.md has the losses of more steps."""
+    last = {
+        name: fp8_convergence.last(fp8_convergence.losses(recipe, steps=100))
+        for name, recipe in fp8_convergence.RECIPES.items()
+    }
+    assert max(last.values()) < 1.02 * last["bfloat16"]
 
 
 # --- Errors

@@ -1,0 +1,118 @@
+"""Trains a small language model with products in 16 bits and in 8 bits by each recipe, and draws their losses.
+
+    python scripts/fp8_convergence.py --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
+
+The model, its text and its optimizer are those of examples/llama.py. Every product of a layer is `mgpu_ops.fp8_matmul`, or
+`mgpu_ops.matmul` in bfloat16; the head is bfloat16. All begin with the same weights and see the same text. On a CPU numbers are
+rounded to 8 bits as for the kernel, and sums over k are float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mgpu_ops
+from examples import llama
+
+MODEL = llama.Model()
+RECIPES: dict[str, Mapping[str, Any] | None] = {  # arguments of fp8_matmul; None: in bfloat16
+    "bfloat16": None,
+    "a scale for each array": {},
+    "delayed scaling": {"state": mgpu_ops.Fp8State.init(16)},
+    "rows and columns": {"scheme": "row"},
+    "blocks": {"scheme": "block"},
+    "weight gradients in 16 bits": {"high_precision_weight_grad": True},
+}
+_PRODUCTS = 5  # of a layer: q, k and v, output, gate, up, down
+_SMOOTH = 20  # steps of a mean in the picture
+
+
+def losses(
+    recipe: Mapping[str, Any] | None, model: llama.Model = MODEL, steps: int = 300, batch: int = 16, tokens: int = 64
+) -> list[float]:
+    """The loss of each step of training from the same weights."""
+    others = {name: value for name, value in (recipe or {}).items() if name != "state"}
+    states = [recipe["state"]] * (_PRODUCTS * model.layers) if recipe and "state" in recipe else []
+
+    def loss(params: llama.Params, states: list[Any], data: jax.Array) -> jax.Array:
+        left = iter(states)
+
+        def product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+            return mgpu_ops.fp8_matmul(x, w, residual=residual, state=next(left, None), **others)
+
+        backend = llama.OURS if recipe is None else dataclasses.replace(llama.OURS, product=product)
+        return llama.loss(model, backend, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), data)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: llama.Params, adam: Any, states: list[Any], data: jax.Array, step: jax.Array) -> Any:
+        value, (grads, states) = jax.value_and_grad(loss, (0, 1))(params, states, data)
+        return *llama.adam(params, grads, adam, step), states, value
+
+    characters = llama.text(steps * batch * (tokens + 1) // 5)[: steps * batch * (tokens + 1)]
+    data = np.frombuffer(characters.encode(), np.uint8).astype(np.int32).reshape(steps, batch, tokens + 1)
+    params = jax.jit(functools.partial(llama.init, model))(jax.random.key(0))
+    adam, found = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)), []
+    for step, part in enumerate(data, 1):
+        params, adam, states, value = update(params, adam, states, jnp.asarray(part), jnp.int32(step))
+        found.append(float(value))
+    return found
+
+
+def last(curve: list[float]) -> float:
+    """The mean loss of the last tenth of the steps."""
+    return float(np.mean(curve[-max(1, len(curve) // 10) :]))
+
+
+def draw(curves: Mapping[str, list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (whole, apart) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    base = _smooth(curves["bfloat16"])
+    steps = np.arange(_SMOOTH, len(curves["bfloat16"]) + 1)
+    for name, curve in curves.items():
+        whole.plot(steps, _smooth(curve), label=name, linewidth=2 if name == "bfloat16" else 1)
+        if name != "bfloat16":
+            apart.plot(steps, 100 * (_smooth(curve) / base - 1), color=whole.lines[-1].get_color(), linewidth=1)
+    whole.set(xlabel="step", ylabel=f"loss, mean of {_SMOOTH} steps", yscale="log")
+    whole.legend(fontsize=8)
+    apart.set(xlabel="step", ylabel="more loss than in bfloat16, %")
+    apart.axhline(0, color="black", linewidth=0.5)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _smooth(curve: list[float]) -> np.ndarray:
+    return np.convolve(curve, np.full(_SMOOTH, 1 / _SMOOTH), "valid")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="without a suffix")
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    curves: dict[str, list[float]] = {}
+    for name, recipe in RECIPES.items():
+        curves[name] = losses(recipe, steps=arguments.steps)
+        more = last(curves[name]) / last(curves["bfloat16"]) - 1
+        print(f"{name}: loss {last(curves[name]):.4f}, {100 * more:+.2f} % of that in bfloat16", flush=True)
+    about = {"model": dataclasses.asdict(MODEL), "jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    record = about | {"losses": {name: [round(x, 5) for x in curve] for name, curve in curves.items()}}
+    arguments.output.with_suffix(".json").write_text(json.dumps(record) + "\n")
+    draw(curves, arguments.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
