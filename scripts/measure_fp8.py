@@ -4,7 +4,7 @@
 
 It writes one line of JSON for each problem of the suites: XLA's times for the same product of 8 bits, those of the bf16
 product of the same sides with the config that a call uses; and for each config its times, spills, and error against XLA's
-result in float32. The configs are the one that a call uses, the default, and the next best ones by the model.
+result. The configs are the one that a call uses, the default, and the next best ones by the model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mgpu_ops import MatmulProblem, spec_of
 from mgpu_ops.core import aot
@@ -52,16 +53,29 @@ def chosen(problem: MatmulProblem, gpu: Gpu, count: int) -> list[Any]:
     return list(dict.fromkeys(c for c in (used, *MATMUL.candidates(problem, gpu)[:count]) if c is not None))
 
 
-def random(problem: MatmulProblem) -> tuple[jax.Array, ...]:
-    return jax.block_until_ready(jax.jit(partial(MATMUL.inputs, problem))(jax.random.key(0)))
+class Arrays:
+    """Random operands of any shape, cut from one buffer for each dtype: normal numbers; of float32, scales from 1/2 to 2."""
+
+    def __init__(self) -> None:
+        normal = jax.jit(lambda key, dtype: jax.random.normal(key, (2**29,), jnp.bfloat16).astype(dtype), static_argnums=1)
+        self._buffers = {dtype: normal(jax.random.key(0), dtype) for dtype in ("bfloat16", "float8_e4m3fn")}
+        self._buffers["float32"] = 2.0 ** jax.random.uniform(jax.random.key(1), (2**20,), jnp.float32, -1.0, 1.0)
+
+    def of(self, problem: MatmulProblem) -> list[jax.Array]:
+        shapes = jax.eval_shape(partial(MATMUL.inputs, problem), jax.random.key(0))
+        return [self._cut(x, 7919 * 1024 * number) for number, x in enumerate(shapes)]
+
+    def _cut(self, like: jax.ShapeDtypeStruct, start: int) -> jax.Array:
+        buffer = self._buffers[like.dtype.name]
+        start = min(start, buffer.size - like.size)
+        return jax.lax.slice(buffer, (start,), (start + like.size,)).reshape(like.shape)
 
 
-def of_problem(problem: MatmulProblem, tasks: dict[Any, Future], bf16: Future, gpu: Gpu) -> dict[str, Any]:
+def of_problem(problem: MatmulProblem, tasks: dict[Any, Future], bf16: Future, made: Arrays, gpu: Gpu) -> dict[str, Any]:
     """The record of a problem."""
-    arrays, wide = random(problem), random(in_bf16(problem))
-    exact = dataclasses.replace(problem, out_dtype="float32")
-    reference = jax.jit(partial(MATMUL.reference, exact))(*arrays)
+    arrays, wide = made.of(problem), made.of(in_bf16(problem))
     calls = {"xla": partial(jax.jit(partial(MATMUL.reference, problem)).lower(*arrays).compile(), *arrays)}
+    reference = calls["xla"]()
     calls["bf16"] = partial(aot.load(bf16.result()), *wide)
     used, records = next(iter(tasks)), []
     for config, task in tasks.items():
@@ -105,7 +119,7 @@ def main() -> None:
     if gpu is None:
         parser.error("this machine has no Hopper GPU")
     about = {"gpu": gpu.name, "driver": gpus.driver_version(), "jax": jax.__version__}
-    topology, queued = aot.attached(), []
+    topology, queued, made = aot.attached(), [], Arrays()
     with Pool(seconds=60.0) as pool, arguments.output.open("a", encoding="utf-8") as stream:
         for name, problem in problems(arguments.suites.split(",")).items():
             jobs = {c: CompileJob("matmul", problem, c, gpu, topology) for c in chosen(problem, gpu, arguments.configs)}
@@ -118,7 +132,7 @@ def main() -> None:
                 print("out of time")
                 break
             try:
-                record = {"name": name} | of_problem(problem, tasks, bf16, gpu) | about
+                record = {"name": name} | of_problem(problem, tasks, bf16, made, gpu) | about
             except Exception as error:
                 print(name, "failed:", str(error)[:300], flush=True)
                 continue
