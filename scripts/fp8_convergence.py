@@ -3,8 +3,8 @@
     python scripts/fp8_convergence.py --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
 
 The model, its text and its optimizer are those of examples/llama.py. Every product of a layer is `mgpu_ops.fp8_matmul`, or
-`mgpu_ops.matmul` in bfloat16; the head is bfloat16. All begin with the same weights and see the same text. On a CPU numbers are
-rounded to 8 bits as for the kernel, and sums over k are float32.
+`mgpu_ops.matmul` in bfloat16; the head is bfloat16. All see the same text, and all but one begin with the same weights. On CPUs
+numbers are rounded to 8 bits as for the kernel, and sums over k are float32.
 """
 
 from __future__ import annotations
@@ -34,13 +34,20 @@ RECIPES: dict[str, Mapping[str, Any] | None] = {  # arguments of fp8_matmul; Non
     "weight gradients in 16 bits": {"high_precision_weight_grad": True},
 }
 _PRODUCTS = 5  # of a layer: q, k and v, output, gate, up, down
+_RATE = 2e-3  # of learning, in the first step
+_AGAIN = "bfloat16, other weights"  # how far two runs are apart in any case
 _SMOOTH = 20  # steps of a mean in the picture
 
 
 def losses(
-    recipe: Mapping[str, Any] | None, model: llama.Model = MODEL, steps: int = 300, batch: int = 16, tokens: int = 64
+    recipe: Mapping[str, Any] | None,
+    model: llama.Model = MODEL,
+    steps: int = 300,
+    batch: int = 16,
+    tokens: int = 64,
+    seed: int = 0,
 ) -> list[float]:
-    """The loss of each step of training from the same weights."""
+    """The loss of each step of training, from weights that the seed decides. The learning rate falls to zero."""
     others = {name: value for name, value in (recipe or {}).items() if name != "state"}
     states = [recipe["state"]] * (_PRODUCTS * model.layers) if recipe and "state" in recipe else []
 
@@ -56,11 +63,12 @@ def losses(
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params: llama.Params, adam: Any, states: list[Any], data: jax.Array, step: jax.Array) -> Any:
         value, (grads, states) = jax.value_and_grad(loss, (0, 1))(params, states, data)
-        return *llama.adam(params, grads, adam, step), states, value
+        rate = _RATE * (1.0 - step / steps)
+        return *llama.adam(params, grads, adam, step, rate), states, value
 
     characters = llama.text(steps * batch * (tokens + 1) // 5)[: steps * batch * (tokens + 1)]
     data = np.frombuffer(characters.encode(), np.uint8).astype(np.int32).reshape(steps, batch, tokens + 1)
-    params = jax.jit(functools.partial(llama.init, model))(jax.random.key(0))
+    params = jax.jit(functools.partial(llama.init, model))(jax.random.key(seed))
     adam, found = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)), []
     for step, part in enumerate(data, 1):
         params, adam, states, value = update(params, adam, states, jnp.asarray(part), jnp.int32(step))
@@ -83,9 +91,19 @@ def draw(curves: Mapping[str, list[float]], path: Path) -> None:
     base = _smooth(curves["bfloat16"])
     steps = np.arange(_SMOOTH, len(curves["bfloat16"]) + 1)
     for name, curve in curves.items():
-        whole.plot(steps, _smooth(curve), label=name, linewidth=2 if name == "bfloat16" else 1)
+        whole.plot(
+            steps,
+            _smooth(curve),
+            label=name,
+            linewidth=2 if name == "bfloat16" else 1,
+            linestyle=":" if name == _AGAIN else "-",
+        )
         if name != "bfloat16":
-            apart.plot(steps, 100 * (_smooth(curve) / base - 1), color=whole.lines[-1].get_color(), linewidth=1)
+            apart.plot(
+                steps,
+                100 * (_smooth(curve) / base - 1),
+                **{key: getattr(whole.lines[-1], f"get_{key}")() for key in ("color", "linestyle")},
+            )
     whole.set(xlabel="step", ylabel=f"loss, mean of {_SMOOTH} steps", yscale="log")
     whole.legend(fontsize=8)
     apart.set(xlabel="step", ylabel="more loss than in bfloat16, %")
@@ -108,6 +126,8 @@ def main() -> None:
         curves[name] = losses(recipe, steps=arguments.steps)
         more = last(curves[name]) / last(curves["bfloat16"]) - 1
         print(f"{name}: loss {last(curves[name]):.4f}, {100 * more:+.2f} % of that in bfloat16", flush=True)
+    curves[_AGAIN] = losses(None, steps=arguments.steps, seed=1)
+    print(f"{_AGAIN}: loss {last(curves[_AGAIN]):.4f}", flush=True)
     about = {"model": dataclasses.asdict(MODEL), "jax": jax.__version__, "device": jax.devices()[0].device_kind}
     record = about | {"losses": {name: [round(x, 5) for x in curve] for name, curve in curves.items()}}
     arguments.output.with_suffix(".json").write_text(json.dumps(record) + "\n")

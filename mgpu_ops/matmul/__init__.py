@@ -42,7 +42,6 @@ from mgpu_ops.matmul.problem import (
     supports,
     tolerance,
     transposed,
-    unmeasured,
 )
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
@@ -142,7 +141,7 @@ def matmul(
     residual. `jax.checkpoint` computes it again instead.
 
     There is no gradient with scales or operands of 8 bits: JAX would have it in their 8 bits, without a scale of its own, where
-    most of it is lost. Train with the gradient of the numbers before `mgpu_ops.quantize`, in 16 bits.
+    most of it is lost. `mgpu_ops.fp8_matmul` of the numbers before `mgpu_ops.quantize` has one.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run, a
@@ -247,8 +246,8 @@ def _forward(call: _Call, *arrays: jax.Array) -> Any:
     if call.scales != "none" or not {a.dtype.name, b.dtype.name}.isdisjoint({*FLOAT8, "int8"}):
         raise ValueError(
             f"matmul of {a.dtype} and {b.dtype} with scales={call.scales!r} has no gradient: 8 bits without a scale of its own "
-            "would lose it. Give a function of the 16-bit arrays, which quantizes them and calls matmul, a jax.custom_vjp that "
-            "multiplies them in 16 bits, or hold the arrays constant with jax.lax.stop_gradient"
+            "would lose it. Train with mgpu_ops.fp8_matmul of the 16-bit arrays, or hold the arrays constant with "
+            "jax.lax.stop_gradient"
         )
     saved = (a, b, extra[0] if call.bias else None, None)
     if call.activation == "none":
@@ -432,7 +431,6 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=xla.cost,
-    unmeasured=unmeasured,
     plain=plain,
 )
 

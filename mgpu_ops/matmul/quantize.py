@@ -43,8 +43,8 @@ def quantize(
     max(2^-3 abs(x), 2^-17 scale), up to 2^-22 abs(x) from float32. No finite number becomes infinite or NaN. NaN and infinities
     stay what they are (e4m3 has no infinity: NaN) and count for no scale.
 
-    It is plain JAX: XLA makes one or two kernels of it. Gradients through it are 8-bit floats' own, which is why `matmul` has
-    none of them.
+    It is plain JAX: XLA makes one or two kernels of it. Gradients through it are 8-bit floats' own: train with
+    `fp8_matmul`.
 
     Raises ValueError for an unknown scheme, axis or dtype; TypeError for what is no array of floats.
     """

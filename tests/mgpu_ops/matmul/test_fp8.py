@@ -182,7 +182,7 @@ def test_a_gradient_is_refused_with_the_way_out():
     def loss(scale: jax.Array, a: jax.Array) -> jax.Array:
         return matmul(a, b, transpose_b=True, scale_a=scale, out_dtype=F32).sum()
 
-    with pytest.raises(ValueError, match=r"has no gradient: 8 bits (.|\n)*custom_vjp(.|\n)*stop_gradient"):
+    with pytest.raises(ValueError, match=r"has no gradient: 8 bits (.|\n)*fp8_matmul(.|\n)*stop_gradient"):
         jax.grad(loss)(jnp.ones(()), a)
     held = jax.lax.stop_gradient
     assert jax.grad(lambda x: x * loss(held(jnp.float32(2.0)), held(a)))(1.0) == pytest.approx(loss(jnp.float32(2.0), a))
@@ -208,13 +208,6 @@ def test_where_xla_was_slower_the_kernel_runs():
     assert len(problems) >= 8
     for problem in problems:
         assert re.search("runs +the kernel", mgpu_ops.explain("matmul", problem, gpu="h200"))
-
-
-def test_what_has_not_run_on_a_gpu_runs_through_xla_unless_it_is_asked_for():
-    problem = MatmulProblem(4096, 7168, 16384, "int8", "int32", "nt")
-    text = mgpu_ops.explain("matmul", problem, gpu="h200")
-    assert re.search("runs +XLA", text)
-    assert "has not run on a GPU yet: backend='mosaic' runs it" in text
 
 
 @pytest.mark.parametrize(
