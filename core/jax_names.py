@@ -9,6 +9,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.state import AbstractRef
 from jax.experimental import io_callback
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def why_no_cudnn() -> str | None:
@@ -84,9 +85,11 @@ def cudnn_attention_gradients(
 
 __all__ = [
     "AbstractRef",
+    "Layout",
     "cudnn_attention",
     "cudnn_attention_gradients",
     "cudnn_paged_attention",
     "io_callback",
     "why_no_cudnn",
+    "with_layout_constraint",
 ]

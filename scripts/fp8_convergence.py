@@ -104,7 +104,7 @@ def draw(curves: Mapping[str, list[float]], path: Path) -> None:
                 100 * (_smooth(curve) / base - 1),
                 **{key: getattr(whole.lines[-1], f"get_{key}")() for key in ("color", "linestyle")},
             )
-    whole.set(xlabel="step", ylabel=f"loss, mean of {_SMOOTH} steps", yscale="log")
+    whole.set(xlabel="step", ylabel=f"loss, mean of {_SMOOTH} steps")
     whole.legend(fontsize=8)
     apart.set(xlabel="step", ylabel="more loss than in bfloat16, %")
     apart.axhline(0, color="black", linewidth=0.5)

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh
+from mgpu_ops.core.jax_names import Layout, with_layout_constraint
 from mgpu_ops.matmul import like_the_result, matmul
 from mgpu_ops.matmul.arguments import float_dtype
 from mgpu_ops.matmul.quantize import largest_finite, quantize, scale_of, with_scale
