@@ -201,12 +201,12 @@ def trained(product: Callable[..., jax.Array], state: Fp8State | None = None) ->
 
 def test_a_layer_learns_as_in_bfloat16_with_each_recipe():
     wanted = trained(matmul)
-    assert wanted[-1] < 0.1 * wanted[0]
+    assert np.mean(wanted[-10:]) < 0.25 * wanted[0]
     recipes = {"tensor": {}, "row": {"scheme": "row"}, "block": {"scheme": "block"}, "16": {"high_precision_weight_grad": True}}
     found = {name: trained(functools.partial(fp8_matmul, **recipe)) for name, recipe in recipes.items()}
     found["delayed"] = trained(fp8_matmul, Fp8State.init(16))
     for name, losses in found.items():
-        assert np.mean(losses[-10:]) < 1.2 * np.mean(wanted[-10:]) + 0.01 * wanted[0], name
+        assert np.mean(losses[-10:]) < 1.1 * np.mean(wanted[-10:]), name
 
 
 @thorough.only_in_all
