@@ -20,7 +20,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.jax_names import Layout, with_layout_constraint
 from mgpu_ops.matmul import like_the_result, matmul
 from mgpu_ops.matmul.arguments import float_dtype
-from mgpu_ops.matmul.quantize import largest_finite, quantize, scale_of, with_scale
+from mgpu_ops.matmul.quantize import Scheme, largest_finite, quantize, scale_of, with_scale
 from mgpu_ops.registry import dispatch
 
 type Fp8Scheme = Literal["tensor", "row", "block"]
@@ -196,7 +196,7 @@ def _both_ways(
         values, scale = quantize(x, "tensor", dtype=dtype) if scale is None else (with_scale(x, scale, dtype), scale)
         values = _rows_first(values)
         return (values, scale), (values.mT, scale)
-    schemes = ("square" if is_right and call.scheme == "block" else call.scheme for is_right in right)
+    schemes: list[Scheme] = ["square" if is_right and call.scheme == "block" else call.scheme for is_right in right]
     along, other = (quantize(y, scheme, dtype=dtype) for y, scheme in zip((x, x.mT), schemes, strict=True))
     return (along[0], along[1]), (other[0], other[1])
 
@@ -206,10 +206,10 @@ def _rows_first(x: jax.Array) -> jax.Array:
 
 
 def _matmul(call: _Call, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:
-    """a[m, k] b[n, k]^T."""
+    """a[m, k] b[n, k]^T, with a bias and a residual if they are given."""
     (a8, scale_a), (b8, scale_b) = a, b
-    scales = {"scale_a": scale_a, "scale_b": scale_b}
-    return matmul(a8, b8, transpose_b=True, out_dtype=out_dtype, backend=call.backend, **scales, **epilogue)
+    product = functools.partial(matmul, scale_a=scale_a, scale_b=scale_b, transpose_b=True, out_dtype=out_dtype)
+    return product(a8, b8, backend=call.backend, **epilogue)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -240,7 +240,8 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
         pair = (g.astype(x.dtype), x) if call.transpose_b else (x, g.astype(x.dtype))
         dw = matmul(*pair, transpose_a=True, out_dtype=call.w_dtype, backend=call.backend)
     else:
-        dw = _matmul(call, *((g8_t, x) if call.transpose_b else (x, g8_t)), call.w_dtype)
+        left, right = (g8_t, x) if call.transpose_b else (x, g8_t)
+        dw = _matmul(call, left, right, call.w_dtype)
     more = {} if bias is None else {"bias": jnp.sum(g, 0, dtype=jnp.float32).astype(bias.dtype)}
     more["residual"] = g
     new = None if state is None else _next(state, (*seen, _largest(g, state)))
