@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pathlib
 import re
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,8 @@ FORWARD, H200 = spec_of("flash_attention"), gpu.find("h200")
 P = FORWARD.Problem
 ONE = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=1, **ONE_WARPGROUP)
 SPLIT = {n: replace(ONE, kv_splits=n, kv_cluster=min(n, 8)) for n in (1, 2, 4, 8, 16)}
+
+RESULTS = pathlib.Path(__file__).parents[3] / "results/2026-11-22-h200-flash_attention-decode-splits.txt"
 
 # --- interpreted
 
@@ -159,6 +162,19 @@ def test_keys_are_split_by_default_for_few_query_tokens_alone(name):
     problem = FORWARD.shapes[name]
     decoding = "-decode-" in name or "-verify-" in name
     assert (FORWARD.default(problem, H200).kv_splits > 0) == (problem.q_tokens <= 16) == decoding
+
+
+def test_the_model_ranks_first_what_was_measured_to_be_fast():
+    """In results/: configs of nine problems, measured in turn on an H200."""
+    pattern = r"(\S+): ([\d.]+) us, .* of HBM, tile=(\d+) steps=(\d+) splits=(\d+) cluster=(\d+)"
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for name, us, *fields in re.findall(pattern, RESULTS.read_text()):
+        names = ("tile_kv", "max_concurrent_steps", "kv_splits", "kv_cluster")
+        config = replace(ONE, **dict(zip(names, map(int, fields), strict=True)))
+        measured.setdefault(name, []).append((FORWARD.cost(FORWARD.shapes[name], config, H200), float(us)))
+    behind = {name: min(found)[1] / min(us for _, us in found) for name, found in measured.items()}
+    assert len(behind) == 9
+    assert max(behind.values()) < 1.05
 
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 8), (1, 1), (3, 8), (5, 4)])
