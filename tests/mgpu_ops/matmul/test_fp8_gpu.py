@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import MatmulProblem, matmul, spec_of
+from mgpu_ops import Fp8State, MatmulProblem, fp8_matmul, matmul, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.matmul.problem import scale_shapes
 from tests.configs import BASE
@@ -112,3 +112,19 @@ def test_random_problems_with_a_random_candidate(seed, assert_matmul):
     for config in draw.sample(MATMUL.candidates(problem, device), 3):
         out = jax.jit(functools.partial(MATMUL.run, problem, config, device))(*arrays)
         assert_matmul(problem, out, *arrays)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block", "delayed"])
+def test_fp8_matmul_and_its_gradients_in_the_kernels_are_those_of_xla(recipe):
+    shapes = [(256, 512), (512, 384), (256, 384)]
+    arrays = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+    more = {"state": Fp8State.init(4)} if recipe == "delayed" else {"scheme": recipe}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(backend: str, x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        out, backward = jax.vjp(lambda x, w: fp8_matmul(x, w, backend=backend, **more), x, w)
+        return out, *backward(g)
+
+    for found, wanted in zip(step("mosaic", *arrays), step("xla", *arrays), strict=True):
+        found, wanted = (np.asarray(each).astype(np.float32) for each in (found, wanted))
+        assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
