@@ -83,6 +83,7 @@ _GROUPED = {
     "epilogue_tile_n": (64, 128, 256),
     "epilogue_slots": (1, 2),
     "memory_registers": (40,),
+    "schedule": ("static",),
 }
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "matmul": {
