@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
 import mgpu_ops
 from mgpu_ops.core import gpu as gpus
@@ -124,45 +123,9 @@ def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> ja
     return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
 
 
-@jax.custom_vjp
 def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-    """A product of 8-bit floats with a scale for each array, found from the array itself: e4m3, gradients e5m2."""
-    return _fp8_forward(x, w, residual)[0]
+    return mgpu_ops.fp8_matmul(x, w, residual=residual)
 
-
-def _fp8_forward(x: jax.Array, w: jax.Array, residual: jax.Array | None) -> Any:
-    """Kept for the backward pass: x transposed and w, in 8 bits."""
-    x8, x8_t, x_scale = _in_8_bits(x)
-    w8, w8_t, w_scale = _in_8_bits(w)
-    out = _fp8_matmul(x8, w8_t, x_scale, w_scale, residual)
-    return out, (x8_t, x_scale, w8, w_scale, residual is not None)
-
-
-def _fp8_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    x8_t, x_scale, w8, w_scale, has_residual = saved
-    g8, g8_t, g_scale = _in_8_bits(g, jnp.float8_e5m2)
-    dx = _fp8_matmul(g8, w8, g_scale, w_scale)
-    dw = _fp8_matmul(x8_t, g8_t, x_scale, g_scale)
-    return dx, dw, g if has_residual else None
-
-
-def _in_8_bits(x: jax.Array, dtype: Any = jnp.float8_e4m3fn) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x in 8 bits, the same transposed, and their scale.
-
-    XLA likes to transpose what x is computed from, in 16 and 32 bits: it is told where x lies, and to transpose the 8 bits.
-    """
-    rows = Layout(major_to_minor=(0, 1))
-    values, scale = mgpu_ops.quantize(with_layout_constraint(x, rows), "tensor", dtype=dtype)
-    values = jax.lax.optimization_barrier(with_layout_constraint(values, rows))
-    return values, values.T, scale
-
-
-def _fp8_matmul(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, residual: Any = None) -> jax.Array:
-    """Of a [m, k] and b [n, k], both stored along k, as the tensor cores read 8 bits."""
-    return mgpu_ops.matmul(a, b, scale_a=scale_a, scale_b=scale_b, residual=residual, transpose_b=True, out_dtype=jnp.bfloat16)
-
-
-_fp8_product.defvjp(_fp8_forward, _fp8_backward)
 
 OURS = Backend(
     _product, mgpu_ops.gated_matmul, functools.partial(mgpu_ops.flash_attention, causal=True), _look_up, mgpu_ops.cross_entropy

@@ -194,7 +194,7 @@ def _both_ways(
     if call.scheme == "tensor":
         x = _rows_first(x)
         values, scale = quantize(x, "tensor", dtype=dtype) if scale is None else (with_scale(x, scale, dtype), scale)
-        values = _rows_first(values)
+        values = lax.optimization_barrier(_rows_first(values))  # one kernel rounds, another transposes
         return (values, scale), (values.mT, scale)
     schemes: list[Scheme] = ["square" if is_right and call.scheme == "block" else call.scheme for is_right in right]
     along, other = (quantize(y, scheme, dtype=dtype) for y, scheme in zip((x, x.mT), schemes, strict=True))
