@@ -47,6 +47,7 @@ from mgpu_ops.matmul.quantized.problem import (
     storing_warpgroups,
     warpgroup_panels,
     warpgroup_rows,
+    x_width,
 )
 
 _STARTED = PANEL // X_PANEL  # wgmma of a panel of weights
@@ -66,7 +67,7 @@ class _Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
 
     zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
-    w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, panels, tile_m, 64]. s_smem, z_smem: [stages, groups, tile_n].
+    w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, copies, tile_m, x_width]. s_smem, z_smem: [stages, groups, tile_n].
     parts: [warpgroups - 1, rows / 64, 64, tile_m] float32, sums of the other warpgroups where they share k.
     """
 
@@ -110,8 +111,9 @@ class _Block:
             src = self.w.at[columns, pl.ds(first + i * PANEL, PANEL)]
             engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
         shared = {"collective_axes": "cluster"} if c.cluster == "n" else {}
-        for i in range(c.tile_k // X_PANEL):
-            src = self.x.at[rows, pl.ds(first + i * X_PANEL, X_PANEL)]
+        width = x_width(p, c)
+        for i in range(c.tile_k // width):
+            src = self.x.at[rows, pl.ds(first + i * width, width)]
             engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], full, **shared)
         if p.group_size:
             groups = c.tile_k // p.group_size
@@ -155,12 +157,18 @@ class _Block:
             panel = self.first_panel + i
             weights = self._weights(stage, panel, row, zeros[number : number + 1])
             for j in range(_STARTED):
-                x = self.x_smem.at[stage, panel * _STARTED + j]
+                x = self._x(stage, panel * _STARTED + j)
                 engine.wgmma(accs[number], weights[:, j * X_PANEL : (j + 1) * X_PANEL], engine.transpose_ref(x))
             if count or done:
                 engine.wgmma_wait(_STARTED)
             if done and not count:
                 done()
+
+    def _x(self, stage: jax.Array, panel: Int) -> Any:
+        """A panel of x in shared memory."""
+        if x_width(self.p, self.c) == X_PANEL:
+            return self.x_smem.at[stage, panel]
+        return self.x_smem.at[stage, 0, :, pl.ds(panel * X_PANEL, X_PANEL)]
 
     def _weights(self, stage: jax.Array, panel: Int, row: int, zeros: Sequence[jax.Array]) -> jax.Array:
         """64 rows of a panel of weights as `load_upcast` makes them: less zero points, and times the scales of groups."""
@@ -317,17 +325,18 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, wgs, storing = c.max_concurrent_steps, c.compute_warpgroups, storing_warpgroups(c)
     row_blocks, epilogue = warpgroup_rows(c) // ROWS, epilogue_rows(c)
-    copies = c.tile_k // PANEL + c.tile_k // X_PANEL + bool(p.group_size) * (1 + p.zero_points)
+    width = x_width(p, c)
+    copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
-        transforms = engine.operand_transforms(shape[-1], dtype)
+        transforms = engine.operand_transforms(shape[-1], dtype)  # of 128 bytes, or of all of a row where that is less
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
     accumulator = (ROWS, c.tile_m)
     scratch = {
         "accumulators": engine.Accumulators((accumulator,) * row_blocks, wgs),
         "w_smem": smem((stages, c.tile_k // PANEL, c.tile_n, PANEL), p.w_dtype),
-        "x_smem": smem((stages, c.tile_k // X_PANEL, c.tile_m, X_PANEL), p.dtype),
+        "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
         "out_smem": smem((storing, epilogue_buffers(c), epilogue, ROWS), p.out_dtype),
         "barriers": _barriers(c, copies),
     }

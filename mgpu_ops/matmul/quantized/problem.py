@@ -238,6 +238,11 @@ def _check_registers(c: Config, gpu: Gpu) -> str | None:
 # --- What a config takes --------------------------------------------------------------------------------------------
 
 
+def x_width(p: Problem, c: Config) -> int:
+    """Elements of x along k that a copy brings: all of a step, or where swizzle tiles of 8 rows do not divide x, a panel."""
+    return c.tile_k if (p.m <= 8 or p.m % 8 == 0) and p.k % X_PANEL == 0 else X_PANEL
+
+
 def warpgroup_rows(c: Config) -> int:
     """Columns of the result that one consumer warpgroup multiplies, in wgmma's rows."""
     return c.tile_n if c.wg_dimension == "k" else c.tile_n // c.compute_warpgroups
