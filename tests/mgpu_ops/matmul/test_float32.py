@@ -14,7 +14,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops import MatmulConfig, MatmulProblem, matmul
 from mgpu_ops.core import aot, gpu
-from mgpu_ops.matmul import algorithms
+from mgpu_ops.matmul import algorithms, smem_bytes
 from mgpu_ops.registry import resolution
 from mgpu_ops.tuning import labels, public
 from tests import thorough
@@ -304,6 +304,7 @@ def test_the_kernel_multiplies_float32_without_spills(algorithm, instruction, sc
     report = aot.compile_for(H200, lambda *x: SPEC.run(problem, config, H200, *x), *arrays)
     assert (report.spills, report.serialized) == (0, "")
     assert f"f32.{instruction}" in report.ptx
+    assert report.smem_bytes == smem_bytes(problem, config)
 
 
 def test_sizes_that_count_beyond_32_bits_are_told():
