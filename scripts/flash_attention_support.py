@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import mgpu_ops
 from mgpu_ops.attention.dot_product_attention import JaxArguments, why_jax
 from mgpu_ops.attention.heads import HEAD_DIMS, backward_dim, rounded
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 
@@ -199,8 +200,14 @@ def watched(device: gpus.Gpu | None) -> Iterator[list[Ran]]:
 
     def watch(spec: Any) -> Any:
         def zeros(problem: Any, *arrays: Any) -> Any:
-            of = jax.eval_shape(lambda *arrays: spec.reference(problem, *arrays), *arrays)
-            return jax.tree.map(lambda x: mesh.same_mesh_axes(jnp.zeros(x.shape, x.dtype), *arrays)[0], of)
+            """Of the results' shapes and dtypes; to trace the reference for them would take most of the time."""
+            q, k, v = arrays[:3]
+            if hasattr(problem, "bias_grad"):
+                of = [q, k, v] + [Inputs.of(problem, arrays[6:]).bias] * problem.bias_grad
+            else:
+                batch, tokens, heads, _ = q.shape
+                of = [array(batch, tokens, heads, v.shape[3], dtype=q.dtype), array(batch, heads, tokens, dtype="float32")]
+            return tuple(mesh.same_mesh_axes(jnp.zeros(x.shape, x.dtype), *arrays)[0] for x in of)
 
         def run(problem: Any, config: Any, gpu: gpus.Gpu, *arrays: Any, interpret: bool) -> Any:
             ran.append(Ran(spec.name, None))

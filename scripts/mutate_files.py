@@ -85,11 +85,12 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     ],
     "ragged_contraction": [{"group_offset": True, "dtype": "float16", "out_dtype": "float16"}],
     "flash_attention": [
-        {"bias": "float32", "soft_cap": True, "segments": True, "window_right": 64},
+        {"bias": "float32", "soft_cap": True, "soft_cap_after_bias": True, "segments": True, "window_right": 64},
         {"dtype": "float16", "align": "top_left", "sinks": True, "lengths": True},
     ],
     "flash_attention_backward": [
         {"deterministic": True, "lengths": True, "segments": True, "soft_cap": True, "window_right": 64},
+        {"bias": "float32", "soft_cap": True, "soft_cap_after_bias": True},
         {"bias": "bfloat16", "bias_grad": True, "dtype": "float16", "align": "top_left", "sinks": True},
     ],
     "cross_entropy": [{"dtype": "float32"}],

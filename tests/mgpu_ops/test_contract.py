@@ -29,8 +29,8 @@ CASES = [(spec, name) for spec in SPECS.values() for name in spec.shapes]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
 IDS = [f"{spec.name}-{name}" for spec, name in CASES]
 every_shape = pytest.mark.parametrize(("spec", "shape"), CASES, ids=IDS)
-every_fourth_shape = pytest.mark.parametrize(
-    ("spec", "shape"), [pytest.param(*case, marks=only_in_all) if i % 4 else case for i, case in enumerate(CASES)], ids=IDS
+every_eighth_shape = pytest.mark.parametrize(
+    ("spec", "shape"), [pytest.param(*case, marks=only_in_all) if i % 8 else case for i, case in enumerate(CASES)], ids=IDS
 )
 
 
@@ -84,7 +84,7 @@ def test_suites_name_shapes_that_exist_each_once(spec):
 # --- every named problem on every GPU
 
 
-@every_fourth_shape
+@every_eighth_shape
 def test_default_runs_and_has_a_modelled_time_on_every_gpu(spec, shape):
     problem = spec.shapes[shape]
     for device in GPUS:
@@ -113,7 +113,7 @@ def test_space_has_ordered_choices_for_each_field_of_config(spec, shape):
             assert list(choices) == sorted(choices)
 
 
-@every_fourth_shape
+@every_eighth_shape
 def test_space_contains_the_default_on_every_gpu(spec, shape):
     """So that the tuner can start from it and never ends below it."""
     problem = spec.shapes[shape]
@@ -123,7 +123,7 @@ def test_space_contains_the_default_on_every_gpu(spec, shape):
         assert {f: v for f, v in config.items() if v not in space[f]} == {}, device
 
 
-@every_fourth_shape
+@every_eighth_shape
 def test_inputs_fit_the_reference_and_the_kernel(spec, shape):
     problem = spec.shapes[shape]
     inputs = functools.partial(spec.inputs, problem)

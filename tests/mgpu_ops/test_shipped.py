@@ -75,13 +75,20 @@ def tile_of(config: Any) -> tuple[Any, ...]:
     )
 
 
+def mostly(op: str, problem: Any, config: Any) -> tuple[Any, ...]:
+    """What of a problem decides most of its kernel: of attention the head dims, few queries and the pass, but not the mask."""
+    if not isinstance(problem, Problem):
+        return kind_of(op, problem)
+    return padded(problem.head_dim), problem.v_dim, problem.q_tokens <= 16, getattr(config, "mode", "")
+
+
 def repeated() -> list[str]:
-    """The kernels whose kind of problem and whose tile others of their op have."""
+    """The kernels of about the code, and of the tile, that others of their op have."""
     names: list[str] = []
     kinds: set[Any] = set()
     tiles: set[Any] = set()
     for name, (op, problem, config, _) in KERNELS.items():
-        kind, tile = (op, *kind_of(op, problem)), (op, *tile_of(config))
+        kind, tile = (op, *mostly(op, problem, config)), (op, *tile_of(config))
         if kind in kinds and tile in tiles:
             names.append(name)
         kinds.add(kind)
