@@ -169,8 +169,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         registers = 32 if warpgroups == 3 else 24
         if rounded(problem.head_dim) % PANEL:  # the producer's addresses of narrow panels would spill
             registers = 48
-        schedule = {"pv_wait": pv_wait, "turns": turns if warpgroups > 1 else "none"}
-        pipelines = [Config(warpgroups, tile_kv, steps, q_slots, _SECTION, registers, **schedule) for steps in (3, 2)]
+        order = turns if warpgroups > 1 else "none"
+        pipelines = [Config(warpgroups, tile_kv, n, q_slots, _SECTION, registers, pv_wait, turns=order) for n in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
