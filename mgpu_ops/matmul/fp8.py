@@ -32,8 +32,8 @@ _FLOATS = ("bfloat16", "float16", "float32")
 class Fp8State(NamedTuple):
     """What delayed scaling knows of one product's arrays, from earlier calls. float32; `Fp8State.init` makes the first.
 
-    input is x, kernel w, and output_grad the gradient of the result. *_scale: what the next call divides the array by, [].
-    *_amax_history: its largest absolute values in the latest calls, [length], the latest first, and 0 where there was no call.
+    input is x, kernel w, and output_grad the gradient of the result. A scale, []: what the next call divides the array by.
+    An amax_history: its largest absolute values in the latest calls, [length], the latest first, and 0 where there was no call.
     """
 
     input_scale: jax.Array
@@ -92,7 +92,7 @@ def fp8_matmul(
       bias: [n] floats. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
       state: None (default): current scaling, scales are found from the arrays themselves. A `Fp8State`: delayed scaling, its
-        scales are used, and what is larger saturates. The gradient with respect to the state *is the next call's state*, as in
+        scales are used, and what is larger saturates. The gradient with respect to the state is the next call's state, as in
         flax's fp8 ops: take it from `jax.grad` and put it in place of the old one, with no optimizer in between.
       scheme: what shares a scale in current scaling: "tensor" (default), an array; "row", a row or column of an operand;
         "block", 1 x 128 of the left operand of a product and 128 x 128 of the right one.
