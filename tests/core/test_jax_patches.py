@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 
-from mgpu_ops.core import aot
+from mgpu_ops.core import aot, engine
 
 PLAIN = """
 import jax, jax.numpy as jnp
@@ -45,3 +49,15 @@ def test_the_switch_adds_in_float32_in_kernels_of_this_library_alone():
     result = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["True", "False", "False", "True"]
+
+
+def test_functions_that_other_programs_call_get_jaxs_arrays_as_ever():
+    given: list[type] = []
+
+    def note(x: Any) -> Any:
+        given.append(type(x))
+        return x
+
+    jax.jit(lambda x: io_callback(note, x, x))(jnp.ones(3)).block_until_ready()
+    assert engine.kernel  # with all patches
+    assert issubclass(given[0], jax.Array)
