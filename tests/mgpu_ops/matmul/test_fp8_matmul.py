@@ -35,11 +35,24 @@ def operands(transpose_b: bool = False, dtype: Any = BF16) -> tuple[jax.Array, j
 
 def gradients(function: Callable[..., jax.Array], *arrays: Any) -> tuple[jax.Array, ...]:
     """Of a sum with random weights, some 10^-4 in size, as gradients are."""
+    return _gradients(function, len(arrays))(*arrays)
+
+
+@functools.cache
+def _gradients(function: Callable[..., jax.Array], count: int) -> Any:
     weights = normal(9, M, N) / 1e4
-    return jax.jit(jax.grad(lambda *x: jnp.sum(function(*x).astype(F32) * weights), range(len(arrays))))(*arrays)
+    return jax.jit(jax.grad(lambda *x: jnp.sum(function(*x).astype(F32) * weights), range(count)))
 
 
-@pytest.mark.parametrize(("scheme", "transpose_b"), [("tensor", False), ("row", False), ("block", False), ("block", True)])
+@pytest.mark.parametrize(
+    ("scheme", "transpose_b"),
+    [
+        ("tensor", True),
+        ("block", False),
+        pytest.param("row", False, marks=thorough.only_in_all),
+        pytest.param("block", True, marks=thorough.only_in_all),
+    ],
+)
 def test_the_product_and_its_gradients_are_those_of_16_bits_within_rounding(transpose_b, scheme):
     x, w = operands(transpose_b)
     product = functools.partial(fp8_matmul, scheme=scheme, transpose_b=transpose_b)
@@ -88,6 +101,7 @@ def test_leading_dimensions_bias_and_residual_have_the_gradients_of_matmul():
         assert share(one, other) < 1e-6
 
 
+@thorough.only_in_all
 def test_vmap_is_each_product_with_scales_of_its_own():
     x, w = normal(0, 3, 16, 32) * jnp.array([1.0, 8.0, 64.0])[:, None, None], normal(1, 32, 48)
 
@@ -109,31 +123,31 @@ def with_state(x: jax.Array, w: jax.Array, state: Fp8State) -> jax.Array:
 
 def test_the_gradient_of_a_state_is_the_next_one():
     x, w = operands()
-    first = Fp8State.init(3)
+    first = Fp8State.init(2)
     second = gradients(with_state, x, w, first)[2]
     largest = {"input": x, "kernel": w, "output_grad": (normal(9, M, N) / 1e4).astype(BF16)}
     for name, array in largest.items():
         amax = float(jnp.max(jnp.abs(array)))
         history = getattr(second, f"{name}_amax_history")
-        np.testing.assert_allclose(history, [amax, 0, 0], rtol=1e-6)
+        np.testing.assert_allclose(history, [amax, 0], rtol=1e-6)
         np.testing.assert_allclose(getattr(second, f"{name}_scale"), amax / (57344 if "grad" in name else 448), rtol=1e-6)
     third = gradients(with_state, x / 2, w, second)[2]  # the largest of the history counts, until it is forgotten
     np.testing.assert_array_equal(third.input_scale, second.input_scale)
-    for _ in range(2):
-        third = gradients(with_state, x / 2, w, third)[2]
+    third = gradients(with_state, x / 2, w, third)[2]
     np.testing.assert_allclose(third.input_scale, second.input_scale / 2, rtol=1e-6)
 
 
 def test_scales_of_earlier_calls_are_used_and_what_is_larger_saturates():
     x, w = operands(dtype=F32)
-    state = gradients(with_state, x, w, Fp8State.init(4))[2]
-    np.testing.assert_array_equal(fp8_matmul(x, w, state=state), fp8_matmul(x, w))
+    state = gradients(with_state, x, w, Fp8State.init(2))[2]
+    product = jax.jit(with_state)
+    assert share(product(x, w, state), fp8_matmul(x, w)) < 0.002  # the same scales, but for a rounding of a quotient
     for found, wanted in zip(gradients(with_state, x, w, state)[:2], gradients(fp8_matmul, x, w), strict=True):
         assert share(found, wanted) < 0.01  # the gradient's scale was that of the same gradient
     large = x.at[0, 0].mul(1e30)
-    assert np.isfinite(fp8_matmul(large, w, state=state)).all()
+    assert np.isfinite(product(large, w, state)).all()
     clipped = x.at[0, 0].set(jnp.sign(x[0, 0]) * jnp.max(jnp.abs(x)))
-    np.testing.assert_array_equal(fp8_matmul(large, w, state=state), fp8_matmul(clipped, w, state=state))
+    np.testing.assert_array_equal(product(large, w, state), product(clipped, w, state))
 
 
 def test_zeros_leave_a_scale_as_it_is():
@@ -199,14 +213,10 @@ def trained(product: Callable[..., jax.Array], state: Fp8State | None = None) ->
     return [float(value) for value in losses]
 
 
-def test_a_layer_learns_as_in_bfloat16_with_each_recipe():
-    wanted = trained(matmul)
+def test_a_layer_learns_as_in_bfloat16():
+    wanted, found = trained(matmul), trained(fp8_matmul, Fp8State.init(16))
     assert np.mean(wanted[-10:]) < 0.25 * wanted[0]
-    recipes = {"tensor": {}, "row": {"scheme": "row"}, "block": {"scheme": "block"}, "16": {"high_precision_weight_grad": True}}
-    found = {name: trained(functools.partial(fp8_matmul, **recipe)) for name, recipe in recipes.items()}
-    found["delayed"] = trained(fp8_matmul, Fp8State.init(16))
-    for name, losses in found.items():
-        assert np.mean(losses[-10:]) < 1.1 * np.mean(wanted[-10:]), name
+    assert np.mean(found[-10:]) < 1.1 * np.mean(wanted[-10:])
 
 
 @thorough.only_in_all
