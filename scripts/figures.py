@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/images/speed.svg"
@@ -196,6 +197,41 @@ def moe(results: Path) -> Iterator[str]:
     yield from sources(*files(layers))
 
 
+def program(results: Path) -> Iterator[str]:
+    """Steps of a language model: milliseconds and the memory that XLA plans, beside XLA's in the same run."""
+    steps: dict[tuple[str, str], dict[str, Row]] = {}
+    found = []
+    for path, rows in newest(results, "h200-llama"):
+        here: dict[tuple[str, str], dict[str, Row]] = {}
+        for row in rows:
+            here.setdefault((row["op"], row["problem"]), {})[row["impl"]] = row
+        steps |= here
+        found.append(path)
+    if not steps:
+        raise LookupError(f"{results} has no benchmark h200-llama")
+    yield "| a step | XLA and cuDNN, ms | ours, ms | theirs over ours | XLA's memory, GB | ours, GB |"
+    yield "|---" * 6 + "|"
+    for (op, problem), by in sorted(steps.items(), key=_order_of_step):
+        xla, ours = (float(by[impl]["median_us"]) / 1e3 for impl in ("xla", "mgpu_ops"))
+        peaks = (f"{float(by[impl]['peak_bytes']) / 1e9:.2f}" for impl in ("xla", "mgpu_ops"))
+        yield f"| {_step(op, problem)} | {xla:.4g} | {ours:.4g} | {xla / ours:.3f}x | {' | '.join(peaks)} |"
+    yield from sources(*found)
+
+
+_STEPS = {"llama-step": "training", "llama-fp8-step": "training in 8 bits", "llama-decode": "decoding"}
+
+
+def _order_of_step(item: tuple[tuple[str, str], Any]) -> tuple[int, str, list[int]]:
+    op, problem = item[0]
+    return [*_STEPS].index(op.removesuffix("-sustained")), op, [int(n) for n in problem.rsplit("-", 1)[1].split("x")]
+
+
+def _step(op: str, problem: str) -> str:
+    what = _STEPS[op.removesuffix("-sustained")] + ", without pause" * op.endswith("-sustained")
+    many, _, cached = problem.rsplit("-", 1)[1].partition("x")
+    return f"{what}, {many} sequence{'s' * (many != '1')} of {cached} tokens" if cached else f"{what}, {many} tokens"
+
+
 def size(n: int) -> str:
     return next(f"{n // scale} {unit}" for scale, unit in ((2**20, "MiB"), (2**10, "KiB"), (1, "B")) if n >= scale)
 
@@ -339,6 +375,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "cross_entropy": cross_entropy,
     "moe": moe,
     "collectives": collectives,
+    "program": program,
     "summary": summary,
 }
 

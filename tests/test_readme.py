@@ -94,6 +94,25 @@ def test_the_newest_file_of_a_problem_counts_and_is_named(tmp_path: Path) -> Non
         figures.problems(tmp_path, "h100-matmul")
 
 
+def test_steps_of_a_program_are_those_of_the_newest_file_in_the_order_of_their_sizes(tmp_path: Path) -> None:
+    def steps(day: int, *rows: tuple[str, str, str, float]) -> None:
+        with (tmp_path / f"2025-01-0{day}-h200-llama.csv").open("w", newline="") as stream:
+            head = ("op", "problem", "impl", "median_us", "peak_bytes")
+            csv.writer(stream).writerows([head, *((*row, 2_500_000_000) for row in rows)])
+
+    few, many, tokens = "llama3-8b-4-layers-16384-2x4096", "llama3-8b-4-layers-16384-16x4096", "llama3-8b-4-layers-16384-8192"
+    old = [(op, of, impl, 9e3) for op, of in (("llama-decode", many), ("llama-step", tokens)) for impl in ("xla", "mgpu_ops")]
+    steps(1, *old)
+    steps(2, *(("llama-decode", of, impl, us) for of in (many, few) for impl, us in (("xla", 600.0), ("mgpu_ops", 500.0))))
+    steps(3, ("llama-step-sustained", tokens, "xla", 9e3), ("llama-step-sustained", tokens, "mgpu_ops", 6e3))
+    assert list(figures.program(tmp_path))[2:-1] == [
+        "| training, 8192 tokens | 9 | 9 | 1.000x | 2.50 | 2.50 |",
+        "| training, without pause, 8192 tokens | 9 | 6 | 1.500x | 2.50 | 2.50 |",
+        "| decoding, 2 sequences of 4096 tokens | 0.6 | 0.5 | 1.200x | 2.50 | 2.50 |",
+        "| decoding, 16 sequences of 4096 tokens | 0.6 | 0.5 | 1.200x | 2.50 | 2.50 |",
+    ]
+
+
 # --- examples in Python
 
 
