@@ -380,15 +380,12 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array, *extra: jax.Array) -
 
 
 def _precision(p: Problem) -> lax.PrecisionLike:
-    """JAX's name for the algorithm of a product through XLA; float32's own is right for any.
-
-    XLA's CPU backend has only that one. XLA's nine products of parts have the error of tf32 (docs/kernels/matmul.md).
-    """
+    """JAX's name for the algorithm of a product through XLA, whose CPU backend has only float32's own."""
     if p.algorithm == "none":
         return None
-    if gpus.current() is None or p.algorithm in ("bf16_x6", "bf16_x9", "float32"):
-        return lax.Precision.HIGHEST
-    return lax.Precision.DEFAULT if p.algorithm == "tf32" else algorithms.PRESETS[p.algorithm]
+    algorithm = "float32" if gpus.current() is None else algorithms.of_xla(p.algorithm, p.m, p.n)
+    common = {"float32": lax.Precision.HIGHEST, "tf32": lax.Precision.DEFAULT}
+    return common.get(algorithm) or algorithms.PRESETS[algorithm]
 
 
 def _product(a: jax.Array, b: jax.Array, wide: Any, precision: lax.PrecisionLike = None) -> jax.Array:

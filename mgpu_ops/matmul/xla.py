@@ -12,6 +12,7 @@ import math
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.model import slowdown
 from mgpu_ops.matmul.problem import Problem, bytes_moved
 
@@ -27,8 +28,6 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
     "tf32_x3": 0.11,
     "bf16": 0.87,
     "bf16_x3": 0.207,
-    "bf16_x6": 0.054,  # as float32: `matmul.reference`
-    "bf16_x9": 0.054,
     "float32": 0.054,
 }
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
@@ -54,10 +53,10 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile;
     with a k that must be padded, at least `_PADDED` times the time of HBM.
     """
-    p, parts = problem, split_k(problem, gpu)
+    p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
-    tiles = _TILES_PARTS if p.algorithm == "bf16_x3" else _TILES
+    tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in tiles)
     arithmetic = slowdown(arithmetic)
     seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY) + _widening(p, gpu)
@@ -65,7 +64,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
     launch = _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
-    return launch + _LAUNCH_PARTS * (p.algorithm == "bf16_x3") + seconds
+    return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds
 
 
 def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gpu: Gpu) -> float:
@@ -74,8 +73,9 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
     flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
     area = rows * columns / 128**2
     rate = _RATE * gpu.bf16_flops if itemsize_of(p.dtype) > 1 else _RATE_8_BITS * gpu.flops(p.dtype)
-    if p.algorithm in _RATES:
-        rate = _RATES[p.algorithm] * gpu.bf16_flops
+    algorithm = algorithms.of_xla(p.algorithm, p.m, p.n)
+    if algorithm in _RATES:
+        rate = _RATES[algorithm] * gpu.bf16_flops
     if p.scales == "block":  # of float32 numbers, rounded to tf32
         rate = _RATE_OF_BLOCKS * gpu.bf16_flops
     return waves * (flops * gpu.sms / (left * rate) + _STORE * area)

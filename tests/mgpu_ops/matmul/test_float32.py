@@ -198,6 +198,33 @@ def test_a_precision_that_there_is_not_is_told(dtype, precision, reason):
         matmul(a, a, precision=precision)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "m", "wanted"),
+    [
+        ("tf32", 1, jax.lax.Precision.DEFAULT),
+        ("bf16_x3", 1, jax.lax.Precision.HIGHEST),
+        ("bf16_x3", 64, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
+        ("bf16_x6", 64, jax.lax.Precision.HIGHEST),
+        ("bf16_x9", 64, jax.lax.Precision.HIGHEST),
+    ],
+)
+def test_xla_computes_what_it_is_precise_at(algorithm, m, wanted):
+    """Of XLA's own names: the nine products, and three with a vector, were as imprecise as tf32 on an H200."""
+    problem = replace(P, m=m, algorithm=algorithm)
+    arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
+    with mgpu_ops.target("h200"):
+        jaxpr = jax.make_jaxpr(functools.partial(SPEC.reference, problem))(*arrays)
+    (product,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"] or [
+        e
+        for call in jaxpr.eqns
+        if "jaxpr" in call.params
+        for e in call.params["jaxpr"].eqns
+        if e.primitive.name == "dot_general"
+    ]
+    precision = product.params["precision"]
+    assert (precision[0] if isinstance(precision, tuple) else precision) == wanted
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_any_precision_is_that_of_16_bits(dtype):
     a, b = normal(0, 16, 24, dtype=dtype), normal(1, 24, 32, dtype=dtype)
