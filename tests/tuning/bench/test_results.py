@@ -94,6 +94,9 @@ def test_every_committed_result_is_read_and_its_problems_are_of_their_op(path: P
     assert rows
     for r in rows:
         op = r.op.removesuffix(results.GRAD)
+        if op.startswith("llama-"):  # a program of examples/, whose problems are named there
+            assert r.problem.startswith("llama3-8b-")
+            continue
         labels.problem_of(layers.SPEC if op == layers.SPEC.name else SPECS[op], r.problem)
 
 
