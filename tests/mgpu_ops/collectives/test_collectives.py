@@ -27,12 +27,14 @@ from mgpu_ops.core import aot, gpu
 from mgpu_ops.registry import database, job, resolution
 from mgpu_ops.registry import dispatch as op
 from mgpu_ops.registry.database import Entry, Evidence
+from tests import thorough
 from tests.jobs import run_job
 
 P = PartitionSpec
 H200 = gpu.find("h200")
 CONFIG = CollectiveConfig("two_shot", 2, 2048, 2)
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+ONLY_IN_ALL = thorough.only_in_all
 either_check = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 pytestmark = pytest.mark.usefixtures("no_races")
 
@@ -79,8 +81,10 @@ def test_the_kernel_gives_what_xla_gives(shape, reduction):
     np.testing.assert_array_equal(ours, xla)
 
 
-@pytest.mark.parametrize("backend", [None, "interpret"])
-@pytest.mark.parametrize("dimension", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("backend", "dimension"),
+    [*((None, d) for d in (0, 1, -1)), ("interpret", 1), *(pytest.param("interpret", d, marks=ONLY_IN_ALL) for d in (0, -1))],
+)
 def test_scatter_and_gather_along_any_dimension(dimension, backend):
     x = draw(2, 4, 6, 10)
     scattered = on_devices(lambda x: reduce_scatter(x, "d", dimension=dimension, backend=backend), x)
@@ -195,8 +199,10 @@ GRADIENTS = {
 }
 
 
-@either_check
-@pytest.mark.parametrize("backend", [None, "interpret"])
+@pytest.mark.parametrize(
+    ("backend", "check_vma"),
+    [(None, False), (None, True), ("interpret", True), pytest.param("interpret", False, marks=ONLY_IN_ALL)],
+)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_jax(name, backend, check_vma):
     ours, plain = GRADIENTS[name]
