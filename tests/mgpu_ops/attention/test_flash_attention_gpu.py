@@ -703,7 +703,8 @@ def test_configs_run_other_kernels_to_the_same_end(where, assert_close):
             q_slots=q_slots,
             section_waves=1,
             memory_registers=32 if warpgroups == 3 else 40,
-            pv_wait="late" if warpgroups > 1 else "early",
+            pv_wait=("early", "late", "half")[warpgroups - 1],
+            turns="products" if warpgroups == 3 else "none",
         )
         with given(config, where) as kwargs:
             assert_close(flash_attention(*arrays, causal=True, backend="mosaic", **kwargs), wanted, BF16)

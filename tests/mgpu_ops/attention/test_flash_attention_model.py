@@ -113,6 +113,31 @@ def test_a_deterministic_gradient_is_never_a_sum_in_any_order(problem: Problem) 
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"compute_warpgroups": 1}, "turns='products' is for 2 or 3 compute_warpgroups, not 1: use 'none'"),
+        ({"turns": "always"}, "turns='always' is neither 'none' nor 'products'"),
+        ({"pv_wait": "never"}, "pv_wait='never' is not 'early', 'half' or 'late'"),
+    ],
+)
+def test_turns_and_waits_that_cannot_be(changes: dict[str, Any], reason: str) -> None:
+    problem = FORWARD.shapes["mha128-4096"]
+    config = FORWARD.default(problem, H200)
+    assert config.turns == "products"
+    assert FORWARD.check(problem, dataclasses.replace(config, **changes), H200) == reason
+
+
+def test_the_soft_cap_after_a_bias_needs_both() -> None:
+    both = {"bias": "bfloat16", "soft_cap": True, "soft_cap_after_bias": True}
+    for less in ({"bias": "none"}, {"soft_cap": False}):
+        problem = dataclasses.replace(FORWARD.shapes["mha128-4096"], **both | less)
+        assert "leave it out" in str(FORWARD.supports(problem, H200))
+    problem = BackwardProblem(1, 256, 256, 2, 2, 64, bias_grad=True, **both)
+    assert BACKWARD.supports(problem, H200) is None
+    assert "beside soft_cap" in str(BACKWARD.supports(dataclasses.replace(problem, soft_cap_after_bias=False), H200))
+
+
+@pytest.mark.parametrize(
     ("problem", "changes", "reason"),
     [
         ({}, {"dq_step": "later"}, "neither 'same' nor 'next'"),
