@@ -54,6 +54,7 @@ _RATE = 0.7  # of the tensor cores' rate, whose left operand comes from register
 _MULTICAST = 0.79  # of the time is left to loads that two blocks share
 _SUM = 0.4e-6  # s that adding up the sums of warpgroups, or of a cluster, takes a tile
 _STORE = 0.6e-6  # s that storing a tile takes
+_WIDENING = 2.0  # times the time of HBM take XLA's kernels that write the weights in 16 bits
 _NORM = 3.0  # arithmetic, loads and HBM overlap (`gemm.together`)
 
 
@@ -82,7 +83,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time in seconds of XLA: it writes the weights in 16 bits, and multiplies them."""
     p = problem
-    widened = (weights_bytes(p, p.n * p.k) + 2 * p.n * p.k) / (rates.HBM * gpu.memory_bytes_per_s)
+    widened = _WIDENING * (weights_bytes(p, p.n * p.k) + 2 * p.n * p.k) / (rates.HBM * gpu.memory_bytes_per_s)
     return widened + xla.cost(MatmulProblem(p.m, p.n, p.k, p.dtype, p.out_dtype, "nt"), gpu)
 
 
