@@ -7,7 +7,9 @@ Where a wait is missing, neither JAX's interpreter nor a GPU reports it, and res
 - an accumulator that is read (`accumulated`) while a wgmma that adds to it is in flight;
 - an arrival at an `empty` barrier of a `Pipeline` while a wgmma that reads the pipeline's buffers is in flight;
 - a wgmma that is in flight at the end of the loop or branch that started it. A loop's body is traced once, so each iteration
-  must begin in the same state.
+  must begin in the same state;
+- a wgmma that a loop's body leaves to the next iteration (`iteration`) with its left operand in registers. ptxas lets that
+  iteration overwrite them while they are read: seen on an H200, as results that differ from run to run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from jax._src import core as jax_core
-from jax._src.state.types import TransformedRef
+from jax._src.state.types import AbstractRef, TransformedRef
 
 
 class InFlight(RuntimeError):
@@ -125,6 +127,13 @@ def iteration() -> Iterator[None]:
         return
     before = list(kernel.products)
     yield
+    if any(
+        not isinstance(jax_core.typeof(operand), AbstractRef) for product in kernel.products for operand in product.operands[:1]
+    ):
+        raise InFlight(
+            "a loop's body leaves a wgmma in flight whose left operand is in registers: ptxas does not know that the next "
+            "iteration may not overwrite them yet; wait for it in the body"
+        )
     if len(kernel.products) != len(before):
         raise InFlight(
             f"a loop's body begins with {len(before)} wgmma in flight and ends with {len(kernel.products)}: wait in it"

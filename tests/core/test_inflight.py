@@ -226,6 +226,23 @@ def test_a_loop_must_begin_and_end_with_equally_many_wgmma_in_flight():
         traced(compute)
 
 
+def test_a_loop_that_leaves_a_wgmma_of_registers_in_flight_is_an_error():
+    """The next iteration may overwrite the registers while they are read."""
+
+    def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
+        def turn(_: Any, state: Any) -> Any:
+            with inflight.iteration():
+                engine.wgmma(accs[0], a[...], a)
+                engine.wgmma_wait(1)
+            return state
+
+        engine.wgmma(accs[0], a, a)
+        lax.fori_loop(0, 8, turn, ())
+
+    with pytest.raises(InFlight, match="leaves a wgmma in flight whose left operand is in registers"):
+        traced(compute)
+
+
 def test_a_wgmma_that_a_turn_of_a_loop_leaves_in_flight_is_an_error():
     def compute(accs: Any, a: Any, b: Any, pipeline: Pipeline) -> None:
         lax.fori_loop(0, 8, lambda i, _: (engine.wgmma(accs[0], a, a), _)[1], ())

@@ -72,9 +72,9 @@ def quantized_matmul(
       w: int8 or int4, [k, n], or for the kernel [n, k] with `transpose_w`: bytes are read along k only. Two int4
         lie in a byte on a GPU.
       scales: floats, [k / group_size, n], also with `transpose_w`. The group size divides k, and is 32, 64 or 128 for the
-        kernel, whose scales of groups are below 2^20, beside float16 below 128. Or of each column, [n] or [1, n].
-      zero_points: numbers of the scales' shape and of w's range, rounded to whole ones. They are cast to the scales' dtype:
-        store them so. Default: 0.
+        kernel. Or one scale for each column, [n] or [1, n].
+      zero_points: numbers of the scales' shape, whole and of w's range. They are cast to the scales' dtype: store them so.
+        Default: 0.
       out_dtype: of the result; x's dtype by default, or "float32".
       transpose_w: w is stored transposed.
       config: runs the kernel with this Config instead of the database's.
@@ -83,8 +83,8 @@ def quantized_matmul(
         and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
 
     Returns:
-      [..., n] of out_dtype. Differences w - zero_points are exact in x's dtype. Scales of columns multiply the float32 sums.
-      Those of groups multiply the weights: both, and the products, are rounded to x's dtype.
+      [..., n] of out_dtype. The kernel multiplies w - zero_points, exact in x's dtype, and scales float32 sums over each group.
+      XLA scales the weights first and rounds them to x's dtype on a GPU.
 
     uint4 as AWQ and GPTQ store it is int4 and its zero points less 8: `(w - 8).astype(jnp.int4)`, `zero_points - 8`.
 
@@ -235,27 +235,30 @@ def _product_dtype(dtype: Any) -> Any:
 
 
 def _dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
-    """(w - zero_points) scales as stored, of x's dtype, rounded as the kernel rounds. scales: of groups, or of all columns."""
-    axis, dtype = 1 if problem.layout == "nt" else 0, jnp.dtype(problem.dtype)  # axis of w along k
-    wide = np.promote_types(dtype, np.float32)
+    """(w - zero_points) scales as stored, in float32, or float64 as the scales."""
+    axis = 1 if problem.layout == "nt" else 0  # of w, along k
+    wide = np.promote_types(scales.dtype, np.float32)
 
     def of_each(a: jax.Array) -> jax.Array:
-        a = a.astype(wide)
         if a.ndim == 1:
             return jnp.expand_dims(a, axis)
         return jnp.repeat(a.mT if axis else a, problem.group_size, axis)
 
     values = w.astype(wide)
     for zero in zero_points:
-        values = values - jnp.round(of_each(zero))
-    return (values * of_each(scales.astype(dtype))).astype(dtype)
+        values = values - of_each(zero.astype(problem.dtype).astype(wide))
+    return values * of_each(scales.astype(wide))
 
 
 def reference(problem: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
-    """The same through XLA: the weights in x's dtype, scaled if by groups, then a product, which scales of columns multiply."""
+    """The same through XLA: the weights, scaled and on a GPU rounded to x's dtype, then a product.
+
+    Scales of columns multiply the product instead, so that 8 or 4 bits are exact in x's dtype.
+    """
     p, dtype, wide = problem, _product_dtype(x.dtype), np.promote_types(x.dtype, np.float32)
     of_columns = scales.ndim == 1
-    weights = _dequantised(p, w, jnp.ones(1, dtype) if of_columns else scales, *zero_points).astype(dtype)
+    ones = jnp.ones((), scales.dtype)[None]
+    weights = _dequantised(p, w, ones if of_columns else scales, *zero_points).astype(dtype)
     out = jnp.matmul(x.astype(dtype), weights.mT if p.layout == "nt" else weights, preferred_element_type=wide)
     return (out * scales.astype(wide) if of_columns else out).astype(p.out_dtype)
 

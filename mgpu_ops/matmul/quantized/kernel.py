@@ -2,7 +2,7 @@
 
 Few rows of x take as long as reading the weights does. So the kernel computes out^T = w x^T: wgmma's 64 rows are weights, which
 come from registers, where they are made 16-bit floats on the way from shared memory, and its columns are the rows of x.
-Integers are exact in 16 bits, also behind a zero point; scaled by their group they are rounded to 16 bits.
+Integers are exact in 16 bits, also behind a zero point; the product of a group is scaled when it is added to the float32 sum.
 
 Persistent and warp-specialised, as matmul's kernel: a producer warpgroup loads weights, rows of x, scales and zero points with
 TMA into the stages of a pipeline, and consumer warpgroups multiply them. They share the tile's columns; or each has a part of
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, inflight, tile_scheduler
+from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.cluster import ClusterSum
 from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS
@@ -33,10 +32,9 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers, resident_clusters
 from mgpu_ops.core.pipeline import Barriers, Pipeline
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.core.upcast import load_upcast, unit
+from mgpu_ops.core.upcast import load_upcast
 from mgpu_ops.matmul.quantized.problem import (
     PANEL,
-    X_PANEL,
     Config,
     Problem,
     cluster_size,
@@ -47,10 +45,8 @@ from mgpu_ops.matmul.quantized.problem import (
     storing_warpgroups,
     warpgroup_panels,
     warpgroup_rows,
-    x_width,
+    x_panel,
 )
-
-_STARTED = PANEL // X_PANEL  # wgmma of a panel of weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +63,7 @@ class _Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
 
     zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
-    w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, copies, tile_m, x_width]. s_smem, z_smem: [stages, groups, tile_n].
+    w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages, groups, tile_n].
     parts: [warpgroups - 1, rows / 64, 64, tile_m] float32, sums of the other warpgroups where they share k.
     """
 
@@ -110,8 +106,8 @@ class _Block:
         for i in range(c.tile_k // PANEL):
             src = self.w.at[columns, pl.ds(first + i * PANEL, PANEL)]
             engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
+        width = x_panel(p)
         shared = {"collective_axes": "cluster"} if c.cluster == "n" else {}
-        width = x_width(p, c)
         for i in range(c.tile_k // width):
             src = self.x.at[rows, pl.ds(first + i * width, width)]
             engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], full, **shared)
@@ -140,47 +136,74 @@ class _Block:
         return lax.axis_index("wg") * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
 
     def zeros_of_columns(self, tile: _Tile) -> list[jax.Array]:
-        """Zero points of columns of this warpgroup's rows, 64 at a time; none where there are none, or of groups."""
-        if self.zero_points is None or self.p.group_size:
+        """Zero points of this warpgroup's rows, 64 at a time; none where there are none."""
+        if self.zero_points is None:
             return []
-        first = tile.column + self.first_row
-        return [_per_row(self.zero_points.at[pl.ds(first + row, ROWS)]) for row in self.row_blocks]
+        shape, first = (ROWS, PANEL), tile.column + self.first_row
+        return [along(self.zero_points, first + row, shape, 0).astype(self.p.dtype) for row in self.row_blocks]
 
-    def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array, done: Any) -> None:
-        """accs += weights x^T for this warpgroup's part of a step; an accumulator for each 64 rows.
+    def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
+        """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
+        for number, row in enumerate(self.row_blocks):
+            for i in range(warpgroup_panels(self.c)):
+                panel = self.first_panel + i
+                weights = self._weights(stage, panel, row)
+                self._start(accs[number], weights - zeros[number] if zeros else weights, stage, panel, 0)
+        engine.wgmma_wait(0)
 
-        A panel of 64 rows at a time becomes floats while the tensor cores multiply the one before. The last stays in flight.
-        done: runs when that of the step before is multiplied; None where there is none.
+    def multiply_groups(self, products: tuple[Any, ...], stage: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+        """sums + scales * (weights x^T of each group), in float32.
+
+        Two accumulators take groups in turn: the tensor cores multiply one while the last one is scaled and added.
         """
-        units = [(number, row, i) for number, row in enumerate(self.row_blocks) for i in range(warpgroup_panels(self.c))]
-        for count, (number, row, i) in enumerate(units):
+        p, totals = self.p, list(sums)
+        units = [
+            (number, row, i, first)
+            for number, row in enumerate(self.row_blocks)
+            for i in range(warpgroup_panels(self.c))
+            for first in range(0, PANEL, p.group_size)
+        ]
+        started = p.group_size // x_panel(p)  # wgmma of a group
+        # Scales arrive while the tensor cores multiply.
+        scales = [self._of_group(self.s_smem, stage, *unit[1:]).astype(jnp.float32) for unit in units]
+        weights: Any = None
+
+        def add(which: int, in_flight: int) -> None:
+            product = engine.accumulated(products[which % 2], in_flight)
+            totals[units[which][0]] += product * lax.broadcast_in_dim(scales[which], product.shape, (0,))
+
+        for which, (_, row, i, first) in enumerate(units):
             panel = self.first_panel + i
-            weights = self._weights(stage, panel, row, zeros[number : number + 1])
-            for j in range(_STARTED):
-                x = self._x(stage, panel * _STARTED + j)
-                engine.wgmma(accs[number], weights[:, j * X_PANEL : (j + 1) * X_PANEL], engine.transpose_ref(x))
-            if count or done:
-                engine.wgmma_wait(_STARTED)
-            if done and not count:
-                done()
+            if first == 0:
+                weights = self._weights(stage, panel, row)
+            product = products[which % 2]
+            product[...] = jnp.zeros(product.shape, jnp.float32)
+            part = weights[:, first : first + p.group_size]
+            if p.zero_points:
+                zero = self._of_group(self.z_smem, stage, row, i, first).astype(p.dtype)
+                part -= lax.broadcast_in_dim(zero, part.shape, (0,))
+            self._start(product, part, stage, panel, first)
+            if which:
+                add(which - 1, started)
+        add(len(units) - 1, 0)
+        return tuple(totals)
 
-    def _x(self, stage: jax.Array, panel: Int) -> Any:
-        """A panel of x in shared memory."""
-        if x_width(self.p, self.c) == X_PANEL:
-            return self.x_smem.at[stage, panel]
-        return self.x_smem.at[stage, 0, :, pl.ds(panel * X_PANEL, X_PANEL)]
+    def _weights(self, stage: jax.Array, panel: Int, row: int) -> jax.Array:
+        """64 rows of a panel of weights, as 16-bit floats in registers."""
+        return load_upcast(self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)], self.p.dtype)
 
-    def _weights(self, stage: jax.Array, panel: Int, row: int, zeros: Sequence[jax.Array]) -> jax.Array:
-        """64 rows of a panel of weights as `load_upcast` makes them: less zero points, and times the scales of groups."""
-        ref, p = self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)], self.p
-        if not p.group_size:
-            return load_upcast(ref, p.dtype, zeros)
-        first, count = panel * (PANEL // p.group_size), PANEL // p.group_size
+    def _start(self, acc: Any, weights: jax.Array, stage: jax.Array, panel: Int, first: int) -> None:
+        """Starts acc += weights x^T, where the weights begin at element `first` of a panel of theirs."""
+        width = x_panel(self.p)
+        for j in range(weights.shape[1] // width):
+            x = self.x_smem.at[stage, panel * (PANEL // width) + first // width + j]
+            engine.wgmma(acc, weights[:, j * width : (j + 1) * width], engine.transpose_ref(x))
 
-        def of_groups(smem: Any) -> list[jax.Array]:
-            return [_per_row(smem.at[stage, first + i, pl.ds(self.first_row + row, ROWS)]) for i in range(count)]
-
-        return load_upcast(ref, p.dtype, of_groups(self.z_smem) if p.zero_points else (), of_groups(self.s_smem))
+    def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
+        """Scales or zero points of 64 rows, of the group that begins at element `first` of this warpgroup's panel."""
+        group = (self.first_panel + panel) * (PANEL // self.p.group_size) + first // self.p.group_size
+        ref = smem.at[stage, group, pl.ds(self.first_row + row, ROWS)]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def store(self, number: jax.Array, sums: tuple[jax.Array, ...]) -> None:
         """Adds up the sums of warpgroups and of the cluster where they share k, and stores the tile transposed."""
@@ -220,7 +243,6 @@ class _Block:
                 plgpu.copy_smem_to_gmem(staged, self.out.at[rows, pl.ds(first, ROWS)])
 
             def finish(total: jax.Array, first: jax.Array = first) -> None:
-                total *= 1.0 / unit(self.p.dtype, self.p.group_size > 0)
                 if not self.p.group_size:
                     total *= along(self.scales, first, total.shape, 0)
                 store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
@@ -229,11 +251,6 @@ class _Block:
                 finish(values)
             else:
                 self.cluster_sum.add(values, number * len(sums) + i, finish)
-
-
-def _per_row(ref: Any) -> jax.Array:
-    """A number for each of 64 rows of weights, float32, from global or shared memory."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
 
 
 def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
@@ -255,33 +272,30 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         lax.fori_loop(0, own_tiles, load_tile, None)
         pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
 
-    def compute_tile(accs: tuple[Any, ...], t: jax.Array) -> None:
-        """The sums over this block's part of k. A stage is declared empty when the next one's first weights are floats."""
-        for acc in accs:
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        zeros, first = block.zeros_of_columns(block.tile(t)), t * steps
+    def compute_tile(accs: tuple[Any, ...], t: jax.Array) -> tuple[jax.Array, ...]:
+        """The sums over this block's part of k, of 64 rows each."""
+        if not p.group_size:
+            for acc in accs:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            zeros = block.zeros_of_columns(block.tile(t))
 
-        def release(step: jax.Array, in_flight: int) -> None:
-            engine.barrier_arrive(pipeline.empty.at[lax.rem(step, jnp.int32(pipeline.stages))], in_flight)
+            def multiply(k: jax.Array, _: None) -> None:
+                pipeline.read(t * steps + k, lambda stage: block.multiply(accs, zeros, stage))
 
-        def multiply(step: jax.Array, done: Any) -> None:
-            stage = lax.rem(step, jnp.int32(pipeline.stages))
-            plgpu.barrier_wait(pipeline.full.at[stage])
-            block.multiply(accs, zeros, stage, done)
+            lax.fori_loop(0, steps, multiply, None)
+            return tuple(acc[...] for acc in accs)
 
-        def next_step(i: jax.Array, _: None) -> None:
-            with inflight.iteration():
-                multiply(first + i, functools.partial(release, first + i - 1, _STARTED))
+        def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            found: list[tuple[jax.Array, ...]] = []
+            pipeline.read(t * steps + k, lambda stage: found.append(block.multiply_groups(accs, stage, sums)))
+            return found[0]
 
-        multiply(first, None)
-        lax.fori_loop(1, steps, next_step, None)
-        engine.wgmma_wait(0)
-        release(first + (steps - 1), 0)
+        nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.tile_m), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, steps, add, (nothing,) * len(block.row_blocks))
 
     def consumer(*accs: Any) -> None:
         def tile(t: jax.Array, _: None) -> None:
-            compute_tile(accs, t)
-            block.store(t, tuple(acc[...] for acc in accs))
+            block.store(t, compute_tile(accs, t))
 
         lax.fori_loop(0, own_tiles, tile, None)
         if block.cluster_sum is not None:  # other blocks' last sums read this block's shared memory, or are sent to it
@@ -323,18 +337,17 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
-    stages, wgs, storing = c.max_concurrent_steps, c.compute_warpgroups, storing_warpgroups(c)
+    stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
     row_blocks, epilogue = warpgroup_rows(c) // ROWS, epilogue_rows(c)
-    width = x_width(p, c)
     copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
-        transforms = engine.operand_transforms(shape[-1], dtype)  # of 128 bytes, or of all of a row where that is less
+        transforms = engine.operand_transforms(shape[-1], dtype)
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
     accumulator = (ROWS, c.tile_m)
     scratch = {
-        "accumulators": engine.Accumulators((accumulator,) * row_blocks, wgs),
+        "accumulators": engine.Accumulators((accumulator,) * (2 if p.group_size else row_blocks), wgs),
         "w_smem": smem((stages, c.tile_k // PANEL, c.tile_n, PANEL), p.w_dtype),
         "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
         "out_smem": smem((storing, epilogue_buffers(c), epilogue, ROWS), p.out_dtype),

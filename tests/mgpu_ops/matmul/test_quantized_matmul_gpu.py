@@ -22,19 +22,13 @@ ROUNDING = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}  # one of the ou
 
 
 def exact(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> np.ndarray:
-    """In float64, of weights that are rounded where they are scaled."""
-    size = problem.group_size
-    if size:
-        scales = scales.astype(problem.dtype)
+    """In float64."""
     x, w, *others = (
         np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, w.astype(jnp.int8), scales, *zero_points)
     )
+    size = problem.group_size
     scale, *zero = (np.repeat(a, size, 0).T if size else a[:, None] for a in others)
-    differences = w - (zero[0] if zero else 0.0)
-    if not size:
-        return x @ (differences * scale).T
-    scaled = jnp.asarray(differences * scale, jnp.float32).astype(problem.dtype)
-    return x @ np.asarray(scaled.astype(jnp.float32)).astype(np.float64).T
+    return x @ ((w - (zero[0] if zero else 0.0)) * scale).T
 
 
 def draw(seed: int) -> tuple[Any, Any]:
