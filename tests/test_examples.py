@@ -57,6 +57,7 @@ def test_the_layer_is_the_dense_one_with_unused_experts_masked():
         assert_near(ours[1][name], wanted[1][name], 0.02)  # some roundings to bfloat16
 
 
+@thorough.only_in_all
 def test_all_tokens_to_one_expert_drops_none():
     layer = moe.Layer(width=32, hidden=48, experts=4, top_k=1)
     params, x, _ = inputs(layer, 64)
@@ -85,6 +86,7 @@ def test_training_lowers_the_loss_as_the_dense_layer_does(monkeypatch):
     assert losses == pytest.approx(moe.train(SMALL, steps=12, tokens=256), rel=1e-2)
 
 
+@thorough.only_in_all
 def test_the_interpreted_kernel_computes_the_same_loss():
     params, x, target = inputs(moe.Layer(width=16, hidden=16, experts=2, top_k=2), 20)
     loss = functools.partial(moe.loss, moe.Layer(width=16, hidden=16, experts=2, top_k=2), params, x, target)
