@@ -108,6 +108,7 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16")
 _TILE_K = (128, 256, 512)
 _WARPGROUPS = (1, 2, 3, 4)
 _WEIGHTS = 64  # registers of a consumer thread for weights and addresses, about
+_SCALES = 16  # likewise for scales of groups
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -230,9 +231,10 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
     accumulator = c.tile_m * ROWS // limits.WARPGROUP
     count = warpgroup_rows(c) // ROWS + (2 if p.group_size else 0)
     registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
-    if count * accumulator + _WEIGHTS > registers:
+    others = _WEIGHTS + (_SCALES if p.group_size else 0)
+    if count * accumulator + others > registers:
         return (
-            f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {_WEIGHTS} more, but "
+            f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {others} more, but "
             f"{registers} are left: use smaller tiles or fewer consumer warpgroups"
         )
     return None
