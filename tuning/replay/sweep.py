@@ -117,7 +117,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "gated_matmul": ("epilogue_tile_n", "raster_width", "cluster"),
-    "quantized_matmul": ("memory_registers", "wg_dimension", "cluster"),
+    "quantized_matmul": ("memory_registers", "wg_dimension", "cluster", "tile_k"),
     "grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "gated_grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),

@@ -240,7 +240,8 @@ def test_rates_are_those_of_measured_entries_with_baseline_and_roofline() -> Non
         assert line.ours is not None
         assert line.roofline is not None
         assert line.ours.tflops == pytest.approx(spec.flops(problem) / entry.evidence.median_us / 1e6)
-        assert line.roofline.median_us <= line.ours.median_us
+        if not problem.lengths:  # whose roofline is that of full lengths
+            assert line.roofline.median_us <= line.ours.median_us
         assert line.ratio(str(entry.evidence.baseline)) == pytest.approx(
             (entry.evidence.baseline_us or 0.0) / entry.evidence.median_us
         )
