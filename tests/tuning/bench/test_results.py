@@ -110,7 +110,7 @@ _ROWS = st.lists(
         **{f.name: _VALUES[str(f.type)] for f in dataclasses.fields(results.Measurement)}
         | dict.fromkeys(("op", "problem", "impl"), _TEXT.filter(bool))
         | {"median_us": _ABOVE_ZERO, "error": st.none() | st.floats()}
-        | dict.fromkeys(("warm_us", "chain_us"), st.none() | _ABOVE_ZERO)
+        | dict.fromkeys(("warm_us", "chain_us", "watts", "clock_mhz", "joules"), st.none() | _ABOVE_ZERO)
         | dict.fromkeys(("devices", "bytes", "peak_bytes"), st.none() | st.integers(1, 2**40)),
     ),
     max_size=4,
