@@ -168,6 +168,11 @@ def test_explain_says_in_one_sentence_what_is_no_problem(op: Any, problem: Any, 
         mgpu_ops.explain(op, problem, gpu="h200")
 
 
+def test_explain_says_why_no_kernel_runs_a_problem() -> None:
+    text = mgpu_ops.explain("matmul", {"m": 3, "n": 5, "k": 7}, gpu="h200")
+    assert "runs      XLA: k=7 needs 16-byte rows" in text
+
+
 def test_explain_takes_the_whole_numbers_of_numpy() -> None:
     wanted = mgpu_ops.explain("matmul", SIDES, gpu="h200")
     assert mgpu_ops.explain("matmul", {side: np.int64(4096) for side in SIDES}, gpu="h200") == wanted
