@@ -464,7 +464,7 @@ def _behind(query: _Query, stored: StoredEntry) -> str | None:
 
 
 def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = None) -> str:
-    """What `resolve` chooses, on what evidence, and what it looked at, or why no kernel can run `problem`: text of several lines."""
+    """What `resolve` chooses, on what evidence, and what it looked at, or why XLA runs: text of several lines."""
     if config is None and (reason := spec.supports(problem, gpu)):
         return f"{spec.name} {problem} on {gpu.key}\n  runs      XLA: {reason}"
     result = _resolve(spec, problem, gpu, config)
