@@ -42,6 +42,7 @@ from mgpu_ops.matmul.problem import (
     supports,
     tolerance,
     transposed,
+    unmeasured,
 )
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
@@ -429,6 +430,7 @@ SPEC = OpSpec(
     tolerance=tolerance,
     baseline_cost=xla.cost,
     plain=plain,
+    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "launch", "matmul", "reference", "smem_bytes"]

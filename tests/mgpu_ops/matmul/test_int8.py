@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import mgpu_ops
-from mgpu_ops import MatmulProblem, matmul
+from mgpu_ops import MatmulProblem, matmul, spec_of
 from mgpu_ops.core import aot, gpu
+from mgpu_ops.registry import resolution
 from tests.arrays import normal
 from tests.configs import BASE
 
@@ -91,6 +92,12 @@ def test_an_int32_result_has_nothing_of_floats_beside_it(extra):
             matmul(a, b, out_dtype=jnp.int32, transpose_b=True, backend=backend, **{extra: value})
     with pytest.raises(ValueError, match=r"out_dtype int32 of int8 has no scales.*: ask for out_dtype bfloat16"):
         replace(P, scales="row")
+
+
+@pytest.mark.parametrize(("out_dtype", "scales", "runs"), [("int32", "none", "kernel"), ("bfloat16", "row", "xla")])
+def test_calls_run_the_kernel_where_it_was_compared_on_a_gpu(out_dtype, scales, runs):
+    problem = MatmulProblem(4096, 4096, 4096, "int8", out_dtype, "nt", scales=scales)
+    assert resolution.resolve(spec_of("matmul"), problem, gpu.find("h200")).runs == runs
 
 
 def test_inputs_with_an_epilogue_and_no_scales_stay_int8():
