@@ -197,8 +197,8 @@ def moe(results: Path) -> Iterator[str]:
     yield from sources(*files(layers))
 
 
-def program(results: Path) -> Iterator[str]:
-    """Steps of a language model: milliseconds and the memory that XLA plans, beside XLA's in the same run."""
+def steps_of_programs(results: Path) -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
+    """Of each step of a language model, by op and problem, the newest row of each implementation; and the files."""
     steps: dict[tuple[str, str], dict[str, Row]] = {}
     found = []
     for path, rows in newest(results, "h200-llama"):
@@ -209,13 +209,27 @@ def program(results: Path) -> Iterator[str]:
         found.append(path)
     if not steps:
         raise LookupError(f"{results} has no benchmark h200-llama")
+    return steps, found
+
+
+def eight_bit_steps(results: Path) -> Strip:
+    """Training in 8 bits beside XLA's in 16."""
+    steps, _ = steps_of_programs(results)
+    found = ((problem, by) for (op, problem), by in steps.items() if op == "llama-fp8-step")
+    ratios = sorted((float(by["xla"]["median_us"]) / float(by["mgpu_ops"]["median_us"]), problem) for problem, by in found)
+    return Strip("a language model's training step, in 8 bits", "XLA and cuDNN in 16 bits", ratios)
+
+
+def program(results: Path) -> Iterator[str]:
+    """Steps of a language model: milliseconds and the memory that XLA plans, beside XLA's in the same run."""
+    steps, found = steps_of_programs(results)
     yield "| a step | XLA and cuDNN, ms | ours, ms | theirs over ours | XLA's memory, GB | ours, GB |"
     yield "|---" * 6 + "|"
     for (op, problem), by in sorted(steps.items(), key=_order_of_step):
         xla, ours = (float(by[impl]["median_us"]) / 1e3 for impl in ("xla", "mgpu_ops"))
         peaks = (f"{float(by[impl]['peak_bytes']) / 1e9:.2f}" for impl in ("xla", "mgpu_ops"))
         yield f"| {_step(op, problem)} | {xla:.4g} | {ours:.4g} | {xla / ours:.3f}x | {' | '.join(peaks)} |"
-    yield from sources(*found)
+    yield next(sources(*found))  # the page has pictures of its own
 
 
 _STEPS = {"llama-step": "training", "llama-fp8-step": "training in 8 bits", "llama-decode": "decoding"}
@@ -286,6 +300,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
+    yield eight_bit_steps(results)
     yield strip("mixture of experts, forward", "tokamax, untuned", problems(results, "h200-moe"), "tokamax-default")
     yield strip("cross-entropy, forward", "XLA", problems(results, "h200-cross_entropy"), "xla")
     yield strip("cross-entropy, gradient", "XLA", problems(results, "h200-cross_entropy-gradient"), "xla")
