@@ -39,7 +39,9 @@ def test_tables_and_the_picture_are_those_of_the_files_they_name() -> None:
         assert figures.of_page(path) == text, f"{path}: run `python scripts/figures.py --write`"
         shown += [name for _, name, _ in figures.MARKS.findall(text)]
     assert sorted(shown) == sorted(figures.TABLES)
-    assert figures.picture(ROOT / "results") == figures.PICTURE.read_text(), "run `python scripts/figures.py --write`"
+    picture = figures.PICTURE.read_text()
+    assert figures.picture(ROOT / "results") == picture, "run `python scripts/figures.py --write`"
+    assert all(24 <= float(x) <= 616 for x in re.findall(r'<circle cx="([-.\d]+)"', picture)), "a dot beyond its axis"
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"README|docs/(index|support|hopper|ops/|howto/)", name)])
