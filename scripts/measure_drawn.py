@@ -30,7 +30,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul.model import deepest
-from mgpu_ops.matmul.problem import bytes_moved
+from mgpu_ops.matmul.quantities import bytes_moved
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.compile_pool import CompileJob, Pool
 

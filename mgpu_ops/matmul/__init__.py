@@ -1,8 +1,9 @@
 """matmul: activation(scales A B + bias) + residual, float32 accumulation, for NVIDIA Hopper.
 
-`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel,
-from load to store. `epilogue.py`: what follows the product, through XLA. `arguments.py`, `scales.py`: checks of arrays, dtypes
-and scales. Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
+`problem.py`: what is computed, and which configs run it. `quantities.py`: what it takes and gives. `model.py`: which configs
+are worth trying. `kernel.py`: the kernel, from load to launch, of `work.py` (whose tile is where), `block_scales.py` and
+`store.py`. `epilogue.py`: what follows the product, through XLA. `arguments.py`, `scales.py`: checks of arrays, dtypes and
+scales. Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
 """
 
 from __future__ import annotations
@@ -33,17 +34,14 @@ from mgpu_ops.matmul.problem import (
     SUITES,
     Config,
     Problem,
-    bytes_moved,
     check,
-    flops,
-    inputs,
     plain,
     smem_bytes,
     supports,
-    tolerance,
     transposed,
     unmeasured,
 )
+from mgpu_ops.matmul.quantities import bytes_moved, flops, inputs, tolerance
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec

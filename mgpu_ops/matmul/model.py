@@ -18,7 +18,6 @@ from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     as_computed,
-    bytes_moved,
     check,
     computes_transposed,
     k_steps,
@@ -30,6 +29,7 @@ from mgpu_ops.matmul.problem import (
     swizzle_bytes,
     transposed,
 )
+from mgpu_ops.matmul.quantities import bytes_moved
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:

@@ -14,7 +14,8 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.model import slowdown
-from mgpu_ops.matmul.problem import Problem, bytes_moved
+from mgpu_ops.matmul.problem import Problem
+from mgpu_ops.matmul.quantities import bytes_moved
 
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _LAUNCH = 2.95e-6  # s

@@ -25,8 +25,9 @@ from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, buffers, gradient_buffers, of_one
-from mgpu_ops.matmul.kernel import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins, load, multiply
+from mgpu_ops.matmul.kernel import load, multiply
 from mgpu_ops.matmul.problem import cluster_size, k_steps
+from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.matmul import model as matmul
 from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
-from mgpu_ops.matmul.problem import bytes_moved as matmul_bytes
+from mgpu_ops.matmul.quantities import bytes_moved as matmul_bytes
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:

@@ -17,7 +17,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops import MatmulProblem, matmul
 from mgpu_ops.core import gpu
-from mgpu_ops.matmul.problem import accumulation_error
+from mgpu_ops.matmul.quantities import accumulation_error
 from tests import thorough
 from tests.arrays import normal
 from tests.configs import BASE

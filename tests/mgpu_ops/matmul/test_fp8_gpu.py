@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_ops import Fp8State, MatmulProblem, fp8_matmul, matmul, spec_of
 from mgpu_ops.core import gpu
-from mgpu_ops.matmul.problem import scale_shapes
+from mgpu_ops.matmul.quantities import scale_shapes
 from tests.configs import BASE
 from tests.mgpu_ops.matmul import hopper_sums
 

@@ -1,0 +1,103 @@
+"""What a matmul takes and gives: operations, bytes, random inputs, and how far a result may be off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from mgpu_ops.core.limits import FLOAT8, itemsize_of
+from mgpu_ops.matmul.problem import BLOCK, Problem, dtype_of_b, has_epilogue, transposed
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions of a problem."""
+    return 2 * problem.batch * problem.m * problem.n * problem.k
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each input read once and each output written once."""
+    p = problem
+    outputs = (1 + p.residual) * p.m * p.n * itemsize_of(p.out_dtype)
+    scales = 4 * sum(map(math.prod, scale_shapes(p)))
+    return p.batch * ((p.m + p.n) * p.k * itemsize_of(p.dtype) + outputs + scales) + p.bias * p.n * bias_itemsize(p)
+
+
+def bias_itemsize(p: Problem) -> int:
+    """Bytes of an element of the bias of `inputs`."""
+    return itemsize_of(_of_16_bits(p.dtype))
+
+
+def _of_16_bits(dtype: str) -> str:
+    """The dtype, bfloat16 in place of one of 8 bits."""
+    return "bfloat16" if itemsize_of(dtype) == 1 else dtype
+
+
+def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """The shapes of scale_a and scale_b of one product; none without scales."""
+    parts = math.ceil(p.k / BLOCK)
+    return {
+        "tensor": ((1,), (1,)),
+        "row": ((p.m,), (p.n,)),
+        "block": ((p.m, parts), (math.ceil(p.n / BLOCK), parts)),
+    }.get(p.scales, ())
+
+
+def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """Random normal operands, stored as `problem.layout` says; then scales, a bias and a residual, where it has them.
+
+    With an epilogue, B is divided by the square root of k, as weights are: the product is as large as bias and residual. B with
+    scales keeps its size, and they have that factor; so does B of int8. The bias has A's dtype, beside 8 bits bfloat16.
+    """
+    p = problem
+    a_t, b_t = transposed(p)
+    lead = (p.batch,) if p.batch > 1 else ()
+    key_a, key_b = jax.random.split(key)
+    a = _normal(key_a, (*lead, p.k, p.m) if a_t else (*lead, p.m, p.k), p.dtype)
+    b = _normal(key_b, (*lead, p.n, p.k) if b_t else (*lead, p.k, p.n), dtype_of_b(p))
+    shapes = [((p.n,), _of_16_bits(p.dtype))] * p.bias + [((*lead, p.m, p.n), p.out_dtype)] * p.residual
+    keys = jax.random.split(jax.random.fold_in(key, 1), 2)
+    b = b / math.sqrt(p.k) if has_epilogue(p) and p.scales == "none" and p.dtype != "int8" else b
+    extra = (jax.random.normal(k, *x) for k, x in zip(keys, shapes, strict=False))
+    return a, b, *_scales(p, lead, jax.random.fold_in(key, 2)), *extra
+
+
+def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Random normal numbers; those of 8 bits are rounded, integers any that there are."""
+    if dtype == "int8":
+        return jax.random.randint(key, shape, -128, 128, dtype)
+    return jax.random.normal(key, shape, _of_16_bits(dtype)).astype(dtype)
+
+
+def _scales(p: Problem, lead: tuple[int, ...], key: Any) -> Iterator[jax.Array]:
+    """Scales from 1/2 to 2, those of B divided by the square root of k."""
+    factors = (1.0, 1.0 / math.sqrt(p.k or 1))
+    for shape, factor, k in zip(scale_shapes(p), factors, jax.random.split(key, 2), strict=False):
+        yield 2.0 ** jax.random.uniform(k, (*lead, *shape), "float32", -1.0, 1.0) * factor
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest allowed error, max |out - ref| / (|ref| + rms): about two roundings of the output's dtype."""
+    rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+    return rounding + accumulation_error(problem) + _ROUNDING_OF_OPERANDS.get(problem.algorithm, 0.0)
+
+
+_ROUNDING_OF_OPERANDS = {"bf16": 2.0**-5, "tf32": 2.0**-7, "bf16_x3": 2.0**-12}  # of random operands; 4 times algorithms.py's
+
+
+def accumulation_error(p: Problem) -> float:
+    """The error of sums over k on the tensor cores, beside that of float32, by the scale of `tolerance`: 2^-12 sqrt(k).
+
+    On 8-bit floats an instruction of Hopper adds 32 products and the sum so far. It aligns them to the largest exponent among
+    them, keeps 13 bits behind that one's leading bit, and cuts off the rest of each: a product loses less than 2^-13 of the
+    largest addend. Of addends of both signs the losses have both signs too, and their sum grows as sqrt(k). Computed so, random
+    normal numbers have errors whose root of mean squares is up to 0.2 of 2^-13 sqrt(k) of the result's, and the largest of
+    10^4 errors is 0.8 of it; 2 leaves room for more results, and for an epilogue that makes them smaller.
+
+    Block scales end such sums at every 128 of k. Addends of one sign lose more (docs/kernels/matmul.md, "Eight bits").
+    """
+    if p.dtype not in FLOAT8:
+        return 0.0
+    return 2.0**-12 * math.sqrt(min(p.k, BLOCK) if p.scales == "block" else p.k)

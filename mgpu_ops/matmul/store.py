@@ -1,0 +1,159 @@
+"""The epilogue in the kernel: scales of sums, bias, activation and residual of an output tile, and its store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core import engine
+from mgpu_ops.core.activations import in_registers
+from mgpu_ops.core.epilogue import along, store_tile
+from mgpu_ops.core.gemm import epilogue_tiles
+from mgpu_ops.matmul.block_scales import Sums, scales_for_tma
+from mgpu_ops.matmul.epilogue import by_name
+from mgpu_ops.matmul.problem import Config, Problem, has_epilogue
+from mgpu_ops.matmul.work import Place, Work, ends_with_rows, epilogue_origins
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """Arrays in global memory, as the product `as_computed` has them. All but a, b and out: None where there is none.
+
+    A bias, and a scale of rows or columns, is as long as its side of all tiles; residual has the shape of out. scale_a and
+    scale_b are those of the call, also where A and B have changed places; those of blocks are as `load_scales` says.
+    """
+
+    a: Any
+    b: Any
+    out: Any
+    scale_a: Any = None
+    scale_b: Any = None
+    bias: Any = None
+    residual: Any = None
+
+
+def refs_of(p: Problem, a: Any, b: Any, *rest: Any) -> Refs:
+    """The arguments of the kernel by name, in the order in which `launch` passes them."""
+    *extra, out = rest
+    return Refs(a, b, out, **by_name(p, extra))
+
+
+def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
+    """What follows A and B as the kernel reads it: vectors up to the end of the last tile, a residual [1, ...] where out is."""
+    p, c, found = work.problem, work.config, []
+    rows, columns = (p.m, c.tile_m), (p.n, c.tile_n)
+    if work.transposed:
+        rows, columns = columns, rows
+
+    def padded(vector: jax.Array, side: tuple[int, int]) -> jax.Array:
+        length, tile = side
+        return jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % tile)])
+
+    if p.scales == "tensor":
+        found += [extra["scale_a"], extra["scale_b"]]
+    if p.scales == "row":
+        found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
+    if p.scales == "block":
+        found += scales_for_tma(extra["scale_a"], extra["scale_b"], rows[1])
+    if p.bias:
+        found.append(padded(extra["bias"], columns))
+    if p.residual:
+        residual = extra["residual"]
+        if ends_with_rows(p, c):
+            residual = jnp.broadcast_to(residual, shape[1:])[None]
+        found.append(residual)
+    return found
+
+
+def load_residual(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any) -> None:
+    """Consumer: starts to load the residual of tile t into the epilogue's buffers, one for each epilogue tile."""
+    place, wg = Place.of(work, t), lax.axis_index("wg")
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffers, long ago
+    for number, (i, j) in enumerate(epilogue_origins(work.config)):
+        engine.copy_gmem_to_smem(place.block(refs.residual, i, j), out_smem.at[wg, number], arrived.at[wg])
+
+
+def store(
+    work: Work,
+    t: jax.Array,
+    acc: Any,
+    refs: Refs,
+    *,
+    out_smem: Any,
+    cluster_sum: Any = None,
+    residual_arrived: Any = None,
+) -> None:
+    """Consumer: rounds what the epilogue makes of the accumulator of tile number t to the output's dtype and stores it.
+
+    TMA clips what lies outside the array. In a cluster along k the first block stores the sum of all blocks' accumulators.
+    """
+    p, c, place = work.problem, work.config, Place.of(work, t)
+
+    def copy(staged: Any, i: int, j: int) -> None:
+        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+
+    def finish(part: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
+        return _finish(work, refs, place, part, buffer, (i, j))
+
+    # The cluster's accumulators are added up an epilogue tile at a time: there is room for one of each block.
+    def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
+        cluster_sum.add(part, t * epilogue_tiles(c) + number, store)
+
+    if refs.residual is not None:
+        if_it_stores(c, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
+    wide = cluster_sum is not None or has_epilogue(p)
+    values = acc if isinstance(acc, Sums) else acc[...]
+    store_tile(
+        values.astype(jnp.float32 if wide else refs.out.dtype),
+        out_smem.at[lax.axis_index("wg")],
+        copy,
+        transpose=work.transposed,
+        add=None if cluster_sum is None else add,
+        finish=finish if has_epilogue(p) else None,
+    )
+
+
+def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
+    """Consumer: the epilogue of an epilogue tile at (row, column) `at`, in float32; the residual lies in its buffer."""
+    rows, columns = (1, 0) if work.transposed else (0, 1)  # the axes of `values` along the output's rows and columns
+
+    def vector(ref: Any, axis: int) -> jax.Array:
+        return along(_of_product(ref, place), place.start(axis, at[axis]), values.shape, axis)
+
+    if work.problem.scales == "tensor":
+        scale_a, scale_b = (_of_product(ref, place)[0] for ref in (refs.scale_a, refs.scale_b))
+        values *= scale_a * scale_b
+    if work.problem.scales == "row":
+        values *= vector(refs.scale_a, rows)
+        values *= vector(refs.scale_b, columns)
+    if refs.bias is not None:
+        values += vector(refs.bias, columns)
+    values = in_registers(work.problem.activation, values)
+    if refs.residual is not None:
+        if work.transposed:
+            residual = plgpu.load(engine.transpose_ref(buffer), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            residual = plgpu.layout_cast(residual, plgpu.Layout.WGMMA)
+        else:
+            residual = buffer[...]
+        values += residual.astype(jnp.float32)
+    return values
+
+
+def _of_product(ref: Any, place: Place) -> Any:
+    """The vector of this product, of those of a batch or of one that all share."""
+    return ref.at[place.product()] if ref.ndim == 2 else ref
+
+
+def if_it_stores(c: Config, then: Callable[[], None]) -> None:
+    """Runs `then` in the blocks that store output tiles: of a cluster along k, the first."""
+    if c.cluster == "k":
+        pl.when(lax.axis_index("cluster") == 0)(then)
+    else:
+        then()

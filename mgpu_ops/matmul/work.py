@@ -1,0 +1,139 @@
+"""Which output tiles a block of the kernel computes, which part of k, and where they lie in global memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mgpu_ops.core import tile_scheduler, tma
+from mgpu_ops.core.epilogue import tile_origins
+from mgpu_ops.core.gemm import ROWS, warpgroup_tile
+from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.matmul.problem import Config, Problem, k_steps, panel, swizzle_bytes, transposed
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a launch computes, and by how many blocks or, where config.cluster is not "none", clusters.
+
+    Problem and config are those of `as_computed`. transposed: tiles are of out^T, and are transposed again when stored.
+    """
+
+    problem: Problem
+    config: Config
+    blocks: int
+    transposed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """An output tile: the product of the batch, the part of k, and its row and column counted in tiles. All traced int32."""
+
+    batch: jax.Array
+    part: jax.Array
+    row: Int
+    column: Int
+
+
+def tile_of(work: Work, step: jax.Array) -> Tile:
+    """This block's output tile number `step`, or its part of one.
+
+    The two blocks of a cluster along m or n take tiles next to each other. Those of a cluster along k take one tile, and each
+    its part of k.
+    """
+    p, c = work.problem, work.config
+    rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
+    rows //= 2 if c.cluster == "m" else 1
+    columns //= 2 if c.cluster == "n" else 1
+    # The number of a cluster of tiles: product after product, and within one in the order of `raster`.
+    index = step * work.blocks + lax.axis_index("block")
+    batch, index = (
+        (lax.div(index, jnp.int32(rows * columns)), lax.rem(index, jnp.int32(rows * columns)))
+        if p.batch > 1
+        else (jnp.int32(0), index)
+    )
+    row, column = tile_scheduler.raster(index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width)
+    if c.cluster == "m":
+        row = row * 2 + lax.axis_index("cluster")
+    if c.cluster == "n":
+        column = column * 2 + lax.axis_index("cluster")
+    part = jnp.int32(0)
+    if c.cluster == "k":
+        part = lax.axis_index("cluster")
+    elif c.split_k > 1:
+        batch, part = lax.div(batch, jnp.int32(c.split_k)), lax.rem(batch, jnp.int32(c.split_k))
+    return Tile(batch, part, row, column)
+
+
+def step_of_k(work: Work, at: Tile, step: jax.Array) -> jax.Array:
+    """The number of a tile's step among all steps of k, of which a part of k has some."""
+    return step + at.part * k_steps(work.problem, work.config) if work.config.split_k > 1 else step
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where this warpgroup's part of the output tile number t begins, and how its epilogue tiles lie in global memory.
+
+    first: row and column of the block's tile. share: of the warpgroup's part in it.
+    """
+
+    work: Work
+    tile: Tile
+    first: tuple[Int, Int]
+    share: tuple[Int, Int]
+
+    @staticmethod
+    def of(work: Work, t: jax.Array) -> Place:
+        """The last tile of a row may begin within the one before (`tma.block_start`); both store the same values there."""
+        p, c, tile = work.problem, work.config, tile_of(work, t)
+        share = tile_scheduler.warpgroup_origin(c)
+        a_t, b_t = transposed(p)
+        swizzle = swizzle_bytes(p, c)
+        # Where the operand's rows run along m or n, the tile begins where `load`'s block of that operand does.
+        first_row = tma.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
+        first_column = tile.column * c.tile_n if b_t else tma.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
+        return Place(work, tile, (first_row, first_column), share)
+
+    def product(self) -> jax.Array:
+        """The number of the product, or of its part."""
+        c = self.work.config
+        return self.tile.batch if c.cluster == "k" else self.tile.batch * c.split_k + self.tile.part
+
+    def start(self, axis: int, offset: int) -> Int:
+        """The row (axis 0) or column at an offset from where this part begins."""
+        return self.first[axis] + self.share[axis] + offset
+
+    def block(self, ref: Any, i: int, j: int) -> Any:
+        """The epilogue tile that begins at row i and column j of this part, in an array like the output."""
+        c = self.work.config
+        rows, columns = pl.ds(self.start(0, i), ROWS), pl.ds(self.start(1, j), c.epilogue_tile_n)
+        if self.work.transposed:
+            rows, columns = columns, rows
+        if ends_with_rows(self.work.problem, c):
+            return tma.block_anywhere(ref, self.product(), rows, columns)
+        return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
+
+
+def epilogue_origins(c: Config) -> list[tuple[int, int]]:
+    """`tile_origins` of a warpgroup's part of the output tile."""
+    return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
+
+
+def ends_with_rows(p: Problem, c: Config) -> bool:
+    """Whether the last tile along m or n ends with the array, and so may begin anywhere (`tma.block_start`)."""
+    a_t, b_t = transposed(p)
+    width = panel(p, c)
+    along_m, along_n = tma.last_start(p.m, c.tile_m, width), tma.last_start(p.n, c.tile_n, width)
+    return (a_t and along_m is not None) or (not b_t and along_n is not None)
+
+
+def clusters_of_tiles(p: Problem, c: Config) -> int:
+    """How many output tiles, or pairs of them in clusters along m or n, there are."""
+    tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
+    return tiles // (2 if c.cluster in ("m", "n") else 1)
