@@ -184,13 +184,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return supports_rows(rows)
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.dtype == "int8" and problem.out_dtype != "int32":
-        return "the kernel of int8 with a result in floats was not compared on a GPU yet: backend='mosaic' runs it"
-    return None
-
-
 def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     """Why wgmma cannot multiply operands of these dtypes and scales, stored so, or None."""
     if p.dtype == "int8" and p.b_dtype == "none":

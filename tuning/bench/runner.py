@@ -45,6 +45,7 @@ from mgpu_ops.tuning.public import BACKWARD
 from mgpu_ops.tuning.terminal import brief
 
 _GRAD_FACTOR = 3  # forward and backward are three products of the same size, but for attention and these:
+_UNTUNED = {"xla_gpu_autotune_level": 0}  # what runs once need not be fast: XLA times no kernels for it
 _GRADIENTS = ("cross_entropy",)  # ops whose gradient is all that their own problem with `gradient` computes
 
 
@@ -403,7 +404,7 @@ def _expected(spec: OpSpec, problem: Problem, operands: tuple, *, grad: bool) ->
     if grad:
         function = _with_gradient(function)
     with jax.default_matmul_precision("highest"):
-        answers = jax.jit(function)(*wide)
+        answers = jax.jit(function, compiler_options=_UNTUNED)(*wide)
     return tuple(jax.tree.leaves(answers))
 
 
