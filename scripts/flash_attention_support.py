@@ -130,9 +130,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "`soft_cap`, `causal`, `window`, segments": call(soft_cap=50.0, causal=True, window=(256, None), q_segment_ids=IDS),
     "`soft_cap`, `mask`": call(soft_cap=50.0, mask=MASK),
     "`soft_cap`, `bias`": call(soft_cap=50.0, bias=BIAS),
-    '`soft_cap_after_bias`, `bias`, `backend="mosaic"`': call(
-        soft_cap=50.0, bias=BIAS, soft_cap_after_bias=True, backend="mosaic"
-    ),
+    "`soft_cap_after_bias`, `bias`": call(soft_cap=50.0, bias=BIAS, soft_cap_after_bias=True),
     "`sinks`": call(sinks=array(HEADS, dtype="float32")),
     "`sinks` in bfloat16, `causal`, `window`, lengths": call(
         sinks=array(HEADS), causal=True, window=(256, None), kv_lengths=LENGTHS

@@ -48,7 +48,6 @@ from mgpu_ops.attention.problem import (
     check_backward,
     supports,
     supports_backward,
-    unmeasured,
 )
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -138,7 +137,7 @@ def flash_attention(
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: scores become soft_cap * tanh(scale q . k / soft_cap), before the bias.
       soft_cap_after_bias: scores become soft_cap * tanh((scale q . k + bias) / soft_cap) instead. A mask, and -inf in a bias,
-        hide a key in either order. Through XLA unless a backend is named: the kernels have not run so on a GPU yet.
+        hide a key in either order.
       sinks: floats [q_heads], a logit of each query head that no row's mask hides. It counts in the softmax's sum as the score
         of a key without a value, past scale, soft cap and bias: lse = log(sum_s exp(score[s]) + exp(sinks[n])),
         w[s] = exp(score[s] - lse), so that a row's weights add up to less than 1. -inf is no sink. Differentiable: the
@@ -441,7 +440,6 @@ FORWARD = OpSpec(
     reference=reference.forward,
     tolerance=reference.tolerance,
     baseline=_baseline,
-    unmeasured=unmeasured,
 )
 
 BACKWARD = OpSpec(
@@ -465,5 +463,4 @@ BACKWARD = OpSpec(
     reference=reference.backward,
     tolerance=reference.backward_tolerance,
     baseline=cudnn.backward_baseline,
-    unmeasured=unmeasured,
 )

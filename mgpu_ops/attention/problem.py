@@ -315,13 +315,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.soft_cap_after_bias:
-        return "the kernels have not run on a GPU with soft_cap_after_bias yet: backend='mosaic' runs them"
-    return None
-
-
 def _supports_pages(p: Problem) -> str | None:
     """Why no config can run a problem with pages, or None. Rows of a pool are counted where it is known: `Arguments`."""
     if p.page_size not in PAGE_SIZES:
