@@ -362,7 +362,7 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array, *extra: jax.Array) -
     a_t, b_t = transposed(problem)
     by = by_name(problem, extra)
     if problem.scales == "block":
-        a, b = lax.optimization_barrier((a, b))  # a GPU's XLA would leave out a rounding to 8 bits that is followed by a widening
+        a, b = lax.optimization_barrier((a, b))  # a GPU's XLA would leave out a rounding to 8 bits before a widening
         a = scaled(a.mT if a_t else a, by["scale_a"])
         b = scaled(b if b_t else b.mT, rows_of_blocks(by["scale_b"], problem.n)).mT
         return with_epilogue(problem, jnp.matmul(a, b), **by)
