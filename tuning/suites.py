@@ -5,6 +5,8 @@
 `fp8`, `fp8-row` and `fp8-block`, of matmul: 20 products of 8-bit floats (e4m3) of real models with 128 and 4096 rows, with
 scales of each operand, of rows and columns, or of blocks of 128; `fp8` also 8192^3.
 
+`fp8`, `fp8-row` and `fp8-block`, of grouped_matmul: six products of experts of DeepSeek-V3 and Qwen3, likewise.
+
 `float32`, of matmul: four products of float32, each as tf32 and with three and six products of bfloat16 parts.
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
@@ -18,10 +20,12 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mgpu_ops.attention.problem import Problem as AttentionProblem
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
+from mgpu_ops.grouped.problem import layer_problem
 from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.models import MODELS
@@ -83,6 +87,27 @@ def _of_8_bits(scales: str) -> dict[str, MatmulProblem]:
     return found | ({f"square-8192-{end}": _fp8(8192, 8192, 8192, scales)} if scales == "tensor" else {})
 
 
+_FP8_EXPERTS = (  # layer, tokens and spread: training and prefills, then decoding
+    ("deepseek-v3-ep8-gate_up", 4096, "random"),
+    ("deepseek-v3-ep8-down", 4096, "even"),
+    ("qwen3-235b-gate_up", 8192, "even"),
+    ("qwen3-30b-gate_up", 16384, "random"),
+    ("deepseek-v3-ep8-gate_up", 16, "random"),
+    ("qwen3-235b-gate_up", 256, "random"),
+)
+
+
+@functools.cache
+def _experts_of_8_bits(scales: str) -> dict[str, GroupedMatmulProblem]:
+    end = "fp8" if scales == "tensor" else f"fp8-{scales}"
+    return {
+        f"{layer}-{tokens}-{spread}-{end}": replace(
+            layer_problem(GroupedMatmulProblem, layer, tokens, spread), dtype="float8_e4m3fn", layout="nt", scales=scales
+        )
+        for layer, tokens, spread in _FP8_EXPERTS
+    }
+
+
 @functools.cache
 def _float32() -> dict[str, MatmulProblem]:
     sizes = {
@@ -126,7 +151,12 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8-block": functools.partial(_of_8_bits, "block"),
         "float32": _float32,
     },
-    "grouped_matmul": {"anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem)},
+    "grouped_matmul": {
+        "anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem),
+        "fp8": functools.partial(_experts_of_8_bits, "tensor"),
+        "fp8-row": functools.partial(_experts_of_8_bits, "row"),
+        "fp8-block": functools.partial(_experts_of_8_bits, "block"),
+    },
     "ragged_contraction": {"anywhere": functools.partial(_anywhere_grouped, "ragged_contraction", RaggedContractionProblem)},
     "flash_attention": {"anywhere": _anywhere_attention},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,18 +13,22 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mgpu_ops import floats, integers
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.grouped.sizes import SPREADS, Spread, of_shard
 
 # --- Arguments
 
 
-def checked_operands(op: str, *operands: tuple[str, Any, int]) -> list[jax.Array]:
-    """Operands (name, argument, rank) as arrays. Raises for another rank, for one that is no floats, and for two dtypes."""
+def checked_operands(op: str, *operands: tuple[str, Any, int], mixed: Sequence[str] = ()) -> list[jax.Array]:
+    """Operands (name, argument, rank) as arrays. Raises for another rank, for one that is no floats, and for two dtypes.
+
+    mixed: dtypes that may be together.
+    """
     arrays = [floats.array(op, name, x) for name, x, _ in operands]
     for (name, _, rank), x in zip(operands, arrays, strict=True):
         if x.ndim != rank:
             raise ValueError(f"{name} has shape {x.shape}: {op} takes rank {rank}; use jax.vmap for batches")
-        if x.dtype != arrays[0].dtype:
+        if x.dtype != arrays[0].dtype and not {x.dtype.name, arrays[0].dtype.name} <= {*mixed}:
             raise ValueError(f"{operands[0][0]} is {arrays[0].dtype} and {name} is {x.dtype}: cast one with .astype")
     return arrays
 
@@ -95,6 +100,41 @@ def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
         raise ValueError(f"row_scale has shape {scale.shape}: it must be [m] = {(rows,)}")
     return scale.astype(np.promote_types(scale.dtype, np.float32))
 
+
+def checked_scales(scales: tuple[Any, Any], sides: tuple[int, int, int], groups: int) -> tuple[str, dict[str, jax.Array]]:
+    """The kind of scale_lhs and scale_rhs, of `fp8.SCALES`, and the two as float32 arrays of its shapes, or none.
+
+    sides: m, n, k. One number, as a missing scale is, takes the shape that goes with the other scale. Raises ValueError for
+    shapes that no kind has.
+    """
+    if scales == (None, None):
+        return "none", {}
+    names = ("scale_lhs", "scale_rhs")
+    found = [
+        jnp.ones((), jnp.float32) if x is None else floats.array("grouped_matmul", name, x).astype(jnp.float32)
+        for name, x in zip(names, scales, strict=True)
+    ]
+    m, n, k = sides
+    parts, across = math.ceil(k / BLOCK), math.ceil(n / BLOCK)
+    kinds: dict[str, tuple[Shapes, Shapes]] = {  # the first is that of the op's array
+        "tensor": (((1,),), ((groups,),)),
+        "row": (((m,), (m, 1)), ((groups, n), (groups, 1, n))),
+        "block": (((m, parts),), ((groups, across, parts),)),
+    }
+    for kind, shapes in kinds.items():
+        if all(x.shape in ((), *allowed) for x, allowed in zip(found, shapes, strict=True)):
+            return kind, {
+                name: jnp.broadcast_to(x, own) if x.ndim == 0 else x.reshape(own)
+                for name, x, (own, *_) in zip(names, found, shapes, strict=True)
+            }
+    raise ValueError(
+        f"scale_lhs has shape {found[0].shape} and scale_rhs {found[1].shape}: of m={m}, n={n}, k={k} and {groups} groups "
+        f"they are a number and ({groups},), or of rows and columns {(m,)} and {(groups, n)}, or of blocks of {BLOCK} "
+        f"{(m, parts)} and {(groups, across, parts)}"
+    )
+
+
+type Shapes = tuple[tuple[int, ...], ...]
 
 # --- Batches
 

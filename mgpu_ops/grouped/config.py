@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from mgpu_ops.core import gemm, limits
+from mgpu_ops.core import fp8, gemm, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.grouped.problem import GroupedProblem
 
 PANEL = 64  # 16-bit elements of a row of a 128-byte swizzle: the unit in which windows of rows are copied
+
+
+def panel(dtype: str) -> int:
+    """Elements of a row of a 128-byte swizzle."""
+    return 128 // itemsize_of(dtype)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -54,15 +59,17 @@ def hands_out(c: Config) -> bool:
     return c.schedule == "dynamic"
 
 
-def check_tiles(c: Config, out_itemsize: int, gpu: Gpu) -> str | None:
-    """Why neither kernel can run a config, whatever the problem, or None: the first reason."""
+def check_tiles(c: Config, out_itemsize: int, gpu: Gpu, dtype: str = "bfloat16", scales: str = "none") -> str | None:
+    """Why no kernel can run a config on operands of a dtype, whatever the sides, or None: the first reason."""
+    row = panel(dtype)
     return (
-        gemm.check_choices(c, {"tile_k": (64, 128), "schedule": SCHEDULES})
+        gemm.check_choices(c, {"tile_k": (row, 2 * row), "schedule": SCHEDULES})
         or gemm.check_tile(c)
         or gemm.check_pipeline(c)
         or _check_order(c)
         or _check_epilogue(c, 128 // out_itemsize)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu))
+        or (fp8.check_blocks(c) if scales == "block" else None)
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), fp8.accumulators_in_all(c, scales))
     )
 
 
@@ -83,9 +90,9 @@ def _check_epilogue(c: Config, row: int) -> str | None:
     return None
 
 
-def check_smem(problem: GroupedProblem, config: Config, gpu: Gpu) -> str | None:
+def check_smem(problem: GroupedProblem, config: Config, gpu: Gpu, scales: str = "none") -> str | None:
     """Why a block's shared memory does not suffice, or None."""
-    return limits.check_smem(smem_bytes(problem, config), gpu)
+    return limits.check_smem(smem_bytes(problem, config, scales), gpu)
 
 
 def consumer_registers(c: Config, gpu: Gpu) -> int:
@@ -93,11 +100,24 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
     return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
 
 
-def storage(problem: GroupedProblem, config: Config) -> gemm.Storage:
-    """The shared memory of a block of either kernel."""
-    return gemm.Storage(config, config.epilogue_slots, itemsize_of(problem.out_dtype), hands_out=hands_out(config))
+def storage(problem: GroupedProblem, config: Config, scales: str = "none") -> gemm.Storage:
+    """The shared memory of a block of either kernel. scales: of `fp8.SCALES`."""
+    return gemm.Storage(
+        config,
+        config.epilogue_slots,
+        itemsize_of(problem.out_dtype),
+        itemsize=itemsize_of(problem.dtype),
+        scales=scales_of_a_step(config) if scales == "block" else (),
+        hands_out=hands_out(config),
+    )
 
 
-def smem_bytes(problem: GroupedProblem, config: Config) -> int:
+def scales_of_a_step(c: Config) -> tuple[int, int]:
+    """How many scales of lhs and of rhs a pipeline step has room for, where blocks have scales."""
+    parts = c.tile_k // fp8.BLOCK
+    return parts * c.tile_m, parts * fp8.SCALES_IN_LINE
+
+
+def smem_bytes(problem: GroupedProblem, config: Config, scales: str = "none") -> int:
     """Bytes of shared memory that a block of either kernel takes."""
-    return storage(problem, config).bytes
+    return storage(problem, config, scales).bytes

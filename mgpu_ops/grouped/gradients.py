@@ -12,6 +12,7 @@ import numpy as np
 
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import activate
+from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.sizes import in_a_group, split
 
@@ -23,8 +24,15 @@ def _matmul_forward(
     sizes: jax.Array,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
+    *scales: jax.Array | None,
 ) -> Any:
     """With an activation its argument is kept; the activation and the scale are then XLA's."""
+    if call.scales != "none" or not {lhs.dtype.name, rhs.dtype.name}.isdisjoint(FLOAT8):
+        raise ValueError(
+            f"grouped_matmul of {lhs.dtype} and {rhs.dtype} with scales={call.scales!r} has no gradient: 8 bits without a "
+            "scale of its own would lose it. Train with mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or hold the arrays "
+            "constant with jax.lax.stop_gradient"
+        )
     if call.activation == "none":
         return grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale), (lhs, rhs, sizes, bias, row_scale, None)
     linear = grouped_matmul.product(dataclasses.replace(call, activation="none", config=None), lhs, rhs, sizes, bias)
@@ -62,7 +70,7 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
         else:
             right = g = _scaled(call, g, scale, sizes).astype(name)
     left, right = (right, left) if t else (left, right)
-    return dlhs, _contracted(call, name, left, right, sizes), None, _dbias(call, bias, g, sizes), dscale
+    return dlhs, _contracted(call, name, left, right, sizes), None, _dbias(call, bias, g, sizes), dscale, None, None
 
 
 def _dbias(call: grouped_matmul.Call, bias: jax.Array | None, g: jax.Array, sizes: jax.Array) -> jax.Array | None:

@@ -24,7 +24,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.hand_out import HandOut
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn, OrderedGroups
-from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, hands_out, storage
+from mgpu_ops.grouped.config import Config, consumer_registers, hands_out, panel, storage
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -36,6 +36,8 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
+    scale_lhs, scale_rhs: of 8-bit floats, or None; with scales of blocks, their stages in shared memory are lhs_scale_smem,
+      [stages, blocks of k, rows of a tile], and rhs_scale_smem, [stages, blocks of k, 32], of which one for each 64 columns.
     counter: with a dynamic schedule what `counter` makes, else None. answered, work_smem: a `HandOut`'s barriers and slots.
     order: of a contraction with a dynamic schedule, what `sizes.largest_first` gives.
     """
@@ -48,6 +50,10 @@ class Refs:
     rhs2: Any = None
     bias: Any = None
     row_scale: Any = None
+    scale_lhs: Any = None
+    scale_rhs: Any = None
+    lhs_scale_smem: Any = None
+    rhs_scale_smem: Any = None
     accumulator: Any = None
     lhs_smem: Any = None
     rhs_smem: Any = None
@@ -182,12 +188,12 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
 def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
     """The shared memory of a block, for `Refs`: stages of shapes `lhs` and `rhs`, each filled by so many copies."""
     stages = c.max_concurrent_steps
-    panel = engine.operand_transforms(PANEL, p.dtype, 128)
+    row = engine.operand_transforms(panel(p.dtype), p.dtype, 128)
     out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
     return (hand_out.scratch_types(c.compute_warpgroups) if hands_out(c) else {}) | {
         "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
-        "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=panel),
-        "rhs_smem": plgpu.SMEM((stages, *rhs), p.dtype, transforms=panel),
+        "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=row),
+        "rhs_smem": plgpu.SMEM((stages, *rhs), p.dtype, transforms=row),
         "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
         "barriers": Pipeline.barriers(stages, copies=copies, consumers=c.compute_warpgroups),
     }

@@ -10,17 +10,18 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
-from mgpu_ops.grouped.config import SCHEDULES, Config
+from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, panel
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
 def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of Config, in order; `check` says which combinations run."""
-    del problem, gpu
+    del gpu
+    row = panel(problem.dtype)
     return {
         "tile_m": (64, 128, 192, 256),
         "tile_n": (64, 128, 192, 256),
-        "tile_k": (64, 128),
+        "tile_k": (row, 2 * row),
         "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8, 10, 12),
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),
@@ -32,22 +33,24 @@ def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
-_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
+TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
 
 
 def candidates(
     epilogues: Callable[[int], Sequence[tuple[int, int]]],
     legal: Callable[[Config], bool],
-    tiles: Sequence[tuple[int, int]] = _TILES,
+    tiles: Sequence[tuple[int, int]] = TILES,
     schedule: str = "static",
+    row: int = PANEL,
 ) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
     epilogues: from the columns of a consumer's part of the tile to pairs (epilogue_tile_n, epilogue_slots).
+    row: elements of a swizzle row of the operands, the least tile_k.
     Strips of 16 tile rows keep a group's operands in L2.
     """
     found = []
-    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(tiles, (64, 128), ("m", "n")):
+    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(tiles, (row, 2 * row), ("m", "n")):
         warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
         wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
         for epilogue_tile_n, buffers in epilogues(wg_n):
@@ -93,13 +96,16 @@ _OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden beh
 _EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 
 
-def cost(p: GroupedProblem, c: Config, tiles: float, steps: float, moved: int, gpu: Gpu, narrow: float = 1.0) -> float:
+def cost(
+    p: GroupedProblem, c: Config, tiles: float, steps: float, moved: int, gpu: Gpu, narrow: float = 1.0, rate: float = 1.0
+) -> float:
     """Modelled time in seconds of `tiles` output tiles of so many `steps` each, which move `moved` bytes of HBM.
 
     step = the longest of arithmetic, loads, and latency / stages, in one SM
     time = launch + latency + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
 
-    narrow: what is left of the arithmetic rate where a consumer has less than 256 columns.
+    narrow: what is left of the arithmetic rate where a consumer has less than 256 columns. rate: of arithmetic, in parts of
+    that of 16 bits.
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
@@ -107,7 +113,7 @@ def cost(p: GroupedProblem, c: Config, tiles: float, steps: float, moved: int, g
     loaded = gemm.step_bytes(c, itemsize_of(p.dtype))
     from_hbm = min(1.0, moved / (tiles * steps * loaded))
     latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
-    step = _STEP + gemm.step_seconds(c, gpu, gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency, loaded)
+    step = _STEP + gemm.step_seconds(c, gpu, rate * gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency, loaded)
     store = gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu) + _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
     compute = waves * (steps * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
     memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
@@ -121,6 +127,8 @@ def distance(x: GroupedProblem, y: GroupedProblem, other: float = 0.0) -> float 
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k), (x.groups, y.groups))
     if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
+        return None
+    if itemsize_of(x.dtype) != itemsize_of(y.dtype):
         return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.25 * (x.spread != y.spread) + other

@@ -36,13 +36,15 @@ MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits 
 
 
 def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int], tiles: Callable[[], int]) -> str | None:
-    """Why no config of either kernel can run a problem, or None.
+    """Why no config of either kernel can run a problem of 16-bit floats, or None. Its arguments: `supports_sides`."""
+    return supports_dtypes(p.dtype, p.out_dtype, gpu) or supports_sides(p, rhs_row, tiles)
+
+
+def supports_sides(p: GroupedProblem, rhs_row: tuple[str, int], tiles: Callable[[], int]) -> str | None:
+    """Why no config of either kernel can run a problem of its sides, or None.
 
     rhs_row: the dimension along rhs's rows, and its length. tiles: the most output tiles, of 64 x 64.
     """
-    reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
-    if reason is not None:
-        return reason
     if p.spread not in SPREADS:
         return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
     reason = supports_sizes(p, ("m", "n", "k", "groups"))
@@ -52,7 +54,8 @@ def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int], tiles: Calla
         return f"m={p.m} rows are more than {MAX_ROWS}: split them, or pass backend='xla'"
     if tiles() > MAX_SIZE:
         return f"{tiles()} tiles of 64 x 64 are more than {MAX_SIZE}: split the groups, or pass backend='xla'"
-    return supports_rows({"lhs": ("k", p.k, 2), "rhs": (*rhs_row, 2), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
+    size = itemsize_of(p.dtype)
+    return supports_rows({"lhs": ("k", p.k, size), "rhs": (*rhs_row, size), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
 
 
 def flops(problem: GroupedProblem) -> int:

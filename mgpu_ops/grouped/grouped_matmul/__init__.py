@@ -22,13 +22,16 @@ from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.calls import (
     checked_offset,
     checked_operands,
     checked_out_dtype,
     checked_row_scale,
+    checked_scales,
     checked_sizes,
     checked_spread,
     looped,
@@ -46,8 +49,9 @@ from mgpu_ops.grouped.grouped_matmul.problem import (
     inputs,
     plain,
     supports,
+    tolerance,
+    unmeasured,
 )
-from mgpu_ops.grouped.problem import tolerance
 from mgpu_ops.grouped.sizes import Spread, for_each_block, of_shard
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
@@ -64,6 +68,7 @@ class Call:
     config: Config | None
     backend: dispatch.Backend | None
     group_offset: bool = False  # the sizes are those of a shard, as `sizes.of_shard` gives them
+    scales: str = "none"
 
 
 def grouped_matmul(
@@ -74,6 +79,8 @@ def grouped_matmul(
     bias: ArrayLike | None = None,
     activation: Activation = "none",
     row_scale: ArrayLike | None = None,
+    scale_lhs: ArrayLike | None = None,
+    scale_rhs: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     transpose_rhs: bool = False,
@@ -87,8 +94,9 @@ def grouped_matmul(
     the tokens of a mixture of experts, sorted by expert.
 
     Args:
-      lhs: [m, k]. bfloat16 or float16 for the kernel; other floats run through XLA.
-      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`, of lhs's dtype.
+      lhs: [m, k]. bfloat16 or float16 for the kernel, or with `transpose_rhs` float8_e4m3fn or float8_e5m2: wgmma reads 8 bits
+        along k only. All else runs through XLA.
+      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`, of lhs's dtype; the two 8-bit floats mix.
       group_sizes: [groups], integers, in rows; any sizes, 0 included. Their sum may be less than m: the rows beyond are zeros
         in the output, are not read, and cost no arithmetic. Where the sizes are known before the function runs, a negative one
         or a sum above m raises; where they are traced, a negative one counts as 0 and groups end at row m. Nothing is read or
@@ -97,10 +105,14 @@ def grouped_matmul(
       activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf", applied in float32 before rounding.
       row_scale: [m] floats, by which the rows of the result are multiplied in float32 before rounding, such as the routing
         weights of a mixture of experts. Default: none.
+      scale_lhs, scale_rhs: what 8-bit floats were divided by, float32 (`mgpu_ops.quantize`), by which the products are
+        multiplied before the bias. Numbers, or of rhs one for each group, [groups]; or of the rows of lhs and the columns of
+        rhs, [m] or [m, 1] and [groups, n] or [groups, 1, n]; or of blocks of 1 x 128 and 128 x 128, [m, k / 128] and
+        [groups, n / 128, k / 128], rounded up. Default: 1. A number goes with any of them.
       group_offset: an integer, of shape () or (1,), for a shard of the groups: group_sizes are then those of all groups, and
         rhs has those from number `group_offset` on. Rows of groups that rhs has not are zeros in the output, and are not read.
         A known one is refused where rhs reaches beyond the groups; traced, groups that do not exist have no rows.
-      out_dtype: of the result; lhs's dtype by default, or "float32".
+      out_dtype: of the result; lhs's dtype by default, or "float32". Of 8-bit floats bfloat16 by default, or any float.
       transpose_rhs: rhs is stored transposed; it is read in place, not copied.
       spread: how sizes are usually spread over the groups, which decides which tuned config runs and nothing else: "even",
         "random" (the default), "skewed" or "sparse" (half of the groups empty).
@@ -116,14 +128,19 @@ def grouped_matmul(
     with an activation the forward pass then stores its argument; row_scale's gradient takes the rows of lhs and of its
     gradient, and no further product), vmap (one launch after the other), scan and shard_map.
 
+    8-bit floats are multiplied exactly, and summed over k as in `matmul`, which tells the error: it grows as 2^-13 sqrt(k) of
+    typical results of both signs. Scales of blocks end such a sum at every 128 of k and add up in float32. There is no gradient
+    with scales or operands of 8 bits, as JAX would have it in their 8 bits, without a scale of its own:
+    `mgpu_ops.fp8_grouped_matmul` of the numbers before `mgpu_ops.quantize` has one.
+
     Raises:
       ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
-        activation, spread or backend, a config that cannot run.
+        activation, spread or backend, a config that cannot run, a gradient that there is not.
       TypeError: floats or integers expected and not found.
 
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
-    lhs, rhs = checked_operands("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3))
+    lhs, rhs = checked_operands("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3), mixed=FLOAT8)
     k, n = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
     if lhs.shape[1] != k:
         raise ValueError(
@@ -139,17 +156,19 @@ def grouped_matmul(
         bias = bias.astype(np.promote_types(bias.dtype, np.float32))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
-    extra: dict[str, jax.Array] = {} if bias is None else {"bias": bias}
+    scales, extra = checked_scales((scale_lhs, scale_rhs), (lhs.shape[0], n, k), rhs.shape[0])
+    extra |= {} if bias is None else {"bias": bias}
     if row_scale is not None:
         extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, lhs.shape[0])
     call = Call(
         transpose_rhs=bool(transpose_rhs),
-        out_dtype=checked_out_dtype(out_dtype, lhs.dtype),
+        out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
         activation=checked_activation(activation),
         spread=checked_spread(spread),
         config=config,
         backend=dispatch.requested_backend(backend),
         group_offset=group_offset is not None,
+        scales=scales,
     )
     lhs, rhs, sizes, *rest = mesh.same_mesh_axes(lhs, rhs, sizes, *extra.values())
     return product(call, lhs, rhs, sizes, **dict(zip(extra, rest, strict=True)))
@@ -229,9 +248,12 @@ def product(
     sizes: jax.Array,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
+    scale_lhs: jax.Array | None = None,
+    scale_rhs: jax.Array | None = None,
 ) -> jax.Array:
     """`grouped_matmul` of arguments that were checked. `gradients.py` makes it differentiable."""
-    extra = {name: x for name, x in (("bias", bias), ("row_scale", row_scale)) if x is not None}
+    every = {"scale_lhs": scale_lhs, "scale_rhs": scale_rhs, "bias": bias, "row_scale": row_scale}
+    extra = {name: x for name, x in every.items() if x is not None}
     return _batchable(call, tuple(extra))(lhs, rhs, sizes, *extra.values())
 
 
@@ -266,6 +288,8 @@ def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -
         group_offset=call.group_offset,
         row_scale="row_scale" in extra,
         second="lhs2" in extra,
+        rhs_dtype=rhs.dtype.name,
+        scales=call.scales,
     )
 
 
@@ -275,18 +299,32 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
     extra = by_name(p, rest)
     wide = np.promote_types(p.dtype, np.float32)
     contracted = 1 if p.layout == "nt" else 0  # of b, which is not transposed for it
-    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+    # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others; nor does it scale blocks of 8 bits.
+    exact = gpus.current() is None or p.rhs_dtype != "none" or p.scales == "block"
 
     def multiplied(lhs: jax.Array, rhs: jax.Array, group: Any, rows: jax.Array) -> jax.Array:
         a, b = lhs[rows], rhs[group]
         if exact:
             a, b = a.astype(wide), b.astype(wide)
+        if p.scales == "block":  # the numbers themselves, in float32
+            a *= of_each(extra["scale_lhs"][rows], a.shape, (1,))
+            b *= of_each(extra["scale_rhs"][group], b.shape, (0, 1) if contracted else (1, 0))
         return lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
+
+    def scaled(values: jax.Array, group: Any, rows: jax.Array) -> jax.Array:
+        """Times the scales of operands, or of rows and columns."""
+        if p.scales == "tensor":
+            values *= extra["scale_lhs"] * extra["scale_rhs"][group]
+        if p.scales == "row":
+            values *= extra["scale_lhs"][rows][:, None]
+            values *= extra["scale_rhs"][group][None]
+        return values
 
     def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
         values = multiplied(lhs, rhs, group, rows)
         if p.second:
             values += multiplied(extra["lhs2"], extra["rhs2"], group, rows)
+        values = scaled(values, group, rows)
         if p.bias:
             values += extra["bias"][group][None]
         values = activate(p.activation, values)
@@ -297,6 +335,17 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
     zeros = jnp.zeros((p.m, p.n), p.out_dtype)
     (zeros,) = mesh.same_mesh_axes(zeros, lhs)[:1]
     return zeros if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
+
+
+def of_each(scales: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+    """Scales of blocks of 128 along these axes of an array, in the order of their own, as an array of its shape."""
+    last = scales.ndim - len(axes)
+    if axes == (1, 0):  # the array is stored the other way round
+        scales, axes = scales.T, (0, 1)
+    for number, axis in enumerate(axes):
+        scales = jnp.repeat(scales, BLOCK, last + number)
+        scales = lax.slice_in_dim(scales, 0, shape[axis], axis=last + number)
+    return scales
 
 
 def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -333,6 +382,7 @@ SPEC = OpSpec(
     tolerance=tolerance,
     baseline=lambda problem: Baseline("dense", dense, differs="it multiplies all rows by one matrix"),
     plain=plain,
+    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference"]

@@ -21,16 +21,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, fp8, tile_scheduler
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, store_tile
+from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
+from mgpu_ops.core.scaled import Sums, add_scaled
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config
-from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name
+from mgpu_ops.grouped.config import Config, panel
+from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, dtype_of_rhs
 from mgpu_ops.grouped.kernel import Refs
 
 
@@ -83,6 +85,8 @@ class GroupedStages:
             self.load_lhs(lhs, tile, position, step, stage, full)
             self.load_rhs(rhs, refs.rhs_smem, tile, position, step, stage, full)
 
+        if refs.lhs_scale_smem is not None:
+            self.load_scales(tile, position, step, stage, full)
         if refs.lhs2 is None:
             load_one(refs.lhs, refs.rhs, step)
             return
@@ -92,10 +96,10 @@ class GroupedStages:
 
     def load_lhs(self, lhs: Any, tile: GroupTile, position: Any, step: jax.Array, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows, in panels of one swizzle row."""
-        c = self.config
-        for panel in range(c.tile_k // PANEL):
-            first = step * c.tile_k + panel * PANEL
-            load_rows(lhs, position[0], tile.end, first, self.refs.lhs_smem.at[stage, panel], full)
+        c, width = self.config, panel(self.problem.dtype)
+        for number in range(c.tile_k // width):
+            first = step * c.tile_k + number * width
+            load_rows(lhs, position[0], tile.end, first, self.refs.lhs_smem.at[stage, number], full)
 
     def load_rhs(self, rhs: Any, smem: Any, tile: GroupTile, position: Any, step: Any, stage: jax.Array, full: Any) -> None:
         """tile_k x tile_n of the group's matrix, as stored."""
@@ -103,6 +107,19 @@ class GroupedStages:
         ks, ns = pl.ds(step * c.tile_k, c.tile_k), pl.ds(position[1], c.tile_n)
         window = (ks, ns) if self.problem.layout == "nn" else (ns, ks)
         engine.copy_gmem_to_smem(rhs.at[tile.group, *window], smem.at[stage], full)
+
+    def load_scales(self, tile: GroupTile, position: Any, step: jax.Array, stage: jax.Array, full: Any) -> None:
+        """Those of the tile's rows, and of the group's matrix one for each 64 of the tile's columns, of each 128 of k.
+
+        Both begin anywhere: as a tensor map has it, and not as plain bytes, which begin at multiples of 16.
+        """
+        c, refs = self.config, self.refs
+        parts = c.tile_k // BLOCK
+        ks = pl.ds(step * parts, parts)
+        rows = refs.scale_lhs.at[ks, pl.ds(position[0], c.tile_m)]
+        columns = refs.scale_rhs.at[tile.group, ks, pl.ds(lax.div(position[1], jnp.int32(ROWS)), SCALES_IN_LINE)]
+        for scales, smem in ((rows, refs.lhs_scale_smem), (columns, refs.rhs_scale_smem)):
+            engine.copy_gmem_to_smem(scales, smem.at[stage], full, oob_mode=plgpu.OOBFillMode.ZEROS)
 
     def staging(self) -> Any:
         return self.refs.out_smem.at[lax.axis_index("wg")]
@@ -120,12 +137,16 @@ class GroupedStages:
 
     def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
         c, refs = self.config, self.refs
+        if refs.lhs_scale_smem is not None:
+            self.multiply_scaled(accs, stage, share)
+            return
         wg_m, wg_n = warpgroup_tile(c)
         row, column = share
+        width = panel(self.problem.dtype)
         # The wgmma of all panels are in flight together; the stage is free when the last has read it.
-        for panel in range(c.tile_k // PANEL):
-            lhs = refs.lhs_smem.at[stage, panel, pl.ds(row, wg_m), :] if wg_m < c.tile_m else refs.lhs_smem.at[stage, panel]
-            ks, ns = pl.ds(panel * PANEL, PANEL), pl.ds(column, wg_n)
+        for number in range(c.tile_k // width):
+            lhs = refs.lhs_smem.at[stage, number, pl.ds(row, wg_m), :] if wg_m < c.tile_m else refs.lhs_smem.at[stage, number]
+            ks, ns = pl.ds(number * width, width), pl.ds(column, wg_n)
             for acc, rhs in zip(accs, self.rhs_buffers(), strict=True):
                 if self.problem.layout == "nn":
                     engine.wgmma(acc, lhs, rhs.at[stage, ks, ns])
@@ -133,20 +154,59 @@ class GroupedStages:
                     engine.wgmma(acc, lhs, engine.transpose_ref(rhs.at[stage, ns, ks]))
         engine.wgmma_wait(0)
 
-    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
-        """row_scale * activation(acc + bias), rounded to out_dtype. Rows beyond the group, the next one's, are not written."""
-        refs, (acc,) = self.refs, accs
-        row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))
-        values = self.with_epilogue(acc[...], tile.group, column)
-        if refs.row_scale is not None:
-            values *= along(refs.row_scale, row, values.shape, 0)
-        store_tile(
-            values.astype(refs.out.dtype),
-            staging,
-            lambda staged, i, j: store_rows(staged, refs.out, row + i, tile.end, column + j),
-        )
+    def multiply_scaled(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+        """The products of each 128 of k times their scales (`core/scaled.py`)."""
+        c, refs = self.config, self.refs
+        width = warpgroup_tile(c)[1]
+        size = min(ROWS, width)
 
-    def with_epilogue(self, values: jax.Array, group: jax.Array, column: jax.Array) -> jax.Array:
+        def scale(i: int, j: int, part: int) -> jax.Array:
+            of_rows = along(refs.lhs_scale_smem.at[stage, part], share[0] + i * ROWS, (ROWS, size), 0)
+            return of_rows * refs.rhs_scale_smem[stage, part, lax.div(share[1] + jnp.int32(j * size), jnp.int32(ROWS))]
+
+        def multiply(product: Any, i: int, part: int) -> None:
+            lhs = refs.lhs_smem.at[stage, part, pl.ds(share[0] + i * ROWS, ROWS), :]
+            rhs = refs.rhs_smem.at[stage, pl.ds(share[1], width), pl.ds(part * BLOCK, BLOCK)]
+            engine.wgmma(product, lhs, engine.transpose_ref(rhs))
+
+        add_scaled(c, accs, multiply, scale)
+        engine.wgmma_wait(0)
+
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
+        """row_scale * activation(scales * acc + bias), rounded to out_dtype. Rows beyond the group are not written."""
+        refs = self.refs
+        row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))
+
+        def copy(staged: Any, i: int, j: int) -> None:
+            store_rows(staged, refs.out, row + i, tile.end, column + j)
+
+        def finish(values: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
+            return self.with_epilogue(values, tile.group, row + i, column + j)
+
+        if refs.lhs_scale_smem is not None:  # of sums in several accumulators, an epilogue tile at a time
+            store_tile(Sums.of(self.config, accs), staging, copy, finish=finish)
+            return
+        values = self.with_epilogue(accs[0][...], tile.group, row, column)
+        store_tile(values.astype(refs.out.dtype), staging, copy)
+
+    def with_epilogue(self, values: jax.Array, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+        """row_scale * activation(scales * values + bias) in float32; scales of blocks are in the values."""
+        values = self.activated(self.scaled(values, group, row, column), group, column)
+        if self.refs.row_scale is not None:
+            values *= along(self.refs.row_scale, row, values.shape, 0)
+        return values
+
+    def scaled(self, values: jax.Array, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+        """values * scales of operands, or of rows and columns."""
+        refs = self.refs
+        if self.problem.scales == "tensor":
+            values *= refs.scale_lhs[0] * refs.scale_rhs[group]
+        if self.problem.scales == "row":
+            values *= along(refs.scale_lhs, row, values.shape, 0)
+            values *= along(refs.scale_rhs.at[group], column, values.shape, 1)
+        return values
+
+    def activated(self, values: jax.Array, group: jax.Array, column: jax.Array) -> jax.Array:
         """activation(values + bias) in float32."""
         if self.refs.bias is not None:
             values += along(self.refs.bias.at[group], column, values.shape, 1)
@@ -199,10 +259,11 @@ def most_tiles(p: Any, c: Config) -> int:
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
     """Runs the kernel on lhs, rhs as stored, int32 sizes of any values (with an offset, as `sizes.of_shard` gives them) and,
-    where the problem has them, lhs and rhs of a second product, a bias [groups, n] and a row scale [m].
+    where the problem has them, lhs and rhs of a second product, scales, a bias [groups, n] and a row scale [m].
     """
     lhs, rhs, sizes, *rest = arrays
     extra = by_name(p, rest)
+    extra |= _scales(p, c, extra)
     if p.bias:
         extra["bias"] = jnp.pad(extra["bias"], ((0, 0), (0, -p.n % c.tile_n)))
     if p.second:
@@ -216,12 +277,46 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         refs_of = Refs(sizes, lhs, rhs, out, counter=counter, **by_name(p, further), **scratch)
         kernel.run_block(GroupedStages(p, c, blocks, refs_of), gpu)
 
-    panels = c.tile_k // PANEL
+    width = panel(p.dtype)
+    panels = c.tile_k // width
+    copies = panels + 1 + 2 * (p.scales == "block")
     rhs_tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
     out = engine.kernel(
         body,
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
-        scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, PANEL), rhs_tile, copies=panels + 1),
+        scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | _scratch(p, c),
     )(sizes, *kernel.counter(c), rows_view(lhs), rhs, *extra.values())
     return out.reshape(p.m, p.n)
+
+
+def _scratch(p: Problem, c: Config) -> dict[str, Any]:
+    """What 8-bit floats change of `kernel.scratch_types`: rhs's dtype, and with scales of blocks the sums and the stages."""
+    scratch: dict[str, Any] = {}
+    stages, rhs = c.max_concurrent_steps, dtype_of_rhs(p)
+    if rhs != p.dtype:
+        transforms = engine.operand_transforms(panel(rhs), rhs, 128)
+        scratch["rhs_smem"] = plgpu.SMEM((stages, c.tile_n, c.tile_k), jnp.dtype(rhs), transforms=transforms)
+    if p.scales == "block":
+        scratch["accumulator"] = engine.Accumulators(fp8.accumulators(c, p.scales), c.compute_warpgroups)
+        parts = c.tile_k // BLOCK
+        scratch["lhs_scale_smem"] = plgpu.SMEM((stages, parts, c.tile_m), jnp.float32)
+        scratch["rhs_scale_smem"] = plgpu.SMEM((stages, parts, SCALES_IN_LINE), jnp.float32)
+    return scratch
+
+
+def _scales(p: Problem, c: Config, extra: dict[str, Any]) -> dict[str, Any]:
+    """The scales as the kernel reads them, up to the end of the last tile.
+
+    Those of blocks: scale_lhs [k / 128, m and more], and scale_rhs [groups, k / 128, n / 64 and more], each twice.
+    """
+    if p.scales not in ("row", "block"):
+        return {}
+    lhs, rhs = extra["scale_lhs"], extra["scale_rhs"]
+    if p.scales == "row":
+        return {"scale_lhs": jnp.pad(lhs, (0, c.tile_m)), "scale_rhs": jnp.pad(rhs, ((0, 0), (0, -p.n % c.tile_n)))}
+    parts = lhs.shape[1]
+    more = -parts % (c.tile_k // BLOCK)  # of k
+    lhs = jnp.pad(lhs.T, ((0, more), (0, c.tile_m + -p.m % 4)))  # rows of 16 bytes
+    rhs = jnp.repeat(rhs.mT, BLOCK // ROWS, 2)
+    return {"scale_lhs": lhs, "scale_rhs": jnp.pad(rhs, ((0, 0), (0, more), (0, SCALES_IN_LINE + -rhs.shape[2] % 4)))}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.config import Config, panel
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, check, supports
+
+# Of 8-bit floats with scales of blocks: what is left of the rate, by how many of k a step has; as in matmul, measured there.
+_BLOCKS_OF_A_STEP = {1: 0.72, 2: 0.86}
+_TILES_OF_8_BITS = (*common.TILES, (128, 192), (256, 64))
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -17,7 +22,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     rows = common.row_blocks(p.spread, p.m, p.groups, c.tile_m)
     tiles = rows * math.ceil(p.n / c.tile_n)
-    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), bytes_moved(p), gpu)
+    rate = gpu.flops(p.dtype) / gpu.bf16_flops
+    rate *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
+    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), bytes_moved(p), gpu, rate=rate)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -26,7 +33,10 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of grouped_matmul fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)  # stores of several swizzle rows were slower wherever they were tried
-    legal = common.candidates(lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None)
+    tiles = _TILES_OF_8_BITS if problem.dtype in FLOAT8 else common.TILES
+    legal = common.candidates(
+        lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, tiles, row=panel(problem.dtype)
+    )
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
@@ -39,5 +49,7 @@ def distance(x: Problem, y: Problem) -> float | None:
     """`common.distance`, and what layout, bias, activation, offset and scale add."""
     own = 0.5 * (x.layout != y.layout) + 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation)
     own += 0.05 * (x.group_offset != y.group_offset) + 0.05 * (x.row_scale != y.row_scale)
-    own += 0.05 * (x.second != y.second)
+    own += 0.05 * (x.second != y.second) + 0.05 * (x.scales != y.scales) + 0.05 * (x.rhs_dtype != y.rhs_dtype)
+    if (x.scales == "block") != (y.scales == "block"):
+        return None
     return common.distance(x, y, own)

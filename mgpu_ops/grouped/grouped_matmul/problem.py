@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core import fp8
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import check_fields, itemsize_of
+from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, itemsize_of, supports_dtypes, supports_gpu
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
+from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles, panel
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -29,8 +30,8 @@ class Problem:
 
     m, n, k: rows of lhs, columns of the result, and what is summed over.
     groups: how many matrices rhs holds.
-    dtype: of lhs and rhs, "bfloat16" or "float16" in the kernel.
-    out_dtype: of the result, dtype or "float32".
+    dtype: of lhs and rhs, in the kernel "bfloat16", "float16", or in layout "nt" "float8_e4m3fn" or "float8_e5m2".
+    out_dtype: of the result, dtype or "float32"; of a product of 8 bits "bfloat16", "float16" or "float32".
     layout: "nn", or "nt" where rhs is stored as [g, n, k].
     bias: whether a row per group, [groups, n], is added.
     activation: of `ACTIVATIONS`, applied last.
@@ -39,6 +40,10 @@ class Problem:
     group_offset: whether rhs has the groups of a shard: the first group's first row comes before the sizes.
     row_scale: whether each row is multiplied by a factor of its own, [m], after the activation.
     second: whether a second pair of lhs and rhs, of the same shapes, is multiplied and added.
+    rhs_dtype: of rhs where it is the other of the two 8-bit floats; "none" where it is dtype.
+    scales: of `fp8.SCALES`, float32 numbers that the product is multiplied by before the bias: "none"; "tensor", scale_lhs[1]
+      and scale_rhs[groups]; "row", scale_lhs[m] and scale_rhs[groups, n]; "block", scale_lhs[m, k / 128] and
+      scale_rhs[groups, n / 128, k / 128], rounded up, where the product of each 128 of k is scaled and then added up.
     """
 
     m: int
@@ -54,9 +59,13 @@ class Problem:
     group_offset: bool = False
     row_scale: bool = False
     second: bool = False
+    rhs_dtype: str = "none"
+    scales: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.rhs_dtype == self.dtype:  # one problem, written in one way
+            object.__setattr__(self, "rhs_dtype", "none")
 
 
 _TRAINING = {"-".join(map(str, case)): layer_problem(Problem, *case) for case in TRAINING}
@@ -83,14 +92,52 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if p.activation not in ACTIVATIONS:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
     rhs_row = ("k", p.k) if p.layout == "nt" else ("n", p.n)
-    return common.supports(p, gpu, rhs_row, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS))
+    return _supports_operands(p, gpu) or common.supports_sides(
+        p, rhs_row, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS)
+    )
+
+
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
+    if problem.dtype in FLOAT8:
+        return "the kernel of 8-bit floats was not compared on a GPU yet: backend='mosaic' runs it"
+    return None
+
+
+def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
+    """Why wgmma cannot multiply operands of these dtypes and scales, stored so, or None."""
+    if p.dtype not in FLOAT8 and p.rhs_dtype == "none":
+        reason = supports_dtypes(p.dtype, p.out_dtype, gpu)
+        if reason is None and p.scales != "none":
+            return f"scales={p.scales!r} are of 8-bit floats, not {p.dtype}: multiply by them, or use backend='xla'"
+        return reason
+    if reason := supports_gpu(gpu):
+        return reason
+    if p.dtype not in FLOAT8 or dtype_of_rhs(p) not in FLOAT8:
+        return f"lhs is {p.dtype} and rhs is {p.rhs_dtype}: only {' and '.join(FLOAT8)} mix; cast one, or use backend='xla'"
+    if p.out_dtype not in (*DTYPES, "float32"):
+        return f"out_dtype {p.out_dtype} is not one of bfloat16, float16, float32: cast the result, or use backend='xla'"
+    if p.scales not in fp8.SCALES:
+        return f"scales={p.scales!r} is not one of {', '.join(fp8.SCALES)}"
+    if p.second:
+        return "two products of 8-bit floats are not added up in one: use backend='xla'"
+    if p.layout != "nt":
+        return (
+            f"layout {p.layout} of 8-bit floats: wgmma reads them along k only; store rhs as [groups, n, k] "
+            "(transpose_rhs=True), or use backend='xla'"
+        )
+    return None
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
-    tiles = check_tiles(c, itemsize_of(p.out_dtype), gpu)
-    return supports(p, gpu) or tiles or check_windows(p, c) or check_smem(p, c, gpu)
+    return (
+        supports(p, gpu)
+        or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
+        or check_windows(p, c)
+        or check_smem(p, c, gpu, p.scales)
+    )
 
 
 def check_windows(p: Problem, c: Config) -> str | None:
@@ -102,8 +149,9 @@ def check_windows(p: Problem, c: Config) -> str | None:
         return f"tile_n={c.tile_n} must be a multiple of {PANEL}, one swizzle row of rhs"
     if p.layout == "nn" and p.n % PANEL and c.tile_n != PANEL:
         return f"tile_n={c.tile_n} must be {PANEL} because n={p.n} is no multiple of {PANEL}: TMA clips one swizzle row only"
-    if p.layout == "nt" and p.k % PANEL and c.tile_k != PANEL:
-        return f"tile_k={c.tile_k} must be {PANEL} because k={p.k} is no multiple of {PANEL}: TMA clips one swizzle row only"
+    of_k = panel(p.dtype)
+    if p.layout == "nt" and p.k % of_k and c.tile_k != of_k:
+        return f"tile_k={c.tile_k} must be {of_k} because k={p.k} is no multiple of {of_k}: TMA clips one swizzle row only"
     row = 128 // itemsize_of(p.out_dtype)
     if p.n % row and c.epilogue_tile_n != row:
         return (
@@ -121,16 +169,19 @@ def bytes_moved(problem: Problem) -> int:
     p = problem
     used = min(p.groups, p.m) if p.spread != "sparse" else max(1, min(p.groups // 2, p.m))
     operands = (1 + p.second) * (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
-    operands += 4 * p.m * p.row_scale
+    operands += 4 * p.m * p.row_scale + 4 * sum(map(math.prod, scale_shapes(p)))
     return operands + p.m * p.n * itemsize_of(p.out_dtype)
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal lhs and rhs, sizes spread as the problem says, and a bias and a row scale where it has them."""
+    """Random normal lhs and rhs, sizes spread as the problem says, and scales, a bias and a row scale where it has them.
+
+    Numbers of 8 bits are rounded. Scales are from 1/2 to 2, those of rhs divided by the square root of k.
+    """
     p = problem
     key_l, key_r, key_s, key_b = jax.random.split(key, 4)
-    lhs = jax.random.normal(key_l, (p.m, p.k), p.dtype)
-    rhs = jax.random.normal(key_r, (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n), p.dtype)
+    lhs = _normal(key_l, (p.m, p.k), p.dtype)
+    rhs = _normal(key_r, (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n), dtype_of_rhs(p))
     sizes = draw_shard(p.spread, p.m, p.groups, key_s) if p.group_offset else draw_sizes(p.spread, p.m, p.groups, key_s)
     bias = [jax.random.normal(key_b, (p.groups, p.n), jnp.float32)] if p.bias else []
     scale = [jax.random.uniform(jax.random.fold_in(key, 4), (p.m,), jnp.float32)] if p.row_scale else []
@@ -138,7 +189,33 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     if p.second:
         keys = jax.random.split(jax.random.fold_in(key, 5))
         second = [jax.random.normal(key, x.shape, p.dtype) for key, x in zip(keys, (lhs, rhs), strict=True)]
-    return lhs, rhs, sizes, *second, *bias, *scale
+    factors = zip(scale_shapes(p), (1.0, 1.0 / math.sqrt(p.k or 1)), jax.random.split(jax.random.fold_in(key, 6)), strict=False)
+    scales = (2.0 ** jax.random.uniform(key, x, jnp.float32, -1.0, 1.0) * factor for x, factor, key in factors)
+    return lhs, rhs, sizes, *second, *scales, *bias, *scale
+
+
+def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, "bfloat16" if dtype in FLOAT8 else dtype).astype(dtype)
+
+
+def dtype_of_rhs(p: Problem) -> str:
+    """The dtype of rhs."""
+    return p.dtype if p.rhs_dtype == "none" else p.rhs_dtype
+
+
+def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """The shapes of scale_lhs and scale_rhs; none without scales."""
+    parts = math.ceil(p.k / fp8.BLOCK)
+    return {
+        "tensor": ((1,), (p.groups,)),
+        "row": ((p.m,), (p.groups, p.n)),
+        "block": ((p.m, parts), (p.groups, math.ceil(p.n / fp8.BLOCK), parts)),
+    }.get(p.scales, ())
+
+
+def tolerance(problem: Problem) -> float:
+    """`common.tolerance`, and of 8-bit floats what their sums add (`fp8.accumulation_error`)."""
+    return common.tolerance(problem) + fp8.accumulation_error(problem.dtype, problem.k, problem.scales)
 
 
 def flops(problem: Problem) -> int:
@@ -148,7 +225,8 @@ def flops(problem: Problem) -> int:
 
 def by_name(problem: Problem, extra: Sequence[Any]) -> dict[str, Any]:
     """The arrays that follow the sizes, by name."""
-    names = ["lhs2", "rhs2"] * problem.second + ["bias"] * problem.bias + ["row_scale"] * problem.row_scale
+    names = ["lhs2", "rhs2"] * problem.second + ["scale_lhs", "scale_rhs"] * (problem.scales != "none")
+    names += ["bias"] * problem.bias + ["row_scale"] * problem.row_scale
     return dict(zip(names, extra, strict=True))
 
 

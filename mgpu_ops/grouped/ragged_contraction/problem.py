@@ -11,7 +11,7 @@ import jax
 
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import check_fields, itemsize_of
+from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
 from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
 from mgpu_ops.grouped.problem import MODELS, TRAINING, layer_problem
@@ -53,6 +53,11 @@ SUITES: dict[str, Sequence[str]] = {
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
     p = problem
+    if p.dtype in FLOAT8:
+        return (
+            f"dtype {p.dtype}: wgmma reads 8 bits along what is summed over, here the rows, and operands are stored across "
+            "them; cast both to bfloat16, or use backend='xla'"
+        )
     return common.supports(p, gpu, ("n", p.n), lambda: p.groups * math.ceil(p.k / ROWS) * math.ceil(p.n / ROWS))
 
 

@@ -77,12 +77,16 @@ def grouped(
     transpose_rhs: bool = False,
     lhs2: Any = None,
     rhs2: Any = None,
+    scale_lhs: Any = None,
+    scale_rhs: Any = None,
 ) -> np.ndarray:
-    """The grouped matmul in float64, or the sum of two; zeros for rows of no group."""
+    """The grouped matmul in float64, or the sum of two; zeros for rows of no group. Scales are those of the op's arrays."""
     if lhs2 is not None:  # side by side, they are one
         axis = 2 if transpose_rhs else 1
         lhs, rhs = np.concatenate([lhs, lhs2], 1), np.concatenate([rhs, rhs2], axis)
     lhs, rhs = float64(lhs), float64(rhs)
+    if scale_lhs is not None:
+        lhs, rhs = lhs * of_each(scale_lhs, lhs.shape), rhs * of_each(scale_rhs, rhs.shape)
     rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     out = np.zeros((lhs.shape[0], rhs.shape[2]))
     for group, rows in enumerate(spans(sizes, lhs.shape[0], start)):
@@ -90,6 +94,16 @@ def grouped(
         values = ACTIVATIONS[activation](values if bias is None else values + float64(bias)[group])
         out[rows] = values if row_scale is None else values * float64(row_scale)[rows, None]
     return out
+
+
+def of_each(scales: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales of the whole, of rows or of blocks of 128 of lhs [m, k] or of rhs [g, n, k], as an array of its shape."""
+    scales = float64(scales)
+    if scales.ndim == len(shape):
+        for axis in range(1, len(shape)):
+            scales = np.repeat(scales, 128, axis)
+        return scales[tuple(map(slice, shape))]
+    return scales.reshape(*scales.shape, *(1,) * (len(shape) - scales.ndim))
 
 
 def contraction(lhs: Any, rhs: Any, sizes: Any, start: int = 0) -> np.ndarray:
@@ -130,7 +144,8 @@ def poisoned(problem: Any, sizes: Sequence[int], lhs: Any, rhs: Any, *extra: Any
     else:
         rhs[empty] = np.nan
         for name, x in by_name(problem, extra).items():
-            x[outside if name in ("row_scale", "lhs2") else empty] = np.nan
+            if x.shape[0] > 1:  # not one number for all
+                x[outside if name in ("row_scale", "lhs2", "scale_lhs") and len(x) == problem.m else empty] = np.nan
     return lhs, rhs, *extra
 
 
