@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core.activations import activate
-from mgpu_ops.matmul.problem import BLOCK, Problem, scales_sums
+from mgpu_ops.core.fp8 import BLOCK
+from mgpu_ops.matmul.problem import Problem, scales_sums
 from mgpu_ops.matmul.quantities import scale_shapes
 
 

@@ -29,9 +29,10 @@ from mgpu_ops.core.gemm import epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.scaled import Sums
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul import algorithms
-from mgpu_ops.matmul.block_scales import Sums, add_scaled, load_scales
+from mgpu_ops.matmul.block_scales import add_scaled, load_scales
 from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
     Config,
@@ -184,7 +185,7 @@ def _kernel(
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
-            sums = Sums.of(work, accs) if scale_smem else None
+            sums = Sums.of(c, accs) if scale_smem else None
             store(work, t, sums or accs[0], of, **epilogue)
             for acc in sums.accs if sums else accs:
                 acc[...] = jnp.zeros(acc.shape, acc.dtype)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mgpu_ops.core import gemm, rates
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.problem import (
-    BLOCK,
     Config,
     Problem,
     as_computed,

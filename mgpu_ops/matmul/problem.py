@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mgpu_ops.core import gemm, limits
+from mgpu_ops.core import fp8, gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
+from mgpu_ops.core.fp8 import BLOCK, SCALES, SCALES_IN_LINE
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import (
     DTYPES,
@@ -156,9 +157,6 @@ SUITES: dict[str, Sequence[str]] = {
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
-SCALES = ("none", "tensor", "row", "block")
-BLOCK = 128  # of k, and of n, that has one scale
-SCALES_IN_LINE = 32  # in 128 bytes, to whose multiples in shared memory TMA writes
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -301,7 +299,7 @@ def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Con
     return (
         check_schedule(p, c, check_output)
         or check_counts(p, c, gpu)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu), _accumulators_in_all(p, c))
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), fp8.accumulators_in_all(c, p.scales))
         or limits.check_smem(storage(p, c).bytes, gpu)
     )
 
@@ -353,19 +351,7 @@ def _check_blocks(p: Problem, c: Config) -> str | None:
         return None
     if c.schedule != "cooperative":
         return f"schedule={c.schedule!r} must be 'cooperative' with scales of blocks"
-    if c.tile_k not in (BLOCK, 2 * BLOCK):
-        return f"tile_k={c.tile_k} must be {BLOCK}, the k of a block that has a scale, or {2 * BLOCK}"
-    rows, columns = gemm.warpgroup_tile(c)
-    if rows > 2 * gemm.ROWS:
-        return (
-            f"a warpgroup's {rows} rows of tile_m={c.tile_m} must be at most {2 * gemm.ROWS} with scales of blocks: more spill"
-        )
-    if c.tile_n % gemm.ROWS or (columns % gemm.ROWS and columns not in (8, 16, 32)) or c.epilogue_tile_n > gemm.ROWS:
-        return (
-            f"a warpgroup's {columns} columns of tile_n={c.tile_n}, and epilogue_tile_n={c.epilogue_tile_n}, must be 8, 16, 32 "
-            f"or, but for the last, a multiple of {gemm.ROWS}: each {gemm.ROWS} columns have one scale"
-        )
-    return None
+    return fp8.check_blocks(c)
 
 
 def _check_integers(p: Problem, c: Config) -> str | None:
@@ -573,22 +559,8 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
 
 def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
-    """The shapes of a consumer warpgroup's accumulators.
-
-    With scales of blocks: sums of 64 x 64, which have one scale of B; and two that products of 64 rows and 128 of k take in
-    turn, or one for the only product of a step.
-    """
-    rows, columns = gemm.warpgroup_tile(c)
-    if p.scales != "block":
-        return ((rows, columns),)
-    count, width = rows // gemm.ROWS, min(gemm.ROWS, columns)
-    products = min(2, count * c.tile_k // BLOCK)
-    return ((gemm.ROWS, width),) * (count * (columns // width)) + ((gemm.ROWS, columns),) * products
-
-
-def _accumulators_in_all(p: Problem, c: Config) -> float:
-    """What they take, in accumulators of a warpgroup's part of the tile."""
-    return sum(map(math.prod, accumulators(p, c))) / math.prod(gemm.warpgroup_tile(c))
+    """The shapes of a consumer warpgroup's accumulators."""
+    return fp8.accumulators(c, p.scales)
 
 
 def swizzle_bytes(problem: Problem, c: Config) -> int:

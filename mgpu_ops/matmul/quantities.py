@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
-from mgpu_ops.core.limits import FLOAT8, itemsize_of
-from mgpu_ops.matmul.problem import BLOCK, Problem, dtype_of_b, has_epilogue, transposed
+from mgpu_ops.core import fp8
+from mgpu_ops.core.fp8 import BLOCK
+from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.matmul.problem import Problem, dtype_of_b, has_epilogue, transposed
 
 
 def flops(problem: Problem) -> int:
@@ -88,16 +90,5 @@ _ROUNDING_OF_OPERANDS = {"bf16": 2.0**-5, "tf32": 2.0**-7, "bf16_x3": 2.0**-12} 
 
 
 def accumulation_error(p: Problem) -> float:
-    """The error of sums over k on the tensor cores, beside that of float32, by the scale of `tolerance`: 2^-12 sqrt(k).
-
-    On 8-bit floats an instruction of Hopper adds 32 products and the sum so far. It aligns them to the largest exponent among
-    them, keeps 13 bits behind that one's leading bit, and cuts off the rest of each: a product loses less than 2^-13 of the
-    largest addend. Of addends of both signs the losses have both signs too, and their sum grows as sqrt(k). Computed so, random
-    normal numbers have errors whose root of mean squares is up to 0.2 of 2^-13 sqrt(k) of the result's, and the largest of
-    10^4 errors is 0.8 of it; 2 leaves room for more results, and for an epilogue that makes them smaller.
-
-    Block scales end such sums at every 128 of k. Addends of one sign lose more (docs/kernels/matmul.md, "Eight bits").
-    """
-    if p.dtype not in FLOAT8:
-        return 0.0
-    return 2.0**-12 * math.sqrt(min(p.k, BLOCK) if p.scales == "block" else p.k)
+    """`fp8.accumulation_error`, by the scale of `tolerance`."""
+    return fp8.accumulation_error(p.dtype, p.k, p.scales)

@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.limits import FLOAT8
-from mgpu_ops.matmul.problem import BLOCK
 
 type Scheme = Literal["tensor", "row", "block", "square"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme.__value__)

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.matmul.problem import BLOCK
+from mgpu_ops.core.fp8 import BLOCK
 
 type Shape = tuple[int, ...]
 type Pair = tuple[jax.Array | None, jax.Array | None]

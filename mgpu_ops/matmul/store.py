@@ -16,7 +16,8 @@ from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import epilogue_tiles
-from mgpu_ops.matmul.block_scales import Sums, scales_for_tma
+from mgpu_ops.core.scaled import Sums
+from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
 from mgpu_ops.matmul.problem import Config, Problem, has_epilogue
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows, epilogue_origins
