@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgpu_ops import SPECS
+from mgpu_ops import SPECS, RaggedContractionProblem
 from mgpu_ops.core import engine
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import float64
@@ -59,7 +59,8 @@ def _assert_grouped(problem: Any, sizes: Any, out: Any, *arrays: Any) -> None:
     np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
     known = ~np.isnan(wanted)
     if wanted[known].any():
-        _assert_near(out[known], wanted[known], SPECS["grouped_matmul"].tolerance(problem))
+        op = "ragged_contraction" if isinstance(problem, RaggedContractionProblem) else "grouped_matmul"
+        _assert_near(out[known], wanted[known], SPECS[op].tolerance(problem))
 
 
 @pytest.fixture

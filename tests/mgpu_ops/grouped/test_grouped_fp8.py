@@ -6,15 +6,18 @@ As in `test_grouped_interpret.py`, rows of no group and matrices of empty groups
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import GroupedMatmulProblem, spec_of
-from mgpu_ops.core import engine, gpu
+from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, grouped_matmul, quantize, spec_of
+from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.grouped.config import smem_bytes
 from tests import thorough
 from tests.arrays import inputs
 from tests.mgpu_ops.grouped import ragged
@@ -87,3 +90,130 @@ def assert_right(problem: Any, config: Any, all_sizes: Any, assert_grouped: Any)
 @pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
 def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_grouped):
     assert_right(*CASES[name], assert_grouped)
+
+
+@pytest.mark.parametrize("seed", thorough.seeds(1, 6))
+def test_random_legal_config_is_right_and_has_no_race(seed, assert_grouped):
+    rng = random.Random(seed)
+    sides = rng.randint(1, 200), 8 * rng.randint(1, 30), 16 * rng.randint(1, 20), 4
+    problem = P(*sides, scales=rng.choice(["none", "tensor", "row", "block"]), rhs_dtype=rng.choice([E4M3, E5M2]))
+    space = GROUPED.space(problem, FEW_SMS)
+    drawn = (GroupedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
+    config = next(c for c in drawn if GROUPED.check(problem, c, FEW_SMS) is None)
+    sizes = np.random.default_rng(seed).multinomial(rng.randint(0, sides[0]), np.ones(4) / 4)
+    assert_right(problem, config, (sizes.tolist(),), assert_grouped)
+
+
+# --- the public function
+
+SIZES = (40, 0, 60, 21)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return jax.random.normal(keys[0], (130, 272), jnp.bfloat16), jax.random.normal(keys[1], (4, 200, 272), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize(("of_x", "of_w"), [("tensor", "tensor"), ("row", "row"), ("block", "square")])
+def test_quantized_arrays_give_the_product_of_the_numbers_that_they_stand_for(of_x, of_w, backend, arrays):
+    if (backend, of_x) == ("interpret", "tensor"):
+        pytest.skip("repeats the kernel's own test")
+    (x8, scale_lhs), (w8, scale_rhs) = quantize(arrays[0], of_x), quantize(arrays[1], of_w)
+    out = grouped_matmul(x8, w8, SIZES, scale_lhs=scale_lhs, scale_rhs=scale_rhs, transpose_rhs=True, backend=backend)
+    assert out.dtype == jnp.bfloat16
+    square = scale_rhs.reshape(1) if of_w == "tensor" else scale_rhs
+    wanted = ragged.grouped(x8, w8, SIZES, transpose_rhs=True, scale_lhs=scale_lhs, scale_rhs=square)
+    np.testing.assert_allclose(ragged.float64(out), wanted, atol=0.02 * np.abs(wanted).max())
+
+
+def test_one_scale_for_each_group_and_numbers_beside_other_scales(arrays):
+    (x8, scale), (w8, of_rows) = quantize(arrays[0], "tensor"), quantize(arrays[1], "row")
+    of_groups = jnp.array([1.0, 2.0, 0.5, 4.0])
+    plain = ragged.grouped(x8, w8, SIZES, transpose_rhs=True)
+    factors = np.zeros((130, 1))
+    factors[: sum(SIZES), 0] = np.repeat(np.asarray(of_groups), SIZES)
+    run = functools.partial(grouped_matmul, x8, w8, SIZES, transpose_rhs=True, out_dtype="float32")
+    for given, wanted in (
+        ({"scale_rhs": of_groups}, plain * factors),
+        ({"scale_lhs": scale, "scale_rhs": of_groups}, plain * factors * float(scale)),
+        ({"scale_lhs": 0.5}, plain * 0.5),
+    ):
+        np.testing.assert_allclose(run(**given), wanted, rtol=1e-4, atol=1e-3)
+    mixed = run(scale_lhs=scale, scale_rhs=of_rows)
+    wanted = ragged.grouped(x8, w8, SIZES, transpose_rhs=True, scale_lhs=np.full(1, scale), scale_rhs=of_rows)
+    np.testing.assert_allclose(mixed, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_shards_add_up_and_vmap_maps_scales(arrays):
+    (x8, scale_lhs), (w8, scale_rhs) = quantize(arrays[0], "block"), quantize(arrays[1], "square")
+    run = functools.partial(grouped_matmul, transpose_rhs=True, out_dtype="float32")
+    whole = run(x8, w8, SIZES, scale_lhs=scale_lhs, scale_rhs=scale_rhs)
+    parts = [run(x8, w8[i : i + 2], SIZES, scale_lhs=scale_lhs, scale_rhs=scale_rhs[i : i + 2], group_offset=i) for i in (0, 2)]
+    np.testing.assert_array_equal(sum(parts), whole)
+    both = jax.vmap(lambda s: run(x8, w8, jnp.array(SIZES), scale_lhs=s, scale_rhs=scale_rhs))(
+        jnp.stack([scale_lhs, 2 * scale_lhs])
+    )
+    np.testing.assert_allclose(both, np.stack([whole, 2 * np.asarray(whole)]), rtol=1e-5, atol=1e-4)
+
+
+def test_gradient_of_8_bits_names_the_op_that_has_one(arrays):
+    x8, w8 = (x.astype(E4M3) for x in arrays)
+    with pytest.raises(ValueError, match="fp8_grouped_matmul"):
+        jax.grad(lambda s: grouped_matmul(x8, w8, SIZES, scale_lhs=s, transpose_rhs=True).astype("float32").sum())(1.0)
+
+
+def test_wrong_scales_and_dtypes_are_told(arrays):
+    x8, w8 = (x.astype(E4M3) for x in arrays)
+    with pytest.raises(ValueError, match=r"scale_lhs has shape \(131,\).*\(130,\) and \(4, 200\)"):
+        grouped_matmul(x8, w8, SIZES, scale_lhs=jnp.ones(131), transpose_rhs=True)
+    with pytest.raises(ValueError, match="lhs is bfloat16 and rhs is float8_e4m3fn"):
+        grouped_matmul(arrays[0], w8, SIZES, transpose_rhs=True)
+    with pytest.raises(TypeError, match="scale_rhs"):
+        grouped_matmul(x8, w8, SIZES, scale_rhs="4", transpose_rhs=True)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (P(64, 64, 128, 2, layout="nn"), "wgmma reads them along k only; store rhs as"),
+        (P(64, 64, 72, 2), "k=72 needs 16-byte rows of lhs"),
+        (P(64, 64, 128, 2, scales="column"), "scales='column' is not one of"),
+        (P(64, 64, 128, 2, second=True), "two products of 8-bit floats"),
+        (P(64, 64, 128, 2, out_dtype=E4M3), "out_dtype float8_e4m3fn is not one of"),
+        (P(64, 64, 128, 2, rhs_dtype="bfloat16"), "lhs is float8_e4m3fn and rhs is bfloat16"),
+        (GroupedMatmulProblem(64, 64, 128, 2, scales="row"), "scales='row' are of 8-bit floats"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_multiply_is_told(problem, reason):
+    assert reason in GROUPED.supports(problem, H200)
+
+
+def test_contraction_of_8_bits_is_told_to_cast():
+    problem = RaggedContractionProblem(64, 64, 128, 2, E4M3)
+    assert "cast both to bfloat16" in spec_of("ragged_contraction").supports(problem, H200)
+
+
+def test_tiles_that_blocks_of_scales_cannot_have_are_told():
+    problem = P(64, 256, 256, 2, scales="block")
+    assert GROUPED.check(problem, BASE, H200) is None
+    assert "tile_k=64" in GROUPED.check(problem, replace(BASE, tile_k=64), H200)
+    assert "more spill" in GROUPED.check(problem, replace(BASE, tile_m=192), H200)
+    wide = replace(TWO, tile_n=256)
+    assert "accumulator takes 256 registers" in GROUPED.check(problem, wide, H200)
+    assert GROUPED.check(replace(problem, scales="row"), wide, H200) is None
+
+
+@ragged.needs_compiler
+@pytest.mark.parametrize("scales", ["block", "row"])
+def test_default_of_deepseek_compiles_without_spills(scales):
+    problem = P(32768, 4096, 7168, 32, scales=scales)
+    config = GROUPED.default(problem, H200)
+    shapes = jax.eval_shape(functools.partial(GROUPED.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(GROUPED.run, problem, config, H200), *shapes)
+    assert report.spills == 0
+    assert report.smem_bytes == smem_bytes(problem, config, scales)
+    assert "QGMMA" in report.sass
+    assert "UBLKCP" not in report.sass  # plain copies begin at multiples of 16 bytes; scales begin anywhere
