@@ -49,6 +49,7 @@ else:
         "einsum",
         "explain",
         "flash_attention",
+        "fp8_grouped_matmul",
         "fp8_matmul",
         "gated_grouped_matmul",
         "gated_matmul",

@@ -19,6 +19,7 @@ from mgpu_ops.core.gpu import target
 from mgpu_ops.cross_entropy import Config as CrossEntropyConfig
 from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
 from mgpu_ops.cross_entropy import cross_entropy
+from mgpu_ops.fp8_grouped import fp8_grouped_matmul
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.gated import Problem as GatedGroupedMatmulProblem
 from mgpu_ops.grouped.gated import gated_grouped_matmul
@@ -150,6 +151,7 @@ __all__ = [
     "einsum",
     "explain",
     "flash_attention",
+    "fp8_grouped_matmul",
     "fp8_matmul",
     "gated_grouped_matmul",
     "gated_matmul",
