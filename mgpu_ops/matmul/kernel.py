@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -211,21 +211,64 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
-def _kernel_in_turn(
-    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, operands: tuple[Any, Any], barriers: Any, **smem: Any
+def _kernel_in_turn(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, in_turn: InTurn, **smem: Any) -> None:
+    """One block of a matmul whose consumers compute its output tiles in turn."""
+    p, of = work.problem, refs_of(work.problem, *refs)
+
+    def begin(t: jax.Array) -> None:
+        if p.residual:  # it arrives while the tile is multiplied
+            load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"])
+
+    def finish(t: jax.Array, acc: Any) -> None:
+        store(work, t, acc, of, **smem)
+
+    compute_in_turn(work, gpu, (of.a, of.b), accumulator, in_turn, begin, finish)
+
+
+class InTurn(NamedTuple):
+    """Scratch of a pipeline that consumers read in turn: the stages of A and of B, and its barriers."""
+
+    a: Any
+    b: Any
+    full: Any
+    empty: Any
+
+
+def in_turn(p: Problem, c: Config) -> InTurn:
+    """The types of `InTurn`, in a kernel's `scratch_types`, for a problem and a config `as_computed`."""
+    stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
+    cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
+    operands = (
+        plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
+        for tile, dtype in zip(_operand_tiles(p, c), (p.dtype, dtype_of_b(p)), strict=True)
+    )
+    barriers = Pipeline.barriers_in_turn(stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes)
+    return InTurn(*operands, *barriers)
+
+
+def compute_in_turn(
+    work: Work,
+    gpu: Gpu,
+    refs: tuple[Any, Any],
+    accumulator: Any,
+    scratch: InTurn,
+    begin: Callable[[jax.Array], None],
+    finish: Callable[[jax.Array, Any], None],
 ) -> None:
     """One block whose consumers compute its output tiles in turn: while one stores a tile, the other multiplies the next.
 
     Both read one pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last
     one's ends, without another barrier, and stages that one consumer has read are filled for the other.
+
+    refs: A and B. begin(t) and finish(t, accumulator): what a consumer does before and after the multiplication of tile t.
     """
-    p, c = work.problem, work.config
-    of, steps = refs_of(p, *refs), k_steps(p, c)
+    p, c, steps = work.problem, work.config, k_steps(work.problem, work.config)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
-    pipeline, turns = Pipeline(c.max_concurrent_steps, *barriers), c.compute_warpgroups
+    pipeline, turns = Pipeline(c.max_concurrent_steps, scratch.full, scratch.empty), c.compute_warpgroups
+    operands = (scratch.a, scratch.b)
 
     def producer() -> None:
-        specs = list(zip(load(work, of.a, of.b), (of.a, of.b), operands, strict=True))
+        specs = list(zip(load(work, *refs), refs, operands, strict=True))
 
         def load_tile(t: jax.Array, _: None) -> None:
             its_pipeline = pipeline.of_consumer(lax.rem(t, jnp.int32(turns)))
@@ -249,8 +292,7 @@ def _kernel_in_turn(
         def compute_tile(i: jax.Array, _: None) -> None:
             t = i * turns + wg
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
-            if p.residual:  # it arrives while the tile is multiplied
-                load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"])
+            begin(t)
 
             def start(stage: jax.Array) -> None:
                 multiply(p, c, acc, *(operand.at[stage] for operand in operands))
@@ -261,7 +303,7 @@ def _kernel_in_turn(
                 _keep_finite(acc)  # as in `_drop_what_is_not_finite`
                 first += steps - last
             own_pipeline.multiply(first, last, start)
-            store(work, t, acc, of, **smem)
+            finish(t, acc)
 
         lax.fori_loop(0, tile_scheduler.tiles_of_block(own_tiles, wg, turns), compute_tile, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
@@ -336,15 +378,7 @@ def _scratch(work: Work) -> dict[str, Any]:
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
     if c.takes_turns:
-        stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
-        cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
-        scratch["operands"] = tuple(
-            plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
-            for tile, dtype in zip(_operand_tiles(p, c), (p.dtype, dtype_of_b(p)), strict=True)
-        )
-        scratch["barriers"] = Pipeline.barriers_in_turn(
-            stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes
-        )
+        scratch["in_turn"] = in_turn(p, c)
     if c.cluster == "k":
         scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch
