@@ -50,6 +50,23 @@ def store_gated_gradients(
         copy_gate(of_gate, i, j)
 
 
+def gate_stored(activation: str, product: jax.Array, gate_smem: Any, up_smem: Any, gradient: bool) -> None:
+    """Consumer: what an epilogue tile of a product becomes where gate, and for the gradient up, lies in shared memory.
+
+    In their place: activation(gate) * up, and up, which is the product; or with g the product, the gradient of
+    activation(gate) * up, those of gate and of up, g * up * activation'(gate) and g * activation(gate).
+    """
+    gate = gate_smem[...].astype(jnp.float32)
+    if gradient:
+        up = up_smem[...].astype(jnp.float32)
+        activated, slope = with_derivative(activation, gate)
+        gate_smem[...] = (product * up * slope).astype(gate_smem.dtype)
+        up_smem[...] = (product * activated).astype(up_smem.dtype)
+    else:
+        gate_smem[...] = (in_registers(activation, gate) * product).astype(gate_smem.dtype)
+        up_smem[...] = product.astype(up_smem.dtype)
+
+
 def _part(values: jax.Array, staging: Any, i: int, j: int) -> jax.Array:
     """The epilogue tile of a sum that begins at row i and column j."""
     _, height, width = staging.shape

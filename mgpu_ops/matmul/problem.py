@@ -252,7 +252,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     reason = (
         supports(problem, gpu)
         or gemm.check_choices(config, _CHOICES)
-        or _check_turns(config)
+        or check_turns(config)
         or _check_blocks(problem, config)
         or _check_integers(problem, config)
         or _check_parts(problem, config)
@@ -277,7 +277,7 @@ _CHOICES = {
 }
 
 
-def _check_turns(c: Config) -> str | None:
+def check_turns(c: Config) -> str | None:
     """Consumer warpgroups can take turns."""
     if not c.takes_turns:
         return None

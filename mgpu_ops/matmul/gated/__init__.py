@@ -185,6 +185,8 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
     On a GPU gate and up are rounded to out_dtype, as a program written with jnp would.
     """
     p = problem
+    if p.stored:
+        return _of_stored(p, x, w_gate, w_up, *g)
     wide = np.promote_types(p.dtype, np.float32)
     kept = jnp.dtype(p.dtype) if p.dtype == p.out_dtype and gpus.current() is not None else wide
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
@@ -195,6 +197,19 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
     activated, backward = jax.vjp(functools.partial(activate, p.activation), gate)
     cotangent = g[0].astype(gate.dtype)
     return backward(cotangent * up)[0].astype(p.out_dtype), (cotangent * activated).astype(p.out_dtype)
+
+
+def _of_stored(p: Problem, x: jax.Array, w: jax.Array, gate: jax.Array, *up: jax.Array) -> Any:
+    """`reference` with a stored gate: activation(gate) * up, and up, of up = x w; or of g = x w the gradients of gate and up."""
+    wide = np.promote_types(p.dtype, np.float32)
+    kept = jnp.dtype(p.dtype) if gpus.current() is not None else wide
+    if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+        x, w = x.astype(wide), w.astype(wide)
+    product = jnp.matmul(x, w.mT if p.layout == "nt" else w, preferred_element_type=kept)
+    if not p.gradient:
+        return (activate(p.activation, gate.astype(kept)) * product).astype(p.out_dtype), product.astype(p.out_dtype)
+    activated, backward = jax.vjp(functools.partial(activate, p.activation), gate.astype(kept))
+    return backward(product * up[0].astype(kept))[0].astype(p.out_dtype), (product * activated).astype(p.out_dtype)
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

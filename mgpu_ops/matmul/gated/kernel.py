@@ -4,6 +4,9 @@ As the kernel of matmul, with two tiles of weights in each pipeline step and two
 x, and what is stored is made of both sums in registers. The gradient is the same kernel with another epilogue: it computes both
 products again, and stores the gradients of gate and up.
 
+Where gate is stored, as in training, one product is left in either pass, in whose epilogue the gate is applied: matmul's schedule
+of consumers in turn, with an epilogue that reads up to two arrays and writes two while the other consumer multiplies.
+
 Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
 
@@ -20,12 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
-from mgpu_ops.core.gated import store_gated, store_gated_gradients
+from mgpu_ops.core.gated import gate_stored, store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
-from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, buffers, gradient_buffers, of_one
-from mgpu_ops.matmul.kernel import load, multiply
+from mgpu_ops.matmul.gated.problem import SLOTS, Config, Problem, as_matmul, buffers, gradient_buffers, of_one
+from mgpu_ops.matmul.kernel import compute_in_turn, in_turn, load, multiply
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins
 
@@ -118,16 +121,57 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
+def _stored_kernel(
+    problem: Problem, work: Work, gpu: Gpu, x: Any, w: Any, *rest: Any, accumulator: Any, in_turn: Any, staged: Any, arrived: Any
+) -> None:
+    """One block, whose consumers compute output tiles in turn; `rest` are gate, for the gradient up, and two results."""
+    given, outs = rest[:-2], rest[-2:]
+    origins = epilogue_origins(work.config)
+
+    def load(t: jax.Array, number: int) -> None:
+        """Starts to load what is given of an epilogue tile of tile t into its slot."""
+        place, wg, slot = Place.of(work, t), lax.axis_index("wg"), number % SLOTS
+        for ref, smem in zip(given, (staged.at[wg, slot, 0], staged.at[wg, slot, 1]), strict=False):
+            engine.copy_gmem_to_smem(place.block(ref, *origins[number]), smem, arrived.at[wg * SLOTS + slot])
+
+    def begin(t: jax.Array) -> None:  # the first ones arrive while the tile is multiplied
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the slots, long ago
+        for number in range(min(SLOTS, len(origins))):
+            load(t, number)
+
+    def store(t: jax.Array, acc: Any) -> None:
+        place, wg, sums = Place.of(work, t), lax.axis_index("wg"), acc[...]
+        for number, (i, j) in enumerate(origins):
+            slot = number % SLOTS
+            of_gate, of_up = staged.at[wg, slot, 0], staged.at[wg, slot, 1]
+            plgpu.barrier_wait(arrived.at[wg * SLOTS + slot])
+            part = sums[i : i + ROWS, j : j + work.config.epilogue_tile_n]
+            gate_stored(problem.activation, part, of_gate, of_up, problem.gradient)
+            plgpu.commit_smem()  # TMA sees what was written
+            for smem, out in zip((of_gate, of_up), outs, strict=True):
+                plgpu.copy_smem_to_gmem(smem, place.block(out, i, j))
+            if number + SLOTS < len(origins):  # into the slot once its stores have read it
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load(t, number + SLOTS)
+
+    compute_in_turn(work, gpu, (x, w), accumulator, in_turn, begin, store)
+
+
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
-    """Runs the kernel on x, w_gate and w_up as stored, and g where the problem is the gradient's; then two results."""
+    """Runs the kernel on x, w_gate and w_up as stored, and g where the problem is the gradient's; then two results.
+
+    With a stored gate on x, its weight and gate, and for the gradient up; always two results.
+    """
     p, c = of_one(problem), as_matmul(config)
     cluster = cluster_size(c)
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), transposed=False)
     shape = (1, 1, p.m, p.n) if ends_with_rows(p, c) else (p.m, p.n)
     out = jax.ShapeDtypeStruct(shape, p.out_dtype)
-    gradients = [g.reshape(shape) for g in arrays[3:]]
+    operands = 2 if problem.stored else 3
+    gradients = [g.reshape(shape) for g in arrays[operands:]]
+    two = problem.gradient or problem.stored
     results = engine.kernel(
-        functools.partial(_kernel, problem, work),
+        functools.partial(_stored_kernel, problem, work, gpu) if problem.stored else functools.partial(_kernel, problem, work),
         engine.Launch(
             "mgpu_ops_gated_matmul",
             grid={"block": work.blocks},
@@ -136,19 +180,28 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
             approx_math=True,
             interpret=interpret,
         ),
-        out_type=(out, out) if problem.gradient else out,
+        out_type=(out, out) if two else out,
         scratch_types=_scratch(problem, config),
-    )(*arrays[:3], *gradients)
-    return jax.tree.map(lambda result: result.reshape(p.m, p.n), tuple(results) if problem.gradient else results)
+    )(*arrays[:operands], *gradients)
+    return jax.tree.map(lambda result: result.reshape(p.m, p.n), tuple(results) if two else results)
 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     """Accumulators of gate and up, the buffers of the epilogue, and where the result's gradient arrives."""
     transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype)
 
-    def staging(count: int) -> Any:
-        return plgpu.SMEM((c.compute_warpgroups, count, ROWS, c.epilogue_tile_n), jnp.dtype(p.out_dtype), transforms=transforms)
+    def staging(*count: int) -> Any:
+        shape = (c.compute_warpgroups, *count, ROWS, c.epilogue_tile_n)
+        return plgpu.SMEM(shape, jnp.dtype(p.out_dtype), transforms=transforms)
 
+    if p.stored:
+        given = 2 if p.gradient else 1
+        return {
+            "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
+            "in_turn": in_turn(of_one(p), as_matmul(c)),
+            "staged": staging(SLOTS, 2),
+            "arrived": plgpu.Barrier(num_arrivals=given, num_barriers=SLOTS * c.compute_warpgroups),
+        }
     scratch = {
         "accumulators": engine.Accumulators((warpgroup_tile(c),) * 2, c.compute_warpgroups),
         "out_smem": staging(buffers(p, c) - gradient_buffers(p, c)),

@@ -18,10 +18,10 @@ from mgpu_ops.matmul.quantities import bytes_moved as matmul_bytes
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The values of each Config field, in order. `check` tells which combinations run."""
-    del problem, gpu
+    del gpu
     return {
         "tile_m": (64, 128, 192, 256),
-        "tile_n": (32, 64, 96, 128, 192, 256),
+        "tile_n": (64, 96, 128, 160, 192, 224, 256) if problem.stored else (32, 64, 96, 128, 192, 256),
         "tile_k": (64, 128),
         "max_concurrent_steps": (2, 3, 4, 5, 6, 7, 8),
         "compute_warpgroups": (1, 2),
@@ -31,6 +31,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "raster_width": (1, 2, 4, 8, 16),
         "epilogue_tile_n": (32, 64, 128),
         "memory_registers": (24, 40),
+        "schedule": gemm.SCHEDULES[1:] if problem.stored else gemm.SCHEDULES[:1],
     }
 
 
@@ -40,8 +41,12 @@ _NARROWEST = 0.73  # of the rate is left to the narrowest wgmma, as in matmul's 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: of a matmul with the columns of both weights, whose output is smaller or larger.
 
-    But a wgmma is as wide as a warpgroup's part of one product.
+    But a wgmma is as wide as a warpgroup's part of one product. With a stored gate: of a matmul, whose warpgroups have what
+    else is read and written under way while they multiply.
     """
+    if problem.stored:
+        moved = bytes_moved(problem) / gpu.memory_bytes_per_s
+        return max(matmul.cost(of_one(problem), as_matmul(config), gpu), 1.01 * moved)
     one, both = as_matmul(config), dataclasses.replace(of_one(problem), n=2 * problem.n)
     wide = dataclasses.replace(one, tile_n=2 * config.tile_n)
     narrow = gemm.efficiency(wide, _NARROWEST) / gemm.efficiency(one, _NARROWEST)
@@ -50,12 +55,16 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
-    """Modelled time in seconds of XLA: of the matmul of both, whose results are written, read and combined."""
+    """Modelled time in seconds of XLA: of the matmul of both, or of the one, whose results are written, read and combined."""
+    if problem.stored:  # by two kernels for the gradient
+        p = of_one(problem)
+        return xla.cost(p, gpu) + (7 if problem.gradient else 3) * p.m * p.n * itemsize_of(p.dtype) / gpu.memory_bytes_per_s
     both = dataclasses.replace(of_one(problem), n=2 * problem.n)
     combined = (5 if problem.gradient else 3) * problem.m * problem.n * itemsize_of(problem.out_dtype)
     return xla.cost(both, gpu) + combined / gpu.memory_bytes_per_s
 
 
+_IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))
 _TILES = ((128, 128), (64, 256), (256, 64), (192, 64), (128, 96), (64, 128), (128, 64), (64, 64))
 
 
@@ -68,8 +77,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of gated_matmul fits {problem} on {gpu.name}: {reason}")
     found = []
-    for tile_m, tile_n in _TILES:
-        for wg_dimension in ("m", "n"):
+    for tile_m, tile_n in _IN_TURN if problem.stored else _TILES:
+        for wg_dimension in ("m",) if problem.stored else ("m", "n"):
             for cluster in ("none", "m", "n"):
                 config = _deepest(problem, tile_m, tile_n, wg_dimension, cluster, gpu)
                 found += [config] if config is not None else []
@@ -81,20 +90,21 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 def _deepest(problem: Problem, tile_m: int, tile_n: int, wg_dimension: str, cluster: str, gpu: Gpu) -> Config | None:
     """The config of a tile with as many steps as fit."""
-    for columns in (64, 32):
+    for columns in (32, 64) if problem.stored else (64, 32):
         for steps in range(8, 1, -1):
             config = Config(
                 tile_m=tile_m,
                 tile_n=tile_n,
                 tile_k=64,
                 max_concurrent_steps=steps,
-                compute_warpgroups=2 if tile_m * tile_n > gemm.ROWS * gemm.ROWS else 1,
+                compute_warpgroups=2 if tile_m * tile_n > gemm.ROWS * gemm.ROWS or problem.stored else 1,
                 wg_dimension=wg_dimension,
                 cluster=cluster,
                 raster_dimension="m",
                 raster_width=8,
                 epilogue_tile_n=columns,
                 memory_registers=40,
+                schedule="pingpong" if problem.stored else "cooperative",
             )
             if smem_bytes(problem, config) <= gpu.smem_per_block:
                 if check(problem, config, gpu) is None:
@@ -114,7 +124,8 @@ def distance(x: Problem, y: Problem) -> float | None:
     The sum of |log2| of the ratios of m, n and k, and a small step for another 16-bit dtype, layout or activation.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k))
-    if itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or x.gradient != y.gradient or any(0 in side for side in sides):
+    same = (itemsize_of(x.out_dtype), x.gradient, x.stored) == (itemsize_of(y.out_dtype), y.gradient, y.stored)
+    if not same or any(0 in side for side in sides):
         return None
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.5 * (x.layout != y.layout) + 0.05 * (x.activation != y.activation)

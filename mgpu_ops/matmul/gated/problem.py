@@ -24,12 +24,16 @@ from mgpu_ops.models import MODELS
 class Problem:
     """out[m, n] = activation(gate) * up with gate = x[m, k] w_gate[k, n] and up = x w_up, or the gradients of gate and up.
 
+    With `stored`, gate[m, n] is given, and one product is computed: up and out of x[m, k] w_up[k, n]; or with `gradient`, up given
+    too, the gradients of gate and up from that of out, which is x w, such as a later product's gradient times its weights.
+
     m, n, k: rows of x, columns of each weight, and what is summed over.
     dtype: of x and the weights, "bfloat16" or "float16" in the kernel.
     out_dtype: of the result, dtype or "float32".
     layout: "nn", or "nt" where both weights are stored as [n, k].
     activation: of `core.activations`.
     gradient: from the result's gradient g[m, n] compute g up activation'(gate) and g activation(gate), both of dtype.
+    stored: gate, and for the gradient up, are given.
     """
 
     m: int
@@ -40,6 +44,7 @@ class Problem:
     layout: str = "nn"
     activation: str = "silu"
     gradient: bool = False
+    stored: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,7 +54,7 @@ class Problem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result.
 
-    tile_m, tile_n: rows and columns of the output tile of a block, which has as large an accumulator for each of both products.
+    tile_m, tile_n: rows and columns of the output tile of a block, which has as large an accumulator for each product.
     tile_k: depth of one pipeline step, which loads a tile of x and one of each weight.
     max_concurrent_steps: stages of the pipeline in shared memory.
     compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
@@ -59,6 +64,7 @@ class Config:
     raster_width: see raster_dimension.
     epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which results are stored.
     memory_registers: registers of a producer thread; consumers share the rest.
+    schedule: as matmul's: "cooperative" for two products, "pingpong" for one.
     """
 
     tile_m: int
@@ -72,10 +78,11 @@ class Config:
     raster_width: int
     epilogue_tile_n: int
     memory_registers: int
+    schedule: str = "cooperative"
 
     @property
     def takes_turns(self) -> bool:
-        return False
+        return self.schedule == "pingpong"
 
 
 _MODELS = {"llama3-8b": "silu", "llama3-70b": "silu", "gemma2-9b": "gelu"}  # Mistral 7B's is that of Llama-3 8B
@@ -90,9 +97,15 @@ def _of_model(name: str, tokens: int) -> Problem:
 SHAPES: dict[str, Problem] = {f"{model}-{m}": _of_model(model, m) for model in _MODELS for m in _TOKENS}
 _FORWARD = list(SHAPES)
 SHAPES |= {f"{name}-gradient": replace(SHAPES[name], gradient=True) for name in _FORWARD}
+_BOTH = list(SHAPES)
+SHAPES |= {f"{name}-stored": replace(SHAPES[name], stored=True) for name in _FORWARD if SHAPES[name].m > 128}
+SHAPES |= {
+    f"{name}-gradient": replace(p, gradient=True, layout="nt") for name, p in [*SHAPES.items()] if name.endswith("-stored")
+}
 SUITES: dict[str, Sequence[str]] = {
     "llm": _FORWARD,
-    "gradient": [name for name in SHAPES if name not in _FORWARD],
+    "gradient": [name for name in _BOTH if name not in _FORWARD],
+    "stored": [name for name in SHAPES if name not in _BOTH],
     **{model: [name for name in SHAPES if name.startswith(model)] for model in _MODELS},
 }
 
@@ -110,6 +123,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
     if p.gradient and p.out_dtype != p.dtype:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
+    if p.stored and p.out_dtype != p.dtype:
+        return f"out_dtype {p.out_dtype} is not {p.dtype}: with a stored gate all arrays have the inputs' dtype"
     if reason := supports_sizes(p, ("m", "n", "k")):
         return reason
     if reason := matmul.supports_work(p, 1, gpu, "the rows"):
@@ -121,19 +136,27 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
-    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES)
+    reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES) or _check_turns(problem, config)
     if reason is not None:
         return reason
     p, c = of_one(problem), as_matmul(config)
     return (
         matmul.check_schedule(p, c)
         or matmul.check_counts(p, c, gpu)
-        or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=2)
+        or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=1 if problem.stored else 2)
         or limits.check_smem(smem_bytes(problem, config), gpu)
     )
 
 
-_CHOICES = {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n")}
+_CHOICES = {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n"), "schedule": gemm.SCHEDULES}
+
+
+def _check_turns(p: Problem, c: Config) -> str | None:
+    """One product's warpgroups take turns, so that what the epilogue reads and writes takes no time; those of two share tiles."""
+    if c.takes_turns != p.stored:
+        wanted = "pingpong" if p.stored else "cooperative"
+        return f"schedule={c.schedule!r} must be {wanted!r} {'with' if p.stored else 'without'} a stored gate"
+    return matmul.check_turns(as_matmul(c))
 
 
 # --- What a config takes --------------------------------------------------------------------------------------------
@@ -149,8 +172,13 @@ def as_matmul(c: Config) -> matmul.Config:
     return matmul.Config(**vars(c), split_k=1)
 
 
+SLOTS = 2  # pairs of epilogue tiles that a consumer warpgroup loads or stores at once, with a stored gate
+
+
 def buffers(p: Problem, c: Config) -> int:
-    """Epilogue buffers of a consumer warpgroup: two at most for a result, and those of `gradient_buffers`."""
+    """Epilogue buffers of a consumer warpgroup: two at most for a result, and those of `gradient_buffers`; or pairs of them."""
+    if p.stored:
+        return 2 * SLOTS
     return min(2, gemm.epilogue_tiles(c)) + gradient_buffers(p, c)
 
 
@@ -162,28 +190,38 @@ def gradient_buffers(p: Problem, c: Config) -> int:
 def smem_bytes(p: Problem, c: Config) -> int:
     """Bytes of shared memory that a block takes."""
     barriers = c.compute_warpgroups if p.gradient else 0
-    return gemm.Storage(c, buffers(p, c), itemsize_of(p.out_dtype), barriers=barriers, b_tiles=2).bytes
+    if p.stored:  # each consumer has `full` barriers of its own
+        barriers = SLOTS * c.compute_warpgroups + c.max_concurrent_steps
+    return gemm.Storage(c, buffers(p, c), itemsize_of(p.out_dtype), barriers=barriers, b_tiles=1 if p.stored else 2).bytes
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------
 
 
 def flops(problem: Problem) -> int:
-    """Multiplications and additions of both products."""
-    return 4 * problem.m * problem.n * problem.k
+    """Multiplications and additions of both products, or of the one."""
+    return (2 if problem.stored else 4) * problem.m * problem.n * problem.k
 
 
 def bytes_moved(problem: Problem) -> int:
     """Each input read once and each output written once."""
     p = problem
-    arrays = 3 if p.gradient else 1  # of the result's size
-    return (p.m + 2 * p.n) * p.k * itemsize_of(p.dtype) + arrays * p.m * p.n * itemsize_of(p.out_dtype)
+    arrays = (3 if p.gradient else 1) + 2 * p.stored - (p.stored and p.gradient)  # of the result's size
+    weights = 1 if p.stored else 2
+    return (p.m + weights * p.n) * p.k * itemsize_of(p.dtype) + arrays * p.m * p.n * itemsize_of(p.out_dtype)
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """x, w_gate and w_up, and the gradient of the result where the problem has one; gate and up are about normal."""
+    """x, w_gate and w_up, and the gradient of the result where the problem has one; gate and up are about normal.
+
+    With a stored gate x, its weight and gate, and for the gradient up.
+    """
     p = problem
     keys = jax.random.split(key, 4)
+    if p.stored:
+        w = jax.random.normal(keys[0], (p.n, p.k) if p.layout == "nt" else (p.k, p.n), p.dtype) / math.sqrt(p.k)
+        given = (jax.random.normal(k, (p.m, p.n), p.dtype) for k in keys[2 : 4 if p.gradient else 3])
+        return jax.random.normal(keys[1], (p.m, p.k), p.dtype), w, *given
     shape = (p.n, p.k) if p.layout == "nt" else (p.k, p.n)
     weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(p.k) for k in keys[:2]]
     x = jax.random.normal(keys[2], (p.m, p.k), p.dtype)
