@@ -246,7 +246,7 @@ def serving(backend: Backend) -> Backend:
 
 
 def served(backend: Backend, params: Params) -> Params:
-    """The weights as a backend decodes with them: XLA is faster with gate and up as one matrix, ours has one kernel for both."""
+    """The weights as a backend decodes with them: XLA is faster with gate and up as one matrix; ours has a kernel for both."""
     return joined(params) if backend.product is _xla_product else params
 
 

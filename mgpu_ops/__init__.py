@@ -53,6 +53,7 @@ else:
         "fp8_matmul",
         "gated_grouped_matmul",
         "gated_matmul",
+        "gated_mlp",
         "grouped_matmul",
         "matmul",
         "moe",

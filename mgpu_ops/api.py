@@ -36,6 +36,7 @@ from mgpu_ops.matmul.fp8 import Fp8State, fp8_matmul
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
+from mgpu_ops.matmul.gated.layer import gated_mlp
 from mgpu_ops.matmul.quantize import quantize
 from mgpu_ops.matmul.quantized import Config as QuantizedMatmulConfig
 from mgpu_ops.matmul.quantized import Problem as QuantizedMatmulProblem
@@ -155,6 +156,7 @@ __all__ = [
     "fp8_matmul",
     "gated_grouped_matmul",
     "gated_matmul",
+    "gated_mlp",
     "grouped_matmul",
     "matmul",
     "moe",

@@ -247,6 +247,65 @@ def _step(op: str, problem: str) -> str:
     return f"{what}, {many} sequence{'s' * (many != '1')} of {cached} tokens" if cached else f"{what}, {many} tokens"
 
 
+_KERNELS = re.compile(r"# (llama-\w+)-(\S+), (\w+): milliseconds of (.+)")
+_KINDS = {"product": "products", "attention": "attention", "loss": "loss", "between": "between", "gaps": "gaps", "all": "all"}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the milliseconds of one recorded step went: by kind of kernel, without one, and in all."""
+
+    op: str  # llama-step
+    problem: str  # llama3-8b-4-layers-16384-8192
+    impl: str
+    run: int  # the number of its file
+    ms: dict[str, float]
+
+    @property
+    def size(self) -> int:
+        """Tokens of training, sequences of decoding."""
+        return int(self.problem.rsplit("-", 1)[1].partition("x")[0])
+
+
+def profiles(results: Path) -> tuple[list[Profile], list[Path]]:
+    """The steps in results/<date>-h200-llama-kernels*.txt, by the files' dates and names. LookupError where there is none."""
+    paths = sorted(results.glob("????-??-??-h200-llama-kernels*.txt"), key=lambda path: path.stem)
+    found = []
+    for run, path in enumerate(paths, 1):
+        for op, problem, impl, told in _KERNELS.findall(path.read_text(encoding="utf-8")):
+            ms = {kind: float(number) for kind, number in (part.rsplit(" ", 1) for part in told.split(", "))}
+            found.append(Profile(op, problem, impl, run, ms))
+    if not found:
+        raise LookupError(f"{results} has no kernels of h200-llama")
+    return found, paths
+
+
+def program_kernels(results: Path) -> Iterator[str]:
+    """Where the time of recorded steps went, a table for each length of training and one for decoding."""
+    found, paths = profiles(results)
+    training = [p for p in found if p.op == "llama-step"]
+    for count in sorted({p.size for p in training}):
+        yield from _kinds_of(f"training, {count} tokens", [p for p in training if p.size == count], 1)
+    decoding = sorted((p for p in found if p.op == "llama-decode"), key=lambda p: p.size)
+    yield from _kinds_of("decoding", decoding, 3, lambda p: f"{p.impl}, batch {p.size}")
+    runs = (f"run {number} is `results/{path.name}`" for number, path in enumerate(paths, 1))
+    yield f"{'; '.join(runs)}.".capitalize()
+
+
+def _kinds_of(
+    what: str, steps: Sequence[Profile], digits: int, title: Callable[[Profile], str] = lambda p: p.impl
+) -> Iterator[str]:
+    """A table: a column for each step, a line for each kind of kernel that any of them has."""
+    titles = (title(p) + (f", run {p.run}" if p.run > 1 else "") for p in steps)
+    yield f"| {what}, ms | {' | '.join(titles)} |"
+    yield "|---" * (1 + len(steps)) + "|"
+    for kind, name in _KINDS.items():
+        if any(p.ms[kind] for p in steps):
+            cells = (f"{p.ms[kind]:.{digits}f}" if p.ms[kind] or kind != "loss" else "with between" for p in steps)
+            yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+
+
 def size(n: int) -> str:
     return next(f"{n // scale} {unit}" for scale, unit in ((2**20, "MiB"), (2**10, "KiB"), (1, "B")) if n >= scale)
 
@@ -392,6 +451,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "moe": moe,
     "collectives": collectives,
     "program": program,
+    "program_kernels": program_kernels,
     "summary": summary,
 }
 

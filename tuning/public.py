@@ -49,8 +49,8 @@ def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callabl
 
 
 def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
-    """The public function; for the gradients of gate and up, which users get through `jax.grad`, the op itself."""
-    if problem.gradient:
+    """The public function; for the gradients of gate and up and with a stored gate, as `jax.grad` runs them, the op itself."""
+    if problem.gradient or problem.stored:
         return lambda *arrays: dispatch.run(mgpu_ops.spec_of("gated_matmul"), problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "backend": backend}
     return partial(mgpu_ops.gated_matmul, transpose_w=problem.layout == "nt", **options)

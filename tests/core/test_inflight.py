@@ -33,6 +33,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "matmul": ("matmul", "square-4096", {}),
     "matmul, scales of blocks": ("matmul", "llama3-8b-qkv-4096-fp8-block", {}),
     "gated_matmul": ("gated_matmul", "llama3-8b-4096", {}),
+    "gated_matmul, a stored gate": ("gated_matmul", "llama3-8b-4096-stored-gradient", {}),
     "quantized_matmul": ("quantized_matmul", "llama3-8b-down-16-w8", {}),
     "quantized_matmul of groups": ("quantized_matmul", "llama3-8b-down-16-w4", {}),
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),

@@ -96,6 +96,7 @@ assert not {"jax", "numpy"} & sys.modules.keys()
 MODULES = {
     "matmul": "matmul",
     "gated_matmul": "matmul.gated",
+    "gated_mlp": "matmul.gated.layer",
     "quantized_matmul": "matmul.quantized",
     "grouped_matmul": "grouped.grouped_matmul",
     "gated_grouped_matmul": "grouped.gated",

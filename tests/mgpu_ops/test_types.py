@@ -34,6 +34,7 @@ assert_type(mgpu_ops.matmul(a, b, bias=np.ones(16), activation="silu", residual=
 assert_type(mgpu_ops.matmul(a, b, precision="highest"), jax.Array)
 assert_type(mgpu_ops.einsum("ij,jk->ik", a, b, precision=jax.lax.Precision.HIGH, optimize="greedy"), jax.Array)
 assert_type(mgpu_ops.gated_matmul(a, b, b, activation="gelu"), jax.Array)
+assert_type(mgpu_ops.gated_mlp(a, b, b, b, activation="gelu", residual=a), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), sizes, bias=np.ones((2, 16)), activation="gelu"), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), [9, 7], spread="even"), jax.Array)
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), [9, 4, 3], row_scale=a[0], group_offset=1), jax.Array)

@@ -63,6 +63,7 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "matmul": lambda **b: gradients(functools.partial(mgpu_ops.matmul, **b), A, W[0]),
     "matmul of vmap": lambda **b: jax.vmap(functools.partial(mgpu_ops.matmul, activation="gelu", bias=A[0], **b))(W, W),
     "gated_matmul": lambda **b: gradients(functools.partial(mgpu_ops.gated_matmul, **b), A, W[0], W[1]),
+    "gated_mlp": lambda **b: gradients(functools.partial(mgpu_ops.gated_mlp, **b), A, W[0], W[1], W[0].T),
     "quantized_matmul": lambda **b: mgpu_ops.quantized_matmul(
         A, np.arange(64 * 64).astype(np.int8).reshape(64, 64), W[0, :1], transpose_w=True, **b
     ),

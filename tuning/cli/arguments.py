@@ -32,7 +32,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8-block",
         "float32",
     ),
-    "gated_matmul": ("llm", "gradient", "llama3-8b", "llama3-70b", "gemma2-9b"),
+    "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b"),
     "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
     "grouped_matmul": (
         "moe",
@@ -197,6 +197,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype"},
         "gradient": _FLAG | {"help": "of gated ops: the gradients of gate and up; of cross_entropy: of the logits"},
+        "stored": _FLAG | {"help": "of gated_matmul: gate is given, and for the gradients up; one product is computed"},
         "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
         "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
         "second": _FLAG | {"help": "of grouped_matmul: add the product of a second pair of operands"},

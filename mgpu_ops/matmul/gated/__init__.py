@@ -37,13 +37,14 @@ from mgpu_ops.matmul.gated.problem import (
     smem_bytes,
     supports,
     tolerance,
+    unmeasured,
 )
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """The arguments of a call other than its arrays."""
 
     activation: Activation
@@ -52,6 +53,7 @@ class _Call:
     config: Config | None
     backend: dispatch.Backend | None
     gradient: bool = False
+    stored: bool = False
 
 
 def gated_matmul(
@@ -112,26 +114,26 @@ def gated_matmul(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
     wanted = dispatch.requested_backend(backend)
-    call = _Call(checked_activation(activation), bool(transpose_w), out.name, config, wanted)
+    call = Call(checked_activation(activation), bool(transpose_w), out.name, config, wanted)
     m = int(np.prod(rows.shape[:-1], dtype=np.int64))
     return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), gate, up)).reshape(*rows.shape[:-1], n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(call: _Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
-    out: jax.Array = _batchable(call)(x, w_gate, w_up)
+def _gated(call: Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+    out: jax.Array = batchable(call)(x, w_gate, w_up)
     return out
 
 
-def _forward(call: _Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> Any:
+def _forward(call: Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> Any:
     return _gated(call, x, w_gate, w_up), (x, w_gate, w_up)
 
 
-def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     """dgate and dup by the kernel; dx = dgate w_gate^T + dup w_up^T, dw_gate = x^T dgate and dw_up = x^T dup by matmul's."""
     x, w_gate, w_up = saved
     again = dataclasses.replace(call, out_dtype=x.dtype.name, config=None, gradient=True)
-    dgate, dup = _batchable(again)(x, w_gate, w_up, g.astype(x.dtype))
+    dgate, dup = batchable(again)(x, w_gate, w_up, g.astype(x.dtype))
     t = call.transpose_w
     dx = matmul(dgate, w_gate, transpose_b=not t, backend=call.backend)
     dx = matmul(dup, w_up, transpose_b=not t, residual=dx, backend=call.backend)
@@ -147,7 +149,7 @@ _gated.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _batchable(call: _Call) -> Any:
+def batchable(call: Call) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
     @jax.custom_batching.custom_vmap
@@ -156,10 +158,11 @@ def _batchable(call: _Call) -> Any:
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        marks = (True, True) if call.gradient else True
-        if not (batched[1] or batched[2]) and all((batched[0], *batched[3:])):  # one product with more rows
-            x, w_gate, w_up, *g = arrays
-            out = run(x.reshape(-1, x.shape[-1]), w_gate, w_up, *(y.reshape(-1, y.shape[-1]) for y in g))
+        marks = (True, True) if call.gradient or call.stored else True
+        end = 2 if call.stored else 3
+        if not any(batched[1:end]) and all((batched[0], *batched[end:])):  # one product with more rows
+            x, *weights = arrays[:end]
+            out = run(x.reshape(-1, x.shape[-1]), *weights, *(y.reshape(-1, y.shape[-1]) for y in arrays[end:]))
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out), marks
         mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
 
@@ -173,10 +176,10 @@ def _batchable(call: _Call) -> Any:
     return run
 
 
-def _problem(call: _Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
+def _problem(call: Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
     n = w_gate.shape[0 if call.transpose_w else 1]
     layout = "nt" if call.transpose_w else "nn"
-    return Problem(x.shape[0], n, x.shape[1], x.dtype.name, call.out_dtype, layout, call.activation, call.gradient)
+    return Problem(x.shape[0], n, x.shape[1], x.dtype.name, call.out_dtype, layout, call.activation, call.gradient, call.stored)
 
 
 def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *g: jax.Array) -> Any:
@@ -200,7 +203,7 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
 
 
 def _of_stored(p: Problem, x: jax.Array, w: jax.Array, gate: jax.Array, *up: jax.Array) -> Any:
-    """`reference` with a stored gate: activation(gate) * up, and up, of up = x w; or of g = x w the gradients of gate and up."""
+    """`reference` with a stored gate: of up = x w activation(gate) * up, and up; or of g = x w the gradients of both."""
     wide = np.promote_types(p.dtype, np.float32)
     kept = jnp.dtype(p.dtype) if gpus.current() is not None else wide
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
@@ -240,6 +243,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=baseline_cost,
+    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "gated_matmul", "launch", "reference", "smem_bytes"]

@@ -4,8 +4,8 @@ As the kernel of matmul, with two tiles of weights in each pipeline step and two
 x, and what is stored is made of both sums in registers. The gradient is the same kernel with another epilogue: it computes both
 products again, and stores the gradients of gate and up.
 
-Where gate is stored, as in training, one product is left in either pass, in whose epilogue the gate is applied: matmul's schedule
-of consumers in turn, with an epilogue that reads up to two arrays and writes two while the other consumer multiplies.
+Where gate is stored, as in training, one product is left in either pass, in whose epilogue the gate is applied: matmul's
+schedule of consumers in turn, with an epilogue that reads up to two arrays and writes two while the other consumer multiplies.
 
 Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
@@ -122,7 +122,16 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
 
 
 def _stored_kernel(
-    problem: Problem, work: Work, gpu: Gpu, x: Any, w: Any, *rest: Any, accumulator: Any, in_turn: Any, staged: Any, arrived: Any
+    problem: Problem,
+    work: Work,
+    gpu: Gpu,
+    x: Any,
+    w: Any,
+    *rest: Any,
+    accumulator: Any,
+    in_turn: Any,
+    staged: Any,
+    arrived: Any,
 ) -> None:
     """One block, whose consumers compute output tiles in turn; `rest` are gate, for the gradient up, and two results."""
     given, outs = rest[:-2], rest[-2:]

@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.core.limits import WARPGROUP, first_of, itemsize_of
 from mgpu_ops.matmul import model as matmul
 from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
@@ -64,7 +64,8 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float:
     return xla.cost(both, gpu) + combined / gpu.memory_bytes_per_s
 
 
-_IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))
+_IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))  # with a stored gate
+_MOST_OF_GRADIENT = 160  # registers of an accumulator: beside more, those of the gradients' epilogue spill
 _TILES = ((128, 128), (64, 256), (256, 64), (192, 64), (128, 96), (64, 128), (128, 64), (64, 64))
 
 
@@ -90,7 +91,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 def _deepest(problem: Problem, tile_m: int, tile_n: int, wg_dimension: str, cluster: str, gpu: Gpu) -> Config | None:
     """The config of a tile with as many steps as fit."""
-    for columns in (32, 64) if problem.stored else (64, 32):
+    if problem.stored and problem.gradient and tile_m * tile_n > _MOST_OF_GRADIENT * WARPGROUP:
+        return None
+    for columns in (64, 32):
         for steps in range(8, 1, -1):
             config = Config(
                 tile_m=tile_m,

@@ -24,8 +24,8 @@ from mgpu_ops.models import MODELS
 class Problem:
     """out[m, n] = activation(gate) * up with gate = x[m, k] w_gate[k, n] and up = x w_up, or the gradients of gate and up.
 
-    With `stored`, gate[m, n] is given, and one product is computed: up and out of x[m, k] w_up[k, n]; or with `gradient`, up given
-    too, the gradients of gate and up from that of out, which is x w, such as a later product's gradient times its weights.
+    With `stored`, gate[m, n] is given, and one product is computed: out and up, of x[m, k] w_up[k, n]; or with `gradient`, up
+    given too, the gradients of gate and up from that of out, which is x w: a later product's gradient times its weights.
 
     m, n, k: rows of x, columns of each weight, and what is summed over.
     dtype: of x and the weights, "bfloat16" or "float16" in the kernel.
@@ -134,6 +134,13 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return supports_rows({"x": ("k", p.k, 2), "the weights": weights, "the output": output})
 
 
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
+    if problem.stored:
+        return "the kernel of a stored gate was not run on a GPU yet: backend='mosaic' runs it"
+    return None
+
+
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
     reason = supports(problem, gpu) or gemm.check_choices(config, _CHOICES) or _check_turns(problem, config)
@@ -152,7 +159,7 @@ _CHOICES = {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n"), "sche
 
 
 def _check_turns(p: Problem, c: Config) -> str | None:
-    """One product's warpgroups take turns, so that what the epilogue reads and writes takes no time; those of two share tiles."""
+    """One product's warpgroups take turns, so that the epilogue's reads and writes take no time; those of two share tiles."""
     if c.takes_turns != p.stored:
         wanted = "pingpong" if p.stored else "cooperative"
         return f"schedule={c.schedule!r} must be {wanted!r} {'with' if p.stored else 'without'} a stored gate"

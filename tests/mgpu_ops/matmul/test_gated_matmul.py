@@ -41,22 +41,31 @@ BASE = GatedMatmulConfig(
     memory_registers=40,
 )
 ONE = replace(BASE, tile_m=64, compute_warpgroups=1)
+TURNS = replace(BASE, schedule="pingpong", epilogue_tile_n=32)
 
 
 def arrays_of(problem: P) -> list[jax.Array]:
     """Gate and up are about normal."""
+    if problem.stored:
+        x, w, *given = inputs(GATED, problem)
+        return [x, (w / np.sqrt(problem.k)).astype(w.dtype), *given]
     x, *weights, g = inputs(GATED, replace(problem, gradient=True))
     return [x, *((w / np.sqrt(problem.k)).astype(w.dtype) for w in weights), g][: 4 if problem.gradient else 3]
 
 
 def truth(problem: P, *arrays: Any) -> tuple[np.ndarray, ...]:
-    """The result, or the gradients of gate and up, in float64."""
-    x, w_gate, w_up, *g = (np.asarray(a).astype(np.float64) for a in arrays)
-    gate, up = (x @ (w.T if problem.layout == "nt" else w) for w in (w_gate, w_up))
+    """The result, or the gradients of gate and up, in float64; with a stored gate also up."""
+    x, *weights = (np.asarray(a).astype(np.float64) for a in arrays)
+    weights, rest = (weights[:1], weights[1:]) if problem.stored else (weights[:2], weights[2:])
+    products = [x @ (w.T if problem.layout == "nt" else w) for w in weights]
+    if problem.stored:  # of gate, up and g
+        gate, up, g = rest[0], (rest[1] if problem.gradient else products[0]), products
+    else:
+        (gate, up), g = products, rest
     with jax.enable_x64(True):
         activated, vjp = jax.vjp(functools.partial(activate, problem.activation), jnp.asarray(gate))
         if not problem.gradient:
-            return (np.asarray(activated) * up,)
+            return (np.asarray(activated) * up, *([up] if problem.stored else []))
         return np.asarray(vjp(jnp.asarray(g[0] * up))[0]), g[0] * np.asarray(activated)
 
 
@@ -93,8 +102,28 @@ CASES = {
         P(200, 320, 192, layout="nt", gradient=True, activation="none"),
         replace(BASE, cluster="m"),
     ),
+    "stored, tails, more epilogue tiles than slots": (P(200, 328, 136, stored=True), TURNS),
+    "stored, one epilogue tile": (
+        P(150, 192, 72, stored=True, activation="gelu"),
+        replace(TURNS, tile_m=64, epilogue_tile_n=64),
+    ),
+    "stored, float16, x shared in a cluster": (
+        P(200, 384, 136, "float16", "float16", stored=True, activation="relu"),
+        replace(TURNS, tile_n=192, cluster="n", epilogue_tile_n=64),
+    ),
+    "stored, gradient, several tiles": (
+        P(200, 320, 136, layout="nt", stored=True, gradient=True),
+        replace(TURNS, tile_n=160),
+    ),
+    "stored, gradient, weights shared in a cluster": (
+        P(200, 320, 136, stored=True, gradient=True, activation="gelu_erf"),
+        replace(TURNS, tile_m=64, cluster="m", epilogue_tile_n=64),
+    ),
 }
 IN_ALL = [
+    "stored, tails, more epilogue tiles than slots",
+    "stored, float16, x shared in a cluster",
+    "stored, gradient, weights shared in a cluster",
     "two warpgroups share rows",
     "weights shared in a cluster",
     "float16, three epilogue tiles",
@@ -122,6 +151,23 @@ def test_detector_finds_a_gradient_that_does_not_wait_for_its_buffer(monkeypatch
 # --- the kernel, compiled
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+STORED = [f"llama3-8b-8192-stored{kind}" for kind in ("", "-gradient")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", thorough.cases(STORED, STORED))
+def test_with_a_stored_gate_two_products_are_in_flight_and_nothing_spills(name):
+    problem = GATED.shapes[name]
+    config = GATED.default(problem, H200)
+    arrays = jax.eval_shape(functools.partial(GATED.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(GATED.run, problem, config, H200), *arrays)
+    (kernel,) = report.kernels
+    assert (report.spills, kernel.serialized) == (0, "")
+    assert report.smem_bytes == smem_bytes(problem, config)
+    # The first step's and those of the loop, which waits for all but the last
+    assert kernel.sass.count("HGMMA") == 2 * config.tile_k // 16 * config.tile_m // 64
+
+
 SHIPPED = [f"{model}-{m}{kind}" for model in ("llama3-8b", "gemma2-9b") for m in (128, 4096) for kind in ("", "-gradient")]
 
 
@@ -246,6 +292,11 @@ def test_error_names_the_value_the_rule_and_the_way_out(arrays, options, error, 
         (P(512, 512, 512, gradient=True), {"tile_n": 128, "max_concurrent_steps": 4}, "bytes of shared memory exceed"),
         (P(512, 512, 512), {"cluster": "k"}, "cluster='k' is not one of"),
         (P(512, 512, 512, out_dtype="float32", gradient=True), {}, "gradients have the inputs' dtype"),
+        (P(512, 512, 512, stored=True), {}, "schedule='cooperative' must be 'pingpong' with a stored gate"),
+        (P(512, 512, 512), {"schedule": "pingpong"}, "schedule='pingpong' must be 'cooperative' without a stored gate"),
+        (P(512, 512, 512, stored=True), {"schedule": "pingpong", "wg_dimension": "n"}, "must be 'm' with schedule='pingpong'"),
+        (P(512, 512, 512, stored=True), {"schedule": "pingpong"}, None),
+        (P(512, 512, 512, out_dtype="float32", stored=True), {}, "with a stored gate all arrays have the inputs' dtype"),
     ],
     ids=str,
 )
