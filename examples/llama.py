@@ -86,6 +86,7 @@ class Backend:
 
     product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
     gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
+    mlp: (silu(x w_gate) * (x w_up)) w_down + residual, of which gate and up are kept for the backward pass.
     attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
@@ -93,6 +94,7 @@ class Backend:
 
     product: Callable[..., jax.Array]
     gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    mlp: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
@@ -105,6 +107,12 @@ def _xla_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) 
 @jax.checkpoint
 def _xla_gated(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
     return jax.nn.silu(x @ w_gate) * (x @ w_up)
+
+
+def _mlp(
+    product: Callable[..., jax.Array], x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array
+) -> jax.Array:
+    return product(jax.nn.silu(product(x, w_gate)) * product(x, w_up), w_down, residual)
 
 
 def _xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
@@ -123,20 +131,34 @@ def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> ja
     return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
 
 
+def _gated_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array) -> jax.Array:
+    return mgpu_ops.gated_mlp(x, w_gate, w_up, w_down, residual=residual)
+
+
 def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
     return mgpu_ops.fp8_matmul(x, w, residual=residual)
 
 
 OURS = Backend(
-    _product, mgpu_ops.gated_matmul, functools.partial(mgpu_ops.flash_attention, causal=True), _look_up, mgpu_ops.cross_entropy
+    _product,
+    mgpu_ops.gated_matmul,
+    _gated_mlp,
+    functools.partial(mgpu_ops.flash_attention, causal=True),
+    _look_up,
+    mgpu_ops.cross_entropy,
 )
 BACKENDS = {
     # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
     "xla": Backend(
-        _xla_product, _xla_gated, _xla_attention, _xla_attention, functools.partial(mgpu_ops.cross_entropy, backend="xla")
+        _xla_product,
+        _xla_gated,
+        functools.partial(_mlp, _xla_product),
+        _xla_attention,
+        _xla_attention,
+        functools.partial(mgpu_ops.cross_entropy, backend="xla"),
     ),
     "mgpu_ops": OURS,
-    "fp8": dataclasses.replace(OURS, product=_fp8_product),
+    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=functools.partial(_mlp, _fp8_product)),
 }
 
 
@@ -175,10 +197,10 @@ def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.A
     if "gate_up" in layer:
         gate, up = jnp.split(backend.product(normal, layer["gate_up"]), 2, -1)
         hidden = jax.nn.silu(gate) * up
-    elif recompute:  # or nothing is kept
+    elif recompute:
         hidden = backend.gated(normal, layer["gate"], layer["up"])
     else:
-        hidden = jax.nn.silu(backend.product(normal, layer["gate"])) * backend.product(normal, layer["up"])
+        return backend.mlp(normal, layer["gate"], layer["up"], layer["down"], x)
     return backend.product(hidden, layer["down"], x)
 
 
@@ -236,7 +258,7 @@ def decode(
         k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
-        x = ffn(backend, layer, x, recompute=True)
+        x = ffn(backend, layer, x, recompute=False)
     return _head(backend, params, x), grown
 
 

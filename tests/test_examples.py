@@ -125,12 +125,14 @@ def test_a_language_model_learns_its_text_alike_with_each_backend():
     assert losses["fp8"] == pytest.approx(losses["xla"], rel=5e-2)
 
 
-def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text():
+@pytest.mark.parametrize("name", ["mgpu_ops", pytest.param("xla", marks=thorough.only_in_all)])
+def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name):
+    backend = llama.BACKENDS[name]
     params = llama.init(LLAMA, jax.random.key(0), jnp.bfloat16)
     data = jax.random.randint(jax.random.key(1), (2, 7), 0, LLAMA.vocabulary)
-    wanted = jax.jit(functools.partial(llama.loss, LLAMA, llama.OURS))(params, data)
-    step = jax.jit(functools.partial(llama.decode, LLAMA, llama.OURS))
-    params = llama.joined(params)
+    wanted = jax.jit(functools.partial(llama.loss, LLAMA, backend))(params, data)
+    step = jax.jit(functools.partial(llama.decode, LLAMA, backend))
+    params = llama.served(backend, params)
     cache, losses = llama.empty_cache(LLAMA, 2, 6), []
     for position in range(6):
         logits, cache = step(params, cache, data[:, position], jnp.int32(position))

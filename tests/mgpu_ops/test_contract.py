@@ -270,6 +270,7 @@ SOUND = {  # what of it a field may well hold
     "bias_grad": (True,),
     "residual": (True,),
     "gradient": (True,),
+    "stored": (True,),
     "page_size": (0,),
     "group_size": (0,),
     "zero_points": (True,),
