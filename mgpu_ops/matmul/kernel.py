@@ -238,12 +238,11 @@ def in_turn(p: Problem, c: Config) -> InTurn:
     """The types of `InTurn`, in a kernel's `scratch_types`, for a problem and a config `as_computed`."""
     stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
     cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
-    operands = (
+    a, b = (
         plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
         for tile, dtype in zip(_operand_tiles(p, c), (p.dtype, dtype_of_b(p)), strict=True)
     )
-    barriers = Pipeline.barriers_in_turn(stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes)
-    return InTurn(*operands, *barriers)
+    return InTurn(a, b, *Pipeline.barriers_in_turn(stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes))
 
 
 def compute_in_turn(
