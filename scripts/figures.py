@@ -160,6 +160,20 @@ def grouped_matmul(results: Path) -> Iterator[str]:
     yield from sources(*files(training, decoding, dlhs, drhs))
 
 
+def grouped_problems(results: Path) -> Iterator[str]:
+    """A line a problem: our rate over dense's, forward and both gradients; the fastest competitor's time over ours."""
+    training = problems(results, "h200-grouped_matmul-training")
+    gradients = [problems(results, what) for what in ("h200-grouped_matmul-dlhs", "h200-ragged_contraction")]
+    rates = {p.name: of_dense(p) for found in gradients for p in found}
+    yield "| problem | rows per group | forward of dense | x best competitor | dlhs of dense | drhs of dense |"
+    yield "|---|---|---|---|---|---|"
+    for p in training:
+        (groups,) = re.findall(r" g=(\d+)", p.rows["mgpu_ops"]["problem"])
+        best = min(p.us("jax-pallas"), p.us("tokamax")) / p.us("mgpu_ops")
+        numbers = (of_dense(p), best, rates[f"{p.name}-dlhs"], rates[f"{p.name}-drhs"])
+        yield f"| {p.name} | {p.shape[0] // int(groups)} | {' | '.join(f'{x:.2f}' for x in numbers)} |"
+
+
 def flash_attention(results: Path) -> Iterator[str]:
     forward, both = problems(results, "h200-flash_attention"), problems(results, "h200-flash_attention[+-]grad.*")
     yield from HEAD
@@ -446,6 +460,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "matmul": matmul,
     "gated_matmul": gated_matmul,
     "grouped_matmul": grouped_matmul,
+    "grouped_problems": grouped_problems,
     "flash_attention": flash_attention,
     "cross_entropy": cross_entropy,
     "moe": moe,
