@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, regions
 
+type Copy = Callable[[Any, int, int], None]  # starts the copy of an epilogue tile: its buffer, its first row and column
+
 
 @regions.region("store")
 def store_tile(
     values: Any,
     staging: Any,
-    copy: Callable[[Any, int, int], None],
+    copy: Copy,
     *,
     transpose: bool = False,
     add: Callable[[Any, int, Callable[[Any], None]], None] | None = None,
@@ -62,6 +64,20 @@ def store_tile(
             store(number, part)
         else:
             add(part, number, functools.partial(store, number))
+
+
+def store_in_turn(staging: Any, parts: Iterator[tuple[Any, Copy, int, int]], before: int = 0) -> None:
+    """Stores epilogue tiles of several arrays, (values, copy, i, j) each, through the buffers of `staging` in turn.
+
+    A part is asked for when the one before is on its way. `copy` and the copies that run on are as in `store_tile`.
+    before: how many parts of the same output tile were stored so.
+    """
+    buffers = staging.shape[0]
+    for number, (part, copy, i, j) in enumerate(parts, before):
+        plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
+        staging[number % buffers] = part.astype(staging.dtype)
+        plgpu.commit_smem()  # TMA sees what was written
+        copy(staging.at[number % buffers], i, j)
 
 
 def tile_origins(shape: tuple[int, ...], height: int, width: int) -> list[tuple[int, int]]:

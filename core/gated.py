@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core.activations import in_registers, with_derivative
-from mgpu_ops.core.epilogue import store_tile, tile_origins
+from mgpu_ops.core.epilogue import Copy, store_in_turn, store_tile, tile_origins
 
 
-def store_gated(activation: str, gate: jax.Array, up: jax.Array, staging: Any, copy: Callable[[Any, int, int], None]) -> None:
+def store_gated(activation: str, gate: jax.Array, up: jax.Array, staging: Any, copy: Copy) -> None:
     """Consumer: stores activation(gate) * up in epilogue tiles, as `epilogue.store_tile` does."""
 
     def finish(part: jax.Array, _: Any, i: int, j: int) -> jax.Array:
@@ -22,14 +22,30 @@ def store_gated(activation: str, gate: jax.Array, up: jax.Array, staging: Any, c
     store_tile(gate, staging, copy, finish=finish)
 
 
+def store_gated_and_kept(
+    activation: str, gate: jax.Array, up: jax.Array, staging: Any, copy: Copy, copy_gate: Copy, copy_up: Copy
+) -> None:
+    """Consumer: stores activation(gate) * up, gate and up in epilogue tiles."""
+
+    def parts() -> Iterator[tuple[jax.Array, Copy, int, int]]:
+        _, height, width = staging.shape
+        for i, j in tile_origins(gate.shape, height, width):
+            of_gate, of_up = (_part(x, staging, i, j) for x in (gate, up))
+            yield of_gate, copy_gate, i, j
+            yield of_up, copy_up, i, j
+            yield in_registers(activation, of_gate) * of_up, copy, i, j
+
+    store_in_turn(staging, parts())
+
+
 def store_gated_gradients(
     activation: str,
     gate: jax.Array,
     up: jax.Array,
     g_smem: Any,
     staging: Any,
-    copy_gate: Callable[[Any, int, int], None],
-    copy_up: Callable[[Any, int, int], None],
+    copy_gate: Copy,
+    copy_up: Copy,
 ) -> None:
     """Consumer: stores the gradients of gate and up, g * up * activation'(gate) and g * activation(gate).
 

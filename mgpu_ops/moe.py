@@ -8,6 +8,7 @@ top_k of them, and nothing larger than their rows is made.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -19,10 +20,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats, integers
 from mgpu_ops.core import mesh
-from mgpu_ops.core.activations import Activation
-from mgpu_ops.grouped.calls import checked_operands
-from mgpu_ops.grouped.gated import gated_grouped_matmul
-from mgpu_ops.grouped.grouped_matmul import grouped_matmul
+from mgpu_ops.core.activations import Activation, checked_activation
+from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
+from mgpu_ops.grouped.calls import checked_operands, checked_sizes, checked_spread
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.registry import dispatch
 
@@ -74,9 +74,9 @@ def moe(
     Returns:
       [..., d] of x's dtype. Each expert's result is scaled in float32 and rounded once; a token's are added in float32.
 
-    Works under jit, grad (reverse mode), vmap, scan, checkpoint and shard_map. The backward pass keeps the rows sorted by
-    expert and the hidden activations (tokens x top_k rows of d and of hidden), and computes gate and up again. Under
-    `jax.checkpoint` all is computed again.
+    Works under jit, grad (reverse mode), vmap, scan, checkpoint and shard_map. The backward pass keeps x, and gate and up
+    before the activation (tokens x top_k rows of hidden, twice). It gathers the rows of x again, and no product is computed
+    twice. Under `jax.checkpoint` all is computed again.
 
     Raises ValueError and TypeError for what its parts refuse.
 
@@ -135,25 +135,64 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
 
     Raises ValueError for shapes that do not fit each other, and TypeError for experts or num_experts that are no integers.
     """
-    x, experts = jnp.asarray(x), jnp.asarray(integers.array("experts", experts))
+    x = jnp.asarray(x)
+    sizes, order, positions = _sorted(x, experts, num_experts)
+    x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
+    return MoeDispatch(_rows_of_tokens(x, order // max(positions.shape[1], 1), positions), sizes, order, positions)
+
+
+def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """group_sizes, order and positions of `MoeDispatch`."""
+    experts = jnp.asarray(integers.array("experts", experts))
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
         raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
     if isinstance(num_experts, bool) or not isinstance(num_experts, int | np.integer):
         raise TypeError(f"num_experts={num_experts!r} is no integer")
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts} is not at least 1")
-    tokens, top_k = experts.shape
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
-    order = jnp.argsort(key, stable=True).astype(jnp.int32)
-    counted = jnp.arange(tokens * top_k, dtype=jnp.int32)
-    key, order, counted = mesh.same_mesh_axes(key, order, counted)
-    positions = jnp.zeros_like(counted).at[order].set(counted, unique_indices=True, mode="promise_in_bounds")
-    # A sum of comparisons is one pass over the keys; a search in them, or a count by adding, would be many small steps.
-    sizes = jnp.sum(key[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    positions = positions.reshape(tokens, top_k)
-    x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
-    return MoeDispatch(_rows_of_tokens(x, order // max(top_k, 1), positions), sizes, order, positions)
+    positions, sizes = _counting_sort(key, num_experts + 1)
+    counted = jnp.arange(key.size, dtype=jnp.int32)
+    positions, counted = mesh.same_mesh_axes(positions, counted)
+    order = jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
+    sizes, order, positions = mesh.same_mesh_axes(sizes[:-1], order, positions.reshape(experts.shape))
+    return sizes, order, positions
+
+
+_BLOCK = 128  # keys that are compared with each other
+_BLOCKS = 64  # whose counts are added up one by one
+
+
+def _counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
+    """The place of each key in a stable sort, and how many keys each bucket has, both int32. Keys are below `buckets`.
+
+    A key's place is the sum of: the keys in smaller buckets, those of its bucket in blocks before its own, and those in its
+    block before it. All are sums of comparisons, in a few passes; XLA's sort takes several times as long.
+    """
+    blocks = -(-keys.size // _BLOCK)
+    inner = max(1, min(blocks, _BLOCKS))
+    padding = -keys.size % (inner * _BLOCK)
+    of_block = jnp.pad(keys, (0, padding), constant_values=buckets).reshape(-1, inner, _BLOCK)  # the padding is in no bucket
+    counts = (of_block[:, :, None, :] == _numbers(buckets)[:, None]).sum(3, dtype=jnp.int32)  # [outer, blocks, buckets]
+    whole = counts.sum(1, dtype=jnp.int32)
+    sizes = whole.sum(0, dtype=jnp.int32)
+    before = _before(counts, 1) + (_before(whole, 0) + _before(sizes, 0))[:, None]  # the bucket's first place in the block
+    earlier = _numbers(_BLOCK)[:, None] > _numbers(_BLOCK)
+    rank = ((of_block[..., :, None] == of_block[..., None, :]) & earlier).sum(3, dtype=jnp.int32)
+    first = jnp.take_along_axis(before, of_block, axis=2, mode="clip")
+    return (first + rank).reshape(-1)[: keys.size], sizes
+
+
+def _before(x: jax.Array, axis: int) -> jax.Array:
+    """The sums along an axis of what comes before each element, in one pass. A cumulative sum would be many small steps."""
+    x = jnp.moveaxis(x, axis, -1)
+    earlier = _numbers(x.shape[-1])[:, None] > _numbers(x.shape[-1])
+    return jnp.moveaxis(jnp.where(earlier, x[..., None, :], 0).sum(-1, dtype=jnp.int32), -1, axis)
+
+
+def _numbers(size: int) -> jax.Array:
+    return jnp.arange(size, dtype=jnp.int32)
 
 
 def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_dtype: DTypeLike | None = None) -> jax.Array:
@@ -224,12 +263,98 @@ def moe_experts(
             f"w_gate{w_gate.shape} and w_down{w_down.shape} do not fit x{x.shape}: they are [experts, d, hidden] and "
             "[experts, hidden, d]"
         )
-    rows, sizes, order, positions = moe_dispatch(x, experts, w_gate.shape[0] if num_experts is None else num_experts)
-    options: dict[str, Any] = {"group_offset": group_offset, "spread": spread, "backend": backend}
-    hidden = gated_grouped_matmul(rows, w_gate, w_up, sizes, activation=activation, **options)
-    flat, order = mesh.same_mesh_axes(weights.reshape(-1), order)
-    scale = flat.at[order].get(unique_indices=True, mode="promise_in_bounds")
-    return moe_combine(grouped_matmul(hidden, w_down, sizes, row_scale=scale, **options), order, positions)
+    sizes, order, positions = _sorted(x, experts, w_gate.shape[0] if num_experts is None else num_experts)
+    sizes = checked_sizes("moe_experts", sizes, w_gate.shape[0], order.size, group_offset, "w_gate")
+    call = _Call(
+        checked_activation(activation), checked_spread(spread), dispatch.requested_backend(backend), num_experts is not None
+    )
+    return _layer(call, *mesh.same_mesh_axes(x, weights, w_gate, w_up, w_down, sizes, order, positions))
+
+
+# --- The layer after routing, with a gradient of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call says beside its arrays. group_offset: the sizes are those of a shard, as `sizes.of_shard` gives them."""
+
+    activation: Activation
+    spread: Spread
+    backend: dispatch.Backend | None
+    group_offset: bool
+
+    def gated(self, dtype: str) -> gated.Call:
+        """Of the first two products."""
+        return gated.Call(self.activation, False, dtype, self.spread, None, self.backend, self.group_offset)
+
+    def grouped(self, dtype: str, transpose: bool, activation: Activation = "none") -> grouped_matmul.Call:
+        """Of a product with w_down, or of one of a gradient."""
+        return grouped_matmul.Call(transpose, dtype, activation, self.spread, None, self.backend, self.group_offset)
+
+    def contraction(self, dtype: str) -> ragged_contraction.Call:
+        """Of the gradient of a matrix."""
+        return ragged_contraction.Call(dtype, self.spread, None, self.backend, self.group_offset)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer(
+    call: _Call,
+    x: jax.Array,
+    weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    sizes: jax.Array,
+    order: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    """`moe_experts` of sorted assignments."""
+    rows, scale = _of_rows(x, weights, order, positions)
+    hidden = gated.gated(call.gated(x.dtype.name), rows, w_gate, w_up, sizes)
+    return _down(call, hidden, w_down, sizes, scale, positions)
+
+
+def _of_rows(x: jax.Array, weights: jax.Array, order: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and the weight of each assignment, sorted."""
+    scale = weights.reshape(-1).at[order].get(unique_indices=True, mode="promise_in_bounds")
+    rows = _rows_of_tokens(x, order // max(positions.shape[1], 1), positions)
+    return rows, scale.astype(np.promote_types(scale.dtype, np.float32))
+
+
+def _down(
+    call: _Call, hidden: jax.Array, w_down: jax.Array, sizes: jax.Array, scale: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """The second half: down, scaled, and summed by token."""
+    dtype = hidden.dtype
+    rows = grouped_matmul.product(call.grouped(dtype.name, False), hidden, w_down, sizes, None, scale)
+    return _sums_of_rows(rows, positions, positions).astype(dtype)
+
+
+def _layer_forward(call: _Call, x: jax.Array, weights: jax.Array, *arrays: jax.Array) -> Any:
+    """It keeps gate and up, of which hidden and all gradients are made; the rows of x are gathered again."""
+    w_gate, w_up, w_down, sizes, order, positions = arrays
+    rows, scale = _of_rows(x, weights, order, positions)
+    hidden, gate, up = gated.kept(call.gated(x.dtype.name), rows, w_gate, w_up, sizes)
+    return _down(call, hidden, w_down, sizes, scale, positions), (x, weights, *arrays, gate, up)
+
+
+def _layer_backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    """One kernel for what the gradient of hidden is made into, one for the rows' gradient, three for those of the matrices."""
+    x, weights, w_gate, w_up, w_down, sizes, order, positions, gate, up = saved
+    rows, scale = _of_rows(x, weights, order, positions)
+    g, _ = _of_rows(g.astype(x.dtype), weights, order, positions)
+    name, contraction = x.dtype.name, ragged_contraction.contraction
+    gradients = grouped_matmul.gated_gradients(call.grouped(name, True, call.activation), g, w_down, sizes, gate, up, scale)
+    dgate, dup, scaled, dscale = gradients
+    drows = grouped_matmul.sum_of_two(call.grouped(name, True), dgate, w_gate, sizes, dup, w_up)
+    dx = _sums_of_rows(drows, positions, positions).astype(name)
+    of = call.contraction(name)
+    dw_gate, dw_up = (contraction(of, rows, d, sizes) for d in (dgate, dup))
+    dweights = dscale.at[positions].get(unique_indices=True, mode="promise_in_bounds").astype(weights.dtype)
+    return dx, dweights, dw_gate, dw_up, contraction(of, scaled, g, sizes), None, None, None
+
+
+_layer.defvjp(_layer_forward, _layer_backward)
 
 
 def _check_top_k(top_k: int, experts: int) -> None:

@@ -10,6 +10,7 @@ the first stages of the next tile while consumers store the last one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -65,6 +66,9 @@ class Refs:
     work_smem: Any = None
 
 
+type Read = Callable[[int, Callable[[jax.Array], None]], None]
+
+
 class Stages(Protocol):
     """What a kernel does with an output tile, stage by stage. `tile.start` and `tile.end` are the rows of its group."""
 
@@ -95,7 +99,11 @@ class Stages(Protocol):
         """How many output tiles a group of `size` rows has (int32, traced)."""
 
     def steps(self, tile: GroupTile) -> Any:
-        """How many pipeline steps an output tile takes."""
+        """How many pipeline steps of an output tile are multiplied."""
+
+    @property
+    def further_steps(self) -> int:
+        """How many pipeline steps of an output tile come after those: `store` reads them."""
 
     def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         """The first row and column of an output tile."""
@@ -104,6 +112,11 @@ class Stages(Protocol):
         self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
     ) -> None:
         """Producer: starts the copies of the tile's `step`-th step into a stage; they arrive on the barrier `full`."""
+
+    def load_further(
+        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: int, stage: jax.Array, full: Any
+    ) -> None:
+        """Producer: as `load`, for a step that `store` reads."""
 
     def staging(self) -> Any:
         """Consumer, before all tiles: the epilogue buffers that `store` and `finish` are given."""
@@ -117,8 +130,11 @@ class Stages(Protocol):
     def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
         """Consumer: accs += the products of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
 
-    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
-        """Consumer: starts the stores of this warpgroup's share of an output tile, through its epilogue buffers."""
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: Read) -> None:
+        """Consumer: starts the stores of this warpgroup's share of an output tile, through its epilogue buffers.
+
+        read(i, compute): waits for the i-th of the further steps, runs `compute(stage)` and declares the stage empty.
+        """
 
     def finish(self, end: jax.Array, staging: Any) -> None:
         """Consumer: what is left to do after all tiles; groups end at row `end`."""
@@ -148,7 +164,10 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
                 pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
                 return step + 1
 
-            return lax.fori_loop(0, kernel.steps(tile), load_step, done)
+            done = lax.fori_loop(0, kernel.steps(tile), load_step, done)
+            for i in range(kernel.further_steps):
+                pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i))
+            return done + kernel.further_steps if kernel.further_steps else done
 
         _, steps = for_each_tile(load_tile, asks=True)
         pipeline.drain(steps)  # a block does not end before its last stages are read
@@ -167,10 +186,10 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
 
             done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
             # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
-            kernel.store(tile, accs, staging)
+            kernel.store(tile, accs, staging, lambda i, compute: pipeline.read(done + i, compute))
             for acc in accs:
                 acc[...] = jnp.zeros(acc.shape, jnp.float32)
-            return done
+            return done + kernel.further_steps if kernel.further_steps else done
 
         end, _ = for_each_tile(compute_tile)
         kernel.finish(end, staging)

@@ -269,6 +269,7 @@ SOUND = {  # what of it a field may well hold
     "deterministic": (True,),
     "bias_grad": (True,),
     "residual": (True,),
+    "keep": (True,),
     "gradient": (True,),
     "stored": (True,),
     "page_size": (0,),

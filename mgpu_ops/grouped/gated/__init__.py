@@ -33,6 +33,7 @@ from mgpu_ops.grouped.gated.problem import (
     flops,
     inputs,
     plain,
+    results,
     smem_bytes,
     supports,
     tolerance,
@@ -54,6 +55,7 @@ class Call:
     backend: dispatch.Backend | None
     group_offset: bool
     gradient: bool = False
+    keep: bool = False
 
 
 def gated_grouped_matmul(
@@ -131,6 +133,12 @@ def gated(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes:
     return out
 
 
+def kept(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The result, gate and up, all of lhs's dtype, of lhs, w_gate, w_up and sizes."""
+    out, gate, up = _batchable(dataclasses.replace(call, out_dtype=arrays[0].dtype.name, keep=True))(*arrays)
+    return out, gate, up
+
+
 def gradients(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The gradients of gate and up, of lhs, w_gate, w_up, sizes and the result's gradient, which has lhs's dtype."""
     again = dataclasses.replace(call, out_dtype=arrays[0].dtype.name, config=None, gradient=True)
@@ -145,7 +153,7 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    return looped(product, results=2 if call.gradient else 1)
+    return looped(product, results=2 if call.gradient else 3 if call.keep else 1)
 
 
 def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
@@ -161,6 +169,7 @@ def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Pr
         spread=call.spread,
         gradient=call.gradient,
         group_offset=call.group_offset,
+        keep=call.keep,
     )
 
 
@@ -184,14 +193,14 @@ def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Arr
             cotangent = g[0][rows].astype(wide)
             values = backward(cotangent * up)[0], cotangent * activated
         else:
-            values = (activate(p.activation, gate) * up,)
+            values = (activate(p.activation, gate) * up, gate, up)[: results(p)]
         at = jnp.where(inside, rows, p.m)
         return tuple(out.at[at].set(x.astype(p.out_dtype), mode="drop") for out, x in zip(outs, values, strict=True))
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.m, p.n), p.out_dtype), lhs)
-    outs = (zeros, zeros) if p.gradient else (zeros,)
+    outs = (zeros,) * results(p)
     outs = outs if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, outs, p.group_offset)
-    return outs if p.gradient else outs[0]
+    return outs if results(p) > 1 else outs[0]
 
 
 def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, *rest: jax.Array) -> Any:
@@ -199,7 +208,8 @@ def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, 
     t = problem.layout == "nt"
     gate, up = (jnp.matmul(lhs, w[0].mT if t else w[0]) for w in (w_gate, w_up))
     if not problem.gradient:
-        return activate(problem.activation, gate) * up
+        out = activate(problem.activation, gate) * up
+        return (out, gate, up) if problem.keep else out
     activated, backward = jax.vjp(functools.partial(activate, problem.activation), gate)
     return backward(rest[1] * up)[0], rest[1] * activated
 

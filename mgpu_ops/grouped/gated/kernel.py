@@ -18,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.epilogue import tile_origins
-from mgpu_ops.core.gated import store_gated, store_gated_gradients
+from mgpu_ops.core.gated import store_gated, store_gated_and_kept, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import PANEL, Config
-from mgpu_ops.grouped.gated.problem import Problem, gradient_buffers
+from mgpu_ops.grouped.gated.problem import Problem, gradient_buffers, results
 from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles
 
 
@@ -33,13 +33,15 @@ from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles
 class _Refs(kernel.Refs):
     """Those of grouped_matmul, whose rhs is w_gate and whose out is the result or the gradient of gate.
 
-    up, up_smem: w_up and its stages. out2: the gradient of up, or None. g: the result's gradient, or None; it is loaded into
-    `g_smem`, which has a buffer for each epilogue tile of each consumer, on whose barrier it has `g_arrived`.
+    up, up_smem: w_up and its stages. out2, out3: gate and up, where these are kept; or out2 is the gradient of up.
+    g: the result's gradient, or None; it is loaded into `g_smem`, which has a buffer for each epilogue tile of each consumer,
+    on whose barrier it has `g_arrived`.
     """
 
     up: Any = None
     up_smem: Any = None
     out2: Any = None
+    out3: Any = None
     g: Any = None
     g_smem: Any = None
     g_arrived: Any = None
@@ -82,7 +84,7 @@ class _Stages(GroupedStages):
         for number, (i, j) in enumerate(origins):
             load_rows(refs.g, row + i, tile.end, column + j, refs.g_smem.at[wg, number], refs.g_arrived.at[wg])
 
-    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """activation(gate) * up, or the gradients of both. Rows beyond the group are not written: they are the next group's."""
         refs, (gate, up) = self.refs, accs
         row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))
@@ -92,7 +94,8 @@ class _Stages(GroupedStages):
 
         activation = self.problem.activation
         if not self.problem.gradient:
-            store_gated(activation, gate[...], up[...], staging, copy_to(refs.out))
+            store_one = store_gated_and_kept if self.problem.keep else store_gated
+            store_one(activation, gate[...], up[...], staging, *map(copy_to, self.outs()))
             return
         wg = lax.axis_index("wg")
         plgpu.barrier_wait(refs.g_arrived.at[wg])
@@ -100,7 +103,8 @@ class _Stages(GroupedStages):
         store_gated_gradients(activation, gate[...], up[...], refs.g_smem.at[wg], staging, *copies)
 
     def outs(self) -> tuple[Any, ...]:
-        return (self.refs.out, self.refs.out2) if self.problem.gradient else (self.refs.out,)
+        refs = self.refs
+        return (refs.out, refs.out2, refs.out3)[: results(self.problem)]
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
@@ -112,12 +116,13 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(*refs: Any, **scratch: Any) -> None:
         sizes, lhs, gate, up, *rest, counter = kernel.counter_last(c, refs)
-        g, out, out2 = rest if p.gradient else (None, *rest, None)
-        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, g=g, counter=counter, **scratch)
+        g, *outs = rest if p.gradient else (None, *rest)
+        out, out2, out3 = (*outs, None, None)[:3]
+        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, out3=out3, g=g, counter=counter, **scratch)
         kernel.run_block(_Stages(p, c, blocks, refs_of), gpu)
 
     out = jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype)
-    results = engine.kernel(
+    outs = engine.kernel(
         body,
         engine.Launch(
             "mgpu_ops_gated_grouped_matmul",
@@ -126,10 +131,10 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             approx_math=True,
             interpret=interpret,
         ),
-        out_type=(out, out) if p.gradient else out,
+        out_type=(out,) * results(p) if results(p) > 1 else out,
         scratch_types=_scratch(p, c),
     )(sizes, *kernel.counter(c), rows_view(lhs), w_gate, w_up, *map(rows_view, g))
-    return jax.tree.map(lambda x: x.reshape(p.m, p.n), tuple(results) if p.gradient else results)
+    return jax.tree.map(lambda x: x.reshape(p.m, p.n), tuple(outs) if results(p) > 1 else outs)
 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Problem:
     m, n, k, groups, dtype, out_dtype, layout, spread, group_offset: as in grouped_matmul, for both products.
     activation: of `core.activations`.
     gradient: from the result's gradient [m, n] compute those of gate and of up, both of dtype.
+    keep: gate and up are results, too, of dtype: what a backward pass needs that computes neither again.
     """
 
     m: int
@@ -40,6 +41,7 @@ class Problem:
     spread: str = "random"
     gradient: bool = False
     group_offset: bool = False
+    keep: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,8 +77,11 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     p = problem
     if p.activation not in ACTIVATIONS:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
-    if p.gradient and p.out_dtype != p.dtype:
-        return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
+    if (p.gradient or p.keep) and p.out_dtype != p.dtype:
+        what = "gradients have" if p.gradient else "what is kept has"
+        return f"out_dtype {p.out_dtype} is not {p.dtype}: {what} the inputs' dtype"
+    if p.gradient and p.keep:
+        return "gate and up are kept by the forward pass: gradient and keep exclude each other"
     return grouped.supports(of_one(p), gpu)
 
 
@@ -99,6 +104,11 @@ def of_one(p: Problem) -> grouped.Problem:
     """One of both products, as a grouped matmul."""
     one = grouped.Problem(p.m, p.n, p.k, p.groups, p.dtype, p.out_dtype, p.layout)
     return replace(one, spread=p.spread, group_offset=p.group_offset)
+
+
+def results(p: Problem) -> int:
+    """How many arrays [m, n] a problem gives."""
+    return 2 if p.gradient else 3 if p.keep else 1
 
 
 def gradient_buffers(p: Problem, c: Config) -> int:
@@ -127,7 +137,7 @@ def bytes_moved(problem: Problem) -> int:
     p = problem
     one, lhs, result = grouped.bytes_moved(of_one(p)), p.m * p.k * itemsize_of(p.dtype), p.m * p.n * itemsize_of(p.out_dtype)
     matrices = one - lhs - result - 4 * p.groups
-    return one + matrices + (2 * result if p.gradient else 0)
+    return one + matrices + (results(p) - 1 + p.gradient) * result
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
@@ -147,5 +157,5 @@ def tolerance(problem: Problem) -> float:
 
 
 def plain(problem: Problem) -> Problem:
-    """The problem whose entries count as this one's: the same of all groups."""
-    return replace(problem, group_offset=False)
+    """The problem whose entries count as this one's: the same of all groups, and nothing kept."""
+    return replace(problem, group_offset=False, keep=False)

@@ -262,6 +262,23 @@ def sum_of_two(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, lhs
     return _batchable(call, ("lhs2", "rhs2"))(lhs, rhs, sizes, lhs2, rhs2)
 
 
+def gated_gradients(
+    call: Call,
+    g: jax.Array,
+    w_down: jax.Array,
+    sizes: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    row_scale: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of out = row_scale * (hidden w_down) by group, hidden = activation(gate) * up, and its gradient g [m, k]:
+
+    the gradients of gate and of up, both [m, n]; row_scale * hidden, [m, n], whose contraction with g is the gradient of
+    w_down; and that of row_scale, [m], float32 or wider. One kernel. w_down: [groups, n, k]. It has no gradient.
+    """
+    return _batchable(call, ("gate", "up", "row_scale"))(g, w_down, sizes, gate, up, row_scale)
+
+
 @functools.cache
 def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
     """The call as a function of arrays; `extra` names those beside lhs, rhs and sizes."""
@@ -270,7 +287,7 @@ def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
         problem = _problem(call, extra, lhs, rhs)
         return dispatch.run(SPEC, problem, (lhs, rhs, *rest), config=call.config, backend=call.backend)
 
-    return looped(product)
+    return looped(product, results=4 if "gate" in extra else 1)
 
 
 def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -> Problem:
@@ -290,10 +307,11 @@ def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -
         second="lhs2" in extra,
         rhs_dtype=rhs.dtype.name,
         scales=call.scales,
+        gated_gradient="gate" in extra,
     )
 
 
-def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> Any:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
     extra = by_name(p, rest)
@@ -334,6 +352,8 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
             values *= extra["row_scale"][rows][:, None].astype(wide)
         return out.at[jnp.where(inside, rows, p.m)].set(values.astype(p.out_dtype), mode="drop")
 
+    if p.gated_gradient:
+        return _reference_of_gated(p, multiplied, lhs, rhs, sizes, extra)
     zeros = jnp.zeros((p.m, p.n), p.out_dtype)
     (zeros,) = mesh.same_mesh_axes(zeros, lhs)[:1]
     return zeros if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
@@ -350,15 +370,36 @@ def of_each(scales: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) ->
     return scales
 
 
+def _reference_of_gated(
+    p: Problem, multiplied: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, extra: dict[str, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """`reference` of a gated gradient: the gradients of gate, up and row_scale, and row_scale * hidden as the third of four."""
+    wide = np.promote_types(p.dtype, np.float32)
+
+    def block(outs: tuple[jax.Array, ...], group: Any, rows: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
+        u, scale = multiplied(lhs, rhs, group, rows), extra["row_scale"][rows][:, None].astype(wide)
+        gate, up = (extra[name][rows].astype(wide) for name in ("gate", "up"))
+        activated, backward = jax.vjp(functools.partial(activate, p.activation), gate)
+        values = backward(scale * u * up)[0], scale * u * activated, scale * activated * up, (u * activated * up).sum(axis=1)
+        at = jnp.where(inside, rows, p.m)
+        return tuple(out.at[at].set(x.astype(out.dtype), mode="drop") for out, x in zip(outs, values, strict=True))
+
+    made = *[jnp.zeros((p.m, p.n), p.out_dtype)] * 3, jnp.zeros((p.m,), wide)
+    zeros = tuple(mesh.same_mesh_axes(x, lhs)[0] for x in made)
+    return zeros if 0 in (p.m, p.n) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
+
+
 def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
     """A plain matmul through XLA of as many operations: what a grouped one is measured against."""
     return jnp.matmul(lhs, rhs[0].mT if problem.layout == "nt" else rhs[0])
 
 
-def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
     """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
-    from mgpu_ops.grouped.grouped_matmul import kernel
+    from mgpu_ops.grouped.grouped_matmul import gradient_kernel, kernel
 
+    if problem.gated_gradient:
+        return gradient_kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
     return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
 
 

@@ -65,6 +65,10 @@ class GroupedStages:
         return (1 + self.problem.second) * self.steps_of_one
 
     @property
+    def further_steps(self) -> int:
+        return 0
+
+    @property
     def steps_of_one(self) -> int:
         """Of one product."""
         return math.ceil(self.problem.k / self.config.tile_k)
@@ -121,6 +125,9 @@ class GroupedStages:
         for scales, smem in ((rows, refs.lhs_scale_smem), (columns, refs.rhs_scale_smem)):
             engine.copy_gmem_to_smem(scales, smem.at[stage], full, oob_mode=plgpu.OOBFillMode.ZEROS)
 
+    def load_further(self, tile: GroupTile, position: Any, step: int, stage: jax.Array, full: Any) -> None:
+        """Nothing: all steps are multiplied."""
+
     def staging(self) -> Any:
         return self.refs.out_smem.at[lax.axis_index("wg")]
 
@@ -172,7 +179,7 @@ class GroupedStages:
         add_scaled(c, accs, multiply, scale)
         engine.wgmma_wait(0)
 
-    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """row_scale * activation(scales * acc + bias), rounded to out_dtype. Rows beyond the group are not written."""
         refs = self.refs
         row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))

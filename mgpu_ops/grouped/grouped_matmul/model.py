@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from mgpu_ops.core.fp8 import BLOCK
@@ -37,6 +38,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     legal = common.candidates(
         lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, tiles, row=panel(problem.dtype)
     )
+    if problem.gated_gradient:  # its epilogue takes more registers than consumers have with a producer of 40
+        legal = [dataclasses.replace(c, memory_registers=24) for c in legal]
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
@@ -50,6 +53,7 @@ def distance(x: Problem, y: Problem) -> float | None:
     own = 0.5 * (x.layout != y.layout) + 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation)
     own += 0.05 * (x.group_offset != y.group_offset) + 0.05 * (x.row_scale != y.row_scale)
     own += 0.05 * (x.second != y.second) + 0.05 * (x.scales != y.scales) + 0.05 * (x.rhs_dtype != y.rhs_dtype)
+    own += 0.25 * (x.gated_gradient != y.gated_gradient)
     if (x.scales == "block") != (y.scales == "block"):
         return None
     return common.distance(x, y, own)

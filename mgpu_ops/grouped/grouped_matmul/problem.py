@@ -15,9 +15,10 @@ from mgpu_ops.core import fp8
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, itemsize_of, supports_dtypes, supports_gpu
+from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, check_smem, itemsize_of, supports_dtypes, supports_gpu
+from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles, panel
+from mgpu_ops.grouped.config import PANEL, Config, check_tiles, panel
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -44,6 +45,8 @@ class Problem:
     scales: of `fp8.SCALES`, float32 numbers that the product is multiplied by before the bias: "none"; "tensor", scale_lhs[1]
       and scale_rhs[groups]; "row", scale_lhs[m] and scale_rhs[groups, n]; "block", scale_lhs[m, k / 128] and
       scale_rhs[groups, n / 128, k / 128], rounded up, where the product of each 128 of k is scaled and then added up.
+    gated_gradient: whether the product is the gradient u of gated hidden activations activation(gate) * up, before the row
+      scale. gate and up, [m, n], then follow the sizes, and there are four results (`gradient_kernel.py`).
     """
 
     m: int
@@ -61,6 +64,7 @@ class Problem:
     second: bool = False
     rhs_dtype: str = "none"
     scales: str = "none"
+    gated_gradient: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -91,6 +95,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"layout {p.layout!r} is neither 'nn' nor 'nt'"
     if p.activation not in ACTIVATIONS:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
+    if p.gated_gradient and (reason := _supports_gated_gradient(p)):
+        return reason
     rhs_row = ("k", p.k) if p.layout == "nt" else ("n", p.n)
     return _supports_operands(p, gpu) or common.supports_sides(
         p, rhs_row, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS)
@@ -129,6 +135,15 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
+def _supports_gated_gradient(p: Problem) -> str | None:
+    """Why a problem cannot be the gradient of gated hidden activations, or None."""
+    if p.layout != "nt" or not p.row_scale or p.bias or p.second:
+        return "the gradient of gated hidden activations has layout 'nt', a row_scale, no bias and no second product"
+    if p.out_dtype != p.dtype:
+        return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
+    return None
+
+
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
@@ -136,8 +151,32 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         supports(p, gpu)
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or check_windows(p, c)
-        or check_smem(p, c, gpu, p.scales)
+        or _check_gated_gradient(p, c)
+        or check_smem(smem_bytes(p, c), gpu)
     )
+
+
+_REDUCTIONS = 2048  # bytes that Mosaic takes for sums over a warpgroup
+
+
+def smem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory that a block takes."""
+    return blocks.smem_bytes(problem, config, problem.scales) + _REDUCTIONS * problem.gated_gradient
+
+
+def _check_gated_gradient(p: Problem, c: Config) -> str | None:
+    """Why a stage of the pipeline cannot hold 64 columns of gate and of up, of all rows of a tile, or None."""
+    if not p.gated_gradient:
+        return None
+    if c.compute_warpgroups == 2 and c.wg_dimension != "m":
+        return "wg_dimension must be 'm' for a gated gradient: each warpgroup reads all columns of its rows of gate and up"
+    if c.epilogue_tile_n != PANEL:
+        return (
+            f"epilogue_tile_n={c.epilogue_tile_n} must be {PANEL} for a gated gradient: so many columns of gate and up a step"
+        )
+    if c.tile_k == PANEL and c.tile_n < c.tile_m:
+        return f"tile_n={c.tile_n} must be at least tile_m={c.tile_m} with tile_k={PANEL}: up lies where rhs did"
+    return None
 
 
 def check_windows(p: Problem, c: Config) -> str | None:
@@ -170,7 +209,8 @@ def bytes_moved(problem: Problem) -> int:
     used = min(p.groups, p.m) if p.spread != "sparse" else max(1, min(p.groups // 2, p.m))
     operands = (1 + p.second) * (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
     operands += 4 * p.m * p.row_scale + 4 * sum(map(math.prod, scale_shapes(p)))
-    return operands + p.m * p.n * itemsize_of(p.out_dtype)
+    arrays = 5 if p.gated_gradient else 1  # of the output's size
+    return operands + arrays * p.m * p.n * itemsize_of(p.out_dtype) + 4 * p.m * p.gated_gradient
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
@@ -189,6 +229,9 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     if p.second:
         keys = jax.random.split(jax.random.fold_in(key, 5))
         second = [jax.random.normal(key, x.shape, p.dtype) for key, x in zip(keys, (lhs, rhs), strict=True)]
+    if p.gated_gradient:
+        rhs /= jnp.asarray(math.sqrt(max(p.k, 1)), p.dtype)
+        second = [jax.random.normal(key, (p.m, p.n), p.dtype) for key in jax.random.split(jax.random.fold_in(key, 5))]
     factors = zip(scale_shapes(p), (1.0, 1.0 / math.sqrt(p.k or 1)), jax.random.split(jax.random.fold_in(key, 6)), strict=False)
     scales = (2.0 ** jax.random.uniform(key, x, jnp.float32, -1.0, 1.0) * factor for x, factor, key in factors)
     return lhs, rhs, sizes, *second, *scales, *bias, *scale
@@ -226,10 +269,12 @@ def flops(problem: Problem) -> int:
 def by_name(problem: Problem, extra: Sequence[Any]) -> dict[str, Any]:
     """The arrays that follow the sizes, by name."""
     names = ["lhs2", "rhs2"] * problem.second + ["scale_lhs", "scale_rhs"] * (problem.scales != "none")
+    names += ["gate", "up"] * problem.gated_gradient
     names += ["bias"] * problem.bias + ["row_scale"] * problem.row_scale
     return dict(zip(names, extra, strict=True))
 
 
 def plain(problem: Problem) -> Problem:
-    """The problem whose entries count as this one's: one product of all groups, not scaled."""
-    return replace(problem, group_offset=False, row_scale=False, second=False)
+    """The problem whose entries count as this one's: one product of all groups, neither scaled nor of gated activations."""
+    activation = "none" if problem.gated_gradient else problem.activation
+    return replace(problem, group_offset=False, row_scale=False, second=False, gated_gradient=False, activation=activation)

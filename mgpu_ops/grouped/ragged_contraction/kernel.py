@@ -61,6 +61,10 @@ class _Stages:
     def steps(self, tile: GroupTile) -> Any:
         return tile_scheduler.cdiv(tile.end - tile.start, self.config.tile_k)
 
+    @property
+    def further_steps(self) -> int:
+        return 0
+
     def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         """First k and first n of an output tile."""
         c = self.config
@@ -78,6 +82,9 @@ class _Stages:
             for part in range(parts):
                 row, column = tile.start + step * self.config.tile_k, first + part * width
                 load_rows(ref, row, tile.end, column, smem.at[stage, part], full)
+
+    def load_further(self, *_: Any) -> None:
+        """Nothing: no step is `store`'s."""
 
     def staging(self) -> Any:
         """Of all consumers: `store` takes this one's."""
@@ -101,7 +108,7 @@ class _Stages:
         engine.wgmma(acc, engine.transpose_ref(lhs), rhs)
         engine.wgmma_wait(0)  # the stage is read
 
-    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any) -> None:
+    def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """The sums, rounded to out_dtype. TMA clips what lies outside the array."""
         (acc,) = accs
         refs = self.refs

@@ -167,6 +167,11 @@ INTERPRETED: dict[str, tuple[Any, Any, Any]] = {
         replace(HALVES, tile_k=128),
         (SHARD,),
     ),
+    "kept, rows shared, two epilogue tiles, two buffers": (
+        P(150, 192, 72, 4, keep=True),
+        replace(TWO, tile_n=128, epilogue_slots=2),
+        (ODD, WILD),
+    ),
     "gradient, tails": (P(150, 72, 72, 4, gradient=True), BASE, (ODD, WILD)),
     "gradient, rows shared, two epilogue tiles, one buffer": (
         P(150, 128, 136, 4, gradient=True, activation="relu"),
@@ -207,10 +212,10 @@ def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_near):
 
 
 @needs_compiler
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("layout", ["nn", "nt"])
-def test_default_compiles_without_spills_into_the_bytes_that_check_counts(gradient, layout):
-    problem = P(8192, 1280, 2560, 8, layout=layout, gradient=gradient)
+@pytest.mark.parametrize("results", [{}, {"gradient": True}, {"keep": True}], ids=["result", "gradients", "kept"])
+@pytest.mark.parametrize("layout", thorough.cases(["nn", "nt"], ["nn"]))
+def test_default_compiles_without_spills_into_the_bytes_that_check_counts(results, layout):
+    problem = P(8192, 1280, 2560, 8, layout=layout, **results)
     config = SPEC.default(problem, H200)
     arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
     report = aot.compile_for(H200, functools.partial(SPEC.run, problem, config, H200), *arrays)

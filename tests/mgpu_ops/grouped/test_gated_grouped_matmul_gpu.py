@@ -41,6 +41,8 @@ def draw(seed: int) -> tuple[Any, Any]:
         gradient=gradient,
         group_offset=rng.random() < 0.4,
     )
+    if not gradient and rng.random() < 0.5:
+        problem = replace(problem, keep=True, out_dtype=dtype)
     device = gpu.current()
     space = SPEC.space(problem, device)
     drawn = (GroupedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
