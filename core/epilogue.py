@@ -45,9 +45,7 @@ def store_tile(
 
     def store(number: int, part: Any) -> None:
         buffer = number % buffers
-        # Wait until the buffer's last copy has read it. The first tile waits for all copies of the output tile before:
-        # they started a whole main loop ago.
-        plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
+        _wait_for_buffer(number, buffers)
         if finish is not None:
             part = finish(part, staging.at[buffer], *tiles[number])
         if transpose:  # registers then hold two neighbours of a column, which lie side by side in the transposed tile
@@ -66,6 +64,14 @@ def store_tile(
             add(part, number, functools.partial(store, number))
 
 
+def _wait_for_buffer(number: int, buffers: int) -> None:
+    """Waits until the last copy from the buffer of epilogue tile `number` has read it.
+
+    The first tile waits for all copies of the output tile before: they started a whole main loop ago.
+    """
+    plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
+
+
 def store_in_turn(staging: Any, parts: Iterator[tuple[Any, Copy, int, int]], before: int = 0) -> None:
     """Stores epilogue tiles of several arrays, (values, copy, i, j) each, through the buffers of `staging` in turn.
 
@@ -74,7 +80,7 @@ def store_in_turn(staging: Any, parts: Iterator[tuple[Any, Copy, int, int]], bef
     """
     buffers = staging.shape[0]
     for number, (part, copy, i, j) in enumerate(parts, before):
-        plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
+        _wait_for_buffer(number, buffers)
         staging[number % buffers] = part.astype(staging.dtype)
         plgpu.commit_smem()  # TMA sees what was written
         copy(staging.at[number % buffers], i, j)
