@@ -147,6 +147,25 @@ class AssignedTiles:
         return lax.fori_loop(0, self.count, step, (self.number(0), carry))[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnTile:
+    """The tile of a block where no block has more than one: that of its own number. No table is read."""
+
+    block: jax.Array
+
+    @property
+    def count(self) -> jax.Array:
+        return jnp.int32(1)
+
+    def number(self, i: Int) -> jax.Array:
+        """The number of the tile, for any i."""
+        return self.block
+
+    def for_each(self, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
+        """As `AssignedTiles.for_each`."""
+        return body(jnp.int32(0), self.block, carry)
+
+
 def raster(index: jax.Array, shape: tuple[int, int], minor: int, width: int) -> tuple[Int, Int]:
     """Row and column of the `index`-th tile (int32) of a grid of `shape`, walked in strips, back and forth.
 

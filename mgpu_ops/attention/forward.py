@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from mgpu_ops.attention.launch import (
     specialize,
 )
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, MaskTerms, kv_blocks, some_see_nothing
+from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, Config, Problem
 from mgpu_ops.attention.score_mask import ScoreMask
@@ -66,6 +66,24 @@ def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
 
 
+def _own_tiles(p: Problem, c: Config, blocks: int) -> bool:
+    """Whether each of so many thread blocks has one output tile: then none reads a schedule."""
+    return p.batch * p.q_heads * math.ceil(p.q_tokens / (ROWS * c.compute_warpgroups)) <= blocks
+
+
+WHOLE_KEYS = 2  # kv blocks
+
+
+def masks_all(p: Problem, c: Config) -> bool:
+    """Whether every kv block of an output tile is masked: one loop then goes over all of them, where few would be whole.
+
+    So it is with a window of few keys more than the tile has rows.
+    """
+    if p.left is None or p.right is None:
+        return False
+    return p.left + p.right < ROWS * c.compute_warpgroups + WHOLE_KEYS * c.tile_kv
+
+
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
     """Whether some output tile may need a mask with more than one kv block."""
     aligned = p.right == 0 and tile_kv % tile_q == 0 and p.offset % tile_q == 0
@@ -77,7 +95,7 @@ def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
 class _Refs:
     """The arguments of the kernel: arrays outside of it, refs in global memory within."""
 
-    schedule: Any  # of `_schedule`
+    schedule: Any  # of `_schedule`; None where each thread block has one output tile
     q: Any
     k: Any
     v: Any
@@ -91,7 +109,7 @@ class _ThreadBlock:
     p: Problem
     c: Config
     x: Operands
-    tiles: tile_scheduler.AssignedTiles
+    tiles: tile_scheduler.AssignedTiles | tile_scheduler.OwnTile
     out: Any  # as `rows.store_rows` takes it
     lse: Any  # [batch, q_heads, rows]
     smem: dict[str, Any]
@@ -102,11 +120,14 @@ class _ThreadBlock:
     @staticmethod
     def of(p: Problem, c: Config, refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> _ThreadBlock:
         out, lse = outputs
+        number = lax.axis_index("block")
         return _ThreadBlock(
             p=p,
             c=c,
             x=Operands(p, refs.q, refs.k, refs.v, refs.optional),
-            tiles=tile_scheduler.AssignedTiles(refs.schedule, lax.axis_index("block")),
+            tiles=tile_scheduler.OwnTile(number)
+            if refs.schedule is None
+            else tile_scheduler.AssignedTiles(refs.schedule, number),
             out=out,
             lse=lse,
             smem=scratch.smem,
@@ -130,12 +151,25 @@ class _ThreadBlock:
 
     def order(self, at: Position) -> BlockOrder:
         """The kv blocks of an output tile, in the order in which producer and consumers go through them."""
-        return BlockOrder.of(self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv))
+        blocks = self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv)
+        return BlockOrder.all_masked(blocks) if masks_all(self.p, self.c) else BlockOrder.of(blocks)
 
     @property
     def turns(self) -> Turns | None:
         """Of the consumers at starting products; None where they take none."""
         return Turns(self.c.compute_warpgroups) if self.c.turns == "products" else None
+
+    def skip(self, count: Int, step: jax.Array) -> jax.Array:
+        """Consumer: passes over `count` kv blocks that none of its rows sees, but rows of others. Returns the step after them."""
+
+        def one(_: jax.Array, step: jax.Array) -> jax.Array:
+            for pipeline in (self.k_pipeline, self.v_pipeline):  # no wait is left out: a barrier's phase is known by counting them
+                stage = lax.rem(step, jnp.int32(pipeline.stages))
+                plgpu.barrier_wait(pipeline.full.at[stage])
+                engine.barrier_arrive(pipeline.empty.at[stage])
+            return step + 1
+
+        return lax.fori_loop(0, count, one, step)
 
     def producer(self) -> None:
         """Loads the blocks of all output tiles, each as soon as a stage is empty. Consumers compute meanwhile."""
@@ -194,35 +228,43 @@ class _Consumer:
         wg, tiles = lax.axis_index("wg"), block.tiles.count
         own, mask = pl.ds(wg * ROWS, ROWS), ScoreMask(block.smem["numbers"])
         mask.write_numbers(wg)
-        if block.turns is not None:
+        if block.turns is not None and not masks_all(block.p, block.c):
             block.turns.start()
         consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
-        lax.fori_loop(0, tiles, consumer._output_tile, (block.tiles.number(0), jnp.int32(0)))
+        carry: Any = block.tiles.number(0), jnp.int32(0), *([jnp.int32(0)] if masks_all(block.p, block.c) else [])
+        if isinstance(block.tiles, tile_scheduler.OwnTile):
+            carry = consumer._output_tile(jnp.int32(0), carry)
+        else:
+            carry = lax.fori_loop(0, tiles, consumer._output_tile, carry)
+        if masks_all(block.p, block.c):
+            block.skip(carry[2], carry[1])
         if block.c.q_slots > 1:
             pl.when(tiles > 0)(lambda: consumer._release_queries(tiles - 1))
 
     def _output_tile(self, i: jax.Array, carry: Any) -> Any:
         """Stages of an output tile; the producer meanwhile loads what comes next."""
-        number, step = carry
+        number, step, *skipped = carry
         tiles, two_q_stages = self.block.tiles, self.block.c.q_slots > 1
         # The number of the next tile is read early, as global memory is far. Configs of one q stage have no register for it.
         following = tiles.number(i + 1) if two_q_stages else None
         # 1. Wait for the queries.
         rows = self._wait_for_queries(i, number)
+        all_masked = masks_all(self.block.p, self.block.c)
         # 2. kv blocks with a mask, one after the other. Of the last, the weights are left in registers.
-        weights, softmax, step = rows.masked_blocks(step)
+        weights, softmax, step = rows.first_of_all(step, *skipped) if all_masked else rows.masked_blocks(step)
         if two_q_stages:
             # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
             pl.when(i > 0)(lambda: self._release_queries(i - 1))
-        # 3. kv blocks without a mask: scores of one overlap with weights times values of the block before.
-        weights, softmax, step = lax.fori_loop(0, rows.order.unmasked, rows.overlapped, (weights, softmax, step + 1))
+        # 3. The other kv blocks: scores of one overlap with weights times values of the block before.
+        count, overlapped = (rows.own.count - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
+        weights, softmax, step = lax.fori_loop(0, count, overlapped, (weights, softmax, step + 1))
         if not two_q_stages:
             following = tiles.number(i + 1)
         # 4. The last weights times values, and the way out.
         rows.store(rows.last_values(weights, step - 1), softmax.added_up())
         if not two_q_stages:
             self._release_queries(i)
-        return following, step
+        return (following, step, rows.own.after) if all_masked else (following, step)
 
     def _wait_for_queries(self, i: jax.Array, number: jax.Array) -> _Rows:
         block = self.block
@@ -235,12 +277,28 @@ class _Consumer:
         q = [block.smem[part.name("q")].at[stage, panel, self.own, :] for part, panel in panels(block.parts)]
         segments = block.x.inputs.segments
         q_segments = load_per_row(segments[0].at[at.batch, pl.ds(at.token, ROWS)]) if segments is not None else None
-        return _Rows(self, at, order, terms, q, q_segments)
+        own = _OwnBlocks.of(order, terms.kv_range(at.token, ROWS, block.c.tile_kv)) if masks_all(block.p, block.c) else None
+        return _Rows(self, at, order, terms, q, q_segments, own)
 
     def _release_queries(self, i: jax.Array) -> None:
         """Waits until the output of tile i has left its q stage, and declares the stage empty."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         engine.barrier_arrive(self.block.q_pipeline.empty.at[lax.rem(i, jnp.int32(self.block.c.q_slots))])
+
+
+class _OwnBlocks(NamedTuple):
+    """Of the kv blocks of an output tile, from the last to the first, those that one consumer's rows see: at least one."""
+
+    before: Int  # how many come before them
+    count: Int
+    after: Int
+
+    @staticmethod
+    def of(order: BlockOrder, own: BlockRange) -> _OwnBlocks:
+        first, end = order.blocks.first, order.blocks.end
+        before = jnp.clip(end - own.end, 0, end - first - 1)
+        after = jnp.clip(own.first - first, 0, end - first - 1 - before)
+        return _OwnBlocks(before, end - first - before - after, after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +311,12 @@ class _Rows:
     terms: MaskTerms
     q: list[Any]  # their queries in shared memory, by panels
     q_segments: jax.Array | None  # their segment ids in registers, or None
+    own_blocks: _OwnBlocks | None  # where every kv block is masked (`masks_all`)
+
+    @property
+    def own(self) -> _OwnBlocks:
+        assert self.own_blocks is not None
+        return self.own_blocks
 
     @property
     def block(self) -> _ThreadBlock:
@@ -286,19 +350,41 @@ class _Rows:
         engine.barrier_arrive(self.block.v_pipeline.empty.at[v_stage])
         return softmax, step + 1
 
+    def first_of_all(self, step: jax.Array, skipped: Int) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
+        """As `masked_blocks`, of the first kv block that these rows see, where all are masked.
+
+        skipped: the last kv blocks of the output tile before, which its rows did not see. ptxas overlaps no products where a
+        loop passes over them behind the products of their own tile.
+        """
+        step = self.block.skip(skipped + self.own.before, step)
+        softmax = OnlineSoftmax.start(by_lanes=self.block.c.pv_wait == "half")
+        scores = self._scores(self._start_scores(step), self._own_block(0), True, in_flight=0)
+        weights, softmax, _ = softmax.update(scores, self.block.p.dtype)  # there is no output to rescale
+        return weights, softmax, step
+
+    def _own_block(self, i: Int) -> Int:
+        return self.order.masked_block(self.own.before + i)
+
+    def overlapped_masked(self, i: jax.Array, carry: Any) -> Any:
+        """`overlapped`, of a kv block with a mask: the (i + 1)th of `own`. Consumers have different numbers of them: no turns."""
+        return self._overlapped(self._own_block(i + 1), carry, None, True)
+
     def overlapped(self, i: jax.Array, carry: Any) -> Any:
         """A kv block without a mask: the tensor cores get its scores and the last block's weights times values together."""
+        return self._overlapped(self.order.unmasked_block(i), carry, self.block.turns, False)
+
+    def _overlapped(self, kv_block: Int, carry: Any, turns: Turns | None, masked: bool) -> Any:
         weights, softmax, step = carry
         block, w = self.block, self.consumer
-        if block.turns is not None:
-            block.turns.wait()
+        if turns is not None:
+            turns.wait()
         # Two products are started, in this order: the scores of this block, and the last block's weights times its values.
         k_stage = self._start_scores(step)
         v_stage = self._start_values(weights, step - 1)
-        if block.turns is not None:
-            block.turns.release()
+        if turns is not None:
+            turns.release()
         # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
-        scores = self._scores(k_stage, self.order.unmasked_block(i), False, in_flight=1)
+        scores = self._scores(k_stage, kv_block, masked, in_flight=1)
         weights, softmax, rescale, half = softmax.update_in_halves(scores, block.p.dtype)
         if block.c.pv_wait != "early":
             # Keeps ptxas from moving the next wait ahead of the softmax, or of its first half. Nobody reads what it stores.
@@ -425,7 +511,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
         },
     )
-    refs = _Refs(_schedule(p, c, blocks), as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
+    schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks)
+    refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
     out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
     out, lse = run(body, "mgpu_ops_flash_attention", blocks, spec, refs, out_type, interpret)

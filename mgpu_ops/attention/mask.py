@@ -102,6 +102,11 @@ class BlockOrder:
         all_whole = (blocks.whole == blocks.first) & (blocks.whole_end == blocks.end)
         return BlockOrder(blocks._replace(whole_end=jnp.where(all_whole, blocks.end - 1, blocks.whole_end)))
 
+    @staticmethod
+    def all_masked(blocks: BlockRange) -> BlockOrder:
+        """All of them masked, from the last to the first."""
+        return BlockOrder(blocks._replace(whole=blocks.first, whole_end=blocks.first))
+
     @property
     def masked(self) -> Int:
         """The number of blocks with a mask."""
