@@ -60,11 +60,11 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
     if p.lengths:
         rest += [
-            jax.random.randint(k, (p.batch,), max(1, n // 2), n + 1)
+            jax.random.randint(k, (p.batch,), reference.least_length(n), n + 1)
             for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)
         ]
     if p.segments:
-        rest += [jnp.broadcast_to(jnp.arange(n) * 4 // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
+        rest += [jnp.broadcast_to(jnp.arange(n) * reference.SEGMENTS // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
     if p.bias != "none":
         rest.append(jax.random.normal(keys[5], (1, p.q_heads, p.q_tokens, p.kv_tokens), p.bias))
     if p.sinks:
@@ -266,7 +266,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     at_once = int(sms * min(4, blocks_of_an_sm(p, c, gpu)))
     steps = int(_kv_blocks(p, p.q_tokens, c.tile_kv).max())
     longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
-    of_hbm = reference.bytes_moved(p) / _hbm(gpu) / blocks * longest_share  # s of a block
+    of_hbm = reference.bytes_moved(dataclasses.replace(p, lengths=False)) / _hbm(gpu) / blocks * longest_share  # s of a block
     ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1)
     work, longest = ends / 2, 0.0
     for waves, wave in ((blocks // at_once, at_once), (1, blocks % at_once)):

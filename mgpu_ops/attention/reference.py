@@ -170,18 +170,45 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
     return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)
 
 
+SEGMENTS = 4  # of equal size, that `model.inputs` packs into a sequence
+
+
 def flops(problem: Problem) -> int:
-    """Multiplications and additions of the two products of the forward pass, over what is visible (lengths, segments apart)."""
+    """Multiplications and additions of the two products of the forward pass, over what is visible of random inputs."""
     return 2 * problem.batch * problem.q_heads * (problem.head_dim + problem.v_dim) * pairs(problem)
 
 
-def pairs(problem: Problem) -> int:
-    """How many (row, key) pairs of one head are visible where no lengths or segments say less."""
+def least_length(tokens: int) -> int:
+    """The least length of a batch entry that `model.inputs` draws; the most is `tokens`."""
+    return max(1, tokens // 2)
+
+
+def of_mean_length(problem: Problem) -> Problem:
+    """A problem with lengths as one without, whose sequences are as long as the mean of those that `model.inputs` draws."""
     p = problem
+    if not p.lengths or p.page_size:
+        return p
+    q, kv = ((least_length(n) + n + 1) // 2 for n in (p.q_tokens, p.kv_tokens))
+    return dataclasses.replace(p, q_tokens=q, kv_tokens=kv, lengths=False)
+
+
+def pairs(problem: Problem) -> int:
+    """How many (row, key) pairs of one head are visible, of sequences of the mean length and segments of `model.inputs`."""
+    p = of_mean_length(problem)
+    if p.segments:
+        return _pairs_within_segments(p)
     rows = np.arange(p.q_tokens) + p.offset
     low = 0 if p.left is None else np.maximum(0, rows - p.left)
     high = p.kv_tokens if p.right is None else np.minimum(p.kv_tokens, rows + p.right + 1)
     return int(np.maximum(0, high - low + 0 * rows).sum())
+
+
+def _pairs_within_segments(p: Problem) -> int:
+    rows = np.arange(p.q_tokens)
+    first, end = (-(-(rows * SEGMENTS // p.q_tokens + i) * p.kv_tokens // SEGMENTS) for i in (0, 1))  # its segment's keys
+    low = first if p.left is None else np.maximum(first, rows + p.offset - p.left)
+    high = end if p.right is None else np.minimum(end, rows + p.offset + p.right + 1)
+    return int(np.maximum(0, high - low).sum())
 
 
 def tolerance(problem: Problem) -> float:
@@ -197,27 +224,31 @@ def backward_tolerance(problem: BackwardProblem) -> float:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Each input read once, of keys, values and the table of pages what some row sees, and each output written once."""
-    p = problem
+    """Each input read once, of keys, values and the table of pages what some row sees, and each output written once.
+
+    Of lengths the mean of those that `model.inputs` draws, but for the output, of which the padding is written too.
+    """
+    whole, p = problem, of_mean_length(problem)
     first, end = keys_seen(p, max(1, p.q_tokens))  # by all rows together
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * int((end - first).sum()) * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
     columns = p.head_dim + p.v_dim
     pages = p.batch * math.ceil(int((end - first).sum()) / p.page_size) if p.page_size else 0
     rest = 4 * queries + bias + 4 * p.q_heads * p.sinks + 4 * pages
-    return (queries + keys) * columns * itemsize_of(p.dtype) + rest
+    padding = p.batch * (whole.q_tokens - p.q_tokens) * p.q_heads * (4 + p.v_dim * itemsize_of(p.dtype))
+    return (queries + keys) * columns * itemsize_of(p.dtype) + rest + padding
 
 
 def backward_flops(problem: BackwardProblem) -> int:
-    """Multiplications and additions of the five products of the backward pass: three of head_dim, two of v_dim."""
+    """Multiplications and additions of the five products of the backward pass, as `flops`: three of head_dim, two of v_dim."""
     p = problem
     return 2 * p.batch * p.q_heads * (3 * p.head_dim + 2 * p.v_dim) * pairs(p)
 
 
 def backward_bytes_moved(problem: BackwardProblem) -> int:
-    """Each input read once and each output written once."""
-    p = problem
+    """Each input read once and each output written once; of lengths the mean of those that `model.inputs` draws."""
+    p, bias_grad = of_mean_length(problem), problem.bias_grad
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * p.kv_tokens * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
     columns = 2 * (queries + keys) * p.head_dim + (queries + 2 * keys) * p.v_dim
-    return columns * itemsize_of(p.dtype) + 8 * queries + bias * (1 + p.bias_grad)
+    return columns * itemsize_of(p.dtype) + 8 * queries + bias * (1 + bias_grad)

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_ops import FlashAttentionProblem
-from mgpu_ops.attention import launch, reference
+from mgpu_ops.attention import launch, model, reference
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import segment_blocks
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, keys_seen, mask_of, rows_seeing
@@ -234,6 +234,25 @@ def test_a_block_visits_all_that_is_visible_within_its_segments(data, entry, siz
 @given(entries(lengths=False))
 def test_pairs_counts_what_is_visible(entry):
     assert reference.pairs(entry.problem) == entry.seen().sum()
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_left": 9, "window_right": 3}])
+@pytest.mark.parametrize("tokens", [(64, 64), (61, 47), (50, 83)])
+def test_pairs_counts_the_segments_that_random_inputs_have(mask, tokens):
+    problem = P(2, *tokens, 2, 1, 8, segments=True, **mask)
+    inputs = Inputs.of(problem, model.inputs(problem, jax.random.key(0))[3:])
+    seen = mask_of(problem, None, inputs.segments)
+    assert reference.pairs(problem) == seen[0].sum() == seen[1].sum()
+
+
+def test_operations_and_bytes_count_lengths_as_random_inputs_have_them_on_average():
+    problem = P(4096, 40, 64, 2, 1, 8, lengths=True)
+    q_lengths, kv_lengths = Inputs.of(problem, model.inputs(problem, jax.random.key(0))[3:]).lengths
+    seen = (np.asarray(q_lengths, np.int64) * np.asarray(kv_lengths)).sum()
+    assert reference.flops(problem) == pytest.approx(2 * 2 * 16 * seen, rel=0.02)
+    read = 2 * 8 * (2 * np.asarray(q_lengths).sum() + 2 * np.asarray(kv_lengths).sum())
+    written = 4096 * 40 * 2 * (2 * 8 + 4)
+    assert reference.bytes_moved(problem) == pytest.approx(read + written, rel=0.02)
 
 
 @given(st.data(), entries(), SIZES, st.booleans())
