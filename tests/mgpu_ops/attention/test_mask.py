@@ -17,7 +17,7 @@ from mgpu_ops import FlashAttentionProblem
 from mgpu_ops.attention import launch, model, reference
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import segment_blocks
-from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, keys_seen, mask_of, rows_seeing
+from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, keys_seen, mask_of, rows_seeing, zero_unseen
 from mgpu_ops.attention.operands import Operands, OptionalRefs
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
@@ -287,3 +287,22 @@ def test_rows_of_a_bias_have_whole_panels():
     assert rows.shape == (6, 64)
     np.testing.assert_array_equal(rows[:, :4], bias.reshape(6, 4))
     np.testing.assert_array_equal(rows[:, 4:], 0)
+
+
+# --- tokens that nothing sees
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window_left": 4, "window_right": 3}, {"window_right": 2, "align": "top_left"}]
+)
+@pytest.mark.parametrize("lengths", [None, ((9, 31), (40, 5))])
+def test_tokens_that_no_segment_shows_are_zeroed(mask, lengths):
+    problem = P(2, 31, 40, 2, 1, 8, segments=True, lengths=lengths is not None, **mask)
+    rng = np.random.default_rng(0)
+    segments = tuple(jnp.array(rng.integers(-9, 9, (2, n)), jnp.int32) for n in (31, 40))
+    lengths = None if lengths is None else tuple(jnp.array(x, jnp.int32) for x in lengths)
+    q, k = jnp.ones((2, 31, 2, 8)), jnp.ones((2, 40, 1, 8))
+    seen = mask_of(problem, lengths, segments)
+    rows, keys, values = zero_unseen(problem, Inputs(None, lengths, segments), q, k, k)
+    assert (rows == seen.any(2)[:, :, None, None]).all() and (keys == seen.any(1)[:, :, None, None]).all()
+    assert (values == keys).all() and 0 < rows.mean() < 1 and 0 < keys.mean() < 1
