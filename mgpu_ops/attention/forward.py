@@ -163,7 +163,10 @@ class _ThreadBlock:
         """Consumer: passes over `count` kv blocks that none of its rows sees, but rows of others. Returns the step after them."""
 
         def one(_: jax.Array, step: jax.Array) -> jax.Array:
-            for pipeline in (self.k_pipeline, self.v_pipeline):  # no wait is left out: a barrier's phase is known by counting them
+            for pipeline in (
+                self.k_pipeline,
+                self.v_pipeline,
+            ):  # no wait is left out: a barrier's phase is known by counting them
                 stage = lax.rem(step, jnp.int32(pipeline.stages))
                 plgpu.barrier_wait(pipeline.full.at[stage])
                 engine.barrier_arrive(pipeline.empty.at[stage])
@@ -256,7 +259,9 @@ class _Consumer:
             # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
             pl.when(i > 0)(lambda: self._release_queries(i - 1))
         # 3. The other kv blocks: scores of one overlap with weights times values of the block before.
-        count, overlapped = (rows.own.count - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
+        count, overlapped = (
+            (rows.own.count - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
+        )
         weights, softmax, step = lax.fori_loop(0, count, overlapped, (weights, softmax, step + 1))
         if not two_q_stages:
             following = tiles.number(i + 1)

@@ -64,7 +64,10 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
             for k, n in zip(keys[3:], (p.q_tokens, p.kv_tokens), strict=False)
         ]
     if p.segments:
-        rest += [jnp.broadcast_to(jnp.arange(n) * reference.SEGMENTS // n, (p.batch, n)).astype(jnp.int32) for n in (p.q_tokens, p.kv_tokens)]
+        rest += [
+            jnp.broadcast_to(jnp.arange(n) * reference.SEGMENTS // n, (p.batch, n)).astype(jnp.int32)
+            for n in (p.q_tokens, p.kv_tokens)
+        ]
     if p.bias != "none":
         rest.append(jax.random.normal(keys[5], (1, p.q_heads, p.q_tokens, p.kv_tokens), p.bias))
     if p.sinks:
