@@ -46,7 +46,7 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, Config, Problem
+from mgpu_ops.attention.problem import ROWS, Config, Problem, masks_all
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, regions, tile_scheduler
@@ -69,19 +69,6 @@ def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
 def _own_tiles(p: Problem, c: Config, blocks: int) -> bool:
     """Whether each of so many thread blocks has one output tile: then none reads a schedule."""
     return p.batch * p.q_heads * math.ceil(p.q_tokens / (ROWS * c.compute_warpgroups)) <= blocks
-
-
-WHOLE_KEYS = 2  # kv blocks
-
-
-def masks_all(p: Problem, c: Config) -> bool:
-    """Whether every kv block of an output tile is masked: one loop then goes over all of them, where few would be whole.
-
-    So it is with a window of few keys more than the tile has rows.
-    """
-    if p.left is None or p.right is None:
-        return False
-    return p.left + p.right < ROWS * c.compute_warpgroups + WHOLE_KEYS * c.tile_kv
 
 
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
@@ -160,7 +147,7 @@ class _ThreadBlock:
         return Turns(self.c.compute_warpgroups) if self.c.turns == "products" else None
 
     def skip(self, count: Int, step: jax.Array) -> jax.Array:
-        """Consumer: passes over `count` kv blocks that none of its rows sees, but rows of others. Returns the step after them."""
+        """Consumer: passes over `count` kv blocks that rows of others see, but none of its own. Returns the next step."""
 
         def one(_: jax.Array, step: jax.Array) -> jax.Array:
             for pipeline in (
@@ -371,7 +358,7 @@ class _Rows:
         return self.order.masked_block(self.own.before + i)
 
     def overlapped_masked(self, i: jax.Array, carry: Any) -> Any:
-        """`overlapped`, of a kv block with a mask: the (i + 1)th of `own`. Consumers have different numbers of them: no turns."""
+        """`overlapped`, of a kv block with a mask: the (i + 1)th of `own`. No turns: consumers have different numbers of them."""
         return self._overlapped(self._own_block(i + 1), carry, None, True)
 
     def overlapped(self, i: jax.Array, carry: Any) -> Any:

