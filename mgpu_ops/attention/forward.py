@@ -358,7 +358,7 @@ class _Rows:
         return self.order.masked_block(self.own.before + i)
 
     def overlapped_masked(self, i: jax.Array, carry: Any) -> Any:
-        """`overlapped`, of a kv block with a mask: the (i + 1)th of `own`. No turns: consumers have different numbers of them."""
+        """`overlapped`, of a masked kv block, the (i + 1)th of `own`. No turns: consumers have different numbers of them."""
         return self._overlapped(self._own_block(i + 1), carry, None, True)
 
     def overlapped(self, i: jax.Array, carry: Any) -> Any:
