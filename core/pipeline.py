@@ -42,12 +42,12 @@ class Pipeline:
         inflight.has_pipeline(self.full, self.empty)
 
     @staticmethod
-    def barriers(stages: int, *, copies: int, consumers: int) -> Barriers:
-        """The two barriers: `copies` arrive when a stage is full, `consumers` warpgroups when it is empty again."""
-        return Barriers(
-            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        )
+    def barriers(stages: int, *, copies: int, consumers: int, cluster_axes: tuple[str, ...] = ()) -> Barriers:
+        """The two barriers: `copies` arrive when a stage is full, `consumers` warpgroups when it is empty again.
+
+        cluster_axes: of the blocks that share copies, all of which must have read a stage.
+        """
+        return Barriers(plgpu.Barrier(num_arrivals=copies, num_barriers=stages), _empty(stages, consumers, cluster_axes))
 
     @staticmethod
     def barriers_in_turn(stages: int, *, copies: int, consumers: int, cluster_axes: tuple[str, ...] = ()) -> Barriers:
@@ -56,10 +56,8 @@ class Pipeline:
         A thread knows a barrier's phase by the number of its own waits. So each consumer has its own `full` barriers, on which
         only its steps arrive. cluster_axes: of the blocks that share copies, all of which must have read a stage.
         """
-        empty: Any = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
-        if cluster_axes:
-            empty = plgpu.ClusterBarrier(collective_axes=cluster_axes, num_arrivals=1, num_barriers=stages)
-        return Barriers(full=plgpu.Barrier(num_arrivals=copies, num_barriers=consumers * stages), empty=empty)
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=consumers * stages)
+        return Barriers(full, _empty(stages, 1, cluster_axes))
 
     def of_consumer(self, consumer: jax.Array) -> Pipeline:
         """The pipeline with the steps of one consumer, where consumers take turns (`barriers_in_turn`)."""
@@ -124,3 +122,10 @@ class Pipeline:
         stage = lax.rem(step, jnp.int32(self.stages))
         plgpu.barrier_wait(self._full(stage))
         return stage
+
+
+def _empty(stages: int, arrivals: int, cluster_axes: tuple[str, ...]) -> Any:
+    """The barriers at which so many warpgroups of each block of a cluster declare stages empty."""
+    if cluster_axes:
+        return plgpu.ClusterBarrier(collective_axes=cluster_axes, num_arrivals=arrivals, num_barriers=stages)
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)

@@ -14,6 +14,7 @@ Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU doc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, inflight, tile_scheduler
 from mgpu_ops.core.cluster import ClusterSum
-from mgpu_ops.core.gemm import epilogue_tiles, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
@@ -51,8 +52,8 @@ from mgpu_ops.matmul.problem import (
     swizzle_bytes,
     transposed,
 )
-from mgpu_ops.matmul.store import arrays_of_epilogue, if_it_stores, load_residual, refs_of, store
-from mgpu_ops.matmul.work import Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
+from mgpu_ops.matmul.store import arrays_of_epilogue, if_it_stores, kept, load_residual, refs_of, store, store_kept
+from mgpu_ops.matmul.work import Place, Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
 
 
 def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
@@ -211,7 +212,70 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
-def _kernel_in_turn(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, in_turn: InTurn, **smem: Any) -> None:
+def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any) -> None:
+    """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
+
+    At its end a tile is rounded and kept in registers. Each of the next tile's first steps stores an epilogue tile of it, or
+    several, between the start of a wgmma and the wait for it.
+    """
+    p, c = work.problem, work.config
+    of, steps = refs_of(p, *refs), k_steps(p, c)
+    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
+    number = epilogue_tiles(c)
+    each = math.ceil(number / steps)  # so many epilogue tiles a step stores
+
+    def consumer(acc: Any) -> None:
+        def multiply_step(step: jax.Array, meanwhile: Callable[[], None]) -> None:
+            def compute(stage: jax.Array) -> None:
+                multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage])
+                meanwhile()
+                engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
+
+            pipeline.read(step, compute)
+
+        def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            acc[...] = jnp.zeros(acc.shape, acc.dtype)
+            before = Place.of(work, t - 1)
+
+            def store_some(first: int) -> None:
+                @pl.when(t > 0)
+                def _() -> None:
+                    for i in range(first, min(first + each, number)):
+                        store_kept(before, i, parts[i], of, out_smem)
+
+            storing = math.ceil(number / each)
+            for k in range(storing):
+                multiply_step(t * steps + k, functools.partial(store_some, k * each))
+
+            def step(k: jax.Array, _: None) -> None:
+                with inflight.iteration():
+                    multiply_step(t * steps + k, lambda: None)
+
+            lax.fori_loop(storing, steps, step, None)
+            return kept(work, t, acc, of)
+
+        shape = (ROWS, c.epilogue_tile_n)
+        nothing = tuple(jnp.zeros(shape, p.out_dtype) for _ in range(number))
+        parts = lax.fori_loop(0, own_tiles, compute_tile, nothing)
+
+        @pl.when(own_tiles > 0)
+        def _() -> None:
+            for i, part in enumerate(parts):
+                store_kept(Place.of(work, own_tiles - 1), i, part, of, out_smem)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
+
+    engine.specialize(
+        lambda: _produce(work, (of.a, of.b), stages, own_tiles, lambda _: pipeline),
+        lambda: accumulator.scope(consumer),
+        consumers=c.compute_warpgroups,
+        producer_registers=c.memory_registers,
+        consumer_registers=consumer_registers(c, gpu),
+    )
+
+
+def _kernel_in_turn(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, **smem: Any) -> None:
     """One block of a matmul whose consumers compute its output tiles in turn."""
     p, of = work.problem, refs_of(work.problem, *refs)
 
@@ -222,11 +286,11 @@ def _kernel_in_turn(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, in_turn:
     def finish(t: jax.Array, acc: Any) -> None:
         store(work, t, acc, of, **smem)
 
-    compute_in_turn(work, gpu, (of.a, of.b), accumulator, in_turn, begin, finish)
+    compute_in_turn(work, gpu, (of.a, of.b), accumulator, stages, begin, finish)
 
 
-class InTurn(NamedTuple):
-    """Scratch of a pipeline that consumers read in turn: the stages of A and of B, and its barriers."""
+class Stages(NamedTuple):
+    """Scratch of a pipeline: the stages of A and of B, and its barriers."""
 
     a: Any
     b: Any
@@ -234,15 +298,39 @@ class InTurn(NamedTuple):
     empty: Any
 
 
-def in_turn(p: Problem, c: Config) -> InTurn:
-    """The types of `InTurn`, in a kernel's `scratch_types`, for a problem and a config `as_computed`."""
-    stages, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
+def stages_of(p: Problem, c: Config) -> Stages:
+    """The types of `Stages`, in a kernel's `scratch_types`, for a problem and a config `as_computed`."""
+    count, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
     cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
     a, b = (
-        plgpu.SMEM((stages, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
+        plgpu.SMEM((count, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
         for tile, dtype in zip(_operand_tiles(p, c), (p.dtype, dtype_of_b(p)), strict=True)
     )
-    return InTurn(a, b, *Pipeline.barriers_in_turn(stages, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes))
+    barriers = Pipeline.barriers_in_turn if c.takes_turns else Pipeline.barriers
+    return Stages(a, b, *barriers(count, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes))
+
+
+def _produce(
+    work: Work, refs: tuple[Any, Any], stages: Stages, own_tiles: jax.Array, pipeline_of: Callable[[jax.Array], Pipeline]
+) -> None:
+    """Producer: loads the steps of all tiles of a block, one tile after the other, each into its pipeline."""
+    steps = k_steps(work.problem, work.config)
+    specs = list(zip(load(work, *refs), refs, (stages.a, stages.b), strict=True))
+
+    def load_tile(t: jax.Array, _: None) -> None:
+        pipeline = pipeline_of(t)
+
+        def load_step(k: jax.Array, _: None) -> None:
+            def copy(stage: jax.Array, full: Any) -> None:
+                for spec, ref, smem in specs:
+                    engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
+
+            pipeline.fill(t * steps + k, copy)
+
+        lax.fori_loop(0, steps, load_step, None)
+
+    lax.fori_loop(0, own_tiles, load_tile, None)
+    pipeline_of(jnp.int32(0)).drain(own_tiles * steps)  # a block does not end before its last stages are read
 
 
 def compute_in_turn(
@@ -250,7 +338,7 @@ def compute_in_turn(
     gpu: Gpu,
     refs: tuple[Any, Any],
     accumulator: Any,
-    scratch: InTurn,
+    scratch: Stages,
     begin: Callable[[jax.Array], None],
     finish: Callable[[jax.Array, Any], None],
 ) -> None:
@@ -266,23 +354,8 @@ def compute_in_turn(
     pipeline, turns = Pipeline(c.max_concurrent_steps, scratch.full, scratch.empty), c.compute_warpgroups
     operands = (scratch.a, scratch.b)
 
-    def producer() -> None:
-        specs = list(zip(load(work, *refs), refs, operands, strict=True))
-
-        def load_tile(t: jax.Array, _: None) -> None:
-            its_pipeline = pipeline.of_consumer(lax.rem(t, jnp.int32(turns)))
-
-            def load_step(k: jax.Array, _: None) -> None:
-                def copy(stage: jax.Array, full: Any) -> None:
-                    for spec, ref, smem in specs:
-                        engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
-
-                its_pipeline.fill(t * steps + k, copy)
-
-            lax.fori_loop(0, steps, load_step, None)
-
-        lax.fori_loop(0, own_tiles, load_tile, None)
-        pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
+    def its_pipeline(t: jax.Array) -> Pipeline:
+        return pipeline.of_consumer(lax.rem(t, jnp.int32(turns)))
 
     def consumer(acc: Any) -> None:
         wg = lax.axis_index("wg")
@@ -308,7 +381,7 @@ def compute_in_turn(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
     engine.specialize(
-        producer,
+        lambda: _produce(work, refs, scratch, own_tiles, its_pipeline),
         lambda: accumulator.scope(consumer),
         consumers=turns,
         producer_registers=c.memory_registers,
@@ -333,7 +406,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
     anywhere = (1, p.batch, m, n)
     out = engine.kernel(
-        functools.partial(_kernel_in_turn, work, gpu) if c.takes_turns else functools.partial(_kernel, work),
+        _body(work, gpu),
         engine.Launch(
             "mgpu_ops_matmul",
             grid={"block": work.blocks},
@@ -348,6 +421,13 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
         out = with_epilogue(whole, out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3), **extra)
     return out
+
+
+def _body(work: Work, gpu: Gpu) -> Callable[..., None]:
+    """The kernel of a schedule."""
+    if work.config.schedule == "cooperative":
+        return functools.partial(_kernel, work)
+    return functools.partial(_kernel_in_turn if work.config.takes_turns else _kernel_deferred, work, gpu)
 
 
 def _as_multiplied(p: Problem, c: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -376,8 +456,8 @@ def _scratch(work: Work) -> dict[str, Any]:
     }
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
-    if c.takes_turns:
-        scratch["in_turn"] = in_turn(p, c)
+    if c.schedule != "cooperative":
+        scratch["stages"] = stages_of(p, c)
     if c.cluster == "k":
         scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch

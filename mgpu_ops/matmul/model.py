@@ -15,6 +15,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.problem import (
+    SCHEDULES,
     Config,
     Problem,
     as_computed,
@@ -53,7 +54,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_tile_n": (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
-        "schedule": gemm.SCHEDULES if many_tiles else gemm.SCHEDULES[:1],
+        "schedule": SCHEDULES if many_tiles else SCHEDULES[:1],
     }
 
 
@@ -69,7 +70,7 @@ def _line(problem: Problem) -> int:
 _RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
 _LEAST = 0.70  # of the rate is left with the narrowest tiles
 _ONE_WARPGROUP = 0.68  # of the rate is left with one consumer: nothing multiplies while it stores or waits
-_IN_TURN = 1.025  # times the rate, power included, where warpgroups take turns: there is always a wgmma in flight
+_OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
 _SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
 _STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
@@ -77,6 +78,7 @@ _ACROSS_LINES = 1.52  # times as long take the loads of rows that do not begin a
 _MULTICAST = 0.79  # of the time is left to loads of an operand that two blocks share
 _LATENCY = 0.81e-6  # s from a TMA request to its data
 _LAUNCH = 1.17e-6  # s
+_COLD = 0.3e-6  # s more, in products of a few microseconds, until operands that are not in L2 arrive
 _PARTS = 3.0  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM = 0.23e-6  # s that a sum in a cluster takes,
 _SUM_OWN, _SUM_PART = 2.2, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
@@ -99,7 +101,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
     step = |2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
     steps = waves * (k steps * step + store) (`_of_a_block`), or what the power cap allows, and slower within milliseconds
-    time = launch + latency + |steps, HBM bytes / HBM rate| + sum of the split_k parts
+    time = launch + latency, from a cold L2, + |steps, HBM bytes / HBM rate| + sum of the split_k parts
     |...|: the times joined by a norm (`gemm.together`), not much more than the longest
     float32: and the kernels before it that split or transpose operands (`_prepared`)
     """
@@ -114,7 +116,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
-    steps = slowdown(max(steps, under_power)) / (_IN_TURN if c.takes_turns and waves > 1 else 1.0)
+    steps = slowdown(max(steps, under_power)) / (_OVERLAPPED if c.schedule != "cooperative" and waves > 1 else 1.0)
     memory = _HBM * _moved(multiplied(problem)) / gpu.memory_bytes_per_s
     if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
         memory *= _SHORT_STEPS
@@ -123,7 +125,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         reduction += waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
     elif c.split_k > 1:
         reduction += _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
-    return _LAUNCH + _LATENCY + gemm.together(_MEMORY_NORM, steps, memory) + reduction
+    return _LAUNCH + _LATENCY + _COLD + gemm.together(_MEMORY_NORM, steps, memory) + reduction
 
 
 def _prepared(p: Problem, gpu: Gpu) -> float:
@@ -141,8 +143,11 @@ def _prepared(p: Problem, gpu: Gpu) -> float:
 def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float) -> float:
     """Seconds that a block takes for its tiles, of so many steps each.
 
-    Where warpgroups take turns, a store runs beside the other's steps, but for the last.
+    Where warpgroups take turns, a store runs beside the other's steps, but for the last. Where it is deferred, beside the next
+    tile's.
     """
+    if c.schedule == "deferred":
+        return waves * max(steps * step, store) + store
     if c.takes_turns:
         return waves * max(steps * step, (steps * step + store) / 2) + store
     return waves * (steps * step + store)
@@ -182,6 +187,7 @@ _TILES = (
 )
 _TILES_8 = ((256, 128), *(tile for tile in _TILES if tile != (256, 128)))  # of 8 bits: it was faster than 128 x 256
 _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower
+_DEFERRED = (128, 256)  # the tile whose store is deferred
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
 _LONG_K = 1024  # with which the default may be ping-pong
@@ -200,7 +206,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
     best: dict[tuple[Any, ...], tuple[float, Config]] = {}
-    for config in itertools.chain(_shapes(problem), _in_turn(problem, gpu)):
+    for config in itertools.chain(_shapes(problem), _overlapped(problem, gpu)):
         found = deepest(problem, config, gpu)
         if found is not None:
             key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule)
@@ -231,13 +237,16 @@ def _shapes(problem: Problem) -> Iterator[Config]:
                 )
 
 
-def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """Tiles of warpgroups that take turns, for problems like those measured: several tiles a block, each of several steps.
+def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Tiles of schedules whose stores run beside the next tile's steps, for problems like those measured.
 
-    A residual would take the place of stages.
+    These have several tiles a block, each of several steps. A residual would take the place of stages.
     """
     if problem.k < _LONG_K or problem.residual or itemsize_of(multiplied(problem).dtype) != 2:
         return
+    tile_m, tile_n = _DEFERRED
+    if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
+        yield dataclasses.replace(_shape(tile_m, tile_n, 64), schedule="deferred")
     for tile_m, tile_n in _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
         if tiles > 2 * gpu.sms:
@@ -265,12 +274,12 @@ def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
 
-    Where warpgroups take turns, the narrowest: their stores take no time of the tensor cores. So too where a step has 256 of
+    Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. So too where a step has 256 of
     k with 8 bits: a third stage is worth more than a wide store.
     """
     widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
-    narrow = config.takes_turns or (few_stages and not _fits(problem, config, gpu, 3, 64))
+    narrow = config.schedule != "cooperative" or (few_stages and not _fits(problem, config, gpu, 3, 64))
     for columns in reversed(widths) if narrow else widths:
         for steps in reversed(_STEPS):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)

@@ -97,7 +97,8 @@ class Config:
       fills the GPU when tiles are few.
     memory_registers: registers of a producer thread; consumers share the rest.
     schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
-      that one stores its tile while the other multiplies. It has wg_dimension="m".
+      that one stores its tile while the other multiplies. It has wg_dimension="m". "deferred": as cooperative, but a tile is
+      kept in registers, and stored while the next one is multiplied.
     """
 
     tile_m: int
@@ -253,6 +254,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         supports(problem, gpu)
         or gemm.check_choices(config, _CHOICES)
         or check_turns(config)
+        or _check_deferred(problem, config)
         or _check_blocks(problem, config)
         or _check_integers(problem, config)
         or _check_parts(problem, config)
@@ -270,10 +272,11 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return reason and f"{reason} (tile_m={config.tile_m} is less than {gemm.ROWS}: m and n, A and B change places)"
 
 
+SCHEDULES = (*gemm.SCHEDULES, "deferred")
 _CHOICES = {
     "cluster": ("none", "m", "n", "k"),
     "raster_dimension": ("m", "n"),
-    "schedule": gemm.SCHEDULES,
+    "schedule": SCHEDULES,
 }
 
 
@@ -294,12 +297,28 @@ def check_turns(c: Config) -> str | None:
     return None
 
 
+def _check_deferred(p: Problem, c: Config) -> str | None:
+    """A tile is stored by the block and the warpgroups that computed it, as it lies in their registers."""
+    if c.schedule != "deferred":
+        return None
+    for refused, what in (
+        (c.cluster == "k", "cluster='k'"),
+        (p.residual, "a residual"),
+        (p.scales == "block", "scales of blocks"),
+        (len(products(p)) > 1, f"algorithm={p.algorithm!r}"),
+        (computes_transposed(c), f"tile_m={c.tile_m} below {gemm.ROWS}"),
+    ):
+        if refused:
+            return f"schedule='deferred' does not run with {what}: use 'cooperative'"
+    return None
+
+
 def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Config], str | None]) -> str | None:
     """`check` of a product and a config `as_computed`, whose choices are legal."""
     return (
         check_schedule(p, c, check_output)
         or check_counts(p, c, gpu)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu), fp8.accumulators_in_all(c, p.scales))
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), _accumulators_in_all(p, c))
         or limits.check_smem(storage(p, c).bytes, gpu)
     )
 
@@ -552,7 +571,7 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
     As `emit_pipeline_warp_specialized` sets them, or `engine.specialize`.
     """
-    if c.takes_turns:
+    if c.schedule != "cooperative":
         return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP
     return min(255, (per_warpgroup - c.memory_registers) // c.compute_warpgroups // 8 * 8)
@@ -561,6 +580,12 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
     """The shapes of a consumer warpgroup's accumulators."""
     return fp8.accumulators(c, p.scales)
+
+
+def _accumulators_in_all(p: Problem, c: Config) -> float:
+    """What they take, in accumulators of a warpgroup's part of the tile, with what is kept of the tile before."""
+    kept = itemsize_of(partial_problem(p, c).out_dtype) / 4 if c.schedule == "deferred" else 0.0
+    return fp8.accumulators_in_all(c, p.scales) + kept
 
 
 def swizzle_bytes(problem: Problem, c: Config) -> int:

@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
-from mgpu_ops.core.epilogue import along, store_tile
-from mgpu_ops.core.gemm import epilogue_tiles
+from mgpu_ops.core.epilogue import along, store_in_turn, store_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
@@ -119,6 +119,26 @@ def store(
         add=None if cluster_sum is None else add,
         finish=finish if has_epilogue(p) else None,
     )
+
+
+def kept(work: Work, t: jax.Array, acc: Any, refs: Refs) -> tuple[jax.Array, ...]:
+    """Consumer: the epilogue tiles of tile number t in registers, in the output's dtype, for `store_kept`."""
+    place, values, parts = Place.of(work, t), acc[...], []
+    for i, j in epilogue_origins(work.config):
+        part = values[i : i + ROWS, j : j + work.config.epilogue_tile_n]
+        part = _finish(work, refs, place, part, None, (i, j)) if has_epilogue(work.problem) else part
+        parts.append(part.astype(refs.out.dtype))
+    return tuple(parts)
+
+
+def store_kept(place: Place, number: int, part: jax.Array, refs: Refs, out_smem: Any) -> None:
+    """Consumer: stores epilogue tile `number` of those `kept` of the tile at `place`."""
+    at = epilogue_origins(place.work.config)[number]
+
+    def copy(staged: Any, i: int, j: int) -> None:
+        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+
+    store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(part, copy, *at)]), number)
 
 
 def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:

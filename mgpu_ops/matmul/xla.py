@@ -11,7 +11,7 @@ import math
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.core.limits import DTYPES, itemsize_of
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.model import slowdown
 from mgpu_ops.matmul.problem import Problem
@@ -19,6 +19,7 @@ from mgpu_ops.matmul.quantities import bytes_moved
 
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _LAUNCH = 2.95e-6  # s
+_TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
 _RATE = 0.87  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
@@ -52,8 +53,10 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time of XLA in seconds, |...| as in `model.cost`.
 
     time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile;
-    with a k that must be padded, at least `_PADDED` times the time of HBM.
+    of a tiny product a constant; with a k that must be padded, at least `_PADDED` times the time of HBM.
     """
+    if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
+        return _TINY_SECONDS
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0

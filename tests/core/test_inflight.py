@@ -31,6 +31,7 @@ H200 = gpu.find("h200")
 
 KERNELS = {  # op, name of the shape, changes to the default config; which between them have all the waits that there are
     "matmul": ("matmul", "square-4096", {}),
+    "matmul, deferred": ("matmul", "square-4096", {"schedule": "deferred", "wg_dimension": "m"}),
     "matmul, scales of blocks": ("matmul", "llama3-8b-qkv-4096-fp8-block", {}),
     "gated_matmul": ("gated_matmul", "llama3-8b-4096", {}),
     "gated_matmul, a stored gate": ("gated_matmul", "llama3-8b-4096-stored-gradient", {}),

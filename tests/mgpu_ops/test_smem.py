@@ -57,13 +57,14 @@ CASES = {
     "split k": (MatmulProblem(512, 512, 512), replace(BASE, split_k=3, epilogue_tile_n=32)),
     "transposed batch": (MatmulProblem(256, 256, 256, layout="tt", batch=3), BASE),
     "in turn": (MatmulProblem(512, 512, 512, residual=True), replace(BASE, schedule="pingpong")),
+    "deferred": (MatmulProblem(512, 512, 512), replace(BASE, schedule="deferred")),
 }
 
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
-IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch", "in turn"]
+IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch", "in turn", "deferred"]
 
 
 @needs_compiler

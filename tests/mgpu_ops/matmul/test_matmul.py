@@ -600,7 +600,7 @@ THIRD = replace(SMALL, raster_width=1)
 
 def test_use_configs_retraces_and_ends_with_its_block(configs_that_run):
     a, b = operands("nn", 24, 40, 16)
-    f = jax.jit(matmul)
+    f = jax.jit(functools.partial(matmul, backend="mosaic"))
     with gpu.target("h20"):
         f(a, b)
         with use_configs({"matmul": OTHER}):
@@ -617,8 +617,8 @@ def test_use_configs_retraces_and_ends_with_its_block(configs_that_run):
 
 def test_use_configs_can_name_one_problem(configs_that_run):
     with gpu.target("h20"), use_configs({"matmul": [(MatmulProblem(24, 40, 16), OTHER)]}):
-        matmul(*operands("nn", 24, 40, 16))
-        matmul(*operands("nn", 24, 40, 24))
+        matmul(*operands("nn", 24, 40, 16), backend="mosaic")
+        matmul(*operands("nn", 24, 40, 24), backend="mosaic")
     first, second = configs_that_run
     assert first == OTHER
     assert second != OTHER
@@ -632,7 +632,7 @@ def test_argument_comes_before_use_configs(configs_that_run):
 
 def test_config_of_the_forward_pass_is_not_used_for_the_backward_pass(configs_that_run):
     with gpu.target("h20"):
-        jax.grad(lambda a, b: matmul(a, b, config=OTHER).sum())(*operands("nn", 24, 40, 16))
+        jax.grad(lambda a, b: matmul(a, b, config=OTHER, backend="mosaic").sum())(*operands("nn", 24, 40, 16))
     forward, *backward = configs_that_run
     assert forward == OTHER
     assert backward

@@ -97,6 +97,21 @@ def test_warpgroups_that_take_turns_start_a_step_before_they_wait_for_the_last_o
     assert "HGMMA" not in multiply[1]
 
 
+def test_a_deferred_store_stands_between_the_wgmma_of_the_next_tile_and_the_wait_for_it():
+    config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred")
+    problem = MatmulProblem(4096, 14336, 4096)
+    report = compiled(problem, config)
+    (kernel,) = report.kernels
+    assert report.spills == 0
+    assert not report.serialized
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    first, *between = kernel.sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    steps = [text for text in (first, *between) if "HGMMA" in text]
+    storing = [text.rindex("UTMASTG") > text.rindex("HGMMA") for text in steps if "UTMASTG" in text]
+    assert storing == [True] * 4  # each of the tile's first steps starts a wgmma, then stores 64 columns
+    assert "UTMASTG" not in steps[-1]  # all other steps
+
+
 @pytest.mark.parametrize(
     "problem",
     [MatmulProblem(2**23, 520, 64, residual=True), MatmulProblem(512, 512, 2**21, batch=4)],

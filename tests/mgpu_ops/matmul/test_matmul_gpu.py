@@ -122,25 +122,27 @@ def test_random_legal_config_is_right_everywhere(seed, assert_matmul):
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
-def draw_in_turn(seed: int) -> tuple[Any, Any]:
-    """As `draw`, with a config whose warpgroups take turns."""
+def draw_schedule(seed: int, schedule: str) -> tuple[Any, Any]:
+    """As `draw`, with a config of this schedule, whose stores run beside the next tile's steps."""
     rng = random.Random(seed)
     layout = rng.choice(["nn", "nt", "tn", "tt"])
     m, n, k = 64 * rng.randint(1, 60), 64 * rng.randint(1, 60), 8 * rng.randint(1, 150)
     if rng.random() < 0.5:
         m, n = m - 8, n - 24
-    extra = {"bias": True, "activation": "silu", "residual": True} if rng.random() < 0.3 else {}
+    extra = {"bias": True, "activation": "silu", "residual": schedule == "pingpong"} if rng.random() < 0.3 else {}
     problem = P(m, n, k, layout=layout, batch=rng.choice([1, 1, 3]), **extra)
     device = gpu.current()
-    fixed = {"schedule": ("pingpong",), "compute_warpgroups": (2,), "wg_dimension": ("m",)}
+    fixed = {"schedule": (schedule,), "compute_warpgroups": (2,)}
+    fixed |= {"wg_dimension": ("m",)} if schedule == "pingpong" else {"tile_m": (128, 256), "tile_n": (128, 192, 256)}
     space = {**MATMUL.space(problem, device), **fixed, "cluster": ("none", "m", "n"), "split_k": (1, 1, 1, 2)}
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
 
 
+@pytest.mark.parametrize("schedule", ["pingpong", "deferred"])
 @pytest.mark.parametrize("seed", range(24))
-def test_random_config_whose_warpgroups_take_turns_is_right_everywhere(seed, assert_matmul):
-    problem, config = draw_in_turn(seed)
+def test_random_config_of_a_schedule_is_right_everywhere(seed, schedule, assert_matmul):
+    problem, config = draw_schedule(seed, schedule)
     arrays = MATMUL.inputs(problem, jax.random.key(seed))
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 

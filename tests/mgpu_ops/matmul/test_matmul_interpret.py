@@ -27,6 +27,7 @@ FEW_SMS = replace(gpu.find("h200"), sms=4)
 P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
+DEFERRED = replace(BASE, tile_n=128, max_concurrent_steps=2, schedule="deferred")
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
 WIDE_8, ONE_8, FEW_ROWS_8 = (replace(config, tile_k=128) for config in (BASE, ONE, FEW_ROWS))
 
@@ -172,6 +173,16 @@ CASES = {
     "in turn, wide tiles at the end of rows": (P(200, 328, 136), replace(BASE, schedule="pingpong")),
     "in turn, bias, gelu and residual": (P(450, 136, 264, **ALL), IN_TURN),
     "in turn, three parts of k": (P(72, 136, 328), replace(IN_TURN, split_k=3, epilogue_tile_n=32)),
+    # tiles that are stored while the next one is multiplied
+    "deferred, many tiles and tails": (P(450, 136, 264), DEFERRED),
+    "deferred, one tile, one step": (P(64, 64, 64), replace(DEFERRED, tile_m=64, compute_warpgroups=1)),
+    "deferred, fewer steps than epilogue tiles": (P(300, 320, 128), replace(DEFERRED, tile_n=192, epilogue_tile_n=32)),
+    "deferred, cluster along m, columns shared": (P(450, 320, 200), replace(DEFERRED, cluster="m", wg_dimension="n")),
+    "deferred, cluster along n, a batch": (P(200, 512, 128, batch=2), replace(DEFERRED, cluster="n")),
+    "deferred, both transposed, wide tiles at the end of rows": (P(200, 328, 136, layout="tt"), DEFERRED),
+    "deferred, bias and gelu": (P(450, 136, 264, bias=True, activation="gelu"), DEFERRED),
+    "deferred, three parts of k": (P(72, 136, 328), replace(DEFERRED, split_k=3, epilogue_tile_n=32)),
+    "deferred, 8 bits, scales of rows": (of_8_bits(330, 200, 400, "row"), replace(DEFERRED, tile_k=128)),
     # operands of 8 bits
     "8 bits, no scales, two panels of k": (of_8_bits(200, 136, 384, "none"), replace(ONE, tile_k=256)),
     "8 bits, two dtypes, scales of rows, epilogue": (
@@ -249,6 +260,11 @@ IN_ALL = [  # what others show together or one by one
     "in turn, many tiles and tails",
     "in turn, cluster along m",
     "in turn, bias, gelu and residual",
+    "deferred, one tile, one step",
+    "deferred, cluster along n, a batch",
+    "deferred, both transposed, wide tiles at the end of rows",
+    "deferred, three parts of k",
+    "deferred, 8 bits, scales of rows",
     "8 bits, no scales, two panels of k",
     "8 bits, two dtypes, scales of rows, epilogue",
     "blocks, columns shared, cluster along n",

@@ -59,12 +59,17 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
             "split_k=16 parts of 2097152 steps of tile_k=64 are more than a block counts",
         ),
         (P, {"schedule": "pingpong"}, None),
-        (P, {"schedule": "stream"}, r"schedule='stream' is not one of \('cooperative', 'pingpong'\)"),
+        (P, {"schedule": "stream"}, r"schedule='stream' is not one of \('cooperative', 'pingpong', 'deferred'\)"),
         (P, {"schedule": "pingpong", "wg_dimension": "n"}, "wg_dimension='n' must be 'm' with schedule='pingpong', as no side"),
         (P, {"schedule": "pingpong", "compute_warpgroups": 1}, "compute_warpgroups=1 must be 2 with schedule='pingpong'"),
         (P, {"schedule": "pingpong", "cluster": "k", "split_k": 2}, "cluster='k' must be 'none' or 'm' or 'n' with schedule="),
         (P, {"schedule": "pingpong", "tile_m": 32}, "tile_m=32 must be at least 64 with schedule='pingpong'"),
         (P, {"schedule": "pingpong", "tile_n": 256}, "accumulator takes 256 registers a thread"),
+        (P, {"schedule": "deferred", "tile_n": 256}, None),
+        (replace(P, out_dtype="float32"), {"schedule": "deferred", "tile_n": 256}, "accumulator takes 256 registers a thread"),
+        (replace(P, residual=True), {"schedule": "deferred"}, "schedule='deferred' does not run with a residual: use"),
+        (replace(P, k=512), {"schedule": "deferred", "cluster": "k", "split_k": 2}, "schedule='deferred' does not run with cl"),
+        (P, {"schedule": "deferred", "tile_m": 32}, "schedule='deferred' does not run with tile_m=32 below 64"),
         (F8, {"tile_k": 128}, None),
         (F8, {"tile_k": 256, "max_concurrent_steps": 2}, None),
         (F8, {"tile_k": 32}, "tile_k=32 and the operand tiles' rows must be multiples"),
@@ -105,9 +110,17 @@ def cost(p: Problem, **changes: object) -> float:
     return SPEC.cost(p, replace(BASE, max_concurrent_steps=4, **changes), H200)
 
 
-def test_the_model_hides_the_stores_of_warpgroups_that_take_turns():
+@pytest.mark.parametrize("schedule", ["pingpong", "deferred"])
+def test_the_model_hides_stores_that_run_beside_wgmma(schedule):
     p = replace(P, m=8192, n=8192)
-    assert cost(p, schedule="pingpong") < cost(p)
+    assert cost(p, schedule=schedule) < cost(p)
+
+
+def test_the_default_of_a_large_product_defers_its_stores_and_leaves_no_spills_to_chance():
+    large = replace(P, m=8192, n=8192, k=4096)
+    default = SPEC.default(large, H200)
+    assert (default.schedule, default.tile_m, default.tile_n, default.epilogue_tile_n) == ("deferred", 128, 256, 32)
+    assert SPEC.default(replace(large, residual=True), H200).schedule == "cooperative"
 
 
 @pytest.mark.parametrize("tile_m", [8, 24, 64, 192])
