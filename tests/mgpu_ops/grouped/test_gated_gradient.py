@@ -94,6 +94,7 @@ def test_through_xla_it_is_the_same(assert_near):
 def test_default_compiles_without_spills_into_the_bytes_that_check_counts():
     problem = P(8192, 1280, 2560, 8)
     config = SPEC.default(problem, H200)
+    assert (config.tile_k, config.max_concurrent_steps) == (64, 4)
     arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
     report = aot.compile_for(H200, functools.partial(SPEC.run, problem, config, H200), *arrays)
     assert report.smem_bytes == smem_bytes(problem, config)
