@@ -6,6 +6,8 @@ with what is known of integers (bounds, and what they are multiples of), and rai
 - a TMA copy whose place in shared memory may not begin at a multiple of 128 bytes, or of 16 for a plain bulk copy. Source: PTX
   ISA, "cp.async.bulk.tensor" and "cp.async.bulk". Mosaic aligns each buffer to 1024 bytes, after which all swizzles repeat, and
   swizzle tiles are 8 rows of the swizzle: only what a kernel indexes a buffer by can break the rule;
+- a TMA copy that may begin elsewhere than at a multiple of 16 bytes of a row in global memory. NVIDIA documents it for the
+  array and its strides; an H200 refused a copy that began 4 bytes into a row as an illegal instruction;
 - a plain bulk copy, which Mosaic chooses for windows that lie contiguous in global memory, that may reach beyond a dimension
   of the array. It goes on in the next row, and is cut at the array's end alone, without zeros for the rest;
 - reductions across warps in several warpgroups of a block. Mosaic gives them all the same shared memory.
@@ -33,6 +35,7 @@ from jax.experimental.mosaic.gpu import launch_context
 
 BULK_BYTES = 16  # a plain bulk copy's place in shared memory begins at a multiple of so many
 TENSOR_BYTES = 128  # likewise a tensor copy's
+GLOBAL_BYTES = 16  # likewise of both, in a row of global memory
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
 
 
@@ -510,8 +513,21 @@ def _check_copy(eqn: Any, env: _Env, axes: Mapping[str, int], *, sure: bool) -> 
             "CUDA_ERROR_MISALIGNED_ADDRESS. Pad what lies behind the index, such as a stage, to a multiple of "
             f"{unit} bytes"
         )
+    _check_begin(eqn, gmem)
     if plain:
         _check_ends(eqn, gmem, sure=sure)
+
+
+def _check_begin(eqn: Any, gmem: _Place) -> None:
+    """Where a window begins in a row of global memory: Hopper's TMA takes multiples of 16 bytes, of tensor maps too."""
+    last = gmem.dimensions[-1]
+    if last.length is not None and last.start.step * gmem.itemsize % GLOBAL_BYTES:
+        begins = last.start.step * gmem.itemsize
+        raise UnsafeKernel(
+            f"the {eqn.primitive.name} at {_line(eqn)} begins at multiples of {begins} bytes of a row in "
+            f"global memory, and TMA needs multiples of {GLOBAL_BYTES}: CUDA_ERROR_ILLEGAL_INSTRUCTION, or MISALIGNED_ADDRESS. "
+            f"Begin it at such a multiple, {GLOBAL_BYTES // gmem.itemsize} elements, and copy more"
+        )
 
 
 def _check_ends(eqn: Any, gmem: _Place, *, sure: bool) -> None:

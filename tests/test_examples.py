@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 from typing import Any
 
@@ -222,10 +223,31 @@ def test_layers_that_devices_share_compute_what_one_does(capsys):
     assert "--hidden 65 is no multiple of the 2 devices" in capsys.readouterr().err
 
 
-def test_experts_that_devices_share_compute_what_one_device_does(capsys):
-    expert_parallel.main(["--devices", "4", "--tokens", "64", "--width", "32", "--hidden", "48", "--experts", "8"])
-    apart = [float(x) for x in re.findall(r": (\S+) of its size apart", capsys.readouterr().out)]
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`jax.lax.ragged_all_to_all` of what all devices gather: XLA's CPU backend has none."""
+    each = (operand, input_offsets, send_sizes, output_offsets)
+    operands, starts, sizes, places = (jax.lax.all_gather(x, axis_name) for x in each)
+    devices, slices = operands.shape[0], send_sizes.size // operands.shape[0]
+    row, mine = jnp.arange(output.shape[0]), jax.lax.axis_index(axis_name) * slices
+    for device, number in itertools.product(range(devices), range(slices)):
+        start, size, place = (x[device, mine + number] for x in (starts, sizes, places))
+        rows = operands[device][jnp.clip(row - place + start, 0, operand.shape[0] - 1)]
+        inside = (row >= place) & (row < place + size)
+        output = jnp.where(inside.reshape(-1, *(1,) * (output.ndim - 1)), rows, output)
+    return output
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "all-to-all", "ragged"])
+def test_experts_that_devices_share_compute_what_one_device_does(exchange, capsys, monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    sides = ["--devices", "4", "--tokens", "64", "--width", "32", "--hidden", "48", "--experts", "8"]
+    expert_parallel.main([*sides, "--exchange", exchange, "--repeat", "1"])
+    said = capsys.readouterr().out
+    apart = [float(x) for x in re.findall(r": (\S+) of its size apart", said)]
     assert len(apart) == 6
+    assert re.search(rf"4 devices, {exchange}: \S+ ms forward, \S+ ms with gradients\none device: ", said)
+    if exchange != "all-gather":  # each row is computed as on one device, and a token's are added in the same order
+        assert apart[0] == 0
     assert max(apart) < 6e-3  # roundings to bfloat16: a token's experts are added on two devices
     with pytest.raises(SystemExit):
         expert_parallel.main(["--experts", "6", "--devices", "4"])

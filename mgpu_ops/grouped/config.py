@@ -68,9 +68,16 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu, dtype: str = "bfloat16",
         or gemm.check_pipeline(c)
         or _check_order(c)
         or _check_epilogue(c, 128 // out_itemsize)
-        or (fp8.check_blocks(c) if scales == "block" else None)
+        or (_check_scales(c) if scales == "block" else None)
         or gemm.check_accumulator(c, consumer_registers(c, gpu), fp8.accumulators_in_all(c, scales))
     )
+
+
+def _check_scales(c: Config) -> str | None:
+    """Why a config's tiles cannot have scales of blocks, or None."""
+    if c.tile_m > 192:
+        return f"tile_m={c.tile_m} must be at most 192 with scales of blocks: TMA copies those of 32 rows more, 256 at most"
+    return fp8.check_blocks(c)
 
 
 def _check_order(c: Config) -> str | None:
@@ -115,7 +122,7 @@ def storage(problem: GroupedProblem, config: Config, scales: str = "none") -> ge
 def scales_of_a_step(c: Config) -> tuple[int, int]:
     """How many scales of lhs and of rhs a pipeline step has room for, where blocks have scales."""
     parts = c.tile_k // fp8.BLOCK
-    return parts * c.tile_m, parts * fp8.SCALES_IN_LINE
+    return parts * (c.tile_m + fp8.SCALES_IN_LINE), parts * fp8.SCALES_IN_LINE
 
 
 def smem_bytes(problem: GroupedProblem, config: Config, scales: str = "none") -> int:

@@ -37,8 +37,9 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
-    scale_lhs, scale_rhs: of 8-bit floats, or None; with scales of blocks, their stages in shared memory are lhs_scale_smem,
-      [stages, blocks of k, rows of a tile], and rhs_scale_smem, [stages, blocks of k, 32], of which one for each 64 columns.
+    scale_lhs, scale_rhs: of 8-bit floats, or None. With scales of blocks, their stages in shared memory are
+      lhs_scale_smem, [stages, blocks of k, rows of a tile and 32 more], and rhs_scale_smem, [stages, blocks of k, 32], of which
+      one for each 64 columns.
     counter: with a dynamic schedule what `counter` makes, else None. answered, work_smem: a `HandOut`'s barriers and slots.
     order: of a contraction with a dynamic schedule, what `sizes.largest_first` gives.
     """
@@ -121,13 +122,13 @@ class Stages(Protocol):
     def staging(self) -> Any:
         """Consumer, before all tiles: the epilogue buffers that `store` and `finish` are given."""
 
-    def share(self) -> tuple[Any, Any]:
-        """Consumer: which part of an output tile is this warpgroup's."""
+    def share(self, tile: GroupTile) -> tuple[Any, ...]:
+        """Consumer: which part of an output tile is this warpgroup's, and what else of the tile its steps need."""
 
-    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
         """Consumer, before a step is multiplied: starts loads that `store` needs."""
 
-    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
         """Consumer: accs += the products of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: Read) -> None:
@@ -176,7 +177,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         staging = kernel.staging()
 
         def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
-            share = kernel.share()
+            share = kernel.share(tile)
 
             def multiply_step(i: jax.Array, step: jax.Array) -> jax.Array:
                 kernel.begin_step(tile, i, share)

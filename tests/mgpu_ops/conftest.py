@@ -58,6 +58,7 @@ def _assert_grouped(problem: Any, sizes: Any, out: Any, *arrays: Any) -> None:
     np.testing.assert_array_equal(out[ragged.rest(problem, sizes)], 0)
     np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
     known = ~np.isnan(wanted)
+    known[ragged.rest(problem, sizes)] = False  # errors are shares of typical results, which zeros are not
     if wanted[known].any():
         op = "ragged_contraction" if isinstance(problem, RaggedContractionProblem) else "grouped_matmul"
         _assert_near(out[known], wanted[known], SPECS[op].tolerance(problem))

@@ -69,12 +69,12 @@ class _Stages(GroupedStages):
     def rhs_buffers(self) -> tuple[Any, ...]:
         return self.refs.rhs_smem, self.refs.up_smem
 
-    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
         """Of a gradient: loads the result's gradient, which arrives while the second half of k is multiplied."""
         if self.problem.gradient:
             pl.when(step == self.steps(tile) // 2)(lambda: self.load_gradient(tile, share))
 
-    def load_gradient(self, tile: GroupTile, share: tuple[Any, Any]) -> None:
+    def load_gradient(self, tile: GroupTile, share: tuple[Any, ...]) -> None:
         refs, wg = self.refs, lax.axis_index("wg")
         _, _, height, width = refs.g_smem.shape
         row, column = (x + y for x, y in zip(self.position(tile), share, strict=True))
@@ -87,7 +87,7 @@ class _Stages(GroupedStages):
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """activation(gate) * up, or the gradients of both. Rows beyond the group are not written: they are the next group's."""
         refs, (gate, up) = self.refs, accs
-        row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))
+        row, column = (x + y for x, y in zip(self.position(tile), self.share(tile), strict=True))
 
         def copy_to(out: Any) -> Any:
             return lambda staged, i, j: store_rows(staged, out, row + i, tile.end, column + j)

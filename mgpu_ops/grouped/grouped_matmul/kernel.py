@@ -115,13 +115,13 @@ class GroupedStages:
     def load_scales(self, tile: GroupTile, position: Any, step: jax.Array, stage: jax.Array, full: Any) -> None:
         """Those of the tile's rows, and of the group's matrix one for each 64 of the tile's columns, of each 128 of k.
 
-        Both begin anywhere: as a tensor map has it, and not as plain bytes, which begin at multiples of 16.
+        TMA begins at multiples of 16 bytes of a row: at those scales or up to three before.
         """
         c, refs = self.config, self.refs
-        parts = c.tile_k // BLOCK
-        ks = pl.ds(step * parts, parts)
-        rows = refs.scale_lhs.at[ks, pl.ds(position[0], c.tile_m)]
-        columns = refs.scale_rhs.at[tile.group, ks, pl.ds(lax.div(position[1], jnp.int32(ROWS)), SCALES_IN_LINE)]
+        ks = pl.ds(step * (c.tile_k // BLOCK), c.tile_k // BLOCK)
+        row, column = aligned(position[0]), aligned(lax.div(position[1], jnp.int32(ROWS)))
+        rows = refs.scale_lhs.at[ks, pl.ds(row, c.tile_m + SCALES_IN_LINE)]
+        columns = refs.scale_rhs.at[tile.group, ks, pl.ds(column, SCALES_IN_LINE)]
         for scales, smem in ((rows, refs.lhs_scale_smem), (columns, refs.rhs_scale_smem)):
             engine.copy_gmem_to_smem(scales, smem.at[stage], full, oob_mode=plgpu.OOBFillMode.ZEROS)
 
@@ -131,18 +131,24 @@ class GroupedStages:
     def staging(self) -> Any:
         return self.refs.out_smem.at[lax.axis_index("wg")]
 
-    def share(self) -> tuple[Any, Any]:
-        """The first row and column of this consumer within a block's tile."""
-        return tile_scheduler.warpgroup_origin(self.config)
+    def share(self, tile: GroupTile) -> tuple[Any, ...]:
+        """The first row and column of this consumer within a block's tile; with scales of blocks, also of its scales."""
+        row, column = tile_scheduler.warpgroup_origin(self.config)
+        if self.refs.lhs_scale_smem is None:
+            return row, column
+        first, columns = self.position(tile)
+        columns = lax.div(columns, jnp.int32(ROWS))
+        of_rows, of_columns = first - aligned(first), columns - aligned(columns)
+        return row, column, of_rows + row, of_columns + lax.div(jnp.int32(column), jnp.int32(ROWS))
 
-    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
         """Nothing: what is stored is made of the sums, and of a bias and a scale that are read then."""
 
     def rhs_buffers(self) -> tuple[Any, ...]:
         """The stages of each matrix that is multiplied, as many as there are accumulators."""
         return (self.refs.rhs_smem,)
 
-    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
         c, refs = self.config, self.refs
         if refs.lhs_scale_smem is not None:
             self.multiply_scaled(accs, stage, share)
@@ -161,19 +167,19 @@ class GroupedStages:
                     engine.wgmma(acc, lhs, engine.transpose_ref(rhs.at[stage, ns, ks]))
         engine.wgmma_wait(0)
 
-    def multiply_scaled(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+    def multiply_scaled(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
         """The products of each 128 of k times their scales (`core/scaled.py`)."""
         c, refs = self.config, self.refs
+        row, column, of_row, of_column = share
         width = warpgroup_tile(c)[1]
-        size = min(ROWS, width)
 
         def scale(i: int, j: int, part: int) -> jax.Array:
-            of_rows = along(refs.lhs_scale_smem.at[stage, part], share[0] + i * ROWS, (ROWS, size), 0)
-            return of_rows * refs.rhs_scale_smem[stage, part, lax.div(share[1] + jnp.int32(j * size), jnp.int32(ROWS))]
+            of_rows = along(refs.lhs_scale_smem.at[stage, part], of_row + i * ROWS, (ROWS, min(ROWS, width)), 0)
+            return of_rows * refs.rhs_scale_smem[stage, part, of_column + j]
 
         def multiply(product: Any, i: int, part: int) -> None:
-            lhs = refs.lhs_smem.at[stage, part, pl.ds(share[0] + i * ROWS, ROWS), :]
-            rhs = refs.rhs_smem.at[stage, pl.ds(share[1], width), pl.ds(part * BLOCK, BLOCK)]
+            lhs = refs.lhs_smem.at[stage, part, pl.ds(row + i * ROWS, ROWS), :]
+            rhs = refs.rhs_smem.at[stage, pl.ds(column, width), pl.ds(part * BLOCK, BLOCK)]
             engine.wgmma(product, lhs, engine.transpose_ref(rhs))
 
         add_scaled(c, accs, multiply, scale)
@@ -182,7 +188,7 @@ class GroupedStages:
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """row_scale * activation(scales * acc + bias), rounded to out_dtype. Rows beyond the group are not written."""
         refs = self.refs
-        row, column = (x + y for x, y in zip(self.position(tile), self.share(), strict=True))
+        row, column = (x + y for x, y in zip(self.position(tile), self.share(tile)[:2], strict=True))
 
         def copy(staged: Any, i: int, j: int) -> None:
             store_rows(staged, refs.out, row + i, tile.end, column + j)
@@ -259,6 +265,11 @@ class GroupedStages:
         return run
 
 
+def aligned(index: jax.Array) -> jax.Array:
+    """The last multiple of four up to an index: where TMA can begin to copy float32 numbers."""
+    return lax.div(index, jnp.int32(4)) * 4
+
+
 def most_tiles(p: Any, c: Config) -> int:
     """At least as many as there are output tiles, whatever the sizes are: each group's last tile may be a part of one."""
     return (p.groups + math.ceil(p.m / c.tile_m)) * math.ceil(p.n / c.tile_n)
@@ -307,7 +318,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     if p.scales == "block":
         scratch["accumulator"] = engine.Accumulators(fp8.accumulators(c, p.scales), c.compute_warpgroups)
         parts = c.tile_k // BLOCK
-        scratch["lhs_scale_smem"] = plgpu.SMEM((stages, parts, c.tile_m), jnp.float32)
+        scratch["lhs_scale_smem"] = plgpu.SMEM((stages, parts, c.tile_m + SCALES_IN_LINE), jnp.float32)
         scratch["rhs_scale_smem"] = plgpu.SMEM((stages, parts, SCALES_IN_LINE), jnp.float32)
     return scratch
 
@@ -324,6 +335,6 @@ def _scales(p: Problem, c: Config, extra: dict[str, Any]) -> dict[str, Any]:
         return {"scale_lhs": jnp.pad(lhs, (0, c.tile_m)), "scale_rhs": jnp.pad(rhs, ((0, 0), (0, -p.n % c.tile_n)))}
     parts = lhs.shape[1]
     more = -parts % (c.tile_k // BLOCK)  # of k
-    lhs = jnp.pad(lhs.T, ((0, more), (0, c.tile_m + -p.m % 4)))  # rows of 16 bytes
+    lhs = jnp.pad(lhs.T, ((0, more), (0, c.tile_m + SCALES_IN_LINE + -p.m % 4)))  # rows of 16 bytes
     rhs = jnp.repeat(rhs.mT, BLOCK // ROWS, 2)
     return {"scale_lhs": lhs, "scale_rhs": jnp.pad(rhs, ((0, 0), (0, more), (0, SCALES_IN_LINE + -rhs.shape[2] % 4)))}

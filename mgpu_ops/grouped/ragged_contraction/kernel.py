@@ -90,7 +90,7 @@ class _Stages:
         """Of all consumers: `store` takes this one's."""
         return self.refs.out_smem
 
-    def share(self) -> tuple[Any, Any]:
+    def share(self, tile: GroupTile) -> tuple[Any, Any]:
         """Which part of lhs's and of rhs's tile this consumer multiplies."""
         c = self.config
         if c.compute_warpgroups == 1:
@@ -98,10 +98,10 @@ class _Stages:
         wg = lax.axis_index("wg")
         return (wg, 0) if c.wg_dimension == "m" else (0, wg)
 
-    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, Any]) -> None:
+    def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
         """Nothing: sums are all that is stored."""
 
-    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, Any]) -> None:
+    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
         (acc,) = accs
         lhs_part, rhs_part = share
         lhs, rhs = self.refs.lhs_smem.at[stage, lhs_part], self.refs.rhs_smem.at[stage, rhs_part]
@@ -114,7 +114,7 @@ class _Stages:
         refs = self.refs
         wg_m, wg_n = warpgroup_tile(self.config)
         height, width = staging.shape[2:]
-        first, parts = self.position(tile), self.share()
+        first, parts = self.position(tile), self.share(tile)
         row, column = first[0] + parts[0] * wg_m, first[1] + parts[1] * wg_n
 
         def copy(staged: Any, i: int, j: int) -> None:
