@@ -97,6 +97,28 @@ def test_stages_of_swizzle_tiles_are_aligned():
     traced(body, f32(64, 64), buffer=smem(3, 8, 64, transforms=tiles), full=plgpu.Barrier())
 
 
+# --- Where in global memory a copy begins
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_copy_that_begins_between_multiples_of_16_bytes_of_a_row_is_an_error(rows):
+    """As a tensor map has it too, though NVIDIA states it for the array alone: a GPU calls it an illegal instruction."""
+
+    def copied(start: Callable[[Any], Any]) -> None:
+        def body(x: Any, out: Any, *, buffer: Any, full: Any) -> None:
+            window = x.at[pl.ds(0, rows), pl.ds(start(lax.axis_index("block")), 32)]
+            engine.copy_gmem_to_smem(window, buffer, full, oob_mode=plgpu.OOBFillMode.ZEROS)
+
+        traced(body, f32(4, 128), buffer=smem(rows, 32), full=plgpu.Barrier())
+
+    with pytest.raises(
+        UnsafeKernel, match=r"begins at multiples of 8 bytes of a row in global memory.*4 elements, and copy more"
+    ):
+        copied(lambda i: i * 2)
+    copied(lambda i: lax.div(i * 2, jnp.int32(4)) * 4)
+    copied(lambda i: i * 8 + 4)
+
+
 # --- Where in global memory a plain copy ends
 
 
