@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import mgpu_ops
 from tests.arrays import normal
@@ -335,6 +336,26 @@ def test_haliaxs_products_are_ours(levanter: Levanter, assert_near: Any) -> None
     assert_near(dense(x, weight), jnp.einsum("bsi,oi->bso", x, weight), 8e-3)
     (use,) = mgpu_ops.capture(dense, "h200")(x, weight).problems
     assert (use.op, use.problem.layout) == ("matmul", "nt")
+
+
+@pytest.mark.filterwarnings("default")
+def test_haliaxs_own_experts_run_ours_where_it_is_installed(levanter: Levanter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MoELinear` of haliax itself, with the page's function in place of its own, which computes the same."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "haliax"]:
+        monkeypatch.delitem(sys.modules, name)  # the stand-in
+    haliax = pytest.importorskip("haliax", exc_type=ImportError)
+    linear = pytest.importorskip("haliax.nn.linear", exc_type=ImportError)
+    experts, width, out, tokens = (haliax.Axis(name, size) for name, size in zip("eiot", (4, 64, 128, 96), strict=True))
+    layer = linear.MoELinear.init(experts, width, out, key=jax.random.key(0), use_bias=False, use_gmm=True)
+    x = haliax.random.normal(jax.random.key(1), (tokens, width))
+    sizes = haliax.named(jnp.array([30, 0, 41, 25], jnp.int32), (experts,))
+    wanted = linear.gmm_sharded(x.array, layer.weight.array, sizes.array)
+    monkeypatch.setattr(linear, "gmm_sharded", levanter.ragged_dot.ragged_dot)
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        np.testing.assert_allclose(layer(x, sizes).array, wanted, rtol=1e-5, atol=1e-5)
+    rows, weights = (array.astype(BF16) for array in (x.array, layer.weight.array))
+    (use,) = mgpu_ops.capture(linear.gmm_sharded, "h200")(rows, weights, sizes.array).problems
+    assert use.op == "grouped_matmul"
 
 
 # --- MaxText: a stand-in with the signature of its call site
