@@ -12,9 +12,11 @@ from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import PANEL, Config, panel
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, check, supports
 
-# Of 8-bit floats with scales of blocks: what is left of the rate, by how many of k a step has; as in matmul, measured there.
-_BLOCKS_OF_A_STEP = {1: 0.72, 2: 0.86}
-_TILES_OF_8_BITS = (*common.TILES, (128, 192), (256, 64))
+# Of 8-bit floats: fitted to 18 problems of an H200 (docs/kernels/grouped_matmul.md, "Eight bits").
+_BLOCKS_OF_A_STEP = {1: 0.77, 2: 0.82}  # of the rate is left with scales of blocks, by how many of k a step has,
+_TWO_STAGES = 0.93  # and of that, where two long steps are all that fits
+_SHORT_STEPS = 1.03  # times as many bytes, so to say, where a step has 128 of k
+_TILES_OF_BLOCKS = (*common.TILES, (128, 192), (256, 64))
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -24,8 +26,12 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows = common.row_blocks(p.spread, p.m, p.groups, c.tile_m)
     tiles = rows * math.ceil(p.n / c.tile_n)
     rate = gpu.flops(p.dtype) / gpu.bf16_flops
-    rate *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
-    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), bytes_moved(p), gpu, rate=rate)
+    if p.scales == "block":
+        rate *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0)
+        rate *= _TWO_STAGES if c.tile_k > BLOCK and c.max_concurrent_steps == 2 else 1.0
+    moved = bytes_moved(p)
+    moved = round(moved * _SHORT_STEPS) if p.dtype in FLOAT8 and c.tile_k == BLOCK else moved
+    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), moved, gpu, rate=rate)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -34,7 +40,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of grouped_matmul fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)  # stores of several swizzle rows were slower wherever they were tried
-    tiles = _TILES_OF_8_BITS if problem.dtype in FLOAT8 else common.TILES
+    tiles = _TILES_OF_BLOCKS if problem.scales == "block" else common.TILES
     legal = common.candidates(
         lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, tiles, row=panel(problem.dtype)
     )

@@ -103,13 +103,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     )
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.dtype in FLOAT8:
-        return "the kernel of 8-bit floats was not compared on a GPU yet: backend='mosaic' runs it"
-    return None
-
-
 def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     """Why wgmma cannot multiply operands of these dtypes and scales, stored so, or None."""
     if p.dtype not in FLOAT8 and p.rhs_dtype == "none":

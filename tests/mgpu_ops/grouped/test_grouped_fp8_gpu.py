@@ -45,7 +45,7 @@ def test_every_kind_of_scales_is_right_for_all_kinds_of_sizes(sides, scales, ass
     for rhs_dtype, out_dtype, more in ((E4M3, "bfloat16", False), (E5M2, "float32", True)):
         epilogue = {"bias": more, "activation": "silu" if more else "none", "row_scale": more}
         problem = problem_of(*sides, out_dtype=out_dtype, rhs_dtype=rhs_dtype, scales=scales, **epilogue)
-        for config in by_tile(problem)[: 4 if more else 2]:
+        for config in by_tile(problem)[:2]:
             assert_right_for(problem, launch(problem, config), kinds_of_sizes(sides[0], sides[3]), assert_grouped)
 
 
@@ -69,7 +69,7 @@ def test_random_legal_config_is_right(seed, assert_grouped):
 @pytest.mark.parametrize("one_sign", [False, True], ids=["both signs", "one sign"])
 def test_sums_are_those_of_the_documented_arithmetic_to_the_bit(one_sign, scales):
     """docs/kernels/matmul.md, "Eight bits"."""
-    m, n, k, sizes = 72, 72, 2048, (40, 32)
+    m, n, k, sizes = 72, 40, 1024, (40, 32)
     lhs, rhs = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(m, k), (2, n, k)]))
     lhs, rhs = (x.astype(E4M3) for x in ((jnp.abs(lhs), jnp.abs(rhs)) if one_sign else (lhs, rhs)))
     problem = problem_of(m, n, k, 2, out_dtype="float32", scales=scales)
