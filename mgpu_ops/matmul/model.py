@@ -274,12 +274,13 @@ def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
 
-    Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. So too where a step has 256 of
-    k with 8 bits: a third stage is worth more than a wide store.
+    Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. But with A transposed and the store
+    deferred these spill. The narrowest too where a step has 256 of k with 8 bits: a third stage is worth more.
     """
     widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
-    narrow = config.schedule != "cooperative" or (few_stages and not _fits(problem, config, gpu, 3, 64))
+    beside_wgmma = config.takes_turns or (config.schedule == "deferred" and not transposed(problem)[0])
+    narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
     for columns in reversed(widths) if narrow else widths:
         for steps in reversed(_STEPS):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)

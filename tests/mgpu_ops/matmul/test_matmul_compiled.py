@@ -97,6 +97,14 @@ def test_warpgroups_that_take_turns_start_a_step_before_they_wait_for_the_last_o
     assert "HGMMA" not in multiply[1]
 
 
+@pytest.mark.parametrize("layout", ["nn", pytest.param("nt", marks=thorough.only_in_all), "tn"])
+def test_the_default_of_a_large_product_keeps_a_tile_without_spills(layout):
+    problem = MatmulProblem(4096, 14336, 4096, layout=layout)
+    config = MATMUL.default(problem, H200)
+    assert config.schedule == "deferred"
+    assert compiled(problem, config).spills == 0
+
+
 def test_a_deferred_store_stands_between_the_wgmma_of_the_next_tile_and_the_wait_for_it():
     config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred")
     problem = MatmulProblem(4096, 14336, 4096)

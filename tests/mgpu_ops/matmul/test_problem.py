@@ -116,7 +116,7 @@ def test_the_model_hides_stores_that_run_beside_wgmma(schedule):
     assert cost(p, schedule=schedule) < cost(p)
 
 
-def test_the_default_of_a_large_product_defers_its_stores_and_leaves_no_spills_to_chance():
+def test_the_default_of_a_large_product_defers_its_stores():
     large = replace(P, m=8192, n=8192, k=4096)
     default = SPEC.default(large, H200)
     assert (default.schedule, default.tile_m, default.tile_n, default.epilogue_tile_n) == ("deferred", 128, 256, 32)
