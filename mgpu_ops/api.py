@@ -33,6 +33,7 @@ from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.dot_general import dot_general
 from mgpu_ops.matmul.einsum import einsum
 from mgpu_ops.matmul.fp8 import Fp8State, fp8_matmul
+from mgpu_ops.matmul.fp8_gated import fp8_gated_mlp
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
@@ -41,6 +42,8 @@ from mgpu_ops.matmul.quantize import quantize
 from mgpu_ops.matmul.quantized import Config as QuantizedMatmulConfig
 from mgpu_ops.matmul.quantized import Problem as QuantizedMatmulProblem
 from mgpu_ops.matmul.quantized import quantized_matmul
+from mgpu_ops.matmul.quantizing import Config as QuantizeConfig
+from mgpu_ops.matmul.quantizing import Problem as QuantizeProblem
 from mgpu_ops.moe import MoeDispatch, moe, moe_combine, moe_dispatch, moe_experts, moe_route
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
@@ -51,6 +54,7 @@ type OpName = Literal[
     "matmul",
     "gated_matmul",
     "quantized_matmul",
+    "quantize",
     "grouped_matmul",
     "gated_grouped_matmul",
     "ragged_contraction",
@@ -138,6 +142,8 @@ __all__ = [
     "MatmulConfig",
     "MatmulProblem",
     "MoeDispatch",
+    "QuantizeConfig",
+    "QuantizeProblem",
     "QuantizedMatmulConfig",
     "QuantizedMatmulProblem",
     "RaggedContractionProblem",
@@ -152,6 +158,7 @@ __all__ = [
     "einsum",
     "explain",
     "flash_attention",
+    "fp8_gated_mlp",
     "fp8_grouped_matmul",
     "fp8_matmul",
     "gated_grouped_matmul",

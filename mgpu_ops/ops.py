@@ -12,12 +12,14 @@ from mgpu_ops.grouped.ragged_contraction import SPEC as _RAGGED_CONTRACTION
 from mgpu_ops.matmul import SPEC as _MATMUL
 from mgpu_ops.matmul.gated import SPEC as _GATED_MATMUL
 from mgpu_ops.matmul.quantized import SPEC as _QUANTIZED_MATMUL
+from mgpu_ops.matmul.quantizing import SPEC as _QUANTIZE
 from mgpu_ops.registry.spec import OpSpec
 
 _OPS = (
     _MATMUL,
     _GATED_MATMUL,
     _QUANTIZED_MATMUL,
+    _QUANTIZE,
     _GROUPED_MATMUL,
     _GATED_GROUPED_MATMUL,
     _RAGGED_CONTRACTION,

@@ -76,6 +76,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
         {"w_dtype": "int4", "group_size": 128, "zero_points": True, "dtype": "float16", "out_dtype": "float16"},
         {"scale_dtype": "float32"},
     ],
+    "quantize": [{"dtype": "float32"}, {"dtype": "float16"}],
     "grouped_matmul": [
         {"bias": True, "activation": "silu", "group_offset": True, "row_scale": True, "out_dtype": "float32"},
         {"second": True, "dtype": "float16", "out_dtype": "float16"},

@@ -19,6 +19,7 @@ from mgpu_ops import (
     GroupedMatmulProblem,
     MatmulProblem,
     QuantizedMatmulProblem,
+    QuantizeProblem,
     RaggedContractionProblem,
 )
 from mgpu_ops.attention.arguments import Arguments
@@ -59,6 +60,11 @@ def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None)
 def _quantized_matmul(problem: QuantizedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
     options: dict[str, Any] = {"out_dtype": problem.out_dtype, "backend": backend}
     return partial(mgpu_ops.quantized_matmul, transpose_w=problem.layout == "nt", **options)
+
+
+def _quantize(problem: QuantizeProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The op itself, with scales that are known; users call it through `quantize` and `fp8_matmul`."""
+    return lambda *arrays: dispatch.run(mgpu_ops.spec_of("quantize"), problem, arrays, config=None, backend=backend)
 
 
 def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
@@ -135,6 +141,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "matmul": _matmul,
     "gated_matmul": _gated_matmul,
     "quantized_matmul": _quantized_matmul,
+    "quantize": _quantize,
     "grouped_matmul": _grouped_matmul,
     "gated_grouped_matmul": _gated_grouped_matmul,
     "ragged_contraction": _ragged_contraction,

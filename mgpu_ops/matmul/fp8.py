@@ -17,16 +17,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh
-from mgpu_ops.core.jax_names import Layout, with_layout_constraint
-from mgpu_ops.matmul import like_the_result, matmul
+from mgpu_ops.matmul import like_the_result, matmul, quantizing
 from mgpu_ops.matmul.arguments import float_dtype
-from mgpu_ops.matmul.quantize import Scheme, largest_finite, quantize, scale_of, with_scale
+from mgpu_ops.matmul.rounding import scale_of
 from mgpu_ops.registry import dispatch
 
 type Fp8Scheme = Literal["tensor", "row", "block"]
 FP8_SCHEMES: tuple[Fp8Scheme, ...] = get_args(Fp8Scheme.__value__)
-_E4M3, _E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
-_FLOATS = ("bfloat16", "float16", "float32")
+E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
+FLOATS = ("bfloat16", "float16", "float32")
 
 
 class Fp8State(NamedTuple):
@@ -52,17 +51,23 @@ class Fp8State(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """The arguments of a call other than its arrays."""
+class Products:
+    """How the products of a call are computed."""
 
     scheme: Fp8Scheme
+    backend: dispatch.Backend | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(Products):
+    """The arguments of a call other than its arrays."""
+
     transpose_b: bool
     high_precision_weight_grad: bool
     x_dtype: str
     w_dtype: str
     out_dtype: str
     epilogue: tuple[str, ...]
-    backend: dispatch.Backend | None
 
 
 def fp8_matmul(
@@ -122,17 +127,17 @@ def fp8_matmul(
     _check(found["x"], found["w"], scheme, bool(transpose_b))
     state = _checked_state(state, scheme)
     out = float_dtype(out_dtype, None, found["x"].dtype).name
-    if out not in _FLOATS:
-        raise ValueError(f"out_dtype={out} is not one of {', '.join(_FLOATS)}: cast the result")
+    if out not in FLOATS:
+        raise ValueError(f"out_dtype={out} is not one of {', '.join(FLOATS)}: cast the result")
     call = _Call(
         scheme,
+        dispatch.requested_backend(backend),
         bool(transpose_b),
         bool(high_precision_weight_grad),
         found["x"].dtype.name,
         found["w"].dtype.name,
         out,
         tuple(name for name in ("bias", "residual") if name in found),
-        dispatch.requested_backend(backend),
     )
     return _of_rows(call, state, *mesh.same_mesh_axes(*found.values()))
 
@@ -150,8 +155,8 @@ def _of_rows(call: _Call, state: Fp8State | None, x: jax.Array, w: jax.Array, *m
 
 def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:
     for name, array in (("x", x), ("w", w)):
-        if array.dtype.name not in _FLOATS:
-            raise ValueError(f"{name} is {array.dtype}: fp8_matmul quantizes {', '.join(_FLOATS)}; cast it, or call matmul")
+        if array.dtype.name not in FLOATS:
+            raise ValueError(f"{name} is {array.dtype}: fp8_matmul quantizes {', '.join(FLOATS)}; cast it, or call matmul")
     if x.ndim < 2 or w.ndim != 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}: pass x of rank 2 or more, and w of rank 2")
     if x.shape[-1] != w.shape[-1 if transpose_b else 0]:
@@ -183,29 +188,23 @@ def _checked_state(state: Any, scheme: str) -> Fp8State | None:
 Quantized = tuple[jax.Array, jax.Array]  # values, stored along what the product sums over, and their scales
 
 
-def _both_ways(
-    call: _Call, x: jax.Array, scale: jax.Array | None, right: tuple[bool, bool], dtype: Any = _E4M3
-) -> tuple[Quantized, Quantized]:
+def both_ways(
+    call: Products, x: jax.Array, scale: jax.Array | None, right: tuple[bool, bool], dtype: Any = E4M3
+) -> tuple[Quantized, Quantized, jax.Array | None]:
     """x[rows, columns] in 8 bits for a product that sums over its columns, and transposed for one that sums over its rows.
 
-    scale: a known one. right: whether each is the right operand of its product. With one scale for all of x both are the same
-    numbers. XLA likes to transpose what they are computed from, of 16 and 32 bits: told how arrays lie, it transposes 8 bits.
+    scale: a known one; then also the largest absolute value that is finite. right: whether each is the right operand of its
+    product. With one scale for all of x both are the same numbers.
     """
-    if call.scheme == "tensor":
-        x = _rows_first(x)
-        values, scale = quantize(x, "tensor", dtype=dtype) if scale is None else (with_scale(x, scale, dtype), scale)
-        values = lax.optimization_barrier(_rows_first(values))  # one kernel rounds, another transposes
-        return (values, scale), (values.mT, scale)
-    schemes: list[Scheme] = ["square" if is_right and call.scheme == "block" else call.scheme for is_right in right]
-    along, other = (quantize(y, scheme, dtype=dtype) for y, scheme in zip((x, x.mT), schemes, strict=True))
-    return (along[0], along[1]), (other[0], other[1])
+    if scale is not None:
+        values, values_t, largest = quantizing.both_ways((x,), (scale,), dtype, amax="also", backend=call.backend)
+        return (values, scale), (values_t, scale), largest
+    along, other = ("square" if is_right and call.scheme == "block" else call.scheme for is_right in right)
+    values, scales, values_t, scales_t = quantizing.quantized(x, (along, other), dtype, call.backend)
+    return (values, scales), (values_t, scales_t), None
 
 
-def _rows_first(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
-
-
-def _matmul(call: _Call, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:
+def of_quantized(call: Products, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:
     """a[m, k] b[n, k]^T, with a bias and a residual if they are given."""
     (a8, scale_a), (b8, scale_b) = a, b
     product = functools.partial(matmul, scale_a=scale_a, scale_b=scale_b, transpose_b=True, out_dtype=out_dtype)
@@ -224,27 +223,30 @@ def _forward(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *m
     dw is computed as it is stored: x is its left operand where w is [k, n], else its right one.
     """
     scale_x, scale_w = (None, None) if state is None else (state.input_scale, state.kernel_scale)
-    a, a_t = _both_ways(call, x, scale_x, (False, call.transpose_b))
-    b_t, b = _both_ways(call, w, scale_w, (True, True))[:: -1 if call.transpose_b else 1]
-    out = _matmul(call, a, b, call.out_dtype, **dict(zip(call.epilogue, more, strict=True)))
-    seen = None if state is None else (_largest(x, state), _largest(w, state))
+    a, a_t, largest_x = both_ways(call, x, scale_x, (False, call.transpose_b))
+    b_t, b, largest_w = both_ways(call, w, scale_w, (True, True))
+    if call.transpose_b:
+        b_t, b = b, b_t
+    out = of_quantized(call, a, b, call.out_dtype, **dict(zip(call.epilogue, more, strict=True)))
+    seen = None if state is None else (_of_mesh(largest_x, x, state), _of_mesh(largest_w, w, state))
     bias = more[0] if "bias" in call.epilogue else None
     return out, (x if call.high_precision_weight_grad else a_t, b_t, state, seen, bias)
 
 
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     x, w8, state, seen, bias = saved
-    g8, g8_t = _both_ways(call, g, None if state is None else state.output_grad_scale, (False, not call.transpose_b), _E5M2)
-    dx = _matmul(call, g8, w8, call.x_dtype)
+    scale = None if state is None else state.output_grad_scale
+    g8, g8_t, largest = both_ways(call, g, scale, (False, not call.transpose_b), E5M2)
+    dx = of_quantized(call, g8, w8, call.x_dtype)
     if call.high_precision_weight_grad:
         pair = (g.astype(x.dtype), x) if call.transpose_b else (x, g.astype(x.dtype))
         dw = matmul(*pair, transpose_a=True, out_dtype=call.w_dtype, backend=call.backend)
     else:
         left, right = (g8_t, x) if call.transpose_b else (x, g8_t)
-        dw = _matmul(call, left, right, call.w_dtype)
+        dw = of_quantized(call, left, right, call.w_dtype)
     more = {} if bias is None else {"bias": jnp.sum(g, 0, dtype=jnp.float32).astype(bias.dtype)}
     more["residual"] = g
-    new = None if state is None else _next(state, (*seen, _largest(g, state)))
+    new = None if state is None else _next(state, (*seen, _of_mesh(largest, g, state)))
     return dx, dw, new, *(more[name] for name in call.epilogue)
 
 
@@ -254,17 +256,17 @@ _product.defvjp(_forward, _backward)
 # --- Delayed scaling ----------------------------------------------------------------------------------------------------
 
 
-def _largest(x: jax.Array, state: Fp8State) -> jax.Array:
-    """The largest absolute value that is finite, over the mesh axes along which x differs and the state does not."""
+def _of_mesh(largest: jax.Array | None, x: jax.Array, state: Fp8State) -> jax.Array:
+    """The largest absolute value of x over the mesh axes along which x differs and the state does not."""
+    assert largest is not None
     over = jax.typeof(x).manual_axis_type.varying - jax.typeof(state.input_scale).manual_axis_type.varying
-    found = largest_finite(x)
-    return lax.pmax(found, tuple(sorted(over))) if over else found
+    return lax.pmax(largest, tuple(sorted(over))) if over else largest
 
 
 def _next(state: Fp8State, seen: tuple[jax.Array, ...]) -> Fp8State:
     """The state of the next call. seen: the largest values of input, kernel and gradient of the result."""
     found: list[jax.Array] = []
-    for amax, dtype, scale, history in zip(seen, (_E4M3, _E4M3, _E5M2), state[::2], state[1::2], strict=True):
+    for amax, dtype, scale, history in zip(seen, (E4M3, E4M3, E5M2), state[::2], state[1::2], strict=True):
         history = jnp.roll(history, 1).at[0].set(amax)
         largest = jnp.max(history)
         found += [jnp.where(largest > 0.0, scale_of(largest, dtype), scale), history]

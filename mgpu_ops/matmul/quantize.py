@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, get_args
 
 import jax
@@ -11,8 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
-from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.limits import FLOAT8
+from mgpu_ops.matmul import quantizing
+from mgpu_ops.matmul.rounding import rounded
+from mgpu_ops.registry import dispatch
 
 type Scheme = Literal["tensor", "row", "block", "square"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme.__value__)
@@ -43,8 +44,8 @@ def quantize(
     max(2^-3 abs(x), 2^-17 scale), up to 2^-22 abs(x) from float32. No finite number becomes infinite or NaN. NaN and infinities
     stay what they are (e4m3 has no infinity: NaN) and count for no scale.
 
-    It is plain JAX: XLA makes one or two kernels of it. Gradients through it are 8-bit floats' own: train with
-    `fp8_matmul`.
+    With `transpose`, an x of rank 2 whose sides are multiples of 16 is read once by a kernel that writes both copies; else XLA
+    makes two kernels or more of it. Gradients through it are 8-bit floats' own: train with `fp8_matmul`.
 
     Raises ValueError for an unknown scheme, axis or dtype; TypeError for what is no array of floats.
     """
@@ -57,8 +58,10 @@ def quantize(
     if not isinstance(axis, int | np.integer) or axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
         raise ValueError(f"axis={axis} is none of the last two dimensions of x{array.shape}: pass -1 or -2")
     axis = int(axis if axis < 0 else axis - array.ndim)
-    one: tuple[jax.Array, ...] = _quantize(array, scheme, axis, kind)
-    return (*one, *_quantize(array.mT, scheme, axis, kind)) if transpose else one
+    if transpose and array.ndim == 2 and axis == -1:
+        return quantizing.quantized(array, (scheme, scheme), kind, dispatch.requested_backend(None))
+    one: tuple[jax.Array, ...] = rounded(array, scheme, axis, kind)
+    return (*one, *rounded(array.mT, scheme, axis, kind)) if transpose else one
 
 
 def _checked_dtype(dtype: DTypeLike) -> Any:
@@ -69,52 +72,3 @@ def _checked_dtype(dtype: DTypeLike) -> Any:
     if kind is None or kind.name not in FLOAT8:
         raise ValueError(f"dtype={dtype if kind is None else kind.name} is not one of {', '.join(FLOAT8)}")
     return kind
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _quantize(x: jax.Array, scheme: Scheme, axis: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    size = _finite_size(x)
-    blocks = {"block": (axis,), "square": (-1, -2)}.get(scheme, ())  # dimensions of which each 128 share a scale
-    shared = axis if scheme == "row" else None
-    for dimension in blocks:
-        size = _largest_of_blocks(size, dimension)
-    if not blocks:
-        size = jnp.max(size, shared, initial=0.0)
-    scales = jnp.where(size == 0.0, 1.0, scale_of(size, dtype))
-    of_each = scales if shared is None else jnp.expand_dims(scales, shared)
-    for dimension in blocks:
-        of_each = jnp.repeat(of_each, BLOCK, dimension)
-        of_each = jax.lax.slice_in_dim(of_each, 0, x.shape[dimension], axis=dimension % x.ndim)
-    return with_scale(x, of_each, dtype), scales
-
-
-def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
-    """The scale with which an absolute value, float32, becomes the largest number of the dtype."""
-    return jnp.maximum(largest / float(jnp.finfo(dtype).max), jnp.finfo(jnp.float32).tiny)
-
-
-def with_scale(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """x / scale in 8 bits, saturated at the dtype's largest number; NaN and infinities stay what they are."""
-    largest, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
-    scaled = wide / scale
-    return jnp.where(jnp.isfinite(wide), jnp.clip(scaled, -largest, largest), scaled).astype(dtype)
-
-
-def largest_finite(x: jax.Array) -> jax.Array:
-    """The largest absolute value that is finite, float32 []; 0 where there is none."""
-    return jnp.max(_finite_size(x), initial=0.0)
-
-
-def _finite_size(x: jax.Array) -> jax.Array:
-    """Absolute values in float32, 0 for NaN and infinities."""
-    wide = x.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
-
-
-def _largest_of_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """The largest of each 128 numbers along an axis; the last block may have fewer. Numbers are not negative."""
-    axis %= x.ndim
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, -x.shape[axis] % BLOCK)
-    padded = jnp.pad(x, pad)
-    return jnp.max(padded.reshape(*x.shape[:axis], padded.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :]), axis + 1)

@@ -166,6 +166,7 @@ def test_distance_is_zero_to_itself_and_the_same_both_ways(spec):
 # Attention rounds its weights too, and its gradients are differences of rounded terms. A ring of eight GPUs rounds seven times.
 LARGEST_TOLERANCE = {"flash_attention": 0.03, "flash_attention_backward": 0.15}
 LARGEST_TOLERANCE |= {"gated_matmul": 0.015}  # of its reference, which rounds gate and up
+LARGEST_TOLERANCE |= {"quantize": 0.26}  # of gates, whose reference may round to the next number of 8 bits
 LARGEST_TOLERANCE |= {"quantized_matmul": 0.015}  # of its reference, which rounds scaled weights
 LARGEST_TOLERANCE |= dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0.04)
 
@@ -202,6 +203,7 @@ UNBOUNDED = {
     ("grouped_matmul", 3): {"raster_width"},
     ("gated_grouped_matmul", 3): {"raster_width"},
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
+    ("quantize", 0): {"ahead"},
     ("flash_attention", 0): {"kv_splits"},
     ("flash_attention", 3): {"compute_warpgroups", "max_concurrent_steps", "section_waves"},
     ("flash_attention_backward", 3): {"max_concurrent_steps", "section_waves"},

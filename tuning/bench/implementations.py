@@ -572,6 +572,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
     },
     "gated_matmul": {"xla": _baseline("gated_matmul")},
     "quantized_matmul": {"xla": _baseline("quantized_matmul")},
+    "quantize": {"xla": _baseline("quantize")},
     "cross_entropy": {"xla": _baseline("cross_entropy")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),

@@ -34,6 +34,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     ),
     "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b"),
     "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
+    "quantize": ("llama3-8b",),
     "grouped_matmul": (
         "moe",
         "training",
@@ -67,6 +68,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "matmul": ("xla", "jax-pallas"),
     "gated_matmul": ("xla",),
     "quantized_matmul": ("xla",),
+    "quantize": ("xla",),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
     "gated_grouped_matmul": ("dense",),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
@@ -253,6 +255,15 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "cross_entropy (--dtype also f32, --gradient too)": {
         "rows": _SIZE | {"help": "rows of the logits: tokens"},
         "vocabulary": _SIZE | {"help": "columns of the logits"},
+    },
+    "quantize (--rows too, --dtype also f32)": {
+        "columns": _SIZE | {"help": "columns of the array"},
+        "to": {"type": dtype, "metavar": "DTYPE", "help": "of the values: f8e4m3 (default) or f8e5m2"},
+        "of": {
+            "choices": ("array", "gate", "gate_gradient"),
+            "help": "what is quantized: an array (default), or silu(gate) up",
+        },
+        "amax": {"choices": ("none", "also", "only"), "help": "whether the largest absolute value is found (default none)"},
     },
     "all_reduce, reduce_scatter, all_gather": {
         "size": _SIZE | {"help": "elements of the payload on each GPU"},

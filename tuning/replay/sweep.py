@@ -54,6 +54,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
     ),
     "gated_matmul": ("llama3-8b-128", "llama3-8b-4096-gradient"),
     "quantized_matmul": ("llama3-8b-down-16-w8", "llama3-8b-gate_up-16-w4"),
+    "quantize": ("llama3-8b-x", "llama3-8b-hidden"),
     "grouped_matmul": (
         "mixtral-8x7b-gate_up-2048-even",
         "mixtral-8x7b-down-128-random",
@@ -102,6 +103,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "quantized_matmul": {"memory_registers": (40,)},
+    "quantize": {},
     "grouped_matmul": _GROUPED,
     "gated_grouped_matmul": _GROUPED | {"epilogue_tile_n": (64, 128)},
     "ragged_contraction": _GROUPED,
@@ -118,6 +120,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "gated_matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "quantized_matmul": ("memory_registers", "wg_dimension", "cluster", "tile_k"),
+    "quantize": ("order",),
     "grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "gated_grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import mgpu_ops
-from mgpu_ops import Fp8State, MatmulProblem, fp8_matmul, matmul, quantize
+from mgpu_ops import Fp8State, MatmulProblem, QuantizeProblem, fp8_matmul, matmul, quantize
 from scripts import fp8_convergence
 from tests import thorough
 from tests.arrays import normal
@@ -77,6 +77,9 @@ def test_forward_is_e4m3_and_gradients_are_e5m2_in_the_layout_of_the_tensor_core
         P(M, N, K, E4M3),
         P(M, K, N, E5M2, b_dtype=E4M3),
         P(K, N, M, E4M3, b_dtype=E5M2),
+        QuantizeProblem(M, K),
+        QuantizeProblem(K, N),
+        QuantizeProblem(M, N, to="float8_e5m2"),
     }
 
 

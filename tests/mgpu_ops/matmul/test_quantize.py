@@ -74,6 +74,17 @@ def test_the_transposed_copy_is_that_of_the_transposed_array(scheme):
         np.testing.assert_array_equal(np.asarray(found).astype(np.float32), np.asarray(wanted).astype(np.float32))
 
 
+@pytest.mark.parametrize("scheme", SHAPES)
+def test_the_gradient_with_a_transposed_copy_is_that_without(scheme):
+    x = normal(0, 32, 48)
+
+    def gradient(**options):
+        return jax.grad(lambda x: jnp.sum(quantize(x, scheme, **options)[0].astype(F32)))(x)
+
+    with_copy, without = gradient(transpose=True), gradient()
+    np.testing.assert_array_equal(with_copy, without)
+
+
 def test_axis_names_the_dimension_that_shares_a_scale():
     x = normal(0, 200, 264)
     for axis in (-2, 0):

@@ -1,0 +1,137 @@
+"""fp8_gated_mlp: a gated layer, three products in 8-bit floats, whose hidden array is never stored in 16 bits.
+
+Sources: those of `fp8_matmul`; Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats
+from mgpu_ops.core import mesh
+from mgpu_ops.matmul import like_the_result, quantizing
+from mgpu_ops.matmul.fp8 import E4M3, E5M2, FLOATS, Products, Quantized, both_ways, of_quantized
+from mgpu_ops.matmul.rounding import scale_or_one
+from mgpu_ops.registry import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(Products):
+    """The dtypes of a call's arrays, and whether a residual is among them."""
+
+    x_dtype: str
+    w_dtypes: tuple[str, ...]
+    residual: bool
+
+
+def fp8_gated_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    *,
+    residual: ArrayLike | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """(silu(x w_gate) * (x w_up)) w_down + residual in 8-bit floats, with gradients in 8-bit floats.
+
+    As `fp8_matmul` with current scaling, one scale for each array. But the hidden array silu(gate) * up and the gradients of
+    gate and up are computed in float32 and rounded to 8 bits in the kernel that computes them, and each array is rounded once.
+
+    Args:
+      x: [..., m, k] bfloat16, float16 or float32; leading dimensions are more rows.
+      w_gate, w_up: [k, n]; floats of dtypes of their own.
+      w_down: [n, width].
+      residual: of x's dtype, and of the result's shape or one that broadcasts to it. Default: none.
+      backend: as in `matmul`, of all products.
+
+    Returns:
+      [..., m, width] of x's dtype. Gradients have the dtypes of their arrays.
+
+    For the backward pass gate and up are kept, in x's dtype, and in 8 bits x, the hidden array and the weights. Works under
+    jit, grad (reverse mode, once), vmap, scan, checkpoint and shard_map. For the kernels m, k, n and width are multiples of 16;
+    else XLA runs.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, an unknown backend. TypeError: not arrays of floats.
+    """
+    arrays = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    found = {name: floats.array("fp8_gated_mlp", name, value) for name, value in arrays.items()}
+    shape = _checked(**found)
+    call = _Call(
+        "tensor",
+        dispatch.requested_backend(backend),
+        found["x"].dtype.name,
+        tuple(found[name].dtype.name for name in ("w_gate", "w_up", "w_down")),
+        residual is not None,
+    )
+    found["x"] = found["x"].reshape(-1, found["x"].shape[-1])
+    if residual is not None:
+        added = floats.array("fp8_gated_mlp", "residual", residual)
+        found["residual"] = like_the_result(added, shape, call.x_dtype).reshape(-1, shape[-1])
+    out: jax.Array = _mlp(call, *mesh.same_mesh_axes(*found.values()))
+    return out.reshape(shape)
+
+
+def _checked(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> tuple[int, ...]:
+    """The shape of the result."""
+    for name, array in (("x", x), ("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+        if array.dtype.name not in FLOATS:
+            raise ValueError(f"{name} is {array.dtype}: fp8_gated_mlp quantizes {', '.join(FLOATS)}; cast it")
+        if array.ndim != 2 and (name != "x" or array.ndim < 2):
+            raise ValueError(f"{name} has shape {array.shape}: pass x of rank 2 or more, and weights of rank 2")
+    if x.shape[-1] != w_gate.shape[0] or w_gate.shape != w_up.shape or w_down.shape[0] != w_up.shape[1]:
+        raise ValueError(
+            f"x{x.shape}, w_gate{w_gate.shape}, w_up{w_up.shape} and w_down{w_down.shape} do not fit: they are [..., k], "
+            "[k, n], [k, n] and [n, width]"
+        )
+    return (*x.shape[:-1], w_down.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(call: _Call, *arrays: jax.Array) -> jax.Array:
+    """Of x [m, k], the three weights, and a residual [m, width] if there is one."""
+    return _forward(call, *arrays)[0]
+
+
+def _forward(call: _Call, x: jax.Array, *arrays: jax.Array) -> Any:
+    """The result, and for the backward pass gate and up, and quantized along their other dimension x, hidden and weights."""
+    x8, x8_t, _ = both_ways(call, x, None, (False, False))
+    weights = [both_ways(call, w, None, (True, True)) for w in arrays[:3]]
+    gate, up = (of_quantized(call, x8, w8_t, call.x_dtype) for _, w8_t, _ in weights[:2])
+    ((hidden8, hidden8_t),) = _gated(call, "gate", (gate, up), E4M3)
+    more = {"residual": arrays[3]} if call.residual else {}
+    out = of_quantized(call, hidden8, weights[2][1], call.x_dtype, **more)
+    return out, (gate, up, x8_t, hidden8_t, [w8 for w8, _, _ in weights])
+
+
+def _gated(call: _Call, of: str, arrays: tuple[jax.Array, ...], dtype: Any) -> list[tuple[Quantized, Quantized]]:
+    """Each result of a gate, quantized, and the same transposed."""
+    largest = quantizing.both_ways(arrays, (), dtype, of=of, amax="only", backend=call.backend)
+    scales = [scale_or_one(one, dtype) for one in largest]
+    found = quantizing.both_ways(arrays, scales, dtype, of=of, backend=call.backend)
+    pairs = zip(found[::2], found[1::2], scales, strict=True)
+    return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs]
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+    gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8) = saved
+    of_gate, of_up, of_down = call.w_dtypes
+    g8, g8_t, _ = both_ways(call, g, None, (False, True), E5M2)
+    d_hidden = of_quantized(call, g8, w_down8, call.x_dtype)
+    (gate8, gate8_t), (up8, up8_t) = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2)
+    dx = of_quantized(call, gate8, w_gate8, call.x_dtype) + of_quantized(call, up8, w_up8, call.x_dtype)
+    weights = (
+        of_quantized(call, x8_t, gate8_t, of_gate),
+        of_quantized(call, x8_t, up8_t, of_up),
+        of_quantized(call, hidden8_t, g8_t, of_down),
+    )
+    return (dx, *weights, *[g] * call.residual)
+
+
+_mlp.defvjp(_forward, _backward)

@@ -1,0 +1,163 @@
+"""The op of `quantize` and `fp8_matmul`: an array as 8-bit floats, as it lies and transposed, in one pass.
+
+`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel.
+Here: its calls by other functions, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.jax_names import Layout, with_layout_constraint
+from mgpu_ops.matmul.quantizing.model import candidates, cost, default, distance, space
+from mgpu_ops.matmul.quantizing.problem import (
+    SHAPES,
+    SUITES,
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    computed,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+    tolerance,
+    unmeasured,
+)
+from mgpu_ops.matmul.rounding import finite_size, largest_finite, rounded, scale_or_one, with_scale
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def quantized(
+    x: jax.Array, schemes: tuple[str, str], out_dtype: Any, backend: dispatch.Backend | None
+) -> tuple[jax.Array, ...]:
+    """(values, scales, values_t, scales_t) of x[rows, columns]: as it lies, and transposed, by schemes of one kind."""
+    scheme, _ = schemes
+    both = functools.partial(both_ways, (x,), out_dtype=out_dtype, backend=backend)
+    if scheme == "tensor":
+        scale = scale_or_one(largest_finite(x), out_dtype)
+        values, values_t = both((scale,))
+        return values, scale, values_t, scale
+    if scheme == "row":
+        scales, scales_t = (scale_or_one(jnp.max(finite_size(x), axis, initial=0.0), out_dtype) for axis in (1, 0))
+        values, values_t = both((scales, scales_t), schemes=schemes)
+    else:
+        values, values_t, scales, scales_t = both((), schemes=schemes)
+    return values, scales, values_t, scales_t
+
+
+@quantized.defjvp
+def _(schemes: tuple[str, str], out_dtype: Any, _: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
+    """Through XLA."""
+
+    def both(x: jax.Array) -> tuple[jax.Array, ...]:
+        (values, scales), (values_t, scales_t) = (rounded(y, s, -1, out_dtype) for y, s in zip((x, x.mT), schemes, strict=True))
+        return values, scales, values_t, scales_t
+
+    return jax.jvp(both, primals, tangents)
+
+
+def both_ways(
+    arrays: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+    out_dtype: Any,
+    *,
+    of: str = "array",
+    amax: str = "none",
+    schemes: tuple[str, str] = ("tensor", "tensor"),
+    backend: dispatch.Backend | None = None,
+) -> tuple[jax.Array, ...]:
+    """What a `Problem` of these arrays [rows, columns] gives: values and transpose of each result, then what is found."""
+    rows, columns = arrays[0].shape
+    problem = Problem(rows, columns, arrays[0].dtype.name, jnp.dtype(out_dtype).name, of, amax, *schemes)
+    found: tuple[jax.Array, ...] = _batchable(problem, backend)(*arrays, *scales)
+    return found
+
+
+@functools.cache
+def _batchable(problem: Problem, backend: dispatch.Backend | None) -> Any:
+    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def rounded(*arrays: jax.Array) -> Any:
+        # What was asked for the products says nothing of this kernel, but that XLA is to run all.
+        named = "xla" if backend == "xla" else None
+        return dispatch.run(SPEC, problem, arrays, config=None, backend=named)
+
+    @rounded.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        """Through XLA: each of the arrays has scales of its own."""
+        del size
+        out = jax.vmap(functools.partial(reference, problem), [0 if one else None for one in batched])(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return jax.jit(rounded)
+
+
+def reference(problem: Problem, *arrays: jax.Array) -> Any:
+    """The same through XLA. It likes to transpose what values are computed from: told how arrays lie, it transposes 8 bits."""
+    p, kind = problem, jnp.dtype(problem.to)
+    if p.by_tile:
+        (values, scales), (values_t, scales_t) = (rounded(*one, -1, kind) for one in _both(p, arrays[0]))
+        return values, values_t, scales, scales_t
+    if p.scheme == "row":
+        array, scales, scales_t = arrays
+        return with_scale(array, scales[:, None], kind), with_scale(array.mT, scales_t[:, None], kind)
+    x = computed(p.of, *(_rows_first(one) for one in arrays[: p.sources]))
+    out: list[jax.Array] = []
+    for array, scale in zip(x, arrays[p.sources :], strict=False):
+        # One kernel rounds, another transposes.
+        values = jax.lax.optimization_barrier(_rows_first(with_scale(array, scale, kind)))
+        out += [values, values.mT]
+    return (*out, *(largest_finite(one) for one in x if p.finds))
+
+
+def _both(p: Problem, x: jax.Array) -> tuple[tuple[jax.Array, str], tuple[jax.Array, str]]:
+    return (x, p.scheme), (x.mT, p.scheme_t)
+
+
+def _rows_first(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+    """Runs the kernel, whose modules import Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.matmul.quantizing import blocks, kernel
+
+    run = kernel.launch if problem.scheme == "tensor" else blocks.launch
+    return run(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="quantize",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    unmeasured=lambda problem: unmeasured(problem),
+)
+
+__all__ = ["SPEC", "Config", "Problem", "both_ways", "default", "launch", "reference", "smem_bytes"]

@@ -1,0 +1,59 @@
+"""Which configs of quantize's kernel are worth trying: a model of their time, not fitted to any GPU yet, and what follows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import first_of
+from mgpu_ops.matmul.quantizing.problem import SPACE, Config, Problem, bytes_moved, check, supports, tiles
+
+_LAUNCH = 3e-6  # seconds
+_MEMORY = 0.85  # of the memory's rate that is reached
+_TILE = 1e-6  # s that a tile takes at least, from its first load to its last store
+_BLOCKS = 4  # of an SM at once
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    return dict(SPACE)
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled seconds: the bytes at the memory's rate, of all tiles as large as the whole ones, and the last tiles alone."""
+    if reason := supports(problem, gpu):
+        raise ValueError(f"quantize cannot run {problem} on {gpu.name}: {reason}")
+    p, c = problem, config
+    down, across = tiles(p, c)
+    whole = down * c.tile_rows * across * c.tile_columns / (p.rows * p.columns)
+    size = c.tile_rows * c.tile_columns / (128 * 128)
+    waves = math.ceil(down * across / (gpu.sms * _BLOCKS))
+    held = 1 + 0.02 * abs(math.log2((c.ahead or 32) / 8)) + 0.02 * (c.order == "columns")
+    return _LAUNCH + whole**0.5 * held * bytes_moved(p) / (_MEMORY * gpu.memory_bytes_per_s) + size * _TILE * (1 + 0.01 * waves)
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """The configs that can run, the fastest by the model first."""
+    every = (Config(*fields) for fields in itertools.product(*SPACE.values()))
+    return sorted((c for c in every if check(problem, c, gpu) is None), key=lambda c: (cost(problem, c, gpu), c))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    if reason := supports(problem, gpu):
+        raise ValueError(f"no config of quantize fits {problem} on {gpu.name}: {reason}")
+    config: Config = first_of(candidates(problem, gpu), problem, gpu)
+    return config
+
+
+def distance(a: Problem, b: Problem) -> float | None:
+    """How far two problems are, in doublings of rows and columns."""
+    if (a.dtype, a.of, a.amax, a.scheme, a.scheme_t) != (b.dtype, b.of, b.amax, b.scheme, b.scheme_t):
+        return None
+    if a == b:
+        return 0.0
+    if min(a.rows, a.columns, b.rows, b.columns) < 1:
+        return None
+    far = abs(math.log2(a.columns / b.columns)) + abs(math.log2(a.rows / b.rows))
+    return 0.5 * far + 0.05 * (a.to != b.to)
