@@ -139,10 +139,6 @@ def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) 
     return mgpu_ops.fp8_matmul(x, w, residual=residual)
 
 
-def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array) -> jax.Array:
-    return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
-
-
 OURS = Backend(
     _product,
     mgpu_ops.gated_matmul,
@@ -162,7 +158,7 @@ BACKENDS = {
         functools.partial(mgpu_ops.cross_entropy, backend="xla"),
     ),
     "mgpu_ops": OURS,
-    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=_fp8_mlp),
+    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=functools.partial(_mlp, _fp8_product)),
 }
 
 
