@@ -83,7 +83,7 @@ class _Stages(GroupedStages):
         refs, (acc,) = self.refs, accs
         height, width = warpgroup_tile(self.config)
         first, column = self.position(tile)
-        own, _ = self.share()
+        own, _ = self.share(tile)
         row = first + own
         u = acc[...]
         sums = [jnp.zeros((ROWS,), jnp.float32)] * (height // ROWS)
