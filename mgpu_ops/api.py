@@ -49,6 +49,9 @@ from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.database import DatabaseError
 from mgpu_ops.registry.resolution import use_configs
+from mgpu_ops.rms_norm import Config as RmsNormConfig
+from mgpu_ops.rms_norm import Problem as RmsNormProblem
+from mgpu_ops.rms_norm import rms_norm
 
 type OpName = Literal[
     "matmul",
@@ -61,6 +64,7 @@ type OpName = Literal[
     "flash_attention",
     "flash_attention_backward",
     "cross_entropy",
+    "rms_norm",
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -147,6 +151,8 @@ __all__ = [
     "QuantizedMatmulConfig",
     "QuantizedMatmulProblem",
     "RaggedContractionProblem",
+    "RmsNormConfig",
+    "RmsNormProblem",
     "all_gather",
     "all_reduce",
     "autotune",
@@ -176,6 +182,7 @@ __all__ = [
     "ragged_contraction",
     "ragged_dot",
     "reduce_scatter",
+    "rms_norm",
     "spec_of",
     "target",
     "use_configs",

@@ -14,6 +14,7 @@ from mgpu_ops.matmul.gated import SPEC as _GATED_MATMUL
 from mgpu_ops.matmul.quantized import SPEC as _QUANTIZED_MATMUL
 from mgpu_ops.matmul.quantizing import SPEC as _QUANTIZE
 from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.rms_norm import SPEC as _RMS_NORM
 
 _OPS = (
     _MATMUL,
@@ -26,6 +27,7 @@ _OPS = (
     _FLASH_ATTENTION,
     _FLASH_ATTENTION_BACKWARD,
     _CROSS_ENTROPY,
+    _RMS_NORM,
     *_COLLECTIVES.values(),
 )
 SPECS: dict[str, OpSpec] = {spec.name: spec for spec in _OPS}

@@ -95,6 +95,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
         {"bias": "bfloat16", "bias_grad": True, "dtype": "float16", "align": "top_left", "sinks": True},
     ],
     "cross_entropy": [{"dtype": "float32"}],
+    "rms_norm": [{"dtype": "float16", "gradient": True, "residual": True}],
     "all_reduce": [{"dtype": "float32", "reduction": "max"}, {"transport": "multimem"}],
     "reduce_scatter": [{"dtype": "float32", "reduction": "max"}, {"transport": "multimem"}],
     "all_gather": [{"dtype": "float32"}, {"transport": "multimem"}],

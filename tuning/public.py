@@ -21,6 +21,7 @@ from mgpu_ops import (
     QuantizedMatmulProblem,
     QuantizeProblem,
     RaggedContractionProblem,
+    RmsNormProblem,
 )
 from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.flash_attention import attend
@@ -136,6 +137,13 @@ def _cross_entropy(problem: CrossEntropyProblem, backend: dispatch.Backend | Non
     return partial(mgpu_ops.cross_entropy, return_lse=True, backend=backend)
 
 
+def _rms_norm(problem: RmsNormProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The public function; for the gradient, which users get through `jax.grad`, the op itself."""
+    if problem.gradient:
+        return lambda *arrays: dispatch.run(mgpu_ops.spec_of("rms_norm"), problem, arrays, config=None, backend=backend)
+    return lambda x, w, _: mgpu_ops.rms_norm(x, w, epsilon=1e-5, backend=backend)
+
+
 # op -> call(problem, backend): the public function on the arrays of `arrays_of`
 CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
@@ -148,6 +156,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "flash_attention": _flash_attention,
     "flash_attention_backward": _flash_attention_backward,
     "cross_entropy": _cross_entropy,
+    "rms_norm": _rms_norm,
 }
 
 

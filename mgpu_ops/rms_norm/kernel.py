@@ -1,8 +1,8 @@
 """The kernels of an RMS norm: one pass over the rows for the result, and one for the gradients of x and w.
 
 A block is one warpgroup: Mosaic's sums go through shared memory that all warpgroups of a block would write. It takes every
-so-many-th row, whole, and TMA loads the next ones meanwhile. In the gradient a block adds up its rows' part of dw in registers and
-writes it once; XLA adds up the blocks' parts.
+so-many-th row, whole, and TMA loads the next ones meanwhile. In the gradient a block adds up its rows' part of dw in registers
+and writes it once; XLA adds up the blocks' parts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ def launch(
     """The normalised rows; or with g, and a gradient that is added, (dx, dw), dw of float32."""
     p, c = problem, config
     blocks, parts, dtype = min(p.rows, gpu.sms * c.blocks), (p.width // LANES, LANES), jnp.dtype(p.dtype)
-    rows = jax.ShapeDtypeStruct((p.rows, *parts), dtype)
+    rows, read = jax.ShapeDtypeStruct((p.rows, *parts), dtype), inputs_of_a_row(p)
+
+    def kernel(w: Any, epsilon: Any, *refs: Any, **scratch: Any) -> None:
+        of = _Rows(p, c, blocks, refs[:read], **scratch)
+        of.load_weights(w)
+        (_gradient if p.gradient else _forward)(of, epsilon[0], *refs[read:])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+
     run = engine.kernel(
-        functools.partial(_gradient if p.gradient else _forward, p, c, blocks),
+        kernel,
         engine.Launch(
             f"mgpu_ops_rms_norm{'_gradient' * p.gradient}",
             {"block": blocks},
@@ -48,15 +55,14 @@ def launch(
         ),
         out_type=(rows, jax.ShapeDtypeStruct((blocks, *parts), jnp.float32)) if p.gradient else rows,
         scratch_types={
-            "smem": tuple(plgpu.SMEM((c.stages, *parts), dtype) for _ in range(inputs_of_a_row(p))),
+            "smem": tuple(plgpu.SMEM((c.stages, *parts), dtype) for _ in range(read)),
             "w_smem": plgpu.SMEM(parts, dtype),
             "out_smem": plgpu.SMEM((2, *parts), dtype),
-            "full": plgpu.Barrier(num_arrivals=inputs_of_a_row(p), num_barriers=c.stages),
+            "full": plgpu.Barrier(num_arrivals=read, num_barriers=c.stages),
             "w_full": plgpu.Barrier(),
         },
     )
-    arrays = (a.reshape(p.rows, *parts) for a in (x, *others))
-    found = run(w.reshape(parts), epsilon, *arrays)
+    found = run(w.reshape(parts), epsilon, *(a.reshape(p.rows, *parts) for a in (x, *others)))
     if not p.gradient:
         return found.reshape(p.rows, p.width)
     dx, dw = found
@@ -65,17 +71,31 @@ def launch(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of a block as they come through shared memory."""
+    """The rows of a block as they come through shared memory, and go out again."""
 
     problem: Problem
     config: Config
     blocks: int
     refs: tuple[Any, ...]  # arrays of x's shape, [rows, width / 128, 128]
     smem: tuple[Any, ...]  # of each, [stages, width / 128, 128]
+    w_smem: Any
+    out_smem: Any  # two rows
     full: Any
+    w_full: Any
 
-    def for_each(self, row: Callable[[jax.Array, jax.Array, list[Any], Any], Any], carry: Any) -> Any:
-        """`carry = row(i, number, smem, carry)` for each row of this block, counted by i; smem: a ref of each array's row."""
+    def load_weights(self, w: Any) -> None:
+        engine.copy_gmem_to_smem(w, self.w_smem, self.w_full)
+        plgpu.barrier_wait(self.w_full)
+
+    def scale(self, x: jax.Array, epsilon: jax.Array) -> jax.Array:
+        """1 / sqrt(mean of x^2 + epsilon)."""
+        return lax.rsqrt(jnp.sum(x * x) * (1.0 / self.problem.width) + epsilon)
+
+    def for_each(self, row: Callable[[list[jax.Array], Callable[[Any, jax.Array], None], Any], Any], carry: Any) -> Any:
+        """`carry = row(values, store, carry)` for each row of this block.
+
+        values: float32, of each array. store(out, values): starts to store them as this row of `out`; once for each row.
+        """
         first, stride = lax.axis_index("block"), self.blocks
         count, ahead = lax.div(self.problem.rows - first + stride - 1, stride), self.config.stages - 1
 
@@ -92,59 +112,40 @@ class _Rows:
             pl.when(i + ahead < count)(lambda: load(i + ahead))
             stage = lax.rem(i, jnp.int32(self.config.stages))
             plgpu.barrier_wait(self.full.at[stage])
-            return row(i, first + i * stride, [smem.at[stage] for smem in self.smem], carry)
+            values = [smem[stage].astype(jnp.float32) for smem in self.smem]
+            return row(values, functools.partial(self._store, i, first + i * stride), carry)
 
         return lax.fori_loop(0, count, step, carry)
 
-
-def _store(out: Any, out_smem: Any, i: jax.Array, number: jax.Array, values: jax.Array) -> None:
-    """Starts to store a row, through one of two buffers."""
-    slot = out_smem.at[lax.rem(i, jnp.int32(2))]
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last one has read its slot
-    slot[...] = values.astype(out.dtype)
-    plgpu.commit_smem()  # TMA sees what was written
-    plgpu.copy_smem_to_gmem(slot, out.at[number])
+    def _store(self, i: jax.Array, number: jax.Array, out: Any, values: jax.Array) -> None:
+        slot = self.out_smem.at[lax.rem(i, jnp.int32(2))]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last one has read its slot
+        slot[...] = values.astype(out.dtype)
+        plgpu.commit_smem()  # TMA sees what was written
+        plgpu.copy_smem_to_gmem(slot, out.at[number])
 
 
-def _forward(
-    p: Problem, c: Config, blocks: int, w: Any, epsilon: Any, x: Any, out: Any, *, smem: Any, w_smem: Any, out_smem: Any, full: Any,
-    w_full: Any,
-) -> None:  # fmt: skip
-    engine.copy_gmem_to_smem(w, w_smem, w_full)
-    plgpu.barrier_wait(w_full)
-    weights, least = w_smem[...].astype(jnp.float32), epsilon[0]
+def _forward(rows: _Rows, epsilon: jax.Array, out: Any) -> None:
+    weights = rows.w_smem[...].astype(jnp.float32)
 
-    def row(i: jax.Array, number: jax.Array, refs: list[Any], carry: None) -> None:
-        values = refs[0][...].astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(values * values) * (1.0 / p.width) + least)
-        _store(out, out_smem, i, number, values * scale * weights)
+    def row(values: list[jax.Array], store: Callable[[Any, jax.Array], None], carry: None) -> None:
+        (x,) = values
+        store(out, x * rows.scale(x, epsilon) * weights)
         return carry
 
-    _Rows(p, c, blocks, (x,), smem, full).for_each(row, None)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+    rows.for_each(row, None)
 
 
-def _gradient(
-    p: Problem, c: Config, blocks: int, w: Any, epsilon: Any, *refs: Any, smem: Any, w_smem: Any, out_smem: Any, full: Any,
-    w_full: Any,
-) -> None:  # fmt: skip
-    *arrays, dx, dw = refs
-    engine.copy_gmem_to_smem(w, w_smem, w_full)
-    plgpu.barrier_wait(w_full)
-    least = epsilon[0]
+def _gradient(rows: _Rows, epsilon: jax.Array, dx: Any, dw: Any) -> None:
+    p = rows.problem
 
-    def row(i: jax.Array, number: jax.Array, refs: list[Any], total: jax.Array) -> jax.Array:
-        x, g = refs[0][...].astype(jnp.float32), refs[1][...].astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(x * x) * (1.0 / p.width) + least)
-        product = g * x
-        of_x = g * w_smem[...].astype(jnp.float32)
+    def row(values: list[jax.Array], store: Callable[[Any, jax.Array], None], total: jax.Array) -> jax.Array:
+        x, g, *added = values
+        scale = rows.scale(x, epsilon)
+        of_x = g * rows.w_smem[...].astype(jnp.float32)
         mean = jnp.sum(of_x * x) * (1.0 / p.width)
         gradient = scale * (of_x - x * (scale * scale * mean))
-        if p.residual:
-            gradient += refs[2][...].astype(jnp.float32)
-        _store(dx, out_smem, i, number, gradient)
-        return total + product * scale
+        store(dx, gradient + added[0] if added else gradient)
+        return total + g * x * scale
 
-    total = _Rows(p, c, blocks, tuple(arrays), smem, full).for_each(row, jnp.zeros(w.shape, jnp.float32))
-    dw[lax.axis_index("block")] = total
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+    dw[lax.axis_index("block")] = rows.for_each(row, jnp.zeros(rows.w_smem.shape, jnp.float32))

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
+from mgpu_ops.core.limits import WARPGROUP, block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
 
 LANES = 128  # columns of a part of a row: TMA copies a row as [width / 128, 128]
-MAX_WIDTH = 8192  # a row lies in the registers of one warpgroup
+MAX_WIDTH = {False: 8192, True: 4096}  # of the gradient: rows lie in the registers of one warpgroup
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ _FORWARD = list(SHAPES)
 SHAPES |= {
     f"{name}-gradient": dataclasses.replace(SHAPES[name], gradient=True, residual=True)
     for name in _FORWARD
-    if SHAPES[name].rows > 16
+    if SHAPES[name].rows > 16 and SHAPES[name].width <= MAX_WIDTH[True]
 }
 SUITES: dict[str, Sequence[str]] = {"llm": _FORWARD, "gradient": [name for name in SHAPES if name not in _FORWARD]}
 
@@ -73,9 +73,14 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if p.residual and not p.gradient:
         return "residual=True is of the gradient: leave it out"
-    if p.width % LANES or p.width > MAX_WIDTH:
-        return f"width={p.width} is no multiple of {LANES} up to {MAX_WIDTH}: pad it, or use backend='xla'"
+    if p.width % LANES or p.width > MAX_WIDTH[p.gradient]:
+        return f"width={p.width} is no multiple of {LANES} up to {MAX_WIDTH[p.gradient]}: use backend='xla'"
     return None
+
+
+def unmeasured(problem: Problem) -> str | None:
+    """Why calls run XLA until their problem or one near it was measured."""
+    return "nothing is tuned for it: backend='mosaic' runs the kernel"
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -88,22 +93,17 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     own = smem_bytes(problem, config)
     if config.blocks * (own + _OF_A_BLOCK) > gpu.smem_per_block + _OF_A_BLOCK:
         return f"{config.blocks} blocks of {own} bytes of shared memory do not fit on an SM of {gpu.name}: use fewer stages"
-    if (taken := _arrays_in_registers(problem) * problem.width // 128 + _OTHER_REGISTERS) > _registers(config, gpu):
-        return f"a row takes {taken} registers a thread, and {config.blocks} blocks leave {_registers(config, gpu)}: use fewer"
+    taken, left = _registers(problem), min(255, gpu.registers_per_sm // (config.blocks * WARPGROUP))
+    if taken > left:
+        return f"a row takes {taken} registers a thread, and {config.blocks} blocks leave {left}: use fewer"
     return None
 
 
-def _arrays_in_registers(p: Problem) -> int:
-    """Rows of float32 that a thread holds at once: x and w, or x, g and the sum of dw; w is read from shared memory then."""
-    return 3 if p.gradient else 2
+def _registers(p: Problem) -> int:
+    """Of a thread, about: x and w; or x, g, the sum of dw and what is stored, where w is read from shared memory again."""
+    return (4 if p.gradient else 2) * p.width // WARPGROUP + 32
 
 
-def _registers(c: Config, gpu: Gpu) -> int:
-    """Of a thread."""
-    return min(255, gpu.registers_per_sm // (c.blocks * 128))
-
-
-_OTHER_REGISTERS = 32
 _REDUCTIONS = 2048  # bytes that Mosaic takes for sums over a warpgroup
 _OF_A_BLOCK = 1024  # bytes of an SM's shared memory that the system takes for each block
 

@@ -208,6 +208,7 @@ UNBOUNDED = {
     ("flash_attention", 3): {"compute_warpgroups", "max_concurrent_steps", "section_waves"},
     ("flash_attention_backward", 3): {"max_concurrent_steps", "section_waves"},
     ("cross_entropy", 3): {"stages"},
+    ("rms_norm", 3): {"stages"},
     **{(kind, 3): {"blocks", "stages"} for kind in ("all_reduce", "reduce_scatter", "all_gather")},
 }
 

@@ -103,6 +103,7 @@ MODULES = {
     "ragged_contraction": "grouped.ragged_contraction",
     "flash_attention": "attention.flash_attention",
     "cross_entropy": "cross_entropy",
+    "rms_norm": "rms_norm",
     "dot_product_attention": "attention.dot_product_attention",
 }
 

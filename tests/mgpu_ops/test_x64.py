@@ -74,6 +74,7 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "ragged_contraction": lambda **b: mgpu_ops.ragged_contraction(A, A, jnp.asarray(SIZES), **b),
     "flash_attention": lambda **b: gradients(functools.partial(mgpu_ops.flash_attention, causal=True, **b), Q, Q, Q),
     "decoding": lambda **b: mgpu_ops.flash_attention(FEW, KEYS, KEYS, kv_lengths=jnp.asarray([100]), **b),
+    "rms_norm": lambda **b: gradients(lambda x, w: mgpu_ops.rms_norm(x, w, **b), LOGITS, LOGITS[0]),
     "cross_entropy": lambda **b: gradients(lambda x: mgpu_ops.cross_entropy(x, np.arange(64), **b), LOGITS),
     "all_reduce": lambda **b: on_two_devices(functools.partial(mgpu_ops.all_reduce, axis_name="d", **b)),
     "reduce_scatter": lambda **b: on_two_devices(functools.partial(mgpu_ops.reduce_scatter, axis_name="d", **b)),

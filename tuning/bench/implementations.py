@@ -574,6 +574,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
     "quantized_matmul": {"xla": _baseline("quantized_matmul")},
     "quantize": {"xla": _baseline("quantize")},
     "cross_entropy": {"xla": _baseline("cross_entropy")},
+    "rms_norm": {"xla": _baseline("rms_norm")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
         "jax-pallas": Competitor(

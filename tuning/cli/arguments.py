@@ -60,6 +60,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged", "anywhere"),
     "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads"),
     "cross_entropy": ("llm", "gradient"),
+    "rms_norm": ("llm", "gradient"),
     "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
@@ -76,6 +77,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
     "flash_attention_backward": ("cudnn",),
     "cross_entropy": ("xla",),
+    "rms_norm": ("xla",),
 }
 BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
@@ -197,8 +199,12 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("none", "relu", "silu", "gelu", "gelu_erf"),
             "help": "applied to the output (default none); of gated ops, to the gate (default silu)",
         },
-        "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype"},
-        "gradient": _FLAG | {"help": "of gated ops: the gradients of gate and up; of cross_entropy: of the logits"},
+        "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype; of rms_norm's gradient: of x's"},
+        "gradient": _FLAG
+        | {
+            "help": "of gated ops: the gradients of gate and up; of cross_entropy: of the logits; "
+            "of rms_norm: of x and of the weight"
+        },
         "stored": _FLAG | {"help": "of gated_matmul: gate is given, and for the gradients up; one product is computed"},
         "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
         "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
@@ -252,9 +258,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
         "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
     },
-    "cross_entropy (--dtype also f32, --gradient too)": {
-        "rows": _SIZE | {"help": "rows of the logits: tokens"},
+    "cross_entropy (--dtype also f32, --gradient too), rms_norm (--gradient and --residual too)": {
+        "rows": _SIZE | {"help": "rows of the logits, or of x: tokens"},
         "vocabulary": _SIZE | {"help": "columns of the logits"},
+        "width": _SIZE | {"help": "columns of x"},
     },
     "quantize (--rows too, --dtype also f32)": {
         "columns": _SIZE | {"help": "columns of the array"},

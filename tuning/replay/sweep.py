@@ -73,6 +73,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
     ),
     "flash_attention_backward": ("gpt2-1024-causal", "mha64-4096-causal"),
     "cross_entropy": ("llama3-8b-512", "llama3-8b-4096-gradient"),
+    "rms_norm": ("llama3-8b-16", "llama3-8b-8192-gradient"),
 }
 
 # Parameters left out have all choices of the op's space.
@@ -115,6 +116,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "flash_attention_backward": {},
     "cross_entropy": {},
+    "rms_norm": {},
 }
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
@@ -127,6 +129,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "flash_attention": ("memory_registers", "section_waves"),
     "flash_attention_backward": ("section_waves",),
     "cross_entropy": ("stages",),
+    "rms_norm": ("stages",),
 }
 
 
