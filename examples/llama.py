@@ -6,7 +6,7 @@
 
 The three backends share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this library in
 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in bfloat16, and the
-optimizer's are float32. What lies between products (norms, rotary embeddings, the gate) is left to XLA's fusions.
+optimizer's are float32. Rotary embeddings are left to XLA's fusions.
 
 A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
 Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.
@@ -90,6 +90,7 @@ class Backend:
     attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
+    norm: RMS norm of x [tokens, width] with a weight [width], and x, for what goes around it.
     """
 
     product: Callable[..., jax.Array]
@@ -98,6 +99,13 @@ class Backend:
     attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
+    norm: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _xla_norm(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+    return (scaled * weight).astype(x.dtype), x
 
 
 def _xla_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
@@ -146,6 +154,7 @@ OURS = Backend(
     functools.partial(mgpu_ops.flash_attention, causal=True),
     _look_up,
     mgpu_ops.cross_entropy,
+    functools.partial(mgpu_ops.rms_norm, epsilon=1e-5, return_x=True),
 )
 BACKENDS = {
     # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
@@ -156,19 +165,15 @@ BACKENDS = {
         _xla_attention,
         _xla_attention,
         functools.partial(mgpu_ops.cross_entropy, backend="xla"),
+        _xla_norm,
     ),
     "mgpu_ops": OURS,
-    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=functools.partial(_mlp, _fp8_product)),
+    # XLA makes the largest number of what a norm yields in the norm's own pass.
+    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=functools.partial(_mlp, _fp8_product), norm=_xla_norm),
 }
 
 
 # --- The model --------------------------------------------------------------------------------------------------------
-
-
-def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
-    return (scaled * weight).astype(x.dtype)
 
 
 def rope(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -182,10 +187,12 @@ def rope(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
 
-def heads(model: Model, backend: Backend, layer: Params, x: jax.Array, batch: int, positions: jax.Array) -> list[jax.Array]:
-    """q, k and v of a layer, [batch, tokens, heads, head_dim] each, for x [batch * tokens, width]."""
+def heads(
+    model: Model, backend: Backend, layer: Params, normal: jax.Array, batch: int, positions: jax.Array
+) -> list[jax.Array]:
+    """q, k and v of a layer, [batch, tokens, heads, head_dim] each, for its normalised x [batch * tokens, width]."""
     m = model
-    qkv = backend.product(norm(x, layer["attention_norm"]), layer["qkv"])
+    qkv = backend.product(normal, layer["qkv"])
     qkv = qkv.reshape(batch, -1, m.heads + 2 * m.kv_heads, m.head_dim)
     q, k, v = jnp.split(qkv, (m.heads, m.heads + m.kv_heads), 2)
     return [rope(m, q, positions), rope(m, k, positions), v]
@@ -193,7 +200,7 @@ def heads(model: Model, backend: Backend, layer: Params, x: jax.Array, batch: in
 
 def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
     """x plus the gated layer. Without `recompute`, gate and up are kept for the backward pass: faster, with more memory."""
-    normal = norm(x, layer["ffn_norm"])
+    normal, x = backend.norm(x, layer["ffn_norm"])
     if "gate_up" in layer:
         gate, up = jnp.split(backend.product(normal, layer["gate_up"]), 2, -1)
         hidden = jax.nn.silu(gate) * up
@@ -220,7 +227,8 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
     positions = jnp.arange(n)
     x = params["embedding"][tokens[:, :-1].reshape(-1)]
     for layer in params["layers"]:
-        attended = backend.attention(*heads(model, backend, layer, x, batch, positions))
+        normal, x = backend.norm(x, layer["attention_norm"])
+        attended = backend.attention(*heads(model, backend, layer, normal, batch, positions))
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
         x = ffn(backend, layer, x, recompute)
     logits = _head(backend, params, x)
@@ -230,7 +238,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
 def _head(backend: Backend, params: Params, x: jax.Array) -> jax.Array:
     """The logits: in 16 bits with each backend, as recipes of 8 bits have it."""
     product = _xla_product if backend.product is _xla_product else _product
-    return product(norm(x, params["norm"]), params["head"])
+    return product(backend.norm(x, params["norm"])[0], params["head"])
 
 
 def gradients(
@@ -254,7 +262,8 @@ def decode(
     x = params["embedding"][tokens]
     grown = []
     for layer, known in zip(params["layers"], cache, strict=True):
-        q, *new = heads(model, backend, layer, x, batch, position[None])
+        normal, x = backend.norm(x, layer["attention_norm"])
+        q, *new = heads(model, backend, layer, normal, batch, position[None])
         k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
