@@ -90,7 +90,7 @@ class Backend:
     attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
-    norm: RMS norm of x [tokens, width] with a weight [width], and x, for what goes around it.
+    norm: RMS norm of x [tokens, width] with a weight [width]; with return_x=True that and x, for what goes around it.
     """
 
     product: Callable[..., jax.Array]
@@ -99,13 +99,14 @@ class Backend:
     attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
-    norm: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    norm: Callable[..., Any]
 
 
-def _xla_norm(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _xla_norm(x: jax.Array, weight: jax.Array, return_x: bool = False) -> Any:
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
-    return (scaled * weight).astype(x.dtype), x
+    normal = (scaled * weight).astype(x.dtype)
+    return (normal, x) if return_x else normal
 
 
 def _xla_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
@@ -154,7 +155,7 @@ OURS = Backend(
     functools.partial(mgpu_ops.flash_attention, causal=True),
     _look_up,
     mgpu_ops.cross_entropy,
-    functools.partial(mgpu_ops.rms_norm, epsilon=1e-5, return_x=True),
+    functools.partial(mgpu_ops.rms_norm, epsilon=1e-5),
 )
 BACKENDS = {
     # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
@@ -200,7 +201,7 @@ def heads(
 
 def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
     """x plus the gated layer. Without `recompute`, gate and up are kept for the backward pass: faster, with more memory."""
-    normal, x = backend.norm(x, layer["ffn_norm"])
+    normal, x = backend.norm(x, layer["ffn_norm"], return_x=True)
     if "gate_up" in layer:
         gate, up = jnp.split(backend.product(normal, layer["gate_up"]), 2, -1)
         hidden = jax.nn.silu(gate) * up
@@ -227,7 +228,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
     positions = jnp.arange(n)
     x = params["embedding"][tokens[:, :-1].reshape(-1)]
     for layer in params["layers"]:
-        normal, x = backend.norm(x, layer["attention_norm"])
+        normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
         attended = backend.attention(*heads(model, backend, layer, normal, batch, positions))
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
         x = ffn(backend, layer, x, recompute)
@@ -238,7 +239,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
 def _head(backend: Backend, params: Params, x: jax.Array) -> jax.Array:
     """The logits: in 16 bits with each backend, as recipes of 8 bits have it."""
     product = _xla_product if backend.product is _xla_product else _product
-    return product(backend.norm(x, params["norm"])[0], params["head"])
+    return product(backend.norm(x, params["norm"]), params["head"])
 
 
 def gradients(
@@ -262,7 +263,7 @@ def decode(
     x = params["embedding"][tokens]
     grown = []
     for layer, known in zip(params["layers"], cache, strict=True):
-        normal, x = backend.norm(x, layer["attention_norm"])
+        normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
         q, *new = heads(model, backend, layer, normal, batch, position[None])
         k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
         grown.append((k, v))
