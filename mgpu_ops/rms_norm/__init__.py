@@ -151,7 +151,8 @@ def _batchable(call: _Call) -> Any:
 
     @jax.custom_batching.custom_vmap
     def norm(x: jax.Array, w: jax.Array, *others: jax.Array) -> Any:
-        problem = Problem(*x.shape, x.dtype.name, call.gradient, call.gradient and call.kept)
+        rows, width = x.shape
+        problem = Problem(rows, width, x.dtype.name, call.gradient, call.gradient and call.kept)
         arrays = (x, w, jnp.full((1,), call.epsilon, np.float32), *others)
         return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
 
