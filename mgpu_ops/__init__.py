@@ -70,6 +70,7 @@ else:
         "quantized_matmul",
         "ragged_contraction",
         "ragged_dot",
+        "ragged_dot_general",
         "reduce_scatter",
         "rms_norm",
         "spec_of",

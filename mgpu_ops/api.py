@@ -21,6 +21,7 @@ from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
 from mgpu_ops.cross_entropy import cross_entropy
 from mgpu_ops.fp8_grouped import fp8_grouped_matmul
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
+from mgpu_ops.grouped.dot_general import ragged_dot_general
 from mgpu_ops.grouped.gated import Problem as GatedGroupedMatmulProblem
 from mgpu_ops.grouped.gated import gated_grouped_matmul
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
@@ -181,6 +182,7 @@ __all__ = [
     "quantized_matmul",
     "ragged_contraction",
     "ragged_dot",
+    "ragged_dot_general",
     "reduce_scatter",
     "rms_norm",
     "spec_of",

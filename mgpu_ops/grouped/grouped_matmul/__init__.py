@@ -224,12 +224,20 @@ def _is_grouped_matmul(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype
     arrays = lhs, rhs, sizes
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
         return False
-    lhs, rhs, sizes = types = [jax.typeof(x) for x in arrays]
+    lhs, rhs, sizes = (jax.typeof(x) for x in arrays)
     return (
         (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1)
-        and all(isinstance(size, int) for x in types for size in x.shape)  # an exported function may have symbolic ones
         and lhs.shape[1] == rhs.shape[1]
         and (0 < rhs.shape[0] <= sizes.shape[0] if part else rhs.shape[0] == sizes.shape[0] > 0)
+        and are_plain(lhs, rhs, sizes, precision, out_dtype)
+    )
+
+
+def are_plain(lhs: Any, rhs: Any, sizes: Any, precision: Any, out_dtype: Any) -> bool:
+    """Whether arrays of these types are multiplied by ours as by JAX, whatever their ranks are."""
+    types = lhs, rhs, sizes
+    return (
+        all(isinstance(size, int) for x in types for size in x.shape)  # an exported function may have symbolic ones
         and lhs.dtype == rhs.dtype
         and lhs.dtype.name in ("bfloat16", "float16", "float32", "float64")
         and precision in (None, "default", *(lax.Precision if lhs.dtype.itemsize == 2 else [lax.Precision.DEFAULT]))
