@@ -166,9 +166,13 @@ def _compiled(tile: Tile, x: Any, values: Sequence[Any], scales: Sequence[Any], 
 def _found(place: Place, chunks: Sequence[Chunk], source: Any, largest: Any) -> tuple[list[list[Any]], list[Any]]:
     """The scales of each row that a thread has, and of each of its columns, of the largest numbers of the tile."""
     p, c = place.problem, place.config
-    loaded = [[load(p, c, source, chunk.offset(i), ".nc") for i in range(ROWS)] for chunk in chunks]
-    sizes = [[[_size(x) for x in floats(p.dtype, words)] for words in rows] for rows in loaded]
-    columns = [_largest([one[j] for rows in sizes for one in rows]) for j in range(4)]
+    columns, of_rows = [i32(0)] * 4, []
+    for chunk in chunks:
+        loaded = [load(p, c, source, chunk.offset(i), ".nc") for i in range(ROWS)]
+        sizes = [[_size(x) for x in floats(p.dtype, words)] for words in loaded]
+        columns = [_largest([columns[j], *(one[j] for one in sizes)]) for j in range(4)]
+        if p.scheme == "block":
+            of_rows.append([_of_warp(_largest(one)) for one in sizes])
     store(largest, arith.muli(place.thread, i32(16)), columns, "shared")  # 128 columns of each warp
     mosaic.warpgroup_barrier()
     code = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -180,8 +184,8 @@ def _found(place: Place, chunks: Sequence[Chunk], source: Any, largest: Any) -> 
     of_tile = _scale(p, _of_warp(_largest(columns))) if "square" in (p.scheme, p.scheme_t) else None
     by_t = [of_tile] * 4 if p.scheme_t == "square" else [_scale(p, one) for one in columns]
     if p.scheme == "square":
-        return [[of_tile] * ROWS for _ in sizes], by_t
-    return [[_scale(p, _of_warp(_largest(one))) for one in rows] for rows in sizes], by_t
+        return [[of_tile] * ROWS for _ in chunks], by_t
+    return [[_scale(p, one) for one in rows] for rows in of_rows], by_t
 
 
 def _size(x: Any) -> Any:
