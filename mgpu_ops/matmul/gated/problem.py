@@ -137,7 +137,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
     if problem.stored:
-        return "the kernel of a stored gate was not run on a GPU yet: backend='mosaic' runs it"
+        return "the kernel of a stored gate was not measured for a problem like this: backend='mosaic' runs it"
     return None
 
 

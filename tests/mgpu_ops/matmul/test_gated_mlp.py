@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from mgpu_ops import capture, gated_mlp, spec_of
+from mgpu_ops import GatedMatmulProblem, capture, explain, gated_mlp, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.core.activations import activate
 from tests import thorough
@@ -86,9 +86,11 @@ def test_without_a_gradient_only_the_hidden_activations_are_written():
     }
 
 
-def test_calls_run_xla_until_a_stored_gate_was_measured():
-    problem = spec_of("gated_matmul").shapes["llama3-8b-8192-stored"]
-    assert "was not run on a GPU yet" in str(spec_of("gated_matmul").unmeasured(problem))
+def test_a_stored_gate_runs_its_kernel_where_it_was_measured_and_xla_elsewhere():
+    for name in ("llama3-8b-8192-stored", "llama3-8b-8192-stored-gradient"):
+        assert re.search("runs +the kernel", explain("gated_matmul", spec_of("gated_matmul").shapes[name], gpu="h200"))
+    far = GatedMatmulProblem(128, 128, 128, stored=True)
+    assert re.search("runs +XLA: .* was not measured", explain("gated_matmul", far, gpu="h200"))
 
 
 @pytest.mark.parametrize("axes", [(0, None, None, None, 0), (0, 0, None, None, None)], ids=str)
