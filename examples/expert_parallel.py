@@ -21,6 +21,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ def exchanged(exchange: Exchange, top_k: int, experts: int, x: jax.Array, router
     return mgpu_ops.moe_combine(exchange(counts, rows, scale.reshape(-1)[order], weights), order, positions)
 
 
-EXCHANGES = {
+EXCHANGES: dict[str, Callable[..., jax.Array]] = {
     "all-gather": shard,
     "all-to-all": functools.partial(exchanged, in_blocks),
     "ragged": functools.partial(exchanged, ragged),
@@ -149,12 +150,13 @@ def with_gradients(layer: Callable[..., jax.Array]) -> Callable[..., Arrays]:
     return jax.jit(run)
 
 
-def seconds(step: Callable[..., Arrays], arrays: Arrays, repeat: int) -> float:
+def seconds(step: Callable[..., Any], arrays: Arrays, repeat: int) -> float:
     """The shortest of three times of a step, each over `repeat` steps one after the other."""
     jax.block_until_ready(step(*arrays))
     taken = []
     for _ in range(3):
         start = time.perf_counter()
+        out: Any = None
         for _ in range(repeat):
             out = step(*arrays)
         jax.block_until_ready(out)
@@ -164,7 +166,7 @@ def seconds(step: Callable[..., Arrays], arrays: Arrays, repeat: int) -> float:
 
 def apart(x: jax.Array, y: jax.Array) -> float:
     """How far two arrays are apart, as a share of their size."""
-    x, y = (jax.device_get(z).astype("float32") for z in (x, y))
+    x, y = jax.device_put(x, y.sharding).astype("float32"), y.astype("float32")
     return float(jnp.sqrt(jnp.mean((x - y) ** 2) / jnp.mean(y**2)))
 
 
@@ -189,13 +191,14 @@ def main(arguments: list[str] | None = None) -> None:
     arrays = init(a.tokens, a.width, a.hidden, a.experts)
     on_mesh = tuple(jax.device_put(x, NamedSharding(mesh, share)) for x, share in zip(arrays, SHARES, strict=True))
     layers = (shared(mesh, a.top_k, a.experts, a.exchange), on_mesh), (functools.partial(alone, a.top_k), arrays)
-    ours, wanted = (with_gradients(layer)(*of) for layer, of in layers)
+    steps = [with_gradients(layer) for layer, _ in layers]
+    ours, wanted = (step(*of) for step, (_, of) in zip(steps, layers, strict=True))
     names = ("output", "gradient of x", "of the router", "of gate", "of up", "of down")
     for name, x, y in zip(names, ours, wanted, strict=True):
         print(f"{name}: {apart(x, y):.1e} of its size apart")
-    for where, (layer, of) in zip((f"{a.devices} devices, {a.exchange}", "one device"), layers, strict=True):
+    for where, (layer, of), step in zip((f"{a.devices} devices, {a.exchange}", "one device"), layers, steps, strict=True):
         if a.repeat > 0:
-            forward, both = (seconds(step, of, a.repeat) * 1e3 for step in (jax.jit(layer), with_gradients(layer)))
+            forward, both = (seconds(run, of, a.repeat) * 1e3 for run in (jax.jit(layer), step))
             print(f"{where}: {forward:.3f} ms forward, {both:.3f} ms with gradients")
 
 

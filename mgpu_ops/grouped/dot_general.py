@@ -23,7 +23,7 @@ _jaxs: Any = lax.ragged_dot_general  # bound here: a program may put ours in its
 _PRODUCT = "product"  # of rows [m, k] and matrices [g, k, n]
 _TRANSPOSED = "transposed"  # of rows [m, k] and matrices [g, n, k]: the gradient of the rows
 _CONTRACTION = "contraction"  # of [m, k] and [m, n] over each group's rows: the gradient of the matrices
-_FORMS = {  # by contracting dimensions of lhs and rhs, lhs's ragged ones, and rhs's of groups
+_FORMS: dict[Any, str] = {  # by contracting dimensions of lhs and rhs, lhs's ragged ones, and rhs's of groups
     (((1,), (1,)), (0,), (0,)): _PRODUCT,
     (((1,), (2,)), (0,), (0,)): _TRANSPOSED,
     (((0,), (0,)), (0,), ()): _CONTRACTION,
