@@ -190,7 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
     mesh = jax.make_mesh((a.devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[: a.devices])
     arrays = init(a.tokens, a.width, a.hidden, a.experts)
     on_mesh = tuple(jax.device_put(x, NamedSharding(mesh, share)) for x, share in zip(arrays, SHARES, strict=True))
-    layers = (shared(mesh, a.top_k, a.experts, a.exchange), on_mesh), (functools.partial(alone, a.top_k), arrays)
+    every = shared(mesh, a.top_k, a.experts, a.exchange)
+    layers: Any = (every, on_mesh), (functools.partial(alone, a.top_k), arrays)
     steps = [with_gradients(layer) for layer, _ in layers]
     ours, wanted = (step(*of) for step, (_, of) in zip(steps, layers, strict=True))
     names = ("output", "gradient of x", "of the router", "of gate", "of up", "of down")
