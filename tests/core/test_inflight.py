@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops
 from mgpu_ops import spec_of
-from mgpu_ops.core import engine, gpu, inflight
+from mgpu_ops.core import engine, gpu, inflight, scaled
 from mgpu_ops.core.inflight import InFlight
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.tuning import suites
@@ -38,6 +38,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "quantized_matmul": ("quantized_matmul", "llama3-8b-down-16-w8", {}),
     "quantized_matmul of groups": ("quantized_matmul", "llama3-8b-down-16-w4", {}),
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
+    "grouped_matmul, scales of blocks": ("grouped_matmul", "qwen3-30b-gate_up-16384-random-fp8-block", {}),
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),
     "forward": ("flash_attention", "mistral-7b-16384-window", {}),
     "decoding": ("flash_attention", "llama3-8b-decode-16x8192", {}),
@@ -50,11 +51,12 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
 }
 # Where in our kernels something is waited for: by `wgmma_wait`, or by `accumulated` before it reads. (File, line)
 # A wait that only ptxas needs says so in its line; tests of the SASS hold these.
+LOOP = Path(scaled.__file__)  # a main loop of several ops
 SITES = [
     (str(path), number)
-    for path in sorted(Path(mgpu_ops.__path__[0]).rglob("*.py"))
+    for path in [LOOP, *(p for p in sorted(Path(mgpu_ops.__path__[0]).rglob("*.py")) if p.parent.name != "core")]
     for number, line in enumerate(path.read_text().splitlines(), 1)
-    if path.parent.name != "core" and re.search(r"engine\.(wgmma_wait|accumulated)\(", line) and "ptxas" not in line
+    if re.search(r"engine\.(wgmma_wait|accumulated)\(", line) and "ptxas" not in line
 ]
 
 
@@ -62,7 +64,7 @@ def trace(name: str, *, interpret: bool = False) -> None:
     """Traces a kernel, or two that belong together; nothing is compiled or run."""
     op, shape, changes = KERNELS[name]
     spec = spec_of(op)
-    problem = (spec.shapes | suites.problems(spec, "fp8-block") if op == "matmul" else spec.shapes)[shape]
+    problem = (spec.shapes | suites.problems(spec, "fp8-block") if shape.endswith("fp8-block") else spec.shapes)[shape]
     config = replace(spec.default(problem, H200), **changes)
     assert spec.check(problem, config, H200) is None
     arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
