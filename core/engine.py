@@ -392,8 +392,11 @@ def specialize(
     consumers: int,
     producer_registers: int,
     consumer_registers: int,
+    helper: Callable[[], None] | None = None,
 ) -> None:
-    """Splits a block by role: its first `consumers` warpgroups run `consumer`, the last one `producer`, all at the same time.
+    """Splits a block by role: its first `consumers` warpgroups run `consumer`, the next one `producer`, all at the same time.
+
+    helper: what one more warpgroup runs, behind the producer's and with as many registers. Default: there is none.
 
     Registers are per thread, multiples of 8. The warpgroups together may not have more than the block was launched with.
     Source: PTX ISA, "setmaxnreg".
@@ -404,6 +407,13 @@ def specialize(
     def _() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
         producer()
+
+    if helper is not None:
+
+        @pl.when(wg == consumers + 1)
+        def _() -> None:
+            plgpu.set_max_registers(producer_registers, action="decrease")
+            helper()
 
     @pl.when(wg < consumers)
     def _() -> None:

@@ -108,6 +108,20 @@ class Pipeline:
         lax.fori_loop(1, steps, step, None)
         release(first + (steps - 1), 0)
 
+    def first(self, step: jax.Array) -> jax.Array:
+        """The stage of a step. A loop counts on from it with `next`, which takes fewer instructions."""
+        return lax.rem(step, jnp.int32(self.stages))
+
+    def next(self, stage: jax.Array) -> jax.Array:
+        """The stage of the step after that of `stage`."""
+        return jnp.where(stage == self.stages - 1, 0, stage + 1)
+
+    def read_stage(self, stage: jax.Array, compute: Callable[[jax.Array], None]) -> None:
+        """Consumer: as `read`, of the step that is in `stage`."""
+        plgpu.barrier_wait(self._full(stage))
+        compute(stage)
+        engine.barrier_arrive(self.empty.at[stage])
+
     def read(self, step: jax.Array, compute: Callable[[jax.Array], None]) -> None:
         """Consumer: waits until the stage of `step` is full, runs `compute(stage)`, and declares the stage empty.
 

@@ -20,18 +20,31 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
+from mgpu_ops.core.engine import operand_transforms
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.registers import i32
 
 
-def load_upcast(ref: Any, dtype: DTypeLike) -> jax.Array:
+_TINY = {"bfloat16": -133, "float16": -24}  # the exponent of the smallest float
+_FACTOR = {"bfloat16": 127, "float16": 15}  # of the largest power of two
+
+
+def unit(dtype: DTypeLike) -> float:
+    """What 1 becomes in `load_upcast(..., ordered=True)`: a power of two."""
+    name = jnp.dtype(dtype).name
+    return 2.0 ** (_TINY[name] + _FACTOR[name])
+
+
+def load_upcast(ref: Any, dtype: DTypeLike, ordered: bool = False) -> jax.Array:
     """The int8 or int4 numbers of a shared-memory ref [64, columns] as bfloat16 or float16 in wgmma's layout, exact.
 
     The ref has rows of 128 numbers and the swizzle of that many bytes: 128 of int8, 64 of int4.
+
+    ordered: the numbers times `unit(dtype)`, with columns in the order of `column_order`: no thread needs what another loads.
     """
     dtype, bits = jnp.dtype(dtype), 4 if ref.dtype == jnp.int4 else 8
     if interpreting():
-        return ref[...].astype(dtype)
+        return (ref[...].astype(jnp.float32) * unit(dtype)).astype(dtype) if ordered else ref[...].astype(dtype)
     loaded = plgpu.Layout.WGMMA_UPCAST_4X if bits == 4 else plgpu.Layout.WGMMA_UPCAST_2X
     words = plgpu.load(ref, layout=loaded)
 
@@ -40,7 +53,7 @@ def load_upcast(ref: Any, dtype: DTypeLike) -> jax.Array:
         layout = fragmented_array.WGMMA_LAYOUT
         pair = ir.VectorType.get((2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
         found = np.empty(layout.registers_shape(ref.shape), dtype=object)
-        spread = (_four_bits if bits == 4 else _eight_bits)(dtype == jnp.bfloat16)
+        spread = _in_order(bits, dtype) if ordered else (_four_bits if bits == 4 else _eight_bits)(dtype == jnp.bfloat16)
         rest = (0,) * (found.ndim - 5)
         for index, word in np.ndenumerate(words.registers):
             pairs = spread(mosaic.bitcast(word, ir.IntegerType.get_signless(32)))
@@ -113,3 +126,99 @@ def _four_bits(bfloat16: bool) -> Any:
         ]
 
     return spread
+
+
+def _in_order(bits: int, dtype: Any) -> Any:
+    """Of a thread's 32 bits its pairs: numbers 16 bits apart.
+
+    The smallest floats of a format lie at equal distances: up to 255 of bfloat16 and beyond it of float16, the bits of an integer
+    are the float `integer * tiny`. One multiplication and addition makes of it what it is without its sign turned over.
+    """
+    name = jnp.dtype(dtype).name
+    wide = "bf16x2" if name == "bfloat16" else "f16x2"
+    addend = _pair(name, -(2.0 ** (bits - 1)) * unit(name))
+
+    def floats(word: Any, mask: int, sign: int, shift: int) -> Any:
+        factor = _pair(name, 2.0 ** (_FACTOR[name] - shift))
+        code = (
+            f"{{ .reg .b32 x, f, c; lop3.b32 x, $1, 0x{mask:08x}, 0x{sign:08x}, 0x6a;"
+            f" mov.b32 f, 0x{factor:08x}; mov.b32 c, 0x{addend:08x}; fma.rn.{wide} $0, x, f, c; }}"
+        )
+        return _ptx(code, word)
+
+    def spread(word: Any) -> list[Any]:
+        upper = arith.shrui(word, i32(8))
+        if bits == 8:
+            return [floats(one, 0x00FF00FF, 0x00800080, 0) for one in (word, upper)]
+        nibbles = ((0x000F000F, 0x00080008, 0), (0x00F000F0, 0x00800080, 4))
+        return [floats(one, *nibble) for one in (word, upper) for nibble in nibbles]
+
+    return spread
+
+
+def _pair(dtype: str, value: float) -> int:
+    """A float of the dtype in both halves of 32 bits."""
+    return int(np.full(2, value).astype(jnp.dtype(dtype)).view(np.uint32)[0])
+
+
+UNIT = 32  # columns that `order_columns` permutes among themselves
+
+
+def column_order(bits: int) -> list[int]:
+    """Which of 32 neighbours along k is in each column of `load_upcast(..., ordered=True)`.
+
+    A thread of four (q) loads 32 bits, and has columns 2 q, 2 q + 1 of every eight.
+    """
+    first = [8 * q for q in range(4)] if bits == 4 else [0, 8, 4, 12]  # that a thread loads, of 32 or 16
+    count = 32 // bits
+    eights = [[first[q] + i + e * count // 2 for q in range(4) for e in range(2)] for i in range(count // 2)]
+    one = [column for eight in eights for column in eight]
+    return [start + column for start in range(0, UNIT, len(one)) for column in one]
+
+
+def order_columns(ref: Any, bits: int) -> None:
+    """Puts the columns of a shared-memory ref [panels, rows, columns] of 16 bits into `column_order`, in place.
+
+    columns: 64 or 32, with the swizzle of as many bytes. By all threads of a warpgroup; `plgpu.commit_smem` comes after it.
+    """
+    if interpreting():
+        ref[...] = ref[...]
+        return
+    panels, rows, width = ref.shape
+    pitch = 2 * width
+    units = panels * rows * width // UNIT
+    order = column_order(bits)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_transforms(width, ref.dtype)),))
+    def permute(_: Any, ref: Any) -> None:
+        base = _ptx("mov.u32 $0, $1;", mosaic.memref_ptr(ref))
+        thread = arith.remui(mosaic.thread_idx(), i32(128))
+        for first in range(0, units, 128):
+            number = arith.addi(thread, i32(first))
+            row, column = arith.remui(number, i32(rows)), arith.divui(number, i32(rows))  # of units
+            panel, within = arith.divui(column, i32(width // UNIT)), arith.remui(column, i32(width // UNIT))
+            start = arith.addi(arith.muli(panel, i32(rows * pitch)), arith.muli(row, i32(pitch)))
+            start = arith.addi(start, arith.muli(within, i32(2 * UNIT)))
+            turned = arith.shli(arith.andi(arith.shrui(start, i32(7)), i32(pitch // 16 - 1)), i32(4))
+            places = [arith.addi(base, arith.xori(arith.addi(start, i32(16 * c)), turned)) for c in range(4)]
+            if units - first < 128:
+                with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(units))):
+                    _permute(places, order)
+            else:
+                _permute(places, order)
+
+    permute(ref)
+
+
+def _permute(places: list[Any], order: list[int]) -> None:
+    word = ir.IntegerType.get_signless(32)
+    load = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = [w for at in places for w in mosaic.inline_ptx(load, at, result_types=[word] * 4, has_side_effects=True)]
+    for c, at in enumerate(places):
+        found = []
+        for i in range(4):
+            low, high = order[8 * c + 2 * i], order[8 * c + 2 * i + 1]
+            selector = (0x32 if low % 2 else 0x10) | (0x7600 if high % 2 else 0x5400)
+            found.append(_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", words[low // 2], words[high // 2]))
+        store = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+        mosaic.inline_ptx(store, at, *found, has_side_effects=True)

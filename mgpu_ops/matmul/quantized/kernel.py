@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, inflight, tile_scheduler
 from mgpu_ops.core.cluster import ClusterSum
 from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.gemm import ROWS
@@ -32,7 +32,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers, resident_clusters
 from mgpu_ops.core.pipeline import Barriers, Pipeline
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.core.upcast import load_upcast
+from mgpu_ops.core.upcast import load_upcast, order_columns, unit
 from mgpu_ops.matmul.quantized.problem import (
     PANEL,
     Config,
@@ -42,6 +42,7 @@ from mgpu_ops.matmul.quantized.problem import (
     epilogue_buffers,
     epilogue_rows,
     k_steps,
+    producers,
     storing_warpgroups,
     warpgroup_panels,
     warpgroup_rows,
@@ -80,10 +81,12 @@ class _Block:
     out_smem: Any
     s_smem: Any = None
     z_smem: Any = None
+    x_full: Any = None
     parts: Any = None
     parts_arrived: Any = None
     parts_taken: Any = None
     cluster_sum: Any = None
+    wg: list[jax.Array] = dataclasses.field(default_factory=list)
 
     def tile(self, number: jax.Array) -> _Tile:
         """This block's output tile. Tiles with the same weights are neighbours, so that they find them in L2."""
@@ -110,7 +113,8 @@ class _Block:
         shared = {"collective_axes": "cluster"} if c.cluster == "n" else {}
         for i in range(c.tile_k // width):
             src = self.x.at[rows, pl.ds(first + i * width, width)]
-            engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], full, **shared)
+            arrives = full if self.x_full is None else self.x_full.at[stage]
+            engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], arrives, **shared)
         if p.group_size:
             groups = c.tile_k // p.group_size
             at = pl.ds((tile.step + step) * groups, groups), columns
@@ -118,7 +122,21 @@ class _Block:
             if p.zero_points:
                 engine.copy_gmem_to_smem(self.zero_points.at[at], self.z_smem.at[stage], full)
 
+    # --- The warpgroup that puts the columns of x in order
+
+    def order(self, stage: jax.Array, full: Any) -> None:
+        """Puts the columns of x in the order of a thread's weights, then arrives for x at the barrier of a full stage."""
+        plgpu.barrier_wait(self.x_full.at[stage])
+        order_columns(self.x_smem.at[stage], 4 if self.p.w_dtype == "int4" else 8)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full.at[stage])
+
     # --- Consumers
+
+    @property
+    def unit(self) -> float:
+        """What a weight of 1 is in the tensor cores."""
+        return unit(self.p.dtype) if self.c.exchange == "x" else 1.0
 
     @property
     def row_blocks(self) -> range:
@@ -128,22 +146,25 @@ class _Block:
     @property
     def first_row(self) -> Int:
         """The first weight row of this warpgroup in the tile."""
-        return 0 if self.c.wg_dimension == "k" else lax.axis_index("wg") * warpgroup_rows(self.c)
+        return 0 if self.c.wg_dimension == "k" else self.wg[-1] * warpgroup_rows(self.c)
 
     @property
     def first_panel(self) -> Int:
         """The first panel of weights of this warpgroup in a step."""
-        return lax.axis_index("wg") * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
+        return self.wg[-1] * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
 
     def zeros_of_columns(self, tile: _Tile) -> list[jax.Array]:
         """Zero points of this warpgroup's rows, 64 at a time; none where there are none."""
         if self.zero_points is None:
             return []
         shape, first = (ROWS, PANEL), tile.column + self.first_row
-        return [along(self.zero_points, first + row, shape, 0).astype(self.p.dtype) for row in self.row_blocks]
+        zeros = [along(self.zero_points, first + row, shape, 0) for row in self.row_blocks]
+        return [(zero * jnp.asarray(self.unit, zero.dtype)).astype(self.p.dtype) for zero in zeros]
 
     def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
         """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
+        if self.c.exchange == "skip":
+            return
         for number, row in enumerate(self.row_blocks):
             for i in range(warpgroup_panels(self.c)):
                 panel = self.first_panel + i
@@ -157,6 +178,8 @@ class _Block:
         Two accumulators take groups in turn: the tensor cores multiply one while the last one is scaled and added.
         """
         p, totals = self.p, list(sums)
+        if self.c.exchange == "skip":
+            return sums
         units = [
             (number, row, i, first)
             for number, row in enumerate(self.row_blocks)
@@ -165,7 +188,7 @@ class _Block:
         ]
         started = p.group_size // x_panel(p)  # wgmma of a group
         # Scales arrive while the tensor cores multiply.
-        scales = [self._of_group(self.s_smem, stage, *unit[1:]).astype(jnp.float32) for unit in units]
+        scales = [self._of_group(self.s_smem, stage, *unit[1:]).astype(jnp.float32) * (1 / self.unit) for unit in units]
         weights: Any = None
 
         def add(which: int, in_flight: int) -> None:
@@ -180,7 +203,7 @@ class _Block:
             product[...] = jnp.zeros(product.shape, jnp.float32)
             part = weights[:, first : first + p.group_size]
             if p.zero_points:
-                zero = self._of_group(self.z_smem, stage, row, i, first).astype(p.dtype)
+                zero = self._of_group(self.z_smem, stage, row, i, first).astype(p.dtype) * jnp.asarray(self.unit, p.dtype)
                 part -= lax.broadcast_in_dim(zero, part.shape, (0,))
             self._start(product, part, stage, panel, first)
             if which:
@@ -190,7 +213,8 @@ class _Block:
 
     def _weights(self, stage: jax.Array, panel: Int, row: int) -> jax.Array:
         """64 rows of a panel of weights, as 16-bit floats in registers."""
-        return load_upcast(self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)], self.p.dtype)
+        ref = self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)]
+        return load_upcast(ref, self.p.dtype, ordered=self.c.exchange == "x")
 
     def _start(self, acc: Any, weights: jax.Array, stage: jax.Array, panel: Int, first: int) -> None:
         """Starts acc += weights x^T, where the weights begin at element `first` of a panel of theirs."""
@@ -244,7 +268,7 @@ class _Block:
 
             def finish(total: jax.Array, first: jax.Array = first) -> None:
                 if not self.p.group_size:
-                    total *= along(self.scales, first, total.shape, 0)
+                    total *= along(self.scales, first, total.shape, 0) * (1 / self.unit)
                 store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
 
             if self.cluster_sum is None:
@@ -272,6 +296,14 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         lax.fori_loop(0, own_tiles, load_tile, None)
         pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
 
+    def order() -> None:
+        inflight.has_pipeline(block.x_full, pipeline.empty)
+
+        def step(i: jax.Array, _: None) -> None:
+            block.order(lax.rem(i, jnp.int32(c.max_concurrent_steps)), pipeline.full)
+
+        lax.fori_loop(0, own_tiles * steps, step, None)
+
     def compute_tile(accs: tuple[Any, ...], t: jax.Array) -> tuple[jax.Array, ...]:
         """The sums over this block's part of k, of 64 rows each."""
         if not p.group_size:
@@ -279,21 +311,26 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
                 acc[...] = jnp.zeros(acc.shape, jnp.float32)
             zeros = block.zeros_of_columns(block.tile(t))
 
-            def multiply(k: jax.Array, _: None) -> None:
-                pipeline.read(t * steps + k, lambda stage: block.multiply(accs, zeros, stage))
+            def multiply(_: jax.Array, stage: jax.Array) -> jax.Array:
+                pipeline.read_stage(stage, lambda stage: block.multiply(accs, zeros, stage))
+                return pipeline.next(stage)
 
-            lax.fori_loop(0, steps, multiply, None)
+            lax.fori_loop(0, steps, multiply, pipeline.first(t * steps))
             return tuple(acc[...] for acc in accs)
 
-        def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def add(_: jax.Array, carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            stage, sums = carried
             found: list[tuple[jax.Array, ...]] = []
-            pipeline.read(t * steps + k, lambda stage: found.append(block.multiply_groups(accs, stage, sums)))
-            return found[0]
+            pipeline.read_stage(stage, lambda stage: found.append(block.multiply_groups(accs, stage, sums)))
+            return pipeline.next(stage), found[0]
 
         nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.tile_m), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, steps, add, (nothing,) * len(block.row_blocks))
+        sums = (nothing,) * len(block.row_blocks)
+        return lax.fori_loop(0, steps, add, (pipeline.first(t * steps), sums))[1]
 
     def consumer(*accs: Any) -> None:
+        block.wg.append(lax.axis_index("wg"))
+
         def tile(t: jax.Array, _: None) -> None:
             block.store(t, compute_tile(accs, t))
 
@@ -308,7 +345,8 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         lambda: accumulators.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
-        consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu),
+        consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, producers(c)),
+        helper=order if c.exchange == "x" else None,
     )
 
 
@@ -325,7 +363,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "mgpu_ops_quantized_matmul",
             grid={"block": blocks},
             cluster={"cluster": cluster},
-            warpgroups=c.compute_warpgroups + 1,
+            warpgroups=c.compute_warpgroups + producers(c),
             interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
@@ -339,7 +377,8 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
     row_blocks, epilogue = warpgroup_rows(c) // ROWS, epilogue_rows(c)
-    copies = c.tile_k // PANEL + c.tile_k // width + bool(p.group_size) * (1 + p.zero_points)
+    of_x, ordered = c.tile_k // width, c.exchange == "x"
+    copies = c.tile_k // PANEL + (1 if ordered else of_x) + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
         transforms = engine.operand_transforms(shape[-1], dtype)
@@ -358,6 +397,8 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         scratch["s_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
         if p.zero_points:
             scratch["z_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
+    if ordered:
+        scratch["x_full"] = plgpu.Barrier(num_arrivals=of_x, num_barriers=stages)
     if c.wg_dimension == "k" and wgs > 1:
         scratch["parts"] = smem((wgs - 1, row_blocks, *accumulator), "float32")
         scratch["parts_arrived"] = plgpu.Barrier(num_arrivals=wgs - 1)

@@ -41,6 +41,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "cluster": ("none", "n", "k"),
         "split_k": (1, 2, 4, 8),
         "memory_registers": (24, 40),
+        "exchange": ("weights", "x"),
     }
 
 

@@ -73,6 +73,7 @@ class Config:
     cluster: str
     split_k: int
     memory_registers: int
+    exchange: str = "weights"
 
 
 _LAYER = ("qkv", "out", "gate_up", "down")
@@ -174,6 +175,7 @@ def _check_choices(c: Config) -> str | None:
         "compute_warpgroups": _WARPGROUPS,
         "wg_dimension": ("n", "k"),
         "cluster": ("none", "n", "k"),
+        "exchange": ("weights", "x", "skip"),
     }
     for field, allowed in choices.items():
         if getattr(c, field) not in allowed:
@@ -230,8 +232,8 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
     """Sums, products and weights fit into a consumer thread's registers."""
     accumulator = c.tile_m * ROWS // limits.WARPGROUP
     count = warpgroup_rows(c) // ROWS + (2 if p.group_size else 0)
-    registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
-    others = _WEIGHTS + (_SCALES if p.group_size else 0)
+    registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, producers(c))
+    others = (_WEIGHTS if c.exchange != "x" else 48) + (_SCALES if p.group_size else 0)
     if count * accumulator + others > registers:
         return (
             f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {others} more, but "
@@ -285,6 +287,11 @@ def k_steps(p: Problem, c: Config) -> int:
     return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
 
 
+def producers(c: Config) -> int:
+    """Warpgroups that multiply nothing: the producer, and the one that puts the columns of x in order."""
+    return 2 if c.exchange == "x" else 1
+
+
 def storing_warpgroups(c: Config) -> int:
     """Consumer warpgroups that store: the first, where they add up their sums."""
     return 1 if c.wg_dimension == "k" else c.compute_warpgroups
@@ -299,7 +306,7 @@ def smem_bytes(p: Problem, c: Config) -> int:
     """Bytes of shared memory that a block takes."""
     stages, tile, storing, others = c.max_concurrent_steps, c.tile_m * ROWS, storing_warpgroups(c), c.compute_warpgroups - 1
     buffers: list[limits.Buffer] = []
-    barriers = 2 * stages
+    barriers = (2 + (c.exchange == "x")) * stages
     if c.cluster == "k":
         buffers.append((((c.split_k - 1) * storing, tile), 4))
         barriers += storing + 1

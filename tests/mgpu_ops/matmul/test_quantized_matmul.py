@@ -36,6 +36,7 @@ BASE = QuantizedMatmulConfig(
     split_k=1,
     memory_registers=40,
 )
+X = replace(BASE, exchange="x")
 SHARED_K = replace(BASE, tile_k=256, compute_warpgroups=2, wg_dimension="k")
 
 
@@ -89,6 +90,15 @@ CASES = {
     "k split in a cluster and in its blocks": (
         P(5, 128, 768, "int4", 64, True),
         replace(SHARED_K, tile_m=8, cluster="k", split_k=2),
+    ),
+    "x in order, columns, tails of all sides": (P(13, 200, 272, zero_points=True), X),
+    "x in order, groups of 32, int4, x shared in a cluster": (
+        P(32, 256, 384, "int4", 32, True, "float16", "float16"),
+        replace(X, cluster="n", max_concurrent_steps=3),
+    ),
+    "x in order, groups of 64, k split in a cluster and in its blocks": (
+        P(5, 128, 768, "int4", 64),
+        replace(SHARED_K, tile_m=8, cluster="k", split_k=2, exchange="x"),
     ),
 }
 IN_ALL = [name for name in CASES if name != "k split in a cluster and in its blocks"]
