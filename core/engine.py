@@ -393,10 +393,11 @@ def specialize(
     producer_registers: int,
     consumer_registers: int,
     helper: Callable[[], None] | None = None,
+    helper_registers: int = 0,
 ) -> None:
     """Splits a block by role: its first `consumers` warpgroups run `consumer`, the next one `producer`, all at the same time.
 
-    helper: what one more warpgroup runs, behind the producer's and with as many registers. Default: there is none.
+    helper: what one more warpgroup runs, behind the producer's. Default: there is none.
 
     Registers are per thread, multiples of 8. The warpgroups together may not have more than the block was launched with.
     Source: PTX ISA, "setmaxnreg".
@@ -412,7 +413,7 @@ def specialize(
 
         @pl.when(wg == consumers + 1)
         def _() -> None:
-            plgpu.set_max_registers(producer_registers, action="decrease")
+            plgpu.set_max_registers(helper_registers, action="decrease")
             helper()
 
     @pl.when(wg < consumers)

@@ -20,6 +20,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
+from mgpu_ops.core import jax_patches
 from mgpu_ops.core.engine import operand_transforms
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.registers import i32
@@ -189,30 +190,42 @@ def order_columns(ref: Any, bits: int) -> None:
     units = panels * rows * width // UNIT
     order = column_order(bits)
 
+    def place(number: Any) -> Any:
+        """Where a unit's first 16 bytes lie, from the start of the ref: units of a column follow each other, row by row."""
+        row, column = arith.remui(number, i32(rows)), arith.divui(number, i32(rows))
+        panel, within = arith.divui(column, i32(width // UNIT)), arith.remui(column, i32(width // UNIT))
+        start = arith.addi(arith.muli(panel, i32(rows * pitch)), arith.muli(row, i32(pitch)))
+        start = arith.addi(start, arith.muli(within, i32(2 * UNIT)))
+        turned = arith.shli(arith.andi(arith.shrui(start, i32(7)), i32(pitch // 16 - 1)), i32(4))
+        return arith.xori(start, turned)
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_transforms(width, ref.dtype)),))
     def permute(_: Any, ref: Any) -> None:
         base = _ptx("mov.u32 $0, $1;", mosaic.memref_ptr(ref))
-        thread = arith.remui(mosaic.thread_idx(), i32(128))
+        with jax_patches.opaque_threads():  # addresses are computed here, not for the whole kernel
+            thread = arith.remui(mosaic.thread_idx(), i32(128))
+        same_row = 128 % rows == 0 and 128 // rows % (width // UNIT) == 0
+        own = arith.addi(base, place(thread))
         for first in range(0, units, 128):
             number = arith.addi(thread, i32(first))
-            row, column = arith.remui(number, i32(rows)), arith.divui(number, i32(rows))  # of units
-            panel, within = arith.divui(column, i32(width // UNIT)), arith.remui(column, i32(width // UNIT))
-            start = arith.addi(arith.muli(panel, i32(rows * pitch)), arith.muli(row, i32(pitch)))
-            start = arith.addi(start, arith.muli(within, i32(2 * UNIT)))
-            turned = arith.shli(arith.andi(arith.shrui(start, i32(7)), i32(pitch // 16 - 1)), i32(4))
-            places = [arith.addi(base, arith.xori(arith.addi(start, i32(16 * c)), turned)) for c in range(4)]
+            if same_row:
+                start, offset = own, first // rows // (width // UNIT) * rows * pitch
+            else:
+                start, offset = arith.addi(base, place(number)), 0
             if units - first < 128:
                 with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(units))):
-                    _permute(places, order)
+                    _permute(start, offset, order)
             else:
-                _permute(places, order)
+                _permute(start, offset, order)
 
     permute(ref)
 
 
-def _permute(places: list[Any], order: list[int]) -> None:
+def _permute(start: Any, offset: int, order: list[int]) -> None:
+    """Permutes 32 numbers of 16 bits at `start`, the swizzled address of the first 16 bytes of 64, plus `offset`."""
     word = ir.IntegerType.get_signless(32)
-    load = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    places = [arith.xori(start, i32(16 * c)) for c in range(4)]
+    load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
     words = [w for at in places for w in mosaic.inline_ptx(load, at, result_types=[word] * 4, has_side_effects=True)]
     for c, at in enumerate(places):
         found = []
@@ -220,5 +233,5 @@ def _permute(places: list[Any], order: list[int]) -> None:
             low, high = order[8 * c + 2 * i], order[8 * c + 2 * i + 1]
             selector = (0x32 if low % 2 else 0x10) | (0x7600 if high % 2 else 0x5400)
             found.append(_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", words[low // 2], words[high // 2]))
-        store = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+        store = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
         mosaic.inline_ptx(store, at, *found, has_side_effects=True)

@@ -41,8 +41,8 @@ from mgpu_ops.matmul.quantized.problem import (
     clusters_of_tiles,
     epilogue_buffers,
     epilogue_rows,
+    helper_registers,
     k_steps,
-    producers,
     storing_warpgroups,
     warpgroup_panels,
     warpgroup_rows,
@@ -345,8 +345,9 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         lambda: accumulators.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
-        consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, producers(c)),
+        consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, helper_registers(c)),
         helper=order if c.exchange == "x" else None,
+        helper_registers=helper_registers(c),
     )
 
 
@@ -363,7 +364,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "mgpu_ops_quantized_matmul",
             grid={"block": blocks},
             cluster={"cluster": cluster},
-            warpgroups=c.compute_warpgroups + producers(c),
+            warpgroups=c.compute_warpgroups + 1 + (c.exchange == "x"),
             interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
