@@ -404,22 +404,28 @@ def specialize(
     """
     wg = lax.axis_index("wg")
 
-    @pl.when(wg == consumers)
-    def _() -> None:
+    def produce() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
         producer()
 
-    if helper is not None:
-
-        @pl.when(wg == consumers + 1)
-        def _() -> None:
-            plgpu.set_max_registers(helper_registers, action="decrease")
-            helper()
-
-    @pl.when(wg < consumers)
-    def _() -> None:
+    def consume() -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")
         consumer()
+
+    if helper is None:
+        pl.when(wg == consumers)(produce)
+        pl.when(wg < consumers)(consume)
+        return
+
+    def help_along() -> None:
+        plgpu.set_max_registers(helper_registers, action="decrease")
+        helper()
+
+    # One within the other: what consumers need would otherwise be live, and be spilled, in code with few registers.
+    def others() -> None:
+        lax.cond(wg == consumers, produce, help_along)
+
+    lax.cond(wg < consumers, consume, others)
 
 
 def races_found() -> bool:
