@@ -88,6 +88,17 @@ def test_an_accumulator_beyond_the_register_file_spills():
     assert report.spills == kernel.spill_stores + kernel.spill_loads
 
 
+def test_a_report_says_where_ptxas_lets_no_two_wgmma_overlap_and_is_silent():
+    ptx = "wgmma.mma_async\n" * 4 + "wgmma.commit_group\n"
+    one, last = "HGMMA.64x16x16.F32.BF16 R32, R24, gdesc[UR20], R32", ", gsb0"
+    together = [one, one, one, one + last]
+    apart = [one + last] * 4
+    assert aot._serialized_unsaid(ptx, "\n".join(together)) == ""
+    assert aot._serialized_unsaid(ptx, "\n".join(together * 2)) == ""  # a loop unrolled
+    assert "4 of 4 wgmma end a group of their own" in aot._serialized_unsaid(ptx, "\n".join(apart))
+    assert aot._serialized_unsaid("", "") == ""
+
+
 SERIALIZED = "wgmma.mma_async instructions are serialized due to {} in function 'attend'"
 
 
