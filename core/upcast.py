@@ -8,6 +8,7 @@ mantissa of a power of two, which is then subtracted. Source: PTX ISA (prmt, lop
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jax.typing import DTypeLike
 from mgpu_ops.core import jax_patches
 from mgpu_ops.core.engine import operand_transforms
 from mgpu_ops.core.interpreter import interpreting
-from mgpu_ops.core.registers import i32
+from mgpu_ops.core.registers import i32, laid_out
 
 
 _TINY = {"bfloat16": -133, "float16": -24}  # the exponent of the smallest float
@@ -36,35 +37,81 @@ def unit(dtype: DTypeLike) -> float:
     return 2.0 ** (_TINY[name] + _FACTOR[name])
 
 
-def load_upcast(ref: Any, dtype: DTypeLike, ordered: bool = False) -> jax.Array:
-    """The int8 or int4 numbers of a shared-memory ref [64, columns] as bfloat16 or float16 in wgmma's layout, exact.
+def load_upcast(ref: Any, dtype: DTypeLike, half: Any = 0, ordered: bool = False) -> jax.Array:
+    """128 int8 or int4 numbers of 64 rows in shared memory as bfloat16 or float16 in wgmma's layout, exact.
 
-    The ref has rows of 128 numbers and the swizzle of that many bytes: 128 of int8, 64 of int4.
-
+    ref: [64, 128] of int8, or [64, 256] of int4, of which `half` 0 or 1 is loaded; with the 128-byte swizzle.
     ordered: the numbers times `unit(dtype)`, with columns in the order of `column_order`: no thread needs what another loads.
     """
     dtype, bits = jnp.dtype(dtype), 4 if ref.dtype == jnp.int4 else 8
     if interpreting():
-        return (ref[...].astype(jnp.float32) * unit(dtype)).astype(dtype) if ordered else ref[...].astype(dtype)
-    loaded = plgpu.Layout.WGMMA_UPCAST_4X if bits == 4 else plgpu.Layout.WGMMA_UPCAST_2X
-    words = plgpu.load(ref, layout=loaded)
+        values = ref[...] if bits == 8 else jnp.where(half == 1, ref[:, COLUMNS:], ref[:, :COLUMNS])
+        return (values.astype(jnp.float32) * unit(dtype)).astype(dtype) if ordered else values.astype(dtype)
+    result = plgpu.ShapeDtypeStruct((64, COLUMNS), dtype, layout=plgpu.Layout.WGMMA)
+    if bits == 8 and not ordered:
+        layout = plgpu.Layout.WGMMA_UPCAST_2X
 
-    @plgpu.inline_mgpu(arg_types=(loaded,), return_type=plgpu.ShapeDtypeStruct(ref.shape, dtype, layout=plgpu.Layout.WGMMA))
-    def upcast(_: Any, words: Any) -> Any:
-        layout = fragmented_array.WGMMA_LAYOUT
-        pair = ir.VectorType.get((2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
-        found = np.empty(layout.registers_shape(ref.shape), dtype=object)
-        spread = _in_order(bits, dtype) if ordered else (_four_bits if bits == 4 else _eight_bits)(dtype == jnp.bfloat16)
-        rest = (0,) * (found.ndim - 5)
-        for index, word in np.ndenumerate(words.registers):
-            pairs = spread(mosaic.bitcast(word, ir.IntegerType.get_signless(32)))
-            for i, one in enumerate(pairs):
-                block, column, half = index[0], index[1] * len(pairs) + i, index[4]
-                found[block, column, 0, 0, half, *rest] = mosaic.bitcast(one, pair)
-        return fragmented_array.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+        @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+        def upcast(_: Any, words: Any) -> Any:
+            return _pairs({(index[1], index[4]): word for index, word in np.ndenumerate(words.registers)}, bits, dtype, ordered)
 
-    result: jax.Array = upcast(words)
-    return result
+        loaded: jax.Array = upcast(plgpu.load(ref, layout=layout))
+        return loaded
+    scalar = plgpu.Layout.WG_SPLAT
+    given = [] if isinstance(half, int) else [laid_out(half, scalar)]  # of a number that is known there would be no register
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(operand_transforms(ref.shape[1], ref.dtype)), *(scalar for _ in given)), return_type=result
+    )
+    def load(_: Any, ref: Any, *given: Any) -> Any:
+        which = given[0].registers.item() if given else i32(half)
+        return _pairs(_words(ref, bits, which), bits, dtype, ordered)
+
+    found: jax.Array = load(ref, *given)
+    return found
+
+
+COLUMNS = 128  # that `load_upcast` loads
+
+
+def _words(ref: Any, bits: int, half: Any) -> dict[tuple[int, int], Any]:
+    """32 bits of neighbours for each 4 threads of a row, by their place along k and by whether the row is 8 further down.
+
+    ldmatrix loads four matrices of 8 rows of 16 bytes, each from the address of a thread: here neighbours along k.
+    """
+    word = ir.IntegerType.get_signless(32)
+    base = _ptx("mov.u32 $0, $1;", mosaic.memref_ptr(ref))
+    thread = mosaic.thread_idx()
+    lane, warp = arith.remui(thread, i32(32)), arith.divui(arith.remui(thread, i32(128)), i32(32))
+    row, matrix = arith.remui(lane, i32(8)), arith.divui(lane, i32(8))
+    place = arith.shli(arith.addi(arith.shli(warp, i32(4)), row), i32(7))
+    place = arith.addi(place, arith.shli(arith.xori(matrix, row), i32(4)))
+    if bits == 4:
+        starts = [arith.xori(place, arith.shli(half, i32(6)))]
+    else:
+        starts = [place, arith.xori(place, i32(64))]
+    found = {}
+    for i, start in enumerate(starts):
+        at = arith.addi(base, start)
+        for down in range(2):
+            code = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{1024 * down}];"
+            four = mosaic.inline_ptx(code, at, result_types=[word] * 4, has_side_effects=True, convergent=True)
+            found.update({(4 * i + j, down): one for j, one in enumerate(four)})
+    return found
+
+
+def _pairs(words: dict[tuple[int, int], Any], bits: int, dtype: Any, ordered: bool) -> Any:
+    """The array of the pairs of floats that each word becomes."""
+    spread = _in_order(bits, dtype) if ordered else (_four_bits if bits == 4 else _eight_bits)(dtype == jnp.bfloat16)
+    layout = fragmented_array.WGMMA_LAYOUT
+    pair = ir.VectorType.get((2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
+    found = np.empty(layout.registers_shape((64, COLUMNS)), dtype=object)
+    rest = (0,) * (found.ndim - 5)
+    for (place, down), word in words.items():
+        pairs = spread(mosaic.bitcast(word, ir.IntegerType.get_signless(32)))
+        for i, one in enumerate(pairs):
+            found[0, place * len(pairs) + i, 0, 0, down, *rest] = mosaic.bitcast(one, pair)
+    return fragmented_array.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
 
 
 def _by_lane(bit: int, clear: int, set_: int) -> Any:
@@ -170,9 +217,8 @@ def column_order(bits: int) -> list[int]:
 
     A thread of four (q) loads 32 bits, and has columns 2 q, 2 q + 1 of every eight.
     """
-    first = [8 * q for q in range(4)] if bits == 4 else [0, 8, 4, 12]  # that a thread loads, of 32 or 16
-    count = 32 // bits
-    eights = [[first[q] + i + e * count // 2 for q in range(4) for e in range(2)] for i in range(count // 2)]
+    count = 32 // bits  # neighbours that a thread loads
+    eights = [[q * count + i + e * count // 2 for q in range(4) for e in range(2)] for i in range(count // 2)]
     one = [column for eight in eights for column in eight]
     return [start + column for start in range(0, UNIT, len(one)) for column in one]
 
@@ -206,32 +252,36 @@ def order_columns(ref: Any, bits: int) -> None:
             thread = arith.remui(mosaic.thread_idx(), i32(128))
         same_row = 128 % rows == 0 and 128 // rows % (width // UNIT) == 0
         own = arith.addi(base, place(thread))
+        places = []
         for first in range(0, units, 128):
             number = arith.addi(thread, i32(first))
             if same_row:
-                start, offset = own, first // rows // (width // UNIT) * rows * pitch
+                places.append((own, first // rows // (width // UNIT) * rows * pitch))
             else:
-                start, offset = arith.addi(base, place(number)), 0
-            if units - first < 128:
-                with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(units))):
-                    _permute(start, offset, order)
-            else:
-                _permute(start, offset, order)
+                places.append((arith.addi(base, place(number)), 0))
+        whole = units // 128
+        for i in range(0, whole, 2):
+            _permute(places[i : min(i + 2, whole)], order)
+        if units % 128:
+            with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, thread, i32(units % 128))):
+                _permute(places[-1:], order)
 
     permute(ref)
 
 
-def _permute(start: Any, offset: int, order: list[int]) -> None:
-    """Permutes 32 numbers of 16 bits at `start`, the swizzled address of the first 16 bytes of 64, plus `offset`."""
+def _permute(places: list[tuple[Any, int]], order: list[int]) -> None:
+    """Permutes 32 numbers of 16 bits at each place: the swizzled address of the first 16 bytes of 64, and an offset."""
     word = ir.IntegerType.get_signless(32)
-    places = [arith.xori(start, i32(16 * c)) for c in range(4)]
-    load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    words = [w for at in places for w in mosaic.inline_ptx(load, at, result_types=[word] * 4, has_side_effects=True)]
-    for c, at in enumerate(places):
-        found = []
-        for i in range(4):
-            low, high = order[8 * c + 2 * i], order[8 * c + 2 * i + 1]
-            selector = (0x32 if low % 2 else 0x10) | (0x7600 if high % 2 else 0x5400)
-            found.append(_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", words[low // 2], words[high // 2]))
-        store = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
-        mosaic.inline_ptx(store, at, *found, has_side_effects=True)
+    at = [([arith.xori(start, i32(16 * c)) for c in range(4)], offset) for start, offset in places]
+    loaded = []
+    for starts, offset in at:
+        load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+        loaded.append([w for a in starts for w in mosaic.inline_ptx(load, a, result_types=[word] * 4, has_side_effects=True)])
+    for (starts, offset), words in zip(at, loaded, strict=True):
+        for c, start in enumerate(starts):
+            found = []
+            for low, high in itertools.batched(order[8 * c : 8 * c + 8], 2):
+                selector = (0x32 if low % 2 else 0x10) | (0x7600 if high % 2 else 0x5400)
+                found.append(_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", words[low // 2], words[high // 2]))
+            store = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
+            mosaic.inline_ptx(store, start, *found, has_side_effects=True)

@@ -43,6 +43,7 @@ from mgpu_ops.matmul.quantized.problem import (
     epilogue_rows,
     helper_registers,
     k_steps,
+    stored_panel,
     storing_warpgroups,
     warpgroup_panels,
     warpgroup_rows,
@@ -106,8 +107,9 @@ class _Block:
         p, c = self.p, self.c
         first = (tile.step + step) * c.tile_k
         columns, rows = pl.ds(tile.column, c.tile_n), pl.ds(tile.row, c.tile_m)
-        for i in range(c.tile_k // PANEL):
-            src = self.w.at[columns, pl.ds(first + i * PANEL, PANEL)]
+        stored = stored_panel(p)
+        for i in range(c.tile_k // stored):
+            src = self.w.at[columns, pl.ds(first + i * stored, stored)]
             engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
         width = x_panel(p)
         shared = {"collective_axes": "cluster"} if c.cluster == "n" else {}
@@ -163,8 +165,6 @@ class _Block:
 
     def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
         """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
-        if self.c.exchange == "skip":
-            return
         for number, row in enumerate(self.row_blocks):
             for i in range(warpgroup_panels(self.c)):
                 panel = self.first_panel + i
@@ -178,8 +178,6 @@ class _Block:
         Two accumulators take groups in turn: the tensor cores multiply one while the last one is scaled and added.
         """
         p, totals = self.p, list(sums)
-        if self.c.exchange == "skip":
-            return sums
         units = [
             (number, row, i, first)
             for number, row in enumerate(self.row_blocks)
@@ -213,8 +211,9 @@ class _Block:
 
     def _weights(self, stage: jax.Array, panel: Int, row: int) -> jax.Array:
         """64 rows of a panel of weights, as 16-bit floats in registers."""
-        ref = self.w_smem.at[stage, panel, pl.ds(self.first_row + row, ROWS)]
-        return load_upcast(ref, self.p.dtype, ordered=self.c.exchange == "x")
+        both = stored_panel(self.p) // PANEL
+        ref = self.w_smem.at[stage, _div(panel, both), pl.ds(self.first_row + row, ROWS)]
+        return load_upcast(ref, self.p.dtype, _rem(panel, both), ordered=self.c.exchange == "x")
 
     def _start(self, acc: Any, weights: jax.Array, stage: jax.Array, panel: Int, first: int) -> None:
         """Starts acc += weights x^T, where the weights begin at element `first` of a panel of theirs."""
@@ -275,6 +274,14 @@ class _Block:
                 finish(values)
             else:
                 self.cluster_sum.add(values, number * len(sums) + i, finish)
+
+
+def _div(x: Int, y: int) -> Int:
+    return x // y if isinstance(x, int) else lax.div(x, jnp.int32(y))
+
+
+def _rem(x: Int, y: int) -> Int:
+    return x % y if isinstance(x, int) else lax.rem(x, jnp.int32(y))
 
 
 def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
@@ -377,9 +384,9 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
-    row_blocks, epilogue = warpgroup_rows(c) // ROWS, epilogue_rows(c)
+    stored, row_blocks, epilogue = stored_panel(p), warpgroup_rows(c) // ROWS, epilogue_rows(c)
     of_x, ordered = c.tile_k // width, c.exchange == "x"
-    copies = c.tile_k // PANEL + (1 if ordered else of_x) + bool(p.group_size) * (1 + p.zero_points)
+    copies = c.tile_k // stored_panel(p) + (1 if ordered else of_x) + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
         transforms = engine.operand_transforms(shape[-1], dtype)
@@ -388,7 +395,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     accumulator = (ROWS, c.tile_m)
     scratch = {
         "accumulators": engine.Accumulators((accumulator,) * (2 if p.group_size else row_blocks), wgs),
-        "w_smem": smem((stages, c.tile_k // PANEL, c.tile_n, PANEL), p.w_dtype),
+        "w_smem": smem((stages, c.tile_k // stored, c.tile_n, stored), p.w_dtype),
         "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
         "out_smem": smem((storing, epilogue_buffers(c), epilogue, ROWS), p.out_dtype),
         "barriers": _barriers(c, copies),

@@ -102,7 +102,7 @@ SUITES: dict[str, Sequence[str]] = {
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
-PANEL = 128  # of k: weights in a row of a swizzle
+PANEL = 128  # of k: weights that a warpgroup makes floats of at once
 GROUPS = (0, 32, 64, 128)
 W_DTYPES = ("int8", "int4")
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
@@ -160,7 +160,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return (
         supports(p, gpu)
         or _check_choices(c)
-        or _check_tile(c)
+        or _check_tile(p, c)
         or limits.check_producer_registers(c.memory_registers)
         or _check_cluster(p, c)
         or _check_groups(p, c)
@@ -175,7 +175,7 @@ def _check_choices(c: Config) -> str | None:
         "compute_warpgroups": _WARPGROUPS,
         "wg_dimension": ("n", "k"),
         "cluster": ("none", "n", "k"),
-        "exchange": ("weights", "x", "skip"),
+        "exchange": ("weights", "x"),
     }
     for field, allowed in choices.items():
         if getattr(c, field) not in allowed:
@@ -183,12 +183,14 @@ def _check_choices(c: Config) -> str | None:
     return None
 
 
-def _check_tile(c: Config) -> str | None:
+def _check_tile(p: Problem, c: Config) -> str | None:
     """wgmma multiplies the tile, and consumer warpgroups can share it."""
     if c.tile_m % 8 or not 8 <= c.tile_m <= 256:
         return f"tile_m={c.tile_m} must be a multiple of 8 from 8 to 256 (wgmma's N)"
     if c.tile_n % ROWS or not ROWS <= c.tile_n <= 256:
         return f"tile_n={c.tile_n} must be a multiple of {ROWS} (wgmma's M) from {ROWS} to 256"
+    if c.tile_k % stored_panel(p):
+        return f"tile_k={c.tile_k} must be a multiple of {stored_panel(p)}, which {p.w_dtype} weights are loaded in"
     if c.wg_dimension == "n" and c.tile_n % (c.compute_warpgroups * ROWS):
         return f"tile_n={c.tile_n} must give each of {c.compute_warpgroups} warpgroups a multiple of {ROWS} columns"
     if c.wg_dimension == "k" and (c.compute_warpgroups == 1 or c.tile_k % (c.compute_warpgroups * PANEL)):
@@ -243,6 +245,11 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
 
 
 # --- What a config takes --------------------------------------------------------------------------------------------
+
+
+def stored_panel(p: Problem) -> int:
+    """Weights in a row of a swizzle of 128 bytes."""
+    return 2 * PANEL if p.w_dtype == "int4" else PANEL
 
 
 def x_panel(p: Problem) -> int:

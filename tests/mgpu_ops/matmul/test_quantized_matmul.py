@@ -36,7 +36,8 @@ BASE = QuantizedMatmulConfig(
     split_k=1,
     memory_registers=40,
 )
-X = replace(BASE, exchange="x")
+BASE4 = replace(BASE, tile_k=256)
+X, X4 = replace(BASE, exchange="x"), replace(BASE4, exchange="x")
 SHARED_K = replace(BASE, tile_k=256, compute_warpgroups=2, wg_dimension="k")
 
 
@@ -74,7 +75,7 @@ CASES = {
     "columns, tails of all sides": (P(13, 200, 272), BASE),
     "columns with zero points, int4, float16": (
         P(13, 136, 384, "int4", 0, True, "float16", "float16", scale_dtype="float32"),
-        BASE,
+        BASE4,
     ),
     "columns, warpgroups share k": (P(8, 192, 640), SHARED_K),
     "groups of 128, warpgroups share n": (
@@ -82,19 +83,19 @@ CASES = {
         replace(BASE, tile_n=128, compute_warpgroups=2, max_concurrent_steps=3),
     ),
     "groups of 64 with zero points, warpgroups share k": (P(13, 192, 512, "int8", 64, True), SHARED_K),
-    "groups of 32, int4, rows of several wgmma": (P(13, 128, 256, "int4", 32, True), replace(BASE, tile_n=128)),
-    "float32": (P(16, 128, 256, "int4", 128, out_dtype="float32", scale_dtype="float32"), BASE),
+    "groups of 32, int4, rows of several wgmma": (P(13, 128, 256, "int4", 32, True), replace(BASE4, tile_n=128)),
+    "float32": (P(16, 128, 256, "int4", 128, out_dtype="float32", scale_dtype="float32"), BASE4),
     "many rows, several epilogue tiles": (P(200, 128, 256), replace(BASE, tile_m=128)),
     "x shared in a cluster": (P(32, 256, 384, group_size=64), replace(BASE, cluster="n")),
     "k split in a cluster": (P(13, 136, 1152, "int8"), replace(BASE, cluster="k", split_k=2)),
     "k split in a cluster and in its blocks": (
-        P(5, 128, 768, "int4", 64, True),
+        P(5, 128, 896, "int4", 64, True),
         replace(SHARED_K, tile_m=8, cluster="k", split_k=2),
     ),
     "x in order, columns, tails of all sides": (P(13, 200, 272, zero_points=True), X),
     "x in order, groups of 32, int4, x shared in a cluster": (
         P(32, 256, 384, "int4", 32, True, "float16", "float16"),
-        replace(X, cluster="n", max_concurrent_steps=3),
+        replace(X4, cluster="n", max_concurrent_steps=3),
     ),
     "x in order, groups of 64, k split in a cluster and in its blocks": (
         P(5, 128, 768, "int4", 64),
