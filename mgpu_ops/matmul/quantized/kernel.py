@@ -221,6 +221,8 @@ class _Block:
         for j in range(weights.shape[1] // width):
             x = self.x_smem.at[stage, panel * (PANEL // width) + first // width + j]
             engine.wgmma(acc, weights[:, j * width : (j + 1) * width], engine.transpose_ref(x))
+            if self.c.compute_warpgroups > 2:  # with few registers, ptxas would wait for each instead
+                engine.wgmma_wait(1)
 
     def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
         """Scales or zero points of 64 rows, of the group that begins at element `first` of this warpgroup's panel."""
