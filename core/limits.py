@@ -119,8 +119,8 @@ def check_producer_registers(registers: int) -> str | None:
 def consumer_registers(consumers: int, producer_registers: int, gpu: Gpu, helper_registers: int = 0) -> int:
     """Registers of a consumer thread under `engine.specialize`: a multiple of 8, at most 240.
 
-    The `consumers` warpgroups share what the one producer warpgroup leaves, and a helper if there is one. At the launch, all warpgroups get equally many
-    registers, a multiple of 8 a thread; setmaxnreg then moves them from the producer to consumers.
+    The `consumers` warpgroups share what the one producer warpgroup leaves, and a helper if there is one. At the launch, all
+    warpgroups get equally many registers, a multiple of 8 a thread; setmaxnreg then moves them to consumers.
     """
     warpgroups = consumers + 1 + (helper_registers > 0)
     launched = gpu.registers_per_sm // WARPGROUP // warpgroups // 8 * 8 * warpgroups

@@ -1,9 +1,13 @@
-"""Integers of 8 and 4 bits as 16-bit floats, in registers in wgmma's layout: `load_upcast`.
+"""Integers of 8 and 4 bits as 16-bit floats in wgmma's registers: `load_upcast`, and `order_columns` for the other operand.
 
 wgmma's left operand has two neighbours along k in a register, and those 8 further on in another. A thread loads 32 bits from
-shared memory, 4 or 8 neighbours; the threads that share a row then exchange bytes, because what lies together in one register
-belongs to several threads. Integers become floats without a conversion instruction, which is slow: their bits are set into the
-mantissa of a power of two, which is then subtracted. Source: PTX ISA (prmt, lop3, shfl).
+shared memory, 4 or 8 neighbours, so that what lies together in one register belongs to several threads. Either the threads of a
+row exchange bytes. Or k is summed in another order, in which each thread multiplies what it has loaded (`column_order`): then the
+columns of the other operand are put in that order in shared memory, which takes less where it has few rows.
+
+Integers become floats without a conversion instruction, which is slow. Exchanged, their bits are set into the mantissa of a
+power of two, which is then subtracted. In order, they are the smallest floats, and are multiplied (`unit`). Source: PTX ISA
+(ldmatrix, prmt, lop3, shfl; fma.bf16x2 and fma.f16x2 take subnormal numbers).
 """
 
 from __future__ import annotations
@@ -25,7 +29,6 @@ from mgpu_ops.core import jax_patches
 from mgpu_ops.core.engine import operand_transforms
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.registers import i32, laid_out
-
 
 _TINY = {"bfloat16": -133, "float16": -24}  # the exponent of the smallest float
 _FACTOR = {"bfloat16": 127, "float16": 15}  # of the largest power of two
@@ -179,8 +182,8 @@ def _four_bits(bfloat16: bool) -> Any:
 def _in_order(bits: int, dtype: Any) -> Any:
     """Of a thread's 32 bits its pairs: numbers 16 bits apart.
 
-    The smallest floats of a format lie at equal distances: up to 255 of bfloat16 and beyond it of float16, the bits of an integer
-    are the float `integer * tiny`. One multiplication and addition makes of it what it is without its sign turned over.
+    The smallest floats of a format lie at equal distances: up to 255 of bfloat16 and beyond it of float16, the bits of an
+    integer are the float `integer * tiny`. The sign, turned over, makes it unsigned, and the addition takes that back.
     """
     name = jnp.dtype(dtype).name
     wide = "bf16x2" if name == "bfloat16" else "f16x2"

@@ -37,6 +37,7 @@ from mgpu_ops.matmul.quantized.problem import (
     PANEL,
     Config,
     Problem,
+    bits_of,
     cluster_size,
     clusters_of_tiles,
     epilogue_buffers,
@@ -65,8 +66,10 @@ class _Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
 
     zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
-    w_smem: [stages, panels, tile_n, 128]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages, groups, tile_n].
+    w_smem: [stages, panels, tile_n, 128 or, of int4, 256]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages,
+      groups, tile_n]. x_full: barriers of the stages' x, where one more warpgroup puts its columns in order.
     parts: [warpgroups - 1, rows / 64, 64, tile_m] float32, sums of the other warpgroups where they share k.
+    wg: the number of a consumer's own warpgroup.
     """
 
     p: Problem
@@ -87,7 +90,7 @@ class _Block:
     parts_arrived: Any = None
     parts_taken: Any = None
     cluster_sum: Any = None
-    wg: list[jax.Array] = dataclasses.field(default_factory=list)
+    wg: Any = 0
 
     def tile(self, number: jax.Array) -> _Tile:
         """This block's output tile. Tiles with the same weights are neighbours, so that they find them in L2."""
@@ -126,12 +129,18 @@ class _Block:
 
     # --- The warpgroup that puts the columns of x in order
 
-    def order(self, stage: jax.Array, full: Any) -> None:
-        """Puts the columns of x in the order of a thread's weights, then arrives for x at the barrier of a full stage."""
-        plgpu.barrier_wait(self.x_full.at[stage])
-        order_columns(self.x_smem.at[stage], 4 if self.p.w_dtype == "int4" else 8)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(full.at[stage])
+    def order(self, pipeline: Pipeline, steps: jax.Array) -> None:
+        """Of all steps puts the columns of x in the order of a thread's weights, then arrives for x at the stage's barrier."""
+        inflight.has_pipeline(self.x_full, pipeline.empty)
+
+        def order(_: jax.Array, stage: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(self.x_full.at[stage])
+            order_columns(self.x_smem.at[stage], bits_of(self.p))
+            plgpu.commit_smem()  # wgmma sees what was written
+            plgpu.barrier_arrive(pipeline.full.at[stage])
+            return pipeline.next(stage)
+
+        lax.fori_loop(0, steps, order, jnp.int32(0))
 
     # --- Consumers
 
@@ -148,12 +157,12 @@ class _Block:
     @property
     def first_row(self) -> Int:
         """The first weight row of this warpgroup in the tile."""
-        return 0 if self.c.wg_dimension == "k" else self.wg[-1] * warpgroup_rows(self.c)
+        return 0 if self.c.wg_dimension == "k" else self.wg * warpgroup_rows(self.c)
 
     @property
     def first_panel(self) -> Int:
         """The first panel of weights of this warpgroup in a step."""
-        return self.wg[-1] * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
+        return self.wg * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
 
     def zeros_of_columns(self, tile: _Tile) -> list[jax.Array]:
         """Zero points of this warpgroup's rows, 64 at a time; none where there are none."""
@@ -162,6 +171,32 @@ class _Block:
         shape, first = (ROWS, PANEL), tile.column + self.first_row
         zeros = [along(self.zero_points, first + row, shape, 0) for row in self.row_blocks]
         return [(zero * jnp.asarray(self.unit, zero.dtype)).astype(self.p.dtype) for zero in zeros]
+
+    def compute(self, accs: tuple[Any, ...], pipeline: Pipeline, number: jax.Array) -> tuple[jax.Array, ...]:
+        """The sums of an output tile over this block's part of k, of 64 rows each."""
+        steps = k_steps(self.p, self.c)
+        first = pipeline.first(number * steps)
+        if not self.p.group_size:
+            for acc in accs:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            zeros = self.zeros_of_columns(self.tile(number))
+
+            def multiply(_: jax.Array, stage: jax.Array) -> jax.Array:
+                pipeline.read_stage(stage, lambda stage: self.multiply(accs, zeros, stage))
+                return pipeline.next(stage)
+
+            lax.fori_loop(0, steps, multiply, first)
+            return tuple(acc[...] for acc in accs)
+
+        def add(_: jax.Array, carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            stage, sums = carried
+            found: list[tuple[jax.Array, ...]] = []
+            pipeline.read_stage(stage, lambda stage: found.append(self.multiply_groups(accs, stage, sums)))
+            return pipeline.next(stage), found[0]
+
+        nothing = plgpu.layout_cast(jnp.zeros((ROWS, self.c.tile_m), jnp.float32), plgpu.Layout.WGMMA)
+        sums: tuple[jax.Array, ...] = lax.fori_loop(0, steps, add, (first, (nothing,) * len(self.row_blocks)))[1]
+        return sums
 
     def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
         """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
@@ -305,43 +340,11 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         lax.fori_loop(0, own_tiles, load_tile, None)
         pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
 
-    def order() -> None:
-        inflight.has_pipeline(block.x_full, pipeline.empty)
-
-        def step(i: jax.Array, _: None) -> None:
-            block.order(lax.rem(i, jnp.int32(c.max_concurrent_steps)), pipeline.full)
-
-        lax.fori_loop(0, own_tiles * steps, step, None)
-
-    def compute_tile(accs: tuple[Any, ...], t: jax.Array) -> tuple[jax.Array, ...]:
-        """The sums over this block's part of k, of 64 rows each."""
-        if not p.group_size:
-            for acc in accs:
-                acc[...] = jnp.zeros(acc.shape, jnp.float32)
-            zeros = block.zeros_of_columns(block.tile(t))
-
-            def multiply(_: jax.Array, stage: jax.Array) -> jax.Array:
-                pipeline.read_stage(stage, lambda stage: block.multiply(accs, zeros, stage))
-                return pipeline.next(stage)
-
-            lax.fori_loop(0, steps, multiply, pipeline.first(t * steps))
-            return tuple(acc[...] for acc in accs)
-
-        def add(_: jax.Array, carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            stage, sums = carried
-            found: list[tuple[jax.Array, ...]] = []
-            pipeline.read_stage(stage, lambda stage: found.append(block.multiply_groups(accs, stage, sums)))
-            return pipeline.next(stage), found[0]
-
-        nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.tile_m), jnp.float32), plgpu.Layout.WGMMA)
-        sums = (nothing,) * len(block.row_blocks)
-        return lax.fori_loop(0, steps, add, (pipeline.first(t * steps), sums))[1]
-
     def consumer(*accs: Any) -> None:
-        block.wg.append(lax.axis_index("wg"))
+        own = dataclasses.replace(block, wg=lax.axis_index("wg"))  # asked for once: it takes a shuffle
 
         def tile(t: jax.Array, _: None) -> None:
-            block.store(t, compute_tile(accs, t))
+            own.store(t, own.compute(accs, pipeline, t))
 
         lax.fori_loop(0, own_tiles, tile, None)
         if block.cluster_sum is not None:  # other blocks' last sums read this block's shared memory, or are sent to it
@@ -355,7 +358,7 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, helper_registers(c)),
-        helper=order if c.exchange == "x" else None,
+        helper=functools.partial(block.order, pipeline, own_tiles * steps) if c.exchange == "x" else None,
         helper_registers=helper_registers(c),
     )
 

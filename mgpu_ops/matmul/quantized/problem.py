@@ -62,6 +62,8 @@ class Config:
       parts of k of one tile and add them up through distributed shared memory.
     split_k: blocks of a cluster along k, 2, 4 or 8; else 1.
     memory_registers: registers of a producer thread; consumers share the rest.
+    exchange: what is moved so that a thread has the weights that the tensor cores take from it: "weights", which the threads of
+      a row shuffle, or "x", whose columns one more warpgroup puts in the order of the weights.
     """
 
     tile_m: int
@@ -108,7 +110,7 @@ W_DTYPES = ("int8", "int4")
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 _TILE_K = (128, 256, 512)
 _WARPGROUPS = (1, 2, 3, 4)
-_WEIGHTS = 64  # registers of a consumer thread for weights and addresses, about
+_WEIGHTS = {"weights": 64, "x": 48}  # registers of a consumer thread for weights and addresses, about
 _SCALES = 16  # likewise for scales of groups
 
 
@@ -235,7 +237,7 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
     accumulator = c.tile_m * ROWS // limits.WARPGROUP
     count = warpgroup_rows(c) // ROWS + (2 if p.group_size else 0)
     registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, helper_registers(c))
-    others = (_WEIGHTS if c.exchange != "x" else 48) + (_SCALES if p.group_size else 0)
+    others = _WEIGHTS[c.exchange] + (_SCALES if p.group_size else 0)
     if count * accumulator + others > registers:
         return (
             f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {others} more, but "
@@ -247,9 +249,14 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
 # --- What a config takes --------------------------------------------------------------------------------------------
 
 
+def bits_of(p: Problem) -> int:
+    """Bits of a weight."""
+    return 4 if p.w_dtype == "int4" else 8
+
+
 def stored_panel(p: Problem) -> int:
-    """Weights in a row of a swizzle of 128 bytes."""
-    return 2 * PANEL if p.w_dtype == "int4" else PANEL
+    """Weights along k in a row in shared memory: 128 bytes, so that a copy reads whole lines of global memory."""
+    return 1024 // bits_of(p)
 
 
 def x_panel(p: Problem) -> int:
@@ -306,7 +313,7 @@ def storing_warpgroups(c: Config) -> int:
 
 def weights_bytes(p: Problem, count: int) -> int:
     """Bytes of so many weights."""
-    return count // 2 if p.w_dtype == "int4" else count
+    return count * bits_of(p) // 8
 
 
 def smem_bytes(p: Problem, c: Config) -> int:

@@ -62,14 +62,15 @@ def test_any_legal_config_is_right_everywhere(seed, assert_near):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("w_dtype", ["int8", "int4"])
-def test_every_integer_becomes_the_same_float_at_every_place_of_a_tile(w_dtype, dtype):
+@pytest.mark.parametrize("exchange", ["weights", "x"])
+def test_every_integer_becomes_the_same_float_at_every_place_of_a_tile(exchange, w_dtype, dtype):
     """x is one 1 a row, at each of k: the result is the weights, transposed."""
     low, count = (-128, 256) if w_dtype == "int8" else (-8, 16)
-    problem = P(128, 128, 128, w_dtype, 0, False, dtype, "float32", "nt", "float32")
-    config = OP.default(problem, gpu.current())
-    x = jnp.eye(128, dtype=dtype)
+    problem = P(256, 128, 256, w_dtype, 0, False, dtype, "float32", "nt", "float32")
+    config = QuantizedMatmulConfig(64, 64, 256, 2, 1, "n", "none", 1, 40, exchange)
+    x = jnp.eye(256, dtype=dtype)
     for shift in range(0, count, 7):
-        numbers = np.arange(128 * 128).reshape(128, 128) * 3 + shift
+        numbers = np.arange(128 * 256).reshape(128, 256) * 3 + shift
         w = numbers % count + low
         out = OP.run(problem, config, gpu.current(), x, jnp.asarray(w, jnp.int8).astype(w_dtype), jnp.ones(128, jnp.float32))
         np.testing.assert_array_equal(out, w.T)
