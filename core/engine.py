@@ -24,6 +24,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
 from jax._src.state import AbstractRef
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -218,6 +219,22 @@ def warpgroup_barrier() -> None:
         mosaic.warpgroup_barrier()
 
     barrier()
+
+
+def opaque(x: jax.Array) -> jax.Array:
+    """x, an int32, which the compiler takes for any number: it does not unroll a loop of so many iterations."""
+    if interpreting():
+        return x
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar))
+    def same(_: Any, x: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        found = mosaic.inline_ptx("mov.u32 $0, $1;", x.registers.item(), result_types=word, has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
+
+    found: jax.Array = same(laid_out(x, scalar))
+    return found
 
 
 def store_volatile(values: jax.Array, ref: Any) -> None:

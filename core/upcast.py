@@ -2,7 +2,7 @@
 
 wgmma's left operand has two neighbours along k in a register, and those 8 further on in another. A thread loads 32 bits from
 shared memory, 4 or 8 neighbours, so that what lies together in one register belongs to several threads. Either the threads of a
-row exchange bytes. Or k is summed in another order, in which each thread multiplies what it has loaded (`column_order`): then the
+row exchange bytes. Or k is summed in another order, in which each thread multiplies what it has loaded (`column_order`): the
 columns of the other operand are put in that order in shared memory, which takes less where it has few rows.
 
 Integers become floats without a conversion instruction, which is slow. Exchanged, their bits are set into the mantissa of a
@@ -43,16 +43,16 @@ def unit(dtype: DTypeLike) -> float:
 def load_upcast(ref: Any, dtype: DTypeLike, half: Any = 0, ordered: bool = False) -> jax.Array:
     """128 int8 or int4 numbers of 64 rows in shared memory as bfloat16 or float16 in wgmma's layout, exact.
 
-    ref: [64, 128] of int8, or [64, 256] of int4, of which `half` 0 or 1 is loaded; with the 128-byte swizzle.
+    ref: [64, 128], or [64, 256] of int4, of which `half` 0 or 1 is loaded; with a swizzle of whole rows, 128 or 64 bytes.
     ordered: the numbers times `unit(dtype)`, with columns in the order of `column_order`: no thread needs what another loads.
     """
     dtype, bits = jnp.dtype(dtype), 4 if ref.dtype == jnp.int4 else 8
     if interpreting():
-        values = ref[...] if bits == 8 else jnp.where(half == 1, ref[:, COLUMNS:], ref[:, :COLUMNS])
+        values = ref[...] if ref.shape[1] == COLUMNS else jnp.where(half == 1, ref[:, COLUMNS:], ref[:, :COLUMNS])
         return (values.astype(jnp.float32) * unit(dtype)).astype(dtype) if ordered else values.astype(dtype)
     result = plgpu.ShapeDtypeStruct((64, COLUMNS), dtype, layout=plgpu.Layout.WGMMA)
-    if bits == 8 and not ordered:
-        layout = plgpu.Layout.WGMMA_UPCAST_2X
+    if ref.shape[1] == COLUMNS and not (bits == 8 and ordered):
+        layout = plgpu.Layout.WGMMA_UPCAST_2X if bits == 8 else plgpu.Layout.WGMMA_UPCAST_4X
 
         @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
         def upcast(_: Any, words: Any) -> Any:

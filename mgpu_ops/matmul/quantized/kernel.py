@@ -46,6 +46,7 @@ from mgpu_ops.matmul.quantized.problem import (
     k_steps,
     stored_panel,
     storing_warpgroups,
+    waits_for_each,
     warpgroup_panels,
     warpgroup_rows,
     x_panel,
@@ -256,7 +257,7 @@ class _Block:
         for j in range(weights.shape[1] // width):
             x = self.x_smem.at[stage, panel * (PANEL // width) + first // width + j]
             engine.wgmma(acc, weights[:, j * width : (j + 1) * width], engine.transpose_ref(x))
-            if self.c.compute_warpgroups > 2:  # with few registers, ptxas would wait for each instead
+            if waits_for_each(self.c):
                 engine.wgmma_wait(1)
 
     def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
@@ -329,15 +330,12 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
 
     def producer() -> None:
-        def load_tile(t: jax.Array, _: None) -> None:
-            tile = block.tile(t)
+        def load(step: jax.Array, _: None) -> None:
+            tile, k = block.tile(lax.div(step, jnp.int32(steps))), lax.rem(step, jnp.int32(steps))
+            pipeline.fill(step, lambda stage, full: block.load(tile, k, stage, full))
 
-            def load_step(k: jax.Array, _: None) -> None:
-                pipeline.fill(t * steps + k, lambda stage, full: block.load(tile, k, stage, full))
-
-            lax.fori_loop(0, steps, load_step, None)
-
-        lax.fori_loop(0, own_tiles, load_tile, None)
+        # For a few steps the compiler would unroll the loop, but the producer has few registers.
+        lax.fori_loop(0, engine.opaque(own_tiles * steps), load, None)
         pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
 
     def consumer(*accs: Any) -> None:

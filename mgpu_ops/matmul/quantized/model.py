@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mgpu_ops.core import gemm, rates
+from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.problem import Problem as MatmulProblem
 from mgpu_ops.matmul.quantized.problem import (
+    PANEL,
     Config,
     Problem,
     bytes_moved,
@@ -47,13 +49,17 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
-# Estimates: of the instructions of the compiled loop, and of what was measured of matmul (docs/kernels/quantized_matmul.md).
-_UPCAST = {"int8": 26.0, "int4": 30.0}  # weights a clock that an SM brings into registers as floats
-_FEW_WARPGROUPS = {1: 0.6, 2: 0.85, 3: 0.95, 4: 1.0}  # of that rate is reached by so many: one waits while others work
-_SCALED = 64.0  # float32 sums a clock that an SM scales and adds beside it
+# Instructions of the compiled main loop (docs/kernels/quantized_matmul.md), and rates that fit what was measured.
+_UPCAST = {
+    "weights": {"int8": 2.7, "int4": 2.4},
+    "x": {"int8": 1.4, "int4": 1.35},
+}  # for each of a thread's weights, with wgmma
+_UNIT, _STEP = 20.0, 40.0  # beside for each 64 x 128 weights, and for each step
+_SCALED = 0.5  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
+_ISSUED = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.6}  # instructions a clock that so many warpgroups issue
+_SMEM = 100.0  # bytes a clock that an SM's shared memory reads or writes
 _RATE = 0.7  # of the tensor cores' rate, whose left operand comes from registers
-_MULTICAST = 0.79  # of the time is left to loads that two blocks share
-_SUM = 0.4e-6  # s that adding up the sums of warpgroups, or of a cluster, takes a tile
+_SUM = 0.6e-6  # s that adding up the sums of warpgroups, or of two blocks, takes a tile
 _STORE = 0.6e-6  # s that storing a tile takes
 _WIDENING = 2.0  # times the time of HBM take XLA's kernels that write the weights in 16 bits
 _NORM = 3.0  # arithmetic, loads and HBM overlap (`gemm.together`)
@@ -62,23 +68,34 @@ _NORM = 3.0  # arithmetic, loads and HBM overlap (`gemm.together`)
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds, with at least the time of HBM.
 
-    step = |weights / upcast rate + sums scaled, 2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
-    time = launch + latency + |waves * (k steps * step + sum + store), HBM bytes / HBM rate|
+    step = |instructions / issued, shared memory, 2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
+    time = launch + latency + |waves * (k steps * step + sums + store), HBM bytes / HBM rate|
     |...|: the times joined by a norm (`gemm.together`), not much more than the longest
     """
     p, c = problem, config
     waves = math.ceil(clusters_of_tiles(p, c) / resident_clusters(cluster_size(c), gpu))
-    weights, rate = c.tile_n * c.tile_k, _UPCAST.get(p.w_dtype, _UPCAST["int8"]) * _FEW_WARPGROUPS[c.compute_warpgroups]
-    clocks = weights / rate + (c.tile_m * weights / p.group_size / _SCALED if p.group_size else 0.0)
-    multiply = 2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops)
-    x = c.tile_m * c.tile_k * itemsize_of(p.dtype) * (_MULTICAST if c.cluster == "n" else 1.0)
-    loads = (weights_bytes(p, weights) + x) / rates.load_bytes(gpu)
-    latency = rates.LOAD_LATENCY / (c.max_concurrent_steps - 1)
-    step = gemm.together(_NORM, clocks / gpu.clock_hz, multiply, loads, latency)
-    adds = (c.wg_dimension == "k") + (c.cluster == "k")
-    blocks = waves * (k_steps(p, c) * step + adds * _SUM + _STORE)
+    weights, x = c.tile_n * c.tile_k, c.tile_m * c.tile_k * itemsize_of(p.dtype)
+    step = gemm.together(
+        _NORM,
+        _instructions(p, c) / _ISSUED[c.compute_warpgroups] / gpu.clock_hz,
+        (weights_bytes(p, weights) * 2 + x * (1 + 2 * (c.exchange == "x") + c.tile_n / 64)) / _SMEM / gpu.clock_hz,
+        2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops),
+        (weights_bytes(p, weights) + x) / rates.load_bytes(gpu),
+        rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
+    )
+    sums = (c.wg_dimension == "k") + (c.cluster == "k") * c.split_k**2 / 4
+    blocks = waves * (k_steps(p, c) * step + sums * _SUM + _STORE)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
+
+
+def _instructions(p: Problem, c: Config) -> float:
+    """Instructions of a step, by a warp, of all consumers."""
+    units = c.tile_n * c.tile_k / (ROWS * PANEL)
+    scaled = _SCALED * c.tile_m * PANEL / p.group_size if p.group_size else 0.0
+    each = _UPCAST[c.exchange].get(p.w_dtype, 2.7) * 64 + scaled + _UNIT
+    ordered = 1.2 * c.tile_m * c.tile_k / 32 if c.exchange == "x" else 0.0
+    return 4 * (units * each + c.compute_warpgroups * _STEP) + ordered
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
@@ -108,9 +125,11 @@ def _shapes(problem: Problem) -> Iterator[Config]:
     """Tiles and how they are divided, with as many steps as any of them may have."""
     tile_ms = [m for m in (8, 16, 24, 32, 48, 64, 128, 256) if m >= min(problem.m, 64)]
     few = next(m for m in tile_ms if m >= min(problem.m, 256))
-    choices = itertools.product({few, min(tile_ms)}, (64, 128, 192, 256), (128, 256, 512), _DIVISIONS, _CLUSTERS)
-    for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), (cluster, split_k) in choices:
-        yield Config(tile_m, tile_n, tile_k, _STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40)
+    choices = itertools.product(
+        {few, min(tile_ms)}, (64, 128, 192, 256), (128, 256, 512), _DIVISIONS, _CLUSTERS, ("weights", "x")
+    )
+    for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), (cluster, split_k), exchange in choices:
+        yield Config(tile_m, tile_n, tile_k, _STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
 
 
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:

@@ -110,8 +110,7 @@ W_DTYPES = ("int8", "int4")
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 _TILE_K = (128, 256, 512)
 _WARPGROUPS = (1, 2, 3, 4)
-_WEIGHTS = {"weights": 64, "x": 48}  # registers of a consumer thread for weights and addresses, about
-_SCALES = 16  # likewise for scales of groups
+_ADDRESSES = {"weights": 48, "x": 32}  # registers of a consumer thread for addresses, weights as loaded, and scales, about
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -235,9 +234,11 @@ def _check_groups(p: Problem, c: Config) -> str | None:
 def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
     """Sums, products and weights fit into a consumer thread's registers."""
     accumulator = c.tile_m * ROWS // limits.WARPGROUP
-    count = warpgroup_rows(c) // ROWS + (2 if p.group_size else 0)
+    rows = warpgroup_rows(c) // ROWS
+    count = rows + (2 if p.group_size else 0)
     registers = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, helper_registers(c))
-    others = _WEIGHTS[c.exchange] + (_SCALES if p.group_size else 0)
+    units = 1 if waits_for_each(c) else 2 if p.group_size else rows * warpgroup_panels(c)
+    others = units * PANEL * ROWS // limits.WARPGROUP // 2 + _ADDRESSES[c.exchange]
     if count * accumulator + others > registers:
         return (
             f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {others} more, but "
@@ -255,8 +256,8 @@ def bits_of(p: Problem) -> int:
 
 
 def stored_panel(p: Problem) -> int:
-    """Weights along k in a row in shared memory: 128 bytes, so that a copy reads whole lines of global memory."""
-    return 1024 // bits_of(p)
+    """Weights along k in a row in shared memory: where k allows 128 bytes, so that copies read whole lines of global memory."""
+    return 2 * PANEL if p.w_dtype == "int4" and p.k % (2 * PANEL) == 0 else PANEL
 
 
 def x_panel(p: Problem) -> int:
@@ -299,6 +300,11 @@ def clusters_of_tiles(p: Problem, c: Config) -> int:
 def k_steps(p: Problem, c: Config) -> int:
     """Pipeline steps of one output tile, or of a block's part of it. The last part's surplus steps read zeros."""
     return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
+
+
+def waits_for_each(c: Config) -> bool:
+    """Whether a wgmma begins when the one before it is done. With so few registers, ptxas would wait more often than that."""
+    return c.compute_warpgroups > 2
 
 
 def helper_registers(c: Config) -> int:
