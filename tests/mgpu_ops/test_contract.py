@@ -53,6 +53,7 @@ ADDED_LATER = {
     "flash_attention": {"kv_splits": 0, "kv_cluster": 1, "turns": "none"},
     "flash_attention_backward": {"dq_step": "same"},
     **{key: {"schedule": "cooperative"} for key in ("matmul", "gated_matmul")},
+    "quantized_matmul": {"exchange": "weights"},
     **{key: {"schedule": "static"} for key in ("grouped_matmul", "gated_grouped_matmul", "ragged_contraction")},
 }
 
