@@ -35,9 +35,8 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "matmul, scales of blocks": ("matmul", "llama3-8b-qkv-4096-fp8-block", {}),
     "gated_matmul": ("gated_matmul", "llama3-8b-4096", {}),
     "gated_matmul, a stored gate": ("gated_matmul", "llama3-8b-4096-stored-gradient", {}),
-    # With more warpgroups it also waits where it need not, to hold fewer registers.
-    "quantized_matmul": ("quantized_matmul", "llama3-8b-down-16-w8", {"compute_warpgroups": 2}),
-    "quantized_matmul of groups": ("quantized_matmul", "llama3-8b-down-16-w4", {"compute_warpgroups": 2}),
+    "quantized_matmul": ("quantized_matmul", "llama3-8b-down-16-w8", {}),
+    "quantized_matmul of groups": ("quantized_matmul", "llama3-8b-down-16-w4", {}),
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
     "grouped_matmul, scales of blocks": ("grouped_matmul", "qwen3-30b-gate_up-16384-random-fp8-block", {}),
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),

@@ -258,7 +258,7 @@ class _Block:
             x = self.x_smem.at[stage, panel * (PANEL // width) + first // width + j]
             engine.wgmma(acc, weights[:, j * width : (j + 1) * width], engine.transpose_ref(x))
             if waits_for_each(self.c):
-                engine.wgmma_wait(1)
+                engine.wgmma_wait(1)  # for ptxas, which lacks registers for more
 
     def _of_group(self, smem: Any, stage: jax.Array, row: int, panel: int, first: int) -> jax.Array:
         """Scales or zero points of 64 rows, of the group that begins at element `first` of this warpgroup's panel."""
