@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops.attention import cudnn, reference
+from mgpu_ops.attention import cudnn, cudnn_model, reference
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.mask import zero_unseen
@@ -440,6 +440,8 @@ FORWARD = OpSpec(
     reference=reference.forward,
     tolerance=reference.tolerance,
     baseline=_baseline,
+    baseline_cost=cudnn_model.cost,
+    modelled_margin=1.05,
 )
 
 BACKWARD = OpSpec(
@@ -463,4 +465,6 @@ BACKWARD = OpSpec(
     reference=reference.backward,
     tolerance=reference.backward_tolerance,
     baseline=cudnn.backward_baseline,
+    baseline_cost=cudnn_model.backward_cost,
+    modelled_margin=0.98,
 )

@@ -249,6 +249,17 @@ def q_blocks(problem: Problem, tile_kv: int, tile_q: int) -> np.ndarray:
     return _count(*rows_seeing(problem, tile_kv), tile_q)
 
 
+def whole_kv_blocks(problem: Problem, tile_q: int, tile_kv: int) -> np.ndarray:
+    """How many kv blocks each q block sees whole, every row of it; lengths and segments apart."""
+    p = problem
+    rows = np.arange(0, p.q_tokens, tile_q)
+    last = np.minimum(rows + tile_q, p.q_tokens) - 1
+    first = 0 * rows if p.left is None else last + p.offset - p.left
+    end = 0 * rows + p.kv_tokens if p.right is None else rows + p.offset + p.right + 1
+    first, end = (np.clip(x, 0, p.kv_tokens) for x in (first, end))
+    return np.maximum(0, end // tile_kv - -(-first // tile_kv))
+
+
 def _count(first: np.ndarray, end: np.ndarray, tile: int) -> np.ndarray:
     return np.maximum(1, -(-end // tile) - first // tile)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mgpu_ops.attention import reference
 from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
-from mgpu_ops.attention.mask import kv_blocks, q_blocks
+from mgpu_ops.attention.mask import kv_blocks, q_blocks, whole_kv_blocks
 from mgpu_ops.attention.problem import (
     KV_CLUSTERS,
     MAX_SPLITS,
@@ -29,6 +29,7 @@ from mgpu_ops.attention.problem import (
     blocks_of_an_sm,
     check,
     check_backward,
+    masks_all,
     padded,
     split_stages,
     splits_keys,
@@ -146,9 +147,7 @@ _MEASURED = {
     (192, 192): Config(2, 64, 2, 2, 4, 24, "early"),
     (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
-_FITTED = (64, 128, 256)  # head dims to whose measurements `cost` was fitted
-_WIDE_MARGIN = 1.15  # for the others
-_MARGIN = 1.05  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
+_MARGIN = 1.10  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -162,72 +161,144 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
     if splits_keys_by_default(problem):
         return _split_candidates(problem, gpu)
-    measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
+    measured = _measured(problem)
     found = [] if measured is None else [measured]
     pv_wait, turns = "early", "none"
     if measured is not None and measured.turns != "none":  # faster at that head dim than the others, which come next
         pv_wait, turns = measured.pv_wait, measured.turns
         found += [dataclasses.replace(measured, turns="none"), dataclasses.replace(measured, pv_wait="early", turns="none")]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
-        registers = 32 if warpgroups == 3 else 24
-        if rounded(problem.head_dim) % PANEL:  # the producer's addresses of narrow panels would spill
-            registers = 48
-        order = turns if warpgroups > 1 else "none"
+        order, registers = turns if warpgroups > 1 else "none", _producer_registers(problem, warpgroups, tile_kv)
         pipelines = [Config(warpgroups, tile_kv, n, q_slots, _SECTION, registers, pv_wait, turns=order) for n in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
 
 
+def _measured(problem: Problem) -> Config | None:
+    """The config of `_MEASURED` for its head dims, with as many registers for the producer as the problem takes."""
+    found = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
+    if found is None:
+        return None
+    least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
+    return dataclasses.replace(found, memory_registers=max(found.memory_registers, least))
+
+
+def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
+    """So many that the producer's addresses do not spill: of narrow panels, of windows of rows that end anywhere, of a bias.
+
+    Two consumers have 232 registers each beside 40 and 240 beside 24; one has 240 beside either.
+    """
+    p, d = problem, rounded(problem.head_dim)
+    if d % PANEL:
+        return 48
+    if warpgroups == 3:
+        return 32
+    if d == 256 and warpgroups == 2 and p.lengths:
+        return 32
+    anywhere = p.lengths or p.segments or p.bias != "none" or p.kv_tokens % tile_kv != 0 or p.left is not None
+    return 40 if anywhere or warpgroups == 1 else 24
+
+
 def default(problem: Problem, gpu: Gpu) -> Config:
     """The config that was measured to be the fastest for the head dim.
 
-    Or the best candidate, where that one cannot run, has a warpgroup more than there are rows for, or is modelled well behind.
+    Or the best candidate, where that one cannot run, has a warpgroup more than there are rows for, is modelled well behind, or
+    the window is a small one.
     """
     best, *_ = ranked = candidates(problem, gpu)
     if best.kv_splits:
         return best
-    measured = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
-    if measured is None or measured not in ranked or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1):
+    measured = _measured(problem)
+    if (
+        measured is None
+        or measured not in ranked
+        or masks_all(problem, measured)
+        or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1)
+    ):
         return best
-    margin = _MARGIN if problem.head_dim in _FITTED else _WIDE_MARGIN
-    return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best
+    return measured if cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu) else best
 
 
-# Fitted to an H200 at head dims 64 and 128, 4096 and 16384 tokens, full and causal.
 _EXPONENTIALS = 16  # a clock, of an SM (arXiv 2407.08608, section 3.1)
 _LANES = 128  # float32 operations a clock, of an SM
-_SCORE_OPERATIONS = 5  # scale, mask or cap, maximum, sum, rounding
-_EXPOSED = {1: 0.6, 2: 0.17, 3: 0.1}  # of the shorter of products and softmax, by the number of consumers
-_TILE = 1.2e-6  # s of an output tile: its first scores and last values overlap with nothing
-_MASKED = 1.5e-6  # s more where it has masked steps
-_REFILL = 4.5e-6  # s more where the next queries cannot load before the output is stored
+_SCORE_OPERATIONS = 5  # scale, maximum, sum, rounding: of the kernel with `kv_splits`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fitted:
+    """Constants of `cost`, fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl). s: seconds."""
+
+    operations: float = 2.35  # of a score: scale, maximum, sum, rounding
+    mask_operations: float = 10.5  # more of one that is masked
+    bias_operations: float = 17.5  # more of one with a bias
+    exposed: tuple[float, float, float] = (0.5, 0.36, 0.33)  # of the shorter of products and softmax, by consumers
+    step: float = 0.07e-6  # s of a step for each consumer: barriers, tensor cores that begin and end
+    alone: float = 0.31e-6  # s more where nothing of it overlaps with the next one
+    own_softmax: float = 0.7  # of its share of all consumers' softmax, that one consumer takes by itself
+    tile: float = 1.2e-6  # s of an output tile beside its steps
+    refill: float = 2.5e-6  # s more where the next queries cannot load before the output is stored
+    uneven: float = 0.6  # of an average tile, that the last block ends later where tiles differ
+    launch: float = 3.6e-6  # s of a kernel: its start, the first loads and the last stores
+    schedule: float = 0.9e-6  # s more where a block reads which tiles are its own
+
+
+_FIT = _Fitted()
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: the steps of all visited kv blocks, shared out over the SMs; at least the time of HBM.
 
-    A step takes the longest of three: products and softmax, which overlap where there are several consumers; the loads of keys
-    and values; and the latency of a load over the stages in flight.
+    A step takes the longest of four: products and softmax of all consumers, which overlap where there are several; those of
+    one, one after the other; the loads of keys and values; and the latency of a load over the stages in flight. Steps with a
+    mask overlap with nothing in their consumer, unless all are masked (`masks_all`): then each consumer has its own number.
     """
     p, c = problem, config
     _require(supports(p, gpu))
     if c.kv_splits:
         return _split_cost(p, c, gpu)
-    rows, d, v_d = ROWS * c.compute_warpgroups, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
-    scores = rows * c.tile_kv
+    typical, rows = _typical(p), ROWS * c.compute_warpgroups
+    steps = _kv_blocks(typical, rows, c.tile_kv)
+    if masks_all(p, c):
+        tiles = _own_kv_blocks(typical, c.compute_warpgroups, c.tile_kv) * _step(p, c, gpu, masked=True, alone=False)
+    else:
+        whole = np.minimum(_whole_kv_blocks(typical, rows, c.tile_kv), steps - 1)  # the first one overlaps with nothing
+        masks = p.left is not None or p.right is not None
+        tiles = whole * _step(p, c, gpu, masked=False, alone=False)
+        tiles = tiles + (steps - whole) * _step(p, c, gpu, masked=masks, alone=masks)
+    tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1)
+    entries, start = typical.batch * p.q_heads, _FIT.launch
+    work = _shared_out(tiles, entries, gpu)
+    if len(tiles) * entries > gpu.sms:
+        start += _FIT.schedule
+        work += _FIT.uneven * float(tiles.mean()) * bool(tiles.min() < tiles.max())
+    return start + max(work, reference.bytes_moved(p) / _hbm(gpu))
+
+
+def _step(p: Problem, c: Config, gpu: Gpu, masked: bool, alone: bool) -> float:
+    """Seconds of a step of the forward kernel."""
+    consumers, d, v_d = c.compute_warpgroups, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
+    rows = ROWS * consumers
+    scores, bias = rows * c.tile_kv, p.bias != "none"
+    operations = _FIT.operations + _FIT.mask_operations * masked + _FIT.bias_operations * bias
     products = 2 * scores * (d + v_d) / _rate(gpu)
-    softmax = (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * rows * v_d) / _LANES) / gpu.clock_hz
-    loaded = 2 * c.tile_kv * (d + v_d) + (scores * itemsize_of(p.bias) if p.bias != "none" else 0)
-    step = max(
-        max(products, softmax) + _EXPOSED[c.compute_warpgroups] * min(products, softmax),
+    softmax = (scores / _EXPONENTIALS + (operations * scores + 1.5 * rows * v_d) / _LANES) / gpu.clock_hz
+    loaded = 2 * c.tile_kv * (d + v_d) + (scores * itemsize_of(p.bias) if bias else 0)
+    return max(
+        max(products, softmax) + _FIT.exposed[consumers - 1] * min(products, softmax),
+        (_FIT.step + _FIT.alone * alone) * consumers + (products + _FIT.own_softmax * softmax) / consumers,
         loaded / _load_rate(gpu),
         rates.LOAD_LATENCY / c.max_concurrent_steps,
     )
-    masked = p.left is not None or p.right is not None
-    tile = _TILE + _MASKED * masked + _REFILL * (c.q_slots == 1)
-    work = _shared_out(_kv_blocks(p, rows, c.tile_kv) * step + tile, p.batch * p.q_heads, gpu)
-    return rates.LAUNCH + max(work, reference.bytes_moved(p) / _hbm(gpu))
+
+
+def _typical(problem: Problem) -> Problem:
+    """A problem without lengths and segments that takes as long: of the mean length, and of each segment on its own."""
+    p = reference.of_mean_length(problem)
+    if not p.segments:
+        return p
+    q, kv = (math.ceil(n / reference.SEGMENTS) for n in (p.q_tokens, p.kv_tokens))
+    return dataclasses.replace(p, batch=p.batch * reference.SEGMENTS, q_tokens=q, kv_tokens=kv, segments=False)
 
 
 _IN_CLUSTERS = 120 / 132  # of the SMs hold clusters of 4 or 8 (results/2026-11-22-h200-resident-clusters.txt)
@@ -372,47 +443,61 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
-    """The first of the `backward_candidates` with dq_step="same": the other as it is now has not run on a GPU."""
-    return next(c for c in backward_candidates(problem, gpu) if c.dq_step == "same")
+    """The first of the `backward_candidates` with dq_step="same": the other as it is now has not run on a GPU.
+
+    A fused one, unless two kernels are modelled well ahead: of long sequences these were not measured beside it.
+    """
+    ranked = [c for c in backward_candidates(problem, gpu) if c.dq_step == "same"]
+    best, fused = ranked[0], next((c for c in ranked if c.mode == "fused"), ranked[0])
+    return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, fused, gpu) else fused
 
 
-_GRADIENT_OPERATIONS = 10  # of a score, beside its exponential: scale, mask, dp - delta, ds, two roundings
-_STEP = 0.1e-6  # s of a step that a larger tile saves: barriers, and ds on its way through shared memory
+# Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, and the shipped entries).
+_FUSED_MARGIN = 0.95
+_REACHED = {  # of the rate of the tensor cores, by mode and head dim
+    "fused": {64: 0.63, 80: 0.46, 96: 0.63, 128: 0.70},
+    "split": {64: 0.90, 80: 0.66, 96: 0.91, 128: 0.99, 160: 0.79, 192: 0.82, 224: 0.88, 256: 0.94},
+}
+_ROUND = 0.06e-6  # s of a tile of 64 x 128 scores beside its products
+_KEYS_TILE = 2.7e-6  # s of an output tile of dk and dv beside its steps
+_ROWS_TILE = 7.3e-6  # likewise of dq
+_STARTS = {"fused": 8.1e-6, "split": 7.1e-6}  # s of the kernels, with those that make delta and convert dq
+_PADS = 5.3e-6  # s of the copies that pad a head dim, beside their bytes
+_COPIED = 1.85  # times as long as by HBM's rate alone the copies before and after take
 # Of a step's time, where products of two q blocks overlap (results/2026-11-22-h200-flash_attention-backward-schedules.txt).
 _AHEAD = 0.95
 
 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
-    """Modelled time in seconds. It ranks configs, and is not fitted to measurements.
+    """Modelled time in seconds, with what XLA does around the kernels: delta, zeros for dq and its conversion, padding.
 
     Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes five
     products, and dq is added to global memory in float32. Split: four in the dk/dv kernel, three in the dq kernel.
     """
     p, c = problem, config
     _require(supports_backward(p, gpu))
-    group, size = p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d = backward_dim(p.head_dim, p.deterministic)
-    dq = 4 * c.tile_q * d  # bytes
-    keys = _q_blocks(p, c.tile_kv, c.tile_q) * group, p.batch * p.kv_heads, 2 * c.tile_q * d * size
-    rows = _kv_blocks(p, c.tile_q, c.tile_kv), p.batch * p.q_heads, 2 * c.tile_kv * d * size
-    # Columns of all products, where a q block or kv block is loaded.
-    kernels = [(5 * d, *keys, dq)] if c.mode == "fused" else [(4 * d, *keys, 0), (3 * d, *rows, 0)]
-    work = 0.0
-    for columns, steps, entries, loaded, added in kernels:
-        step = _gradient_step(p, c, columns, loaded + added, gpu)
-        work += rates.LAUNCH + _shared_out(steps * step + _TILE, entries, gpu)
+    typical, group, size = _typical(p), p.q_heads // p.kv_heads, itemsize_of(p.dtype)
+    d, entries = backward_dim(p.head_dim, p.deterministic), typical.batch
+    queries = p.batch * p.q_tokens * p.q_heads
+    keys = _q_blocks(typical, c.tile_kv, c.tile_q) * group
+    columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
+    step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
+    work = _shared_out(keys * step + _KEYS_TILE, entries * p.kv_heads, gpu)
+    if c.mode == "split":
+        rows = _kv_blocks(typical, 2 * ROWS, ROWS)  # whatever the tiles of the dk/dv kernel
+        step = _gradient_step(p, dataclasses.replace(c, tile_q=2 * ROWS, tile_kv=ROWS), 3 * d, 2 * ROWS * d * size, gpu)
+        work += _shared_out(rows * step + _ROWS_TILE, entries * p.q_heads, gpu)
     moved = reference.backward_bytes_moved(p)
-    converted = (
-        10 * p.batch * p.q_tokens * p.q_heads * d if c.mode == "fused" else 0
-    )  # dq: zeros, float32 read, 16 bits written
-    return max(work, moved / _hbm(gpu)) + converted / _hbm(gpu)
+    copied += queries * (2 * p.head_dim * size + 8)  # delta
+    padding = _PADS + 2 * moved / _hbm(gpu) if d != p.head_dim else 0.0
+    return _STARTS[c.mode] + max(work, moved / _hbm(gpu)) + _COPIED * copied / _hbm(gpu) + padding
 
 
 def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: int, gpu: Gpu) -> float:
-    """Seconds of one tile of scores: products of so many columns, then the work on each score. Several stages overlap loads."""
+    """Seconds of one tile of scores: products of so many columns, and the work on each score. Several stages overlap loads."""
     scores = c.tile_q * c.tile_kv
-    elementwise = (scores / _EXPONENTIALS + scores * _GRADIENT_OPERATIONS / _LANES) / gpu.clock_hz
-    compute = 2 * columns * scores / _rate(gpu) + elementwise + _STEP
+    reached = _REACHED[c.mode][backward_dim(p.head_dim, p.deterministic)]
+    compute = 2 * columns * scores / (reached * _rate(gpu)) + _ROUND * scores / (ROWS * 2 * ROWS)
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
@@ -455,4 +540,14 @@ def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
 
 # Cached, as the tuner models thousands of configs. The arrays are shared: do not write to them.
 _kv_blocks = functools.lru_cache(4096)(kv_blocks)
+_whole_kv_blocks = functools.lru_cache(4096)(whole_kv_blocks)
 _q_blocks = functools.lru_cache(4096)(q_blocks)
+
+
+@functools.lru_cache(4096)
+def _own_kv_blocks(problem: Problem, consumers: int, tile_kv: int) -> np.ndarray:
+    """How many kv blocks the consumer of each output tile visits that visits most of them."""
+    own = kv_blocks(problem, ROWS, tile_kv)
+    own = np.pad(own, (0, -len(own) % consumers))
+    most: np.ndarray = own.reshape(-1, consumers).max(1)
+    return most

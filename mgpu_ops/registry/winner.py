@@ -6,7 +6,7 @@ entry stores the fastest config of the kernel all the same, which a call with `b
 
 An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Where a problem has no entry, what decides is
 - the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`): the kernel runs where it is faster by
-  `MODELLED_MARGIN`, so that in unclear cases a call takes as long as it would without this library; or,
+  `OpSpec.modelled_margin`, so that in unclear cases a call takes as long as it would without this library; or,
 - for an op that does not model its baseline, the entry of a near problem, the one that the config is from or that is the
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
 Where nothing is known of the baseline, the kernel runs. But where the op has a reason to wait (`OpSpec.unmeasured`), models do
@@ -25,7 +25,6 @@ from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_o
 MEASURED_MARGIN = 1.01  # times as fast as the kernel XLA must be in an entry's run: less is noise
 FAMILY_MARGIN = 1.03  # times as fast it must be on another GPU
 NEAR_MARGIN = 1.0  # by a near problem, whichever is faster
-MODELLED_MARGIN = 0.95  # by the models, XLA wins unless the kernel takes less than 0.95 of its time (docs/kernels/matmul.md)
 
 type Winner = Literal["kernel", "xla"]
 
@@ -42,6 +41,7 @@ class Times:
     baseline_us: float
     baseline: str
     how: Literal["measured", "family", "modelled", "near"]
+    modelled_margin: float = 1.0  # of the op
 
     @property
     def margin(self) -> float:
@@ -50,7 +50,7 @@ class Times:
             "measured": MEASURED_MARGIN,
             "family": FAMILY_MARGIN,
             "near": NEAR_MARGIN,
-            "modelled": MODELLED_MARGIN,
+            "modelled": self.modelled_margin,
         }[self.how]
 
     @property
@@ -75,7 +75,7 @@ def expected(spec: OpSpec, problem: Problem, config: Config, gpu: Gpu, baseline:
     if spec.baseline_cost is None:
         return None
     seconds = spec.cost(problem, config, gpu), spec.baseline_cost(problem, gpu)
-    return Times(seconds[0] * 1e6, seconds[1] * 1e6, baseline.name, "modelled")
+    return Times(seconds[0] * 1e6, seconds[1] * 1e6, baseline.name, "modelled", spec.modelled_margin)
 
 
 def expected_from(near: Times, distance: float, kernel_us: float) -> Times:

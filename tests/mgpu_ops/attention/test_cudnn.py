@@ -100,7 +100,8 @@ def test_each_of_the_two_passes_decides_for_itself(monkeypatch: pytest.MonkeyPat
     for one, other in (("flash_attention", "flash_attention_backward"), ("flash_attention_backward", "flash_attention")):
         ran.clear()
         jax.clear_caches()
-        with resolution.use_configs({one: "xla"}):
+        kernel_config = spec_of(other).default(spec_of(other).Problem(2, 256, 256, 8, 4, 64), gpu.find("h200"))
+        with resolution.use_configs({one: "xla", other: kernel_config}):
             calls = forward_and_backward(attend)
         assert ran == [other]
         assert [name for name, _ in calls if "cudnn" in name] == ["__cudnn$fmhaSoftmax" + "Backward" * one.endswith("backward")]

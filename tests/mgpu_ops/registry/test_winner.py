@@ -195,7 +195,7 @@ def with_model(ratio: float) -> OpSpec:
 
 @pytest.mark.parametrize(("ratio", "what"), [(1.0, "library"), (1 / 0.951, "library"), (1 / 0.949, "kernel"), (1.2, "kernel")])
 def test_without_an_entry_models_decide_and_in_unclear_cases_xla_runs(ratio: float, what: str) -> None:
-    assert winner.MODELLED_MARGIN == 0.95
+    assert SPEC.modelled_margin == 0.95
     assert call(spec=with_model(ratio))[0] == what
     assert call(spec=with_model(ratio), backend="mosaic")[0] == "kernel"
 
