@@ -247,7 +247,7 @@ class _Consumer:
             pl.when(i > 0)(lambda: self._release_queries(i - 1))
         # 3. The other kv blocks: scores of one overlap with weights times values of the block before.
         count, overlapped = (
-            (rows.own.count - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
+            (rows.own.seen - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
         )
         weights, softmax, step = lax.fori_loop(0, count, overlapped, (weights, softmax, step + 1))
         if not two_q_stages:
@@ -282,7 +282,7 @@ class _OwnBlocks(NamedTuple):
     """Of the kv blocks of an output tile, from the last to the first, those that one consumer's rows see: at least one."""
 
     before: Int  # how many come before them
-    count: Int
+    seen: Int
     after: Int
 
     @staticmethod

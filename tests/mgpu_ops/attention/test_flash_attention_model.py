@@ -185,6 +185,35 @@ def test_the_fewer_keys_a_mask_leaves_the_less_time_it_takes(head_dim: int) -> N
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
+def test_cudnn_is_modelled_to_take_what_it_took(head_dim: int) -> None:
+    problem = FORWARD.Problem(4, 4096, 4096, 16, 16, head_dim, causal=True)
+    gradient = BACKWARD.Problem(**dataclasses.asdict(problem))
+    assert 350e12 < FORWARD.flops(problem) / FORWARD.baseline_cost(problem, H200) < 650e12
+    assert 300e12 < BACKWARD.flops(gradient) / BACKWARD.baseline_cost(gradient, H200) < 600e12
+
+
+@pytest.mark.parametrize("spec", [FORWARD, BACKWARD])
+@examples(20)
+@given(data=st.data())
+def test_cudnn_is_modelled_for_every_problem_that_it_takes(spec: Any, data: st.DataObject) -> None:
+    problem = data.draw(problems(paged=False) if spec is FORWARD else gradients)
+    if spec.supports(problem, H200) is None:
+        assert 0 < spec.baseline_cost(problem, H200) < 1e6
+
+
+def test_a_small_window_is_not_given_the_config_of_long_sequences() -> None:
+    problem = FORWARD.Problem(6, 10624, 10624, 2, 1, 256, causal=True, window_left=43)  # 61 us with one consumer, 74 with two
+    assert FORWARD.default(problem, H200).compute_warpgroups == 1
+
+
+@pytest.mark.parametrize("changes", [{"kv_tokens": 4000}, {"lengths": True}, {"bias": "bfloat16"}, {"window_left": 2000}])
+def test_the_producer_has_more_registers_where_windows_of_rows_end_anywhere(changes: dict[str, Any]) -> None:
+    problem = FORWARD.Problem(1, 4096, 4096, 8, 8, 128, causal=True)
+    found = FORWARD.default(dataclasses.replace(problem, **changes), H200)
+    assert FORWARD.default(problem, H200).memory_registers == 24 < found.memory_registers
+
+
 @examples(15)
 @given(problem=problems(paged=False), tile=st.sampled_from([64, 128, 192]), step=st.sampled_from([64, 128]))
 def test_the_steps_of_the_model_are_those_of_the_kernels(problem: Problem, tile: int, step: int) -> None:
