@@ -36,7 +36,7 @@ from mgpu_ops.attention.problem import (
     supports,
     supports_backward,
 )
-from mgpu_ops.core import rates
+from mgpu_ops.core import limits, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
 
@@ -172,6 +172,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         pipelines = [Config(warpgroups, tile_kv, n, q_slots, _SECTION, registers, pv_wait, turns=order) for n in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
+    legal = [c for c in legal if not _spills(problem, c, gpu)] or legal
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
 
 
@@ -196,8 +197,25 @@ def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
         return 32
     if d == 256 and warpgroups == 2 and p.lengths:
         return 32
+    if p.bias != "none":
+        return 48
     anywhere = p.lengths or p.segments or p.bias != "none" or p.kv_tokens % tile_kv != 0 or p.left is not None
     return 40 if anywhere or warpgroups == 1 else 24
+
+
+def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
+    """Whether its consumers would spill, by what was compiled: addresses and masks take 48 to 56 registers beside the tiles."""
+    p, c = problem, config
+    if c.tile_kv > 128 and rounded(p.head_dim) > PANEL:
+        return True
+    tiles = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
+    rest, measured = 48 if c.compute_warpgroups == 3 else 52, _measured(p)
+    split = p.left is not None and not masks_all(p, c)
+    if measured is not None and (measured.compute_warpgroups, measured.tile_kv) == (c.compute_warpgroups, c.tile_kv):
+        rest = 56 if split and c.compute_warpgroups == 2 else 24  # what it takes is known, but for a window
+    elif split:
+        rest = 56
+    return tiles + rest > limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
