@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 DRAWN = RESULTS / "2026-11-22-h200-matmul-drawn.json.gz"
 DRAWN_AGAIN = ("2026-11-22-h200-matmul-drawn-2.jsonl.gz", "2026-11-22-h200-matmul-drawn-3.jsonl.gz")
 PING_PONG = "2026-11-22-h200-matmul-pingpong.jsonl.gz"
-DEFERRED = "2026-11-22-h200-matmul-deferred.jsonl.gz"
+DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
 H200 = gpu.find("h200")
 
@@ -56,7 +56,7 @@ def measured() -> list[Measured]:
         *_drawn(),
         *_drawn_again(),
         *_timed("ping-pong, cold", PING_PONG),
-        *_timed("deferred, cold", DEFERRED),
+        *_timed("deferred, cold", *DEFERRED),
         *_float32(),
     ]
 
