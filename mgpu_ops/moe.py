@@ -117,10 +117,33 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
         raise ValueError("router_logits have shape (): they are [..., experts]")
     _check_top_k(top_k, logits.shape[-1])
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-    experts = lax.top_k(lax.stop_gradient(logits), int(top_k))[1].astype(jnp.int32)
+    experts = _best(lax.stop_gradient(logits), int(top_k))
     of = logits if norm_topk_prob else jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
     return (jax.nn.softmax(chosen) if norm_topk_prob else jnp.exp(chosen)), experts
+
+
+_MAX = 2**31 - 1
+_ONE_BY_ONE = 16  # experts of a token, at most, that are found by so many passes
+
+
+def _best(logits: jax.Array, top_k: int) -> jax.Array:
+    """The numbers of the top_k largest logits, the largest first; of equal ones the first; a NaN counts as larger than all.
+
+    A maximum for each is one small kernel, which finds the logits in L2. XLA's `top_k` sorts all of them.
+    """
+    logits = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)  # -0 equals 0
+    if logits.dtype != jnp.float32 or top_k > _ONE_BY_ONE:
+        return lax.top_k(logits, top_k)[1].astype(jnp.int32)
+    # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
+    bits = lax.bitcast_convert_type(logits, jnp.int32)
+    key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
+    number = lax.broadcasted_iota(jnp.int32, key.shape, key.ndim - 1)
+    found = []
+    for _ in range(top_k):
+        found.append(lax.argmax(key, key.ndim - 1, jnp.int32))
+        key = jnp.where(number == found[-1][..., None], jnp.int32(-(2**31)), key)
+    return jnp.stack(found, axis=-1)
 
 
 def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispatch:

@@ -157,6 +157,16 @@ def test_checkpoint_scan_and_vmap(assert_near):
     assert_near(mapped, jnp.stack([moe(x, logits, *weights, 2) for x, logits in zip(xs, all_logits)]), 1e-6)
 
 
+@pytest.mark.parametrize("top_k", [1, 4, 17])
+def test_route_finds_the_largest_logits_in_order_whatever_they_are(top_k):
+    values = [0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, 1e-30, 3e38, -3e38]
+    logits = np.random.default_rng(0).choice(values, (50, 20)).astype(np.float32)
+    _, experts = jax.jit(functools.partial(moe_route, top_k=top_k))(logits)
+    np.testing.assert_array_equal(experts, np.argsort(-logits, axis=1, kind="stable")[:, :top_k])
+    _, experts = moe_route(np.where(logits == 1.5, np.nan, logits), top_k)
+    assert all(len(set(row)) == top_k for row in experts.tolist())
+
+
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 1), (43, 3, 5), (64, 2, 1), (5000, 2, 7)])
 def test_dispatch_sorts_stably_whatever_the_number_of_assignments(tokens, top_k, experts):
     chosen = np.random.default_rng(0).integers(-1, experts + 1, (tokens, top_k))  # some name no expert
