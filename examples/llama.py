@@ -148,6 +148,10 @@ def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) 
     return mgpu_ops.fp8_matmul(x, w, residual=residual)
 
 
+def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array) -> jax.Array:
+    return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
+
+
 OURS = Backend(
     _product,
     mgpu_ops.gated_matmul,
@@ -170,7 +174,7 @@ BACKENDS = {
     ),
     "mgpu_ops": OURS,
     # XLA makes the largest number of what a norm yields in the norm's own pass.
-    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=functools.partial(_mlp, _fp8_product), norm=_xla_norm),
+    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=_fp8_mlp, norm=_xla_norm),
 }
 
 

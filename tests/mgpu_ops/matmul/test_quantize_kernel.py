@@ -18,6 +18,7 @@ from mgpu_ops import QuantizeProblem as P
 from mgpu_ops import fp8_matmul, quantize, spec_of
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.matmul import quantizing
+from mgpu_ops.registry import resolution
 from tests.arrays import normal
 
 OP, H200 = spec_of("quantize"), gpu.find("h200")
@@ -121,3 +122,8 @@ def test_every_config_of_the_space_has_tiles_that_cover_the_array() -> None:
             assert 0 <= down * config.tile_rows - rows < config.tile_rows
             assert 0 <= across * config.tile_columns - columns < config.tile_columns
     assert dataclasses.replace(config, tile_rows=64) not in OP.candidates(P(16, 16), H200)
+
+
+@pytest.mark.parametrize(("problem", "runs"), [(P(8192, 4096), "kernel"), (P(8192, 4096, scheme="row", scheme_t="row"), "xla")])
+def test_on_an_h200_a_call_runs_the_kernel_that_was_measured(problem: P, runs: str) -> None:
+    assert resolution.resolve(OP, problem, H200).runs == runs
