@@ -301,3 +301,8 @@ def test_a_call_for_few_rows_runs_the_kernel_and_one_for_many_xla():
     many = mgpu_ops.explain("quantized_matmul", {"m": 8192, "n": 4096, "k": 14336}, gpu="h200")
     assert "runs      the kernel" in few
     assert "was measured with up to 200 rows, not with m=8192" in many
+
+
+def test_a_call_of_int4_whose_last_row_of_256_is_half_runs_xla():
+    told = mgpu_ops.explain("quantized_matmul", {"m": 16, "n": 4096, "k": 14336 + 128, "w_dtype": "int4"}, gpu="h200")
+    assert "multiples of 256, not with k=14464" in told
