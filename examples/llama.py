@@ -281,11 +281,6 @@ def serving(backend: Backend) -> Backend:
     return backend if backend.product is _xla_product else OURS
 
 
-def served(backend: Backend, params: Params) -> Params:
-    """The weights as a backend decodes with them: XLA is faster with gate and up as one matrix; ours has a kernel for both."""
-    return joined(params) if backend.product is _xla_product else params
-
-
 # --- Training on sums -------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +328,7 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
     """The prompt and the likeliest `count` characters after it, one token at a time."""
     backend = serving(BACKENDS[name])
     step = jax.jit(functools.partial(decode, model, backend), donate_argnums=(1,))
-    weights = jax.jit(lambda params: served(backend, _in_bfloat16(params)))(params)
+    weights = jax.jit(lambda params: joined(_in_bfloat16(params)))(params)
     written = list(prompt.encode())
     cache = empty_cache(model, 1, len(written) + count)
     for position in range(len(written) + count - 1):
@@ -380,15 +375,13 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
 
 def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:
     """A step of decoding for `batch` sequences of `cached` tokens each, the new one among them; logits are compared."""
-    weights, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
-    params = {name: jax.jit(functools.partial(served, BACKENDS[name]))(weights) for name in backends}
+    params, tokens = jax.jit(joined)(_weights(model)), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
     empty = empty_cache(model, batch, cached)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
     position = jnp.int32(cached - 1)
     steps = {name: jax.jit(functools.partial(decode, model, BACKENDS[name]), donate_argnums=(1,)) for name in backends}
-    programs = bench.compiled(steps, {name: (params[name], cache, tokens, position) for name in backends})
-    copies = {name: jax.tree.map(jnp.copy, cache) for name in backends}
-    calls = {name: _Decoding(programs[name].step, params[name], copies[name], tokens, position) for name in backends}
+    programs = bench.compiled(steps, dict.fromkeys(steps, (params, cache, tokens, position)))
+    calls = {name: _Decoding(programs[name].step, params, jax.tree.map(jnp.copy, cache), tokens, position) for name in backends}
     logits = {name: {"logits": call().astype(jnp.float32)} for name, call in calls.items()}
     errors = {name: float(_apart(of, logits[backends[0]])) for name, of in logits.items()}
     print(", ".join(f"{name}: logits {error:.4f} of their size apart" for name, error in errors.items()), flush=True)
@@ -452,7 +445,7 @@ def step() -> tuple[jax.Array, Params]:
 
 def decoding() -> list[jax.Array]:
     """Steps of decoding with 1, 16 and 64 sequences of 4096 tokens: `mgpu-tune capture examples.llama:decoding`."""
-    params = jax.jit(functools.partial(init, LLAMA3_8B, dtype=jnp.bfloat16))(jax.random.key(0))
+    params = jax.jit(lambda: joined(init(LLAMA3_8B, jax.random.key(0), jnp.bfloat16)))()
     one = jax.jit(functools.partial(decode, LLAMA3_8B, OURS))
     caches = {batch: empty_cache(LLAMA3_8B, batch, 4096) for batch in (1, 16, 64)}
     return [one(params, cache, jnp.zeros(n, jnp.int32), jnp.int32(4095))[0] for n, cache in caches.items()]

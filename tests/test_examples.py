@@ -133,7 +133,7 @@ def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name):
     data = jax.random.randint(jax.random.key(1), (2, 7), 0, LLAMA.vocabulary)
     wanted = jax.jit(functools.partial(llama.loss, LLAMA, backend))(params, data)
     step = jax.jit(functools.partial(llama.decode, LLAMA, backend))
-    params = llama.served(backend, params)
+    params = llama.joined(params)
     cache, losses = llama.empty_cache(LLAMA, 2, 6), []
     for position in range(6):
         logits, cache = step(params, cache, data[:, position], jnp.int32(position))
