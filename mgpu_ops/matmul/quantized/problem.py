@@ -153,7 +153,7 @@ def unmeasured(problem: Problem) -> str | None:
     if problem.m > _MEASURED_ROWS:
         return f"the kernel was measured with up to {_MEASURED_ROWS} rows, not with m={problem.m}: backend='mosaic' runs it"
     if problem.w_dtype == "int4" and problem.k % 256:
-        return f"int4 was compared on a GPU with k in multiples of 256, not with k={problem.k}: backend='mosaic' runs the kernel"
+        return f"int4 was compared on a GPU with k in multiples of 256, not with k={problem.k}: backend='mosaic' runs it"
     return None
 
 
