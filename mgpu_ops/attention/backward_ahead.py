@@ -2,10 +2,10 @@
 
 Two warpgroups, each with 64 keys and the gradients of these, as in `backward_narrow.py`. The tensor cores get, in this order,
 
-    S = k q^T of this q block, dq = dS^T k and dk += dS q of the last one, dP = v dO^T and dv += P dO of this one,
+    S = k q^T of this q block, dq = dS^T k and dk += dS q of the last one, dP = v dO^T - delta and dv += P dO of this one,
 
-so that they work on dq and dk while a warpgroup computes the weights P, and on dv while it computes dS = P (dP - delta).
-q blocks with a mask come first, one by one; dq and dk of the last of them are left to the others, which overlap.
+so that they work on dq and dk while a warpgroup computes the weights P, and on dv while it computes dS = P dP. The warpgroups
+need each other's dS for dq alone, and by then each has started its next scores.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class _Last(NamedTuple):
     stage: jax.Array
     head: Int
     q_block: Int
+    ds: jax.Array | None  # of the own keys, in registers, or None
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:
@@ -69,15 +70,19 @@ class _Consumer:
         block, order = self.block, kv.q_blocks
         members, masks = block.group, block.p.masks(block.c.tile_kv)
         engine.barrier_arrive(self.together)  # the place of dS is free
-        # 1. q blocks with a mask, one by one, and the last of them but for its dq and dk.
-        last_masked = order.masked * members - 1
+        # 1. The first q block, but for its dq and dk.
+        last = self._first(kv, masks, done)
+        # 2. The others, each with dq and dk of the one before: first those with a mask.
         if masks or members > 1:
-            done = lax.fori_loop(0, last_masked, functools.partial(self._alone, kv, masks), done)
-        last = self._first_half(kv, masks, last_masked, done)
-        # 2. The others overlap, each with the one before.
-        last = lax.fori_loop(0, order.unmasked * members, functools.partial(self._overlapped, kv), last)
-        self._second_half(kv, last)
-        # 3. The way out.
+            last = self._loop(kv, masks, 1, last)
+        last = self._loop(kv, False, 0, last)
+        # 3. dq and dk of the last one.
+        plgpu.barrier_wait(self.together)
+        self._start_dq_and_dk(last)
+        self._add_dq(kv, last)  # while dk is computed
+        engine.wgmma_wait(0)
+        engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
+        # 4. The way out.
         dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
         plgpu.barrier_wait(self.together)  # both are done with keys and values: the gradients leave from there
         own = self.wg * ROWS
@@ -87,82 +92,95 @@ class _Consumer:
         for acc in (self.dk_acc, self.dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         block.release_keys()
-        return done + order.unmasked * members + 1
+        return done + (order.masked + order.unmasked) * members
 
-    # --- Steps of the loops over q blocks
+    # --- Steps
 
-    def _alone(self, kv: KvBlock, masks: bool, i: jax.Array, step: jax.Array) -> jax.Array:
-        """A q block by itself."""
-        self._second_half(kv, self._first_half(kv, masks, i, step))
-        return step + 1
-
-    def _first_half(self, kv: KvBlock, masks: bool, i: Int, step: jax.Array) -> _Last:
-        """The i-th q block with a mask, but for its dq and dk."""
-        at, q_block = self._rows_of(kv, i, kv.q_blocks.masked, kv.q_blocks.masked_block)
-        tile = self._wait(kv, at, lax.rem(step, jnp.int32(self.block.q_pipeline.stages)), masks)
-        # Scores and dP are started together: while dP is computed, scores become weights.
-        self._start_product(self.s_acc, "k", self._rows("q", tile.stage))
-        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage))
-        s = engine.accumulated(self.s_acc, len(self.block.panels))
-        weights, _ = self.block.weights(tile, s, self.wg)
+    def _first(self, kv: KvBlock, masks: bool, done: jax.Array) -> _Last:
+        """The first q block of the first head, but for its dq and dk."""
+        q_block = kv.q_blocks.masked_block(0)
+        tile, head = self._wait(kv, 0, q_block, lax.rem(done, jnp.int32(self.block.q_pipeline.stages)), masks)
+        self._start_scores(tile)
+        weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 0), self.wg)
+        self._start_dp(tile)
         ds = self._start_dv(tile, weights)
         self._hand_over(ds)
         engine.wgmma_wait(0)  # nobody needs it, but ptxas serializes where a product runs on into a loop
+        return _Last(tile.stage, head, q_block, ds if self.held else None)
+
+    def _loop(self, kv: KvBlock, masked: bool, first: int, last: _Last) -> _Last:
+        """The q blocks with a mask of all heads of the group but for the `first` of the first head; or those without."""
+        order, members = kv.q_blocks, self.block.group
+        count, number = (order.masked, order.masked_block) if first else (order.unmasked, order.unmasked_block)
+
+        def head(member: Int, last: _Last) -> _Last:
+            step = functools.partial(self._step, kv, masked, member, number)
+            start: Int = first if members == 1 else jnp.where(member == 0, first, 0)
+            found: _Last = lax.fori_loop(start, count, step, last)
+            return found
+
+        # One loop in another: to divide a step's number by their count would take as long as some products.
+        return head(0, last) if members == 1 else lax.fori_loop(0, members, head, last)
+
+    def _step(self, kv: KvBlock, masked: bool, member: Int, number: Callable[[Int], Int], i: jax.Array, last: _Last) -> _Last:
+        """The i-th q block of a head, but for its dq and dk, and those of the last one."""
+        q_block, stage = number(i), last.stage + 1
+        tile, head = self._wait(kv, member, q_block, jnp.where(stage == self.block.q_pipeline.stages, 0, stage), masked)
+        # 1. The scores of this q block; then, when both have written dS, dq and dk of the last one.
+        self._start_scores(tile)
         plgpu.barrier_wait(self.together)
-        return _Last(tile.stage, at.head, q_block)
-
-    def _second_half(self, kv: KvBlock, last: _Last) -> None:
-        """Its dq and dk."""
         self._start_dq_and_dk(last)
-        self._add_dq(kv, last)  # while dk is computed
-        engine.wgmma_wait(0)
-        engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
-
-    def _overlapped(self, kv: KvBlock, i: jax.Array, last: _Last) -> _Last:
-        """The i-th q block without a mask, but for its dq and dk, and those of the last one."""
-        at, q_block = self._rows_of(kv, i, kv.q_blocks.unmasked, kv.q_blocks.unmasked_block)
-        stage = last.stage + 1
-        tile = self._wait(kv, at, jnp.where(stage == self.block.q_pipeline.stages, 0, stage), False)
-        # 1. The scores of this q block; then dq and dk of the last one.
-        self._start_product(self.s_acc, "k", self._rows("q", tile.stage))
-        self._start_dq_and_dk(last)
-        # 2. Scores become weights, while the tensor cores compute dq and dk.
-        weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 2), self.wg)
-        # 3. The last q block's dq leaves.
-        self._add_dq(kv, last)
-        # 4. dP and dv; while dv is computed, dP becomes dS.
-        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage))
+        # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves: where dS takes
+        # registers, it has to be first, and dk's product with them done before dP takes others.
+        s = engine.accumulated(self.s_acc, 2)
+        if self.held:
+            self._add_dq(kv, last)
+        weights, _ = self.block.weights(tile, s, self.wg)
+        if self.held:
+            engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
+            engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
+        else:
+            self._add_dq(kv, last)
+        # 3. dP and dv; while dv is computed, dP becomes dS.
+        self._start_dp(tile)
         ds = self._start_dv(tile, weights)
         self._hand_over(ds)
-        # 5. dv is done, and with it all products with the last q block.
+        # 4. dv is done, and with it all products with the last q block.
         engine.wgmma_wait(0)
         engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
-        plgpu.barrier_wait(self.together)
-        return _Last(tile.stage, at.head, q_block)
+        return _Last(tile.stage, head, q_block, ds if self.held else None)
 
     # --- Their parts
+
+    @property
+    def held(self) -> bool:
+        """Whether a step leaves dS in registers to the next one."""
+        return self.block.c.dk_operand == "registers"
 
     @property
     def wg(self) -> jax.Array:
         """This warpgroup: see `layouts.opaque`."""
         return opaque(self.number)
 
-    def _rows_of(self, kv: KvBlock, i: Int, count: Int, q_block: Callable[[Int], Int]) -> tuple[Position, Int]:
-        """Where the i-th q block begins of `count` in each head of the group; and its number."""
-        block = self.block
-        member, i = (0, i) if block.group == 1 else (lax.div(i, jnp.int32(count)), lax.rem(i, jnp.int32(count)))
-        number = q_block(i)
-        return Position(kv.at.batch, kv.at.head * block.group + member, number * block.c.tile_q), number
-
-    def _wait(self, kv: KvBlock, at: Position, stage: jax.Array, masked: bool) -> ScoreTile:
-        """Waits for a q block: the tile of its scores."""
+    def _wait(self, kv: KvBlock, member: Int, q_block: Int, stage: jax.Array, masked: bool) -> tuple[ScoreTile, Int]:
+        """Waits for a q block of a head of the group: the tile of its scores, and the head's number."""
         plgpu.barrier_wait(self.block.q_pipeline.full.at[stage])
-        return ScoreTile(kv, self.wg, stage, 0, at.token, masked)
+        row = q_block * self.block.c.tile_q
+        return ScoreTile(kv, self.wg, stage, 0, row, masked), kv.at.head * self.block.group + member
+
+    def _start_scores(self, tile: ScoreTile) -> None:
+        """Starts S = k q^T."""
+        self.s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
+        self._start_product(self.s_acc, "k", self._rows("q", tile.stage))
+
+    def _start_dp(self, tile: ScoreTile) -> None:
+        """Starts dP = v dO^T - delta."""
+        self.dp_acc[...] = self.block.delta(tile)  # with its sign changed
+        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage))
 
     def _start_product(self, acc: Any, name: str, rows: Any) -> None:
-        """Starts acc = own keys or values times rows^T, in as many products as there are panels."""
+        """Starts acc += own keys or values times rows^T, in as many products as there are panels."""
         own = pl.ds(self.wg * ROWS, ROWS)
-        acc[...] = jnp.zeros(SQUARE, jnp.float32)
         for panel in self.block.panels:
             columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
             engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
@@ -171,7 +189,7 @@ class _Consumer:
         """Starts dv += P dO. Returns dS, once dP is done; dv's product may go on."""
         dtype = self.block.p.dtype
         engine.wgmma(self.dv_acc, weights.astype(dtype), self._rows("do", tile.stage))
-        return (weights * (engine.accumulated(self.dp_acc, 1) - self.block.delta(tile))).astype(dtype)
+        return (weights * engine.accumulated(self.dp_acc, 1)).astype(dtype)
 
     def _hand_over(self, ds: jax.Array) -> None:
         """Writes dS of the own keys, and says so."""
@@ -185,19 +203,15 @@ class _Consumer:
         smem = self.block.smem
         self.dq_acc[...] = jnp.zeros(SQUARE, jnp.float32)
         engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[opaque_zero()]), smem["k"].at[self.wg])
-        # dS of the own keys as well from shared memory: in registers, it would spill.
-        engine.wgmma(self.dk_acc, self._own_ds(), self._rows("q", last.stage))
+        engine.wgmma(self.dk_acc, self._own_ds() if last.ds is None else last.ds, self._rows("q", last.stage))
 
     def _add_dq(self, kv: KvBlock, last: _Last) -> None:
         """Waits for dq, and starts adding it to global memory. dk's product may go on."""
-        block, wg = self.block, self.wg
+        block = self.block
         dq = engine.accumulated(self.dq_acc, 1)
         engine.barrier_arrive(self.together)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
-        engine.write_tile(dq, block.smem["dq"].at[wg])
-        plgpu.commit_smem()
-        at = Position(kv.at.batch, last.head, last.q_block * block.c.tile_q)  # a product: Mosaic sees what divides it
-        block.add_dq(kv, block.smem["dq"].at[wg], at, wg * PANEL)
+        tile = (kv.at.batch * (block.refs.lse.shape[2] // ROWS) + last.q_block) * block.p.q_heads + last.head
+        engine.add_fragments(dq, block.refs.dq.at[block.dq_part(kv), tile, self.wg])
 
     def _own_ds(self) -> Any:
         return self.block.smem["ds"].at[opaque_zero(), pl.ds(self.wg * ROWS, ROWS), :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,9 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
 class Refs(BackwardRefs):
     """The arguments of the dk/dv kernel: what both backward kernels read, and what this one adds to or writes."""
 
-    dq: Any  # float32 [1, batch, rows, q_heads, head_dim], or None: another kernel computes it
+    # float32 [1, batch, rows, q_heads, head_dim], or with dq_step="next" [1, *backward_round.tiles_shape], or None: another
+    # kernel computes it.
+    dq: Any
     dbias: Any  # [batch * q_heads, keys, rows] or None
 
 
@@ -127,7 +130,17 @@ class ThreadBlock:
 
     def kv_block(self, number: jax.Array) -> KvBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
-        return KvBlock(at, BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)))
+        order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
+        if self.c.q_order == "apart":
+            order = dataclasses.replace(order, start=self._start(at, order))
+        return KvBlock(at, order)
+
+    def _start(self, at: Position, order: BlockOrder) -> Int:
+        """Where a kv block starts among the q blocks without a mask, so that those of a head add to different rows of dq."""
+        if self.p.right is not None:
+            return 0  # the first one is another for each kv block
+        own, blocks = lax.div(at.token, jnp.int32(self.c.tile_kv)), math.ceil(self.p.kv_tokens / self.c.tile_kv)
+        return lax.div(own * order.unmasked, jnp.int32(blocks))
 
     # --- The producer
 
@@ -220,10 +233,12 @@ class ThreadBlock:
 
     def add_dq(self, kv: KvBlock, src: Any, at: Position, column: Int) -> None:
         """Starts adding `src` [64, columns] in shared memory to the gradient of the 64 query rows from `at` on."""
-        # The interpreter cannot add: each kv block has an array of its own there.
-        part = lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if interpreting() else 0
-        dst = self.refs.dq.at[part, at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
+        dst = self.refs.dq.at[self.dq_part(kv), at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
         engine.add_tile(src, dst)
+
+    def dq_part(self, kv: KvBlock) -> Int:
+        """Which array of dq a kv block adds to. The interpreter cannot add: each kv block has one of its own there."""
+        return lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if interpreting() else 0
 
     @regions.region("store")
     def store(self, ref: Any, at: Position, staging: Any, values: jax.Array) -> None:

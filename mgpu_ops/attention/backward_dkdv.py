@@ -2,8 +2,8 @@
 
 A persistent thread block keeps a kv block in shared memory while the q blocks that see it go by. Scores are transposed, so
 that keys are wgmma's rows: S = k q^T, P = 2^(S - lse), dP = v dO^T, dS = P (dP - delta). dv += P dO and dk += dS q stay in
-registers, with P and dS as operands from registers. dq = dS^T k goes through shared memory and is added to dq in global memory
-by TMA.
+registers, with P and dS as operands from registers. dq = dS^T k is added to dq in global memory, from shared memory by TMA or
+with `dq_step="next"` from registers.
 
 One producer warpgroup loads (`backward_block.py`) while two consumers compute: `backward_narrow.py` for head dims up to 128,
 `backward_ahead.py` for 128 with `dq_step="next"`, `backward_wide.py` above. A full barrier says that a stage's copies have
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention import backward_ahead, backward_narrow, backward_wide
+from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
 from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, schedule
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
@@ -56,7 +56,9 @@ def launch(
     dbias: Any = None
     if c.mode == "fused":
         # The interpreter cannot add in global memory: each kv block has an array of its own there.
-        dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, p.batch, rows, p.q_heads, p.head_dim), jnp.float32))
+        by_rows = p.batch, rows, p.q_heads, p.head_dim
+        shape = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
+        dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, *shape), jnp.float32))
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
 
@@ -73,7 +75,7 @@ def launch(
         v=as_rows(arrays.v),
         out_grad=as_blocks(arrays.out_grad, c.tile_q, p),
         lse=lse,
-        delta=delta,
+        delta=-delta if c.dq_step == "next" else delta,
         optional=optional,
         dq=dq,
         dbias=dbias,
@@ -81,8 +83,11 @@ def launch(
     out_type = rows_like(arrays.k), rows_like(arrays.v)
     dk, dv = run(body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret)
     if dq is not None:
-        dq = engine.frozen(dq, arrays.q, arrays.k).sum(0)[:, : p.q_tokens]
-        dq = (dq * arrays.inputs.options[0]).astype(p.dtype)
+        dq = engine.frozen(dq, arrays.q, arrays.k).sum(0)
+        if c.dq_step == "next":
+            dq = backward_round.launch(p, dq, arrays, interpret)
+        else:
+            dq = (dq[:, : p.q_tokens] * arrays.inputs.options[0]).astype(p.dtype)
     if dbias is not None:
         dbias = _summed(p, engine.frozen(dbias, arrays.q, arrays.k), arrays.inputs.bias)
     return dq, dk.reshape(arrays.k.shape), dv.reshape(arrays.v.shape), dbias
@@ -103,10 +108,12 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
     }
     if shares is not None:  # in tiles that divide dq in global memory too
         smem |= {f"dq{wg}": swizzled((1, ROWS, n), jnp.float32, 4 * part.panel) for wg, n in enumerate(shares)}
-    elif fused:
+    elif fused and c.dq_step == "same":
         smem["dq"] = swizzled((CONSUMERS, ROWS, PANEL), jnp.float32)
     if wide:
         smem["weights"] = swizzled((1, ROWS, ROWS), p.dtype)
+    if c.dq_step == "next":
+        smem["here"] = plgpu.SMEM((CONSUMERS, 4), jnp.int32)
     if fused or p.bias_grad:
         shape: tuple[int, ...] = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
         if c.dq_step == "next":

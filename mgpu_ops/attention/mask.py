@@ -91,10 +91,11 @@ class MaskTerms:
 class BlockOrder:
     """The order in which the blocks of a `BlockRange` are visited: first those with a mask, at least one, then the others.
 
-    Each list runs from the last block to the first. Two loops, one with a mask and one without, have no branch inside.
+    Each list runs from the last block to the first, but for `start`. Two loops, one with a mask and one without, have no branch inside.
     """
 
     blocks: BlockRange  # in [whole, whole_end) no block is masked
+    start: Int | None = None  # those without a mask: None, from the last to the first; or from there on up, round to the one before
 
     @staticmethod
     def of(blocks: BlockRange) -> BlockOrder:
@@ -124,7 +125,12 @@ class BlockOrder:
 
     def unmasked_block(self, i: Int) -> Int:
         """The i-th block without a mask."""
-        return self.blocks.whole_end - 1 - i
+        if self.start is None:
+            return self.blocks.whole_end - 1 - i
+        if isinstance(self.start, int):
+            return self.blocks.whole + self.start + i
+        i = i + self.start
+        return self.blocks.whole + jnp.where(i >= self.unmasked, i - self.unmasked, i)
 
     def for_each(self, step: Callable[..., Any], carry: Any, *, masks: bool = True, members: int = 1) -> Any:
         """carry = step(member, block, carry, masked) for the blocks with a mask, of each of `members` heads, then the others.

@@ -442,6 +442,8 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
         "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
         "dq_step": ("same", "next"),
+        "q_order": ("together", "apart"),
+        "dk_operand": ("memory", "registers"),
     }
 
 

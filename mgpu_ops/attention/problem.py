@@ -148,6 +148,9 @@ class BackwardConfig:
     section_waves, memory_registers: as in `Config`.
     dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
       another q block become weights. "next" is for head dim 128 and mode "fused", without a bias or a soft cap.
+    q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on, or
+      "apart", so that they add to different rows of dq.
+    dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
     """
 
     mode: str
@@ -157,6 +160,8 @@ class BackwardConfig:
     section_waves: int
     memory_registers: int
     dq_step: str = "same"
+    q_order: str = "together"
+    dk_operand: str = "memory"
 
 
 def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | None = None, **mask: Any) -> Problem:
@@ -526,7 +531,13 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
     """Why the dk/dv kernel cannot compute dq in the step that `c.dq_step` says, or None."""
     if c.dq_step not in ("same", "next"):
         return f"dq_step={c.dq_step!r} is neither 'same' nor 'next'"
+    if c.q_order not in ("together", "apart"):
+        return f"q_order={c.q_order!r} is neither 'together' nor 'apart'"
+    if c.dk_operand not in ("memory", "registers"):
+        return f"dk_operand={c.dk_operand!r} is neither 'memory' nor 'registers'"
     if c.dq_step == "same":
+        if (c.q_order, c.dk_operand) != ("together", "memory"):
+            return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
         return None
     if c.mode != "fused" or backward_dim(p.head_dim, p.deterministic) != 128:
         return f"dq_step='next' is for mode='fused' and head_dim=128, not {c.mode!r} and {p.head_dim}: use 'same'"
@@ -571,7 +582,8 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, ((steps, c.tile_q, d), 2)]  # delta, the output's gradient
-    buffers += [((ROWS, d if d % PANEL else 2 * PANEL), 4)] if fused else []  # dq
+    buffers += [((ROWS, d if d % PANEL else 2 * PANEL), 4)] if fused and c.dq_step == "same" else []  # dq
+    buffers += [((2, 4), 4)] if c.dq_step == "next" else []  # here
     ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
     buffers += [(ds, 2)] if fused or p.bias_grad else []
     buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries

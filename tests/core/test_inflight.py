@@ -44,6 +44,11 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "decoding": ("flash_attention", "llama3-8b-decode-16x8192", {}),
     "backward, fused": ("flash_attention_backward", "mha64-4096", {"mode": "fused"}),
     "backward, dq in the next step": ("flash_attention_backward", "mha128-4096", {"mode": "fused", "dq_step": "next"}),
+    "backward, dk from registers": (
+        "flash_attention_backward",
+        "mha128-4096-causal",
+        {"mode": "fused", "max_concurrent_steps": 3, "dq_step": "next", "q_order": "apart", "dk_operand": "registers"},
+    ),
     "backward, split": ("flash_attention_backward", "mha64-4096", {"mode": "split"}),
     "backward, narrow": ("flash_attention_backward", "phi3-mini-4096-causal", {}),
     "backward, narrow, split": ("flash_attention_backward", "phi3-mini-4096-causal", {"mode": "split"}),

@@ -344,6 +344,10 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 150, 210, 1, 1, 96, "float16", segments=True),
         AHEAD_128,
     ),
+    "dq a step later, dk from registers, blocks apart, rows cut": (
+        B(2, 200, 260, 2, 1, 128),
+        replace(AHEAD_128, q_order="apart", dk_operand="registers"),
+    ),
     # two kernels, and sums in one order
     "split, odd lengths, grouped heads, three steps": (
         B(1, 130, 150, 2, 1, 64, deterministic=True),

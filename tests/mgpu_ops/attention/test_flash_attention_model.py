@@ -146,6 +146,10 @@ def test_the_soft_cap_after_a_bias_needs_both() -> None:
         ({"bias": "bfloat16"}, {}, "a bias"),
         ({"soft_cap": True}, {}, "soft cap"),
         ({}, {"max_concurrent_steps": 1}, "max_concurrent_steps=2"),
+        ({}, {"q_order": "random"}, "neither 'together' nor 'apart'"),
+        ({}, {"dk_operand": "cache"}, "neither 'memory' nor 'registers'"),
+        ({}, {"dq_step": "same", "q_order": "apart"}, "use 'together' and 'memory'"),
+        ({}, {"dq_step": "same", "dk_operand": "registers"}, "use 'together' and 'memory'"),
     ],
 )
 def test_dq_a_step_later_where_it_cannot_be(problem: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
