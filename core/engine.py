@@ -268,9 +268,9 @@ def store_volatile(values: jax.Array, ref: Any) -> None:
 def compute_here(values: jax.Array, ref: Any) -> None:
     """Computes values [64, columns] of 16 bits, in wgmma's layout, before any wait for wgmma that follows.
 
-    ptxas moves such a wait ahead of arithmetic that does not need it, which then runs after the tensor cores and not beside them,
-    and needs more registers. So a word that depends on all values goes to `ref`, int32 in shared memory, by a store that ptxas does not
-    move.
+    ptxas moves such a wait ahead of arithmetic that does not need it, which then runs after the tensor cores and not beside
+    them, and takes more registers. So a word that depends on all values goes to `ref`, int32 in shared memory, by a store that
+    ptxas does not move.
     """
     if interpreting():
         return
@@ -369,7 +369,7 @@ def _of_thread(ref: Any) -> Any:
 
 
 def _words_of_thread(values: Any) -> Iterator[list[Any]]:
-    """The float32 of a thread in a tile in wgmma's layout, those of each 8 columns: 2 columns of a row, then of the one 8 below."""
+    """A thread's float32 of a tile in wgmma's layout, for each 8 columns: 2 columns of a row, then of the row 8 below."""
     registers = list(values.registers.flat)
     for first in range(0, len(registers), 2):
         yield [

@@ -25,7 +25,6 @@ from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, Thread
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
-from mgpu_ops.attention.operands import Position
 from mgpu_ops.attention.problem import ROWS
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int

@@ -91,11 +91,12 @@ class MaskTerms:
 class BlockOrder:
     """The order in which the blocks of a `BlockRange` are visited: first those with a mask, at least one, then the others.
 
-    Each list runs from the last block to the first, but for `start`. Two loops, one with a mask and one without, have no branch inside.
+    Each list runs from the last block to the first, but for `start`. Two loops, one with a mask and one without, have no branch
+    inside.
     """
 
     blocks: BlockRange  # in [whole, whole_end) no block is masked
-    start: Int | None = None  # those without a mask: None, from the last to the first; or from there on up, round to the one before
+    start: Int | None = None  # of those without a mask, which one is the first: they then run upwards and round to it
 
     @staticmethod
     def of(blocks: BlockRange) -> BlockOrder:

@@ -148,8 +148,8 @@ class BackwardConfig:
     section_waves, memory_registers: as in `Config`.
     dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
       another q block become weights. "next" is for head dim 128 and mode "fused", without a bias or a soft cap.
-    q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on, or
-      "apart", so that they add to different rows of dq.
+    q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
+      or "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
     """
 

@@ -117,7 +117,7 @@ def test_dq_a_step_later_spills_nothing_in_its_loop_and_its_products_overlap(cau
 
 
 def _order(sass: str) -> str:
-    """Products with 64 columns (s), with 128 (d), waits (W), exponentials (E), additions to dq (A), loads of what spilled (L)."""
+    """Products with 64 columns (s), with 128 (d), waits (W), exponentials (E), additions to dq (A), loads after a spill (L)."""
     found = re.findall(r"HGMMA\.64x64|HGMMA\.64x128|WARPGROUP\.DEPBAR|MUFU\.EX2|REDG|LDL", sass)
     names = {"HGMMA.64x64": "s", "HGMMA.64x128": "d", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "E", "REDG": "A", "LDL": "L"}
     return "".join(names[op] for op in found)
