@@ -442,7 +442,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
         "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
         "dq_step": ("same", "next"),
-        "q_order": ("together", "apart"),
+        "q_order": ("apart", "together"),
         "dk_operand": ("memory", "registers"),
     }
 
@@ -463,11 +463,11 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
-    """The first of the `backward_candidates` with dq_step="same": the other as it is now has not run on a GPU.
+    """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead.
 
-    A fused one, unless two kernels are modelled well ahead: of long sequences these were not measured beside it.
+    Of long sequences these were not measured beside it.
     """
-    ranked = [c for c in backward_candidates(problem, gpu) if c.dq_step == "same"]
+    ranked = backward_candidates(problem, gpu)
     best, fused = ranked[0], next((c for c in ranked if c.mode == "fused"), ranked[0])
     return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, fused, gpu) else fused
 
@@ -484,8 +484,9 @@ _ROWS_TILE = 7.3e-6  # likewise of dq
 _STARTS = {"fused": 8.1e-6, "split": 7.1e-6}  # s of the kernels, with those that make delta and convert dq
 _PADS = 5.3e-6  # s of the copies that pad a head dim, beside their bytes
 _COPIED = 1.85  # times as long as by HBM's rate alone the copies before and after take
-# Of a step's time, where products of two q blocks overlap (results/2026-11-22-h200-flash_attention-backward-schedules.txt).
-_AHEAD = 0.95
+# Of a step's time, where products of two q blocks overlap while a third one loads
+# (results/2026-11-22-h200-flash_attention-backward-d128.txt); and what registers for dS take of that again.
+_AHEAD, _HELD = 0.85, 0.04
 
 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
@@ -521,7 +522,9 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: i
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
-    return max(compute * (_AHEAD if c.dq_step == "next" else 1.0), moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
+    if c.dq_step == "next" and c.max_concurrent_steps > 2:
+        compute *= _AHEAD + (_HELD if c.dk_operand == "registers" else 0.0)
+    return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 
 
 # --- What both share ------------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def test_file_is_valid_and_every_entry_can_run(path):
 def test_stored_errors_are_within_the_tolerance(path):
     spec = spec_of(path.stem)
     for entry in database.read(path).entries:
-        assert entry.evidence.error <= spec.tolerance(database.to_problem(spec, entry.problem))
+        if entry.evidence.error is not None:  # None: compared with cuDNN's results in that run, not with the reference's
+            assert entry.evidence.error <= spec.tolerance(database.to_problem(spec, entry.problem))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -415,16 +415,16 @@ def test_random_legal_config_is_right(spec, seed, assert_close):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("steps", [2, 3])
-def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(steps, kwargs, assert_close):
+@pytest.mark.parametrize(("steps", "how"), [(2, ("together", "memory")), (3, ("apart", "memory")), (3, ("apart", "registers"))])
+def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(steps, how, kwargs, assert_close):
     problem = BACKWARD.Problem(
         **{"batch": 2, "q_tokens": 1000, "kv_tokens": 1300, "q_heads": 4, "kv_heads": 2, "head_dim": 128} | kwargs
     )
-    later = BACKWARD.Config("fused", 64, 128, steps, 4, 24, "next")
+    later = BACKWARD.Config("fused", 64, 128, steps, 4, 24, "next", *how)
     arrays = jax.jit(functools.partial(BACKWARD.inputs, problem))(jax.random.key(0))
     found, wanted = (
         jax.jit(functools.partial(BACKWARD.run, problem, config, gpu.current()))(*arrays)
-        for config in (later, replace(later, max_concurrent_steps=2, dq_step="same"))
+        for config in (later, BACKWARD.Config("fused", 64, 128, 2, 4, 24))
     )
     for x, y in zip(found, wanted):
         assert_close(float64(x), float64(y), problem.dtype)

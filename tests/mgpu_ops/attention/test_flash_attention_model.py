@@ -160,14 +160,10 @@ def test_dq_a_step_later_where_it_cannot_be(problem: dict[str, Any], changes: di
     assert reason in str(found)
 
 
-@given(problem=gradients)
-def test_what_has_not_run_on_a_gpu_is_never_the_default(problem: BackwardProblem) -> None:
-    if BACKWARD.supports(problem, H200) is None:
-        assert BACKWARD.default(problem, H200).dq_step == "same"
-
-
-def test_dq_a_step_later_is_tried_first_where_it_was_faster() -> None:
-    assert BACKWARD.candidates(BACKWARD.shapes["mha128-4096"], H200)[0].dq_step == "next"
+@pytest.mark.parametrize("name", ["mha128-4096", "mha128-16384-causal", "llama3-70b-8192-causal"])
+def test_the_schedule_that_was_fastest_is_the_default(name: str) -> None:
+    config = BACKWARD.default(BACKWARD.shapes[name], H200)
+    assert (config.dq_step, config.q_order, config.dk_operand, config.max_concurrent_steps) == ("next", "apart", "memory", 3)
 
 
 # --- the model of time
