@@ -404,7 +404,7 @@ def _kernel(ptx: pathlib.Path) -> CompiledKernel:
 
 
 def _serialized(log: str) -> str:
-    found = re.findall(r"wgmma.mma_async instructions are serialized due to (.+?) in (?:the )?function", log)
+    found = re.findall(r"wgmma.mma_async instructions are serialized due to (.+?) (?:in|for) (?:the )?function", log)
     return "; ".join(dict.fromkeys(found))
 
 

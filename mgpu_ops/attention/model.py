@@ -463,13 +463,15 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
-    """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead.
+    """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
-    Of long sequences these were not measured beside it.
+    Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little.
     """
     ranked = backward_candidates(problem, gpu)
-    best, fused = ranked[0], next((c for c in ranked if c.mode == "fused"), ranked[0])
-    return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, fused, gpu) else fused
+    best = next(c for c in ranked if c.dq_step == "same")
+    fused = [c for c in ranked if c.mode == "fused"] or [best]
+    same = next(c for c in fused if c.dq_step == "same")
+    return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, same, gpu) else fused[0]
 
 
 # Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, and the shipped entries).
