@@ -441,9 +441,9 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "section_waves": _SECTION_WAVES,
         # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
         "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
-        "dq_step": ("same", "next"),
-        "q_order": ("apart", "together"),
-        "dk_operand": ("memory", "registers"),
+        "dq_step": ("same", "next") if d == 128 else ("same",),
+        "q_order": ("apart", "together") if d == 128 else ("together",),
+        "dk_operand": ("memory", "registers") if d == 128 else ("memory",),
     }
 
 
