@@ -45,6 +45,9 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-30b",
         "qwen3-235b",
         "anywhere",
+        "fp8",
+        "fp8-row",
+        "fp8-block",
     ),
     "gated_grouped_matmul": (
         "moe",
@@ -212,8 +215,17 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of matmul's right operand: the other f8 than --dtype"},
         "scales": {
             "choices": ("none", "tensor", "row", "block"),
-            "help": "of matmul's f8 or i8 operands (default none): a number each; of rows and columns; of blocks of 128",
+            "help": "of matmul's f8 or i8 and grouped_matmul's f8 operands (default none): a number each; of rows and columns; "
+            "of blocks of 128",
         },
+        "rhs_dtype": {
+            "type": dtype,
+            "metavar": "DTYPE",
+            "help": "of grouped_matmul's right operand where the left is f8: f8e4m3 or f8e5m2",
+        },
+        "keep": _FLAG | {"help": "of gated_grouped_matmul: gate and up are results too, for the backward pass"},
+        "gated_gradient": _FLAG
+        | {"help": "of grouped_matmul: the gradients of gate and up from the gradient of a layer's result, in the epilogue"},
         "algorithm": {
             "choices": ("tf32", "bf16", "bf16_x3", "bf16_x6", "bf16_x9", "tf32_x3", "float32"),
             "help": "of matmul's f32 operands (default tf32): how they are multiplied; bf16_x6 is precision highest",
@@ -270,6 +282,11 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("array", "gate", "gate_gradient"),
             "help": "what is quantized: an array (default), or silu(gate) up",
         },
+        "scheme": {
+            "choices": ("tensor", "row", "block", "square"),
+            "help": "what of the values shares a scale (default tensor): all; a row; blocks of 1 x 128, or of 128 x 128",
+        },
+        "scheme_t": {"choices": ("tensor", "row", "block", "square"), "help": "and of the transposed values"},
         "amax": {"choices": ("none", "also", "only"), "help": "whether the largest absolute value is found (default none)"},
     },
     "all_reduce, reduce_scatter, all_gather": {
