@@ -227,12 +227,13 @@ def steps_of_programs(results: Path) -> tuple[dict[tuple[str, str], dict[str, Ro
     return steps, found
 
 
-def eight_bit_steps(results: Path) -> Strip:
-    """Training in 8 bits beside XLA's in 16."""
+def training_steps(results: Path) -> Iterator[Strip]:
+    """Training in 16 and in 8 bits beside XLA's in 16."""
     steps, _ = steps_of_programs(results)
-    found = ((problem, by) for (op, problem), by in steps.items() if op == "llama-fp8-step")
-    ratios = sorted((float(by["xla"]["median_us"]) / float(by["mgpu_ops"]["median_us"]), problem) for problem, by in found)
-    return Strip("a training step in 8 bits", "XLA and cuDNN in 16 bits", ratios)
+    for bits, wanted, beside in ((16, "llama-step", "XLA and cuDNN"), (8, "llama-fp8-step", "XLA and cuDNN in 16 bits")):
+        found = ((problem, by) for (op, problem), by in steps.items() if op == wanted)
+        ratios = sorted((float(by["xla"]["median_us"]) / float(by["mgpu_ops"]["median_us"]), problem) for problem, by in found)
+        yield Strip(f"a training step in {bits} bits", beside, ratios)
 
 
 def program(results: Path) -> Iterator[str]:
@@ -374,7 +375,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
-    yield eight_bit_steps(results)
+    yield from training_steps(results)
     yield strip("mixture of experts, forward", "tokamax, untuned", problems(results, "h200-moe"), "tokamax-default")
     yield strip("cross-entropy, forward", "XLA", problems(results, "h200-cross_entropy"), "xla")
     yield strip("cross-entropy, gradient", "XLA", problems(results, "h200-cross_entropy-gradient"), "xla")
