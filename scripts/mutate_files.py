@@ -80,9 +80,12 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     "grouped_matmul": [
         {"bias": True, "activation": "silu", "group_offset": True, "row_scale": True, "out_dtype": "float32"},
         {"second": True, "dtype": "float16", "out_dtype": "float16"},
+        {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
+        {"gated_gradient": True},
     ],
     "gated_grouped_matmul": [
-        {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"}
+        {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"},
+        {"keep": True},
     ],
     "ragged_contraction": [{"group_offset": True, "dtype": "float16", "out_dtype": "float16"}],
     "flash_attention": [

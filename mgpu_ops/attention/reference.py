@@ -184,11 +184,16 @@ def least_length(tokens: int) -> int:
 
 
 def of_mean_length(problem: Problem) -> Problem:
-    """A problem with lengths as one without, whose sequences are as long as the mean of those that `model.inputs` draws."""
+    """A problem with lengths as one without, whose sequences are as long as the mean of those that `model.inputs` draws.
+
+    With pages, in whole pages.
+    """
     p = problem
-    if not p.lengths or p.page_size:
+    if not p.lengths:
         return p
     q, kv = ((least_length(n) + n + 1) // 2 for n in (p.q_tokens, p.kv_tokens))
+    if p.page_size:
+        kv = math.ceil(kv / p.page_size) * p.page_size
     return dataclasses.replace(p, q_tokens=q, kv_tokens=kv, lengths=False)
 
 

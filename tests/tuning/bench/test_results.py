@@ -232,7 +232,7 @@ def test_what_is_marked_as_wrong_is_what_failures_tells(spec: Any, grad: bool) -
 
 def test_a_result_of_an_unknown_problem_is_held_to_the_loosest_tolerance_there_is() -> None:
     assert [results.wrong(row(problem="unheard-of", error=error)) for error in (8e-3, 0.02)] == [False, True]
-    assert [results.wrong(row(op="sort", error=error)) for error in (0.15, 0.16)] == [False, True]
+    assert [results.wrong(row(op="sort", error=error)) for error in (0.26, 0.27)] == [False, True]
     assert not results.wrong(row(error=None))
 
 
