@@ -81,7 +81,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
         {"bias": True, "activation": "silu", "group_offset": True, "row_scale": True, "out_dtype": "float32"},
         {"second": True, "dtype": "float16", "out_dtype": "float16"},
         {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
-        {"gated_gradient": True},
+        {"gated_gradient": True, "row_scale": True, "activation": "silu", "layout": "nt"},
     ],
     "gated_grouped_matmul": [
         {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"},
