@@ -192,8 +192,7 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
     from mgpu_ops.rms_norm import kernel
 
-    x, w, epsilon, *others = arrays
-    return kernel.launch(problem, config, gpu, x, w, epsilon, *others, interpret=interpret)
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
 
 
 SPEC = OpSpec(
