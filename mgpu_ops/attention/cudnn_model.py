@@ -1,5 +1,7 @@
 """A model of cuDNN's time: which of the two a call runs for a problem that was not measured (`registry/winner.py`).
 
+It has none of the problems that cuDNN refuses, whose baseline is XLA's reference: that one is far slower.
+
 Fitted to an H200 and cuDNN 9.19 (results/2026-11-22-h200-flash_attention-drawn.jsonl, and the shipped entries).
 """
 
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mgpu_ops.attention import reference
+from mgpu_ops.attention import cudnn, reference
 from mgpu_ops.attention.mask import kv_blocks, q_blocks
 from mgpu_ops.attention.problem import BackwardProblem, Problem, supports
 from mgpu_ops.core import rates
@@ -50,14 +52,18 @@ _BACKWARD = _Fitted(
 )
 
 
-def cost(problem: Problem, gpu: Gpu) -> float:
-    """Modelled time of cuDNN's forward pass, in seconds."""
+def cost(problem: Problem, gpu: Gpu) -> float | None:
+    """Modelled time of cuDNN's forward pass, in seconds; None where it refuses the problem."""
+    if cudnn.refuses(problem) is not None:
+        return None
     return _cost(problem, _FORWARD, kv_blocks, 2, reference.bytes_moved(problem), gpu)
 
 
-def backward_cost(problem: BackwardProblem, gpu: Gpu) -> float:
-    """Modelled time of cuDNN's backward pass, in seconds."""
+def backward_cost(problem: BackwardProblem, gpu: Gpu) -> float | None:
+    """Modelled time of cuDNN's backward pass, in seconds; None where it refuses the problem."""
     p = problem
+    if cudnn.refuses(p) is not None:
+        return None
     copied = _BACKWARD.copied * p.batch * p.q_tokens * p.q_heads * p.head_dim / (gpu.memory_bytes_per_s * rates.HBM)
     return copied + _cost(p, _BACKWARD, q_blocks, 5, reference.backward_bytes_moved(p), gpu)
 

@@ -73,7 +73,7 @@ class OpSpec:
     reference: Callable[..., Any]  # reference(problem, *inputs): the same through XLA
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
     baseline: Callable[[Any], Baseline | None] | None = None  # of a problem; None: the reference (`baseline_of`)
-    baseline_cost: Callable[[Any, Gpu], float] | None = None  # modelled seconds of the baseline; None: no model
+    baseline_cost: Callable[[Any, Gpu], float | None] | None = None  # modelled seconds of the baseline; None: no model
     modelled_margin: float = 0.95  # by the models, the baseline runs unless the kernel takes less than so much of its time
     unmeasured: Callable[[Any], str | None] = lambda problem: None  # why calls run XLA until the kernel was measured, or None
     leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel

@@ -7,7 +7,7 @@ entry stores the fastest config of the kernel all the same, which a call with `b
 An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Where a problem has no entry, what decides is
 - the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`): the kernel runs where it is faster by
   `OpSpec.modelled_margin`, so that in unclear cases a call takes as long as it would without this library; or,
-- for an op that does not model its baseline, the entry of a near problem, the one that the config is from or that is the
+- where its baseline is not modelled, the entry of a near problem, the one that the config is from or that is the
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
 Where nothing is known of the baseline, the kernel runs. But where the op has a reason to wait (`OpSpec.unmeasured`), models do
 not count, and XLA runs until the kernel was measured for this problem, or for a near one for which the reason is the same.
@@ -71,11 +71,12 @@ def measured(entry: Entry, baseline: Baseline) -> Times | None:
 
 
 def expected(spec: OpSpec, problem: Problem, config: Config, gpu: Gpu, baseline: Baseline) -> Times | None:
-    """The times by the op's models; None where it does not model its baseline."""
-    if spec.baseline_cost is None:
+    """The times by the op's models; None where it does not model its baseline, or not that of this problem."""
+    theirs = None if spec.baseline_cost is None else spec.baseline_cost(problem, gpu)
+    if theirs is None:
         return None
-    seconds = spec.cost(problem, config, gpu), spec.baseline_cost(problem, gpu)
-    return Times(seconds[0] * 1e6, seconds[1] * 1e6, baseline.name, "modelled", spec.modelled_margin)
+    ours = spec.cost(problem, config, gpu)
+    return Times(ours * 1e6, theirs * 1e6, baseline.name, "modelled", spec.modelled_margin)
 
 
 def expected_from(near: Times, distance: float, kernel_us: float) -> Times:

@@ -19,7 +19,8 @@ from mgpu_ops import FlashAttentionProblem, flash_attention, spec_of
 from mgpu_ops.attention import cudnn
 from mgpu_ops.attention.problem import BackwardProblem
 from mgpu_ops.core import gpu, jax_names
-from mgpu_ops.registry import dispatch, resolution
+from mgpu_ops.registry import dispatch, resolution, winner
+from mgpu_ops.registry.spec import baseline_of
 
 Q, K = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (8, 4))
 
@@ -141,6 +142,19 @@ def test_cudnn_runs_no_call_with_sinks() -> None:
     with resolution.use_configs(XLA_ALWAYS):
         calls = forward_and_backward(functools.partial(flash_attention, sinks=jnp.zeros(8)))
     assert not [name for name, _ in calls if "cudnn" in name]
+
+
+@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_backward"])
+@pytest.mark.parametrize(
+    "changes", [{"segments": True}, {"soft_cap": True}, {"sinks": True}, {"causal": False, "window_left": 64}, {"head_dim": 84}]
+)
+def test_cudnns_modelled_time_is_none_of_the_reference_that_xla_runs_where_cudnn_refuses(op: str, changes: Any) -> None:
+    spec, h200 = spec_of(op), gpu.find("h200")
+    fields = vars(FlashAttentionProblem(43, 128, 128, 9, 9, 80, causal=True)) | changes
+    problem = spec.Problem(**fields)
+    assert spec.baseline(problem) is None
+    assert winner.expected(spec, problem, spec.default(problem, h200), h200, baseline_of(spec, problem)) is None
+    assert resolution.resolve(spec, problem, h200, None).runs == "kernel"
 
 
 @pytest.mark.usefixtures("cudnn_here")

@@ -202,6 +202,7 @@ def test_without_an_entry_models_decide_and_in_unclear_cases_xla_runs(ratio: flo
 
 def test_without_an_entry_or_a_model_the_kernel_runs() -> None:
     assert call() == ("kernel", 1)
+    assert call(spec=dataclasses.replace(SPEC, baseline_cost=lambda problem, device: None)) == ("kernel", 1)
 
 
 def test_an_op_may_leave_to_xla_what_nobody_measured() -> None:
