@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import html
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -195,6 +196,19 @@ def gated_matmul(results: Path) -> Iterator[str]:
     yield from sources(*files(forward))
 
 
+def quantized_matmul(results: Path) -> Iterator[str]:
+    """Products with 8- and 4-bit weights, by rows of x: the share of the H200's bandwidth that the packed bytes reach."""
+    yield "| weights | m | problems | least share of 4.8 TB/s | most | XLA's time over ours, mean |"
+    yield "|---" * 6 + "|"
+    found = {bits: problems(results, f"h200-quantized_matmul-w{bits}") for bits in (8, 4)}
+    for bits, m in itertools.product(found, (1, 8, 16, 64)):
+        here = [p for p in found[bits] if p.shape[0] == m]
+        shares = sorted((float(p.rows["mgpu_ops"]["gbs"]) / 4800, p.name.rsplit("-", 2)[0]) for p in here)
+        least, most = (f"{share:.2f} ({name})" for share, name in (shares[0], shares[-1]))
+        yield f"| int{bits} | {m} | {len(here)} | {least} | {most} | {strip('', '', here, 'xla').mean:.2f}x |"
+    yield from sources(*files(*found.values()))
+
+
 def cross_entropy(results: Path) -> Iterator[str]:
     forward, gradient = problems(results, "h200-cross_entropy"), problems(results, "h200-cross_entropy-gradient")
     yield from HEAD
@@ -212,24 +226,24 @@ def moe(results: Path) -> Iterator[str]:
     yield from sources(*files(layers))
 
 
-def steps_of_programs(results: Path) -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
+def steps_of_programs(results: Path, gpu: str = "h200") -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
     """Of each step of a language model, by op and problem, the newest row of each implementation; and the files."""
     steps: dict[tuple[str, str], dict[str, Row]] = {}
     found = []
-    for path, rows in newest(results, "h200-llama"):
+    for path, rows in newest(results, f"{gpu}-llama"):
         here: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
             here.setdefault((row["op"], row["problem"]), {})[row["impl"]] = row
         steps |= here
         found.append(path)
     if not steps:
-        raise LookupError(f"{results} has no benchmark h200-llama")
+        raise LookupError(f"{results} has no benchmark {gpu}-llama")
     return steps, found
 
 
-def training_steps(results: Path) -> Iterator[Strip]:
+def training_steps(results: Path, gpu: str = "h200") -> Iterator[Strip]:
     """Training in 16 and in 8 bits beside XLA's in 16."""
-    steps, _ = steps_of_programs(results)
+    steps, _ = steps_of_programs(results, gpu)
     for bits, wanted, beside in ((16, "llama-step", "XLA and cuDNN"), (8, "llama-fp8-step", "XLA and cuDNN in 16 bits")):
         found = ((problem, by) for (op, problem), by in steps.items() if op == wanted)
         ratios = sorted((float(by["xla"]["median_us"]) / float(by["mgpu_ops"]["median_us"]), problem) for problem, by in found)
@@ -391,6 +405,20 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("all_reduce, 4 GPUs, kernel", "XLA, no NVLS", [p for p in four if runs_kernel(p)], "xla")
 
 
+def h100(results: Path) -> Iterator[str]:
+    """What was timed on an H100, with the configs of the H200."""
+    forward, both = problems(results, "h100-flash_attention-llm"), problems(results, r"h100-flash_attention\+grad-llm")
+    products, grouped = problems(results, "h100-matmul-llm"), problems(results, "h100-grouped_matmul-training")
+    yield from HEAD
+    yield line("attention, forward", "cuDNN", forward, "cudnn")
+    yield line("attention, forward + backward", "cuDNN", both, "cudnn")
+    yield line("matmul", "XLA (cuBLAS)", products, "xla")
+    yield line("grouped matmul, training", "JAX's kernel", grouped, "jax-pallas")
+    yield from map(line_of, training_steps(results, "h100"))
+    _, steps = steps_of_programs(results, "h100")
+    yield next(sources(*files(forward, both, products, grouped), *steps))
+
+
 def runs_kernel(p: Problem) -> bool:
     return not p.rows["mgpu_ops"]["config"].startswith("algorithm=xla ")
 
@@ -463,11 +491,13 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "grouped_matmul": grouped_matmul,
     "grouped_problems": grouped_problems,
     "flash_attention": flash_attention,
+    "quantized_matmul": quantized_matmul,
     "cross_entropy": cross_entropy,
     "moe": moe,
     "collectives": collectives,
     "program": program,
     "program_kernels": program_kernels,
+    "h100": h100,
     "summary": summary,
 }
 
