@@ -47,6 +47,8 @@ from mgpu_ops.matmul.quantizing import Config as QuantizeConfig
 from mgpu_ops.matmul.quantizing import Problem as QuantizeProblem
 from mgpu_ops.moe import MoeDispatch, moe, moe_combine, moe_dispatch, moe_experts, moe_route
 from mgpu_ops.ops import SPECS, spec_of
+from mgpu_ops.quantized_grouped import Problem as QuantizedGroupedMatmulProblem
+from mgpu_ops.quantized_grouped import quantized_grouped_matmul
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.database import DatabaseError
 from mgpu_ops.registry.resolution import use_configs
@@ -62,6 +64,7 @@ type OpName = Literal[
     "grouped_matmul",
     "gated_grouped_matmul",
     "ragged_contraction",
+    "quantized_grouped_matmul",
     "flash_attention",
     "flash_attention_backward",
     "cross_entropy",
@@ -149,6 +152,7 @@ __all__ = [
     "MoeDispatch",
     "QuantizeConfig",
     "QuantizeProblem",
+    "QuantizedGroupedMatmulProblem",
     "QuantizedMatmulConfig",
     "QuantizedMatmulProblem",
     "RaggedContractionProblem",
@@ -179,6 +183,7 @@ __all__ = [
     "moe_experts",
     "moe_route",
     "quantize",
+    "quantized_grouped_matmul",
     "quantized_matmul",
     "ragged_contraction",
     "ragged_dot",

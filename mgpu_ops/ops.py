@@ -13,6 +13,7 @@ from mgpu_ops.matmul import SPEC as _MATMUL
 from mgpu_ops.matmul.gated import SPEC as _GATED_MATMUL
 from mgpu_ops.matmul.quantized import SPEC as _QUANTIZED_MATMUL
 from mgpu_ops.matmul.quantizing import SPEC as _QUANTIZE
+from mgpu_ops.quantized_grouped import SPEC as _QUANTIZED_GROUPED_MATMUL
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_norm import SPEC as _RMS_NORM
 
@@ -24,6 +25,7 @@ _OPS = (
     _GROUPED_MATMUL,
     _GATED_GROUPED_MATMUL,
     _RAGGED_CONTRACTION,
+    _QUANTIZED_GROUPED_MATMUL,
     _FLASH_ATTENTION,
     _FLASH_ATTENTION_BACKWARD,
     _CROSS_ENTROPY,

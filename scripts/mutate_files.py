@@ -83,6 +83,10 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
         {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
         {"gated_gradient": True, "row_scale": True, "activation": "silu", "layout": "nt"},
     ],
+    "quantized_grouped_matmul": [
+        {"w_dtype": "int4", "group_size": 128, "zero_points": True, "dtype": "float16", "out_dtype": "float16"},
+        {"scale_dtype": "float32", "group_offset": True, "spread": "even"},
+    ],
     "gated_grouped_matmul": [
         {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"},
         {"keep": True},

@@ -18,6 +18,7 @@ from mgpu_ops import (
     GatedMatmulProblem,
     GroupedMatmulProblem,
     MatmulProblem,
+    QuantizedGroupedMatmulProblem,
     QuantizedMatmulProblem,
     QuantizeProblem,
     RaggedContractionProblem,
@@ -61,6 +62,15 @@ def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None)
 def _quantized_matmul(problem: QuantizedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
     options: dict[str, Any] = {"out_dtype": problem.out_dtype, "backend": backend}
     return partial(mgpu_ops.quantized_matmul, transpose_w=problem.layout == "nt", **options)
+
+
+def _quantized_grouped_matmul(problem: QuantizedGroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The public function; for a shard, whose sizes the op takes otherwise, the op itself."""
+    if problem.group_offset:
+        spec = mgpu_ops.spec_of("quantized_grouped_matmul")
+        return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
+    options: dict[str, Any] = {"out_dtype": problem.out_dtype, "spread": problem.spread, "backend": backend}
+    return partial(mgpu_ops.quantized_grouped_matmul, transpose_rhs=problem.layout == "nt", **options)
 
 
 def _quantize(problem: QuantizeProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
@@ -152,6 +162,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "quantize": _quantize,
     "grouped_matmul": _grouped_matmul,
     "gated_grouped_matmul": _gated_grouped_matmul,
+    "quantized_grouped_matmul": _quantized_grouped_matmul,
     "ragged_contraction": _ragged_contraction,
     "flash_attention": _flash_attention,
     "flash_attention_backward": _flash_attention_backward,

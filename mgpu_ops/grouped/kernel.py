@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from mgpu_ops.core.gemm import SLOTS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.hand_out import HandOut
 from mgpu_ops.core.pipeline import Pipeline
+from mgpu_ops.core.rows import store_rows
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn, OrderedGroups
 from mgpu_ops.grouped.config import Config, consumer_registers, hands_out, panel, storage
 from mgpu_ops.grouped.problem import GroupedProblem
@@ -217,6 +219,29 @@ def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple
         "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
         "barriers": Pipeline.barriers(stages, copies=copies, consumers=c.compute_warpgroups),
     }
+
+
+def zeros_to(out: Any, start: Any, end: Any, staging: Any, blocks: int, consumers: int) -> Callable[[], None]:
+    """What stores this warpgroup's share of the rows of `out` from `start` to `end`, one of so many blocks' first consumers.
+
+    out: a `rows_view`. staging: a warpgroup's epilogue buffers, of which the first is zeros when the stores are made.
+    """
+    _, height, width = staging.shape
+    across = math.ceil(out.shape[3] / width)
+    tiles = tile_scheduler.cdiv(end - start, height) * across
+    workers = blocks * consumers
+    worker = lax.axis_index("block") * consumers + lax.axis_index("wg")
+
+    def store(i: jax.Array, _: tuple[()]) -> tuple[()]:
+        tile = worker + i * workers
+        row, column = lax.div(tile, jnp.int32(across)) * height, lax.rem(tile, jnp.int32(across)) * width
+        store_rows(staging.at[0], out, start + row, end, column)
+        return _
+
+    def run() -> None:
+        lax.fori_loop(0, tile_scheduler.tiles_of_block(tiles, worker, workers), store, ())
+
+    return run
 
 
 def counter(c: Config) -> tuple[Any, ...]:

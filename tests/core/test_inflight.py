@@ -37,6 +37,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "gated_matmul, a stored gate": ("gated_matmul", "llama3-8b-4096-stored-gradient", {}),
     "quantized_matmul": ("quantized_matmul", "llama3-8b-down-16-w8", {}),
     "quantized_matmul of groups": ("quantized_matmul", "llama3-8b-down-16-w4", {}),
+    "quantized_grouped_matmul": ("quantized_grouped_matmul", "qwen3-30b-gate_up-64-random-w4", {}),
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
     "grouped_matmul, scales of blocks": ("grouped_matmul", "qwen3-30b-gate_up-16384-random-fp8-block", {}),
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),

@@ -53,7 +53,7 @@ ADDED_LATER = {
     "flash_attention": {"kv_splits": 0, "kv_cluster": 1, "turns": "none"},
     "flash_attention_backward": {"dq_step": "same", "q_order": "together", "dk_operand": "memory"},
     **{key: {"schedule": "cooperative"} for key in ("matmul", "gated_matmul")},
-    "quantized_matmul": {"exchange": "weights"},
+    **{key: {"exchange": "weights"} for key in ("quantized_matmul", "quantized_grouped_matmul")},
     **{key: {"schedule": "static"} for key in ("grouped_matmul", "gated_grouped_matmul", "ragged_contraction")},
 }
 
@@ -168,7 +168,10 @@ def test_distance_is_zero_to_itself_and_the_same_both_ways(spec):
 LARGEST_TOLERANCE = {"flash_attention": 0.03, "flash_attention_backward": 0.15}
 LARGEST_TOLERANCE |= {"gated_matmul": 0.015}  # of its reference, which rounds gate and up
 LARGEST_TOLERANCE |= {"quantize": 0.26}  # of gates, whose reference may round to the next number of 8 bits
-LARGEST_TOLERANCE |= {"quantized_matmul": 0.015}  # of its reference, which rounds scaled weights
+LARGEST_TOLERANCE |= {
+    "quantized_matmul": 0.015,
+    "quantized_grouped_matmul": 0.015,
+}  # of its reference, which rounds scaled weights
 LARGEST_TOLERANCE |= dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0.04)
 
 
@@ -201,6 +204,7 @@ UNBOUNDED = {
     ("gated_matmul", 3): {"raster_width", "max_concurrent_steps"},
     ("gated_matmul", 10_007): {"raster_width"},
     ("quantized_matmul", 3): {"max_concurrent_steps"},
+    ("quantized_grouped_matmul", 3): {"max_concurrent_steps"},
     ("grouped_matmul", 3): {"raster_width"},
     ("gated_grouped_matmul", 3): {"raster_width"},
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},

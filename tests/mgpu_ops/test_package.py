@@ -98,6 +98,7 @@ MODULES = {
     "gated_matmul": "matmul.gated",
     "gated_mlp": "matmul.gated.layer",
     "quantized_matmul": "matmul.quantized",
+    "quantized_grouped_matmul": "quantized_grouped",
     "grouped_matmul": "grouped.grouped_matmul",
     "gated_grouped_matmul": "grouped.gated",
     "ragged_contraction": "grouped.ragged_contraction",

@@ -67,6 +67,9 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "quantized_matmul": lambda **b: mgpu_ops.quantized_matmul(
         A, np.arange(64 * 64).astype(np.int8).reshape(64, 64), W[0, :1], transpose_w=True, **b
     ),
+    "quantized_grouped_matmul": lambda **b: mgpu_ops.quantized_grouped_matmul(
+        A, np.arange(2 * 64 * 64).astype(np.int8).reshape(2, 64, 64), W[:, 0], jnp.asarray(SIZES), transpose_rhs=True, **b
+    ),
     "grouped_matmul": lambda **b: gradients(lambda a, w: mgpu_ops.grouped_matmul(a, w, jnp.asarray(SIZES), **b), A, W),
     "gated_grouped_matmul": lambda **b: gradients(
         lambda a, w, v: mgpu_ops.gated_grouped_matmul(a, w, v, jnp.asarray(SIZES), **b), A, W, W

@@ -573,6 +573,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
     "gated_matmul": {"xla": _baseline("gated_matmul")},
     "quantized_matmul": {"xla": _baseline("quantized_matmul")},
     "quantize": {"xla": _baseline("quantize")},
+    "quantized_grouped_matmul": {"xla": _baseline("quantized_grouped_matmul")},
     "cross_entropy": {"xla": _baseline("cross_entropy")},
     "rms_norm": {"xla": _baseline("rms_norm")},
     "grouped_matmul": {

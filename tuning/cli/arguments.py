@@ -49,6 +49,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8-row",
         "fp8-block",
     ),
+    "quantized_grouped_matmul": ("w8", "w4", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b"),
     "gated_grouped_matmul": (
         "moe",
         "training",
@@ -74,6 +75,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "quantized_matmul": ("xla",),
     "quantize": ("xla",),
     "grouped_matmul": ("dense", "jax-pallas", "tokamax", "lax"),
+    "quantized_grouped_matmul": ("xla",),
     "gated_grouped_matmul": ("dense",),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
     "moe": ("tokamax", "tokamax-default", "lax"),
@@ -184,7 +186,8 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "collectives also f32, i32 or u32",
         },
     },
-    "matmul, gated_matmul, quantized_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction": {
+    "matmul, gated_matmul, quantized_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction, "
+    "quantized_grouped_matmul": {
         "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
@@ -230,10 +233,11 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("tf32", "bf16", "bf16_x3", "bf16_x6", "bf16_x9", "tf32_x3", "float32"),
             "help": "of matmul's f32 operands (default tf32): how they are multiplied; bf16_x6 is precision highest",
         },
-        "w_dtype": {"choices": ("int8", "int4"), "help": "of quantized_matmul's weights (default int8)"},
-        "group_size": _SIZE | {"help": "of quantized_matmul: weights along k that share a scale (default: all)"},
-        "zero_points": _FLAG | {"help": "of quantized_matmul: numbers that are subtracted from the weights, as many as scales"},
-        "scale_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of quantized_matmul's scales (default bf16)"},
+        "w_dtype": {"choices": ("int8", "int4"), "help": "of quantized products' weights (default int8)"},
+        "group_size": _SIZE | {"help": "of quantized products: weights along k that share a scale (default: all)"},
+        "zero_points": _FLAG
+        | {"help": "of quantized products: numbers that are subtracted from the weights, as many as scales"},
+        "scale_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of quantized products' scales (default bf16)"},
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",

@@ -62,6 +62,7 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "qwen3-30b-gate_up-64-random",
         "qwen3-235b-gate_up-8192-skewed",
     ),
+    "quantized_grouped_matmul": ("qwen3-30b-down-64-random-w8", "deepseek-v3-ep8-down-64-random-w4"),
     "gated_grouped_matmul": ("qwen3-30b-64-random", "mixtral-8x7b-2048-even-gradient"),
     "ragged_contraction": ("mixtral-8x7b-gate_up-2048-even-drhs", "deepseek-v3-ep8-down-4096-random-drhs"),
     "flash_attention": (
@@ -104,6 +105,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "quantized_matmul": {"memory_registers": (40,)},
     "quantize": {},
+    "quantized_grouped_matmul": {"memory_registers": (40,)},
     "grouped_matmul": _GROUPED,
     "gated_grouped_matmul": _GROUPED | {"epilogue_tile_n": (64, 128)},
     "ragged_contraction": _GROUPED,
@@ -122,6 +124,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "gated_matmul": ("epilogue_tile_n", "raster_width", "cluster"),
     "quantized_matmul": ("memory_registers", "wg_dimension", "cluster", "tile_k", "exchange"),
     "quantize": ("order",),
+    "quantized_grouped_matmul": ("memory_registers", "wg_dimension", "tile_k", "exchange"),
     "grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "gated_grouped_matmul": ("raster_width", "epilogue_slots", "compute_warpgroups"),
     "ragged_contraction": ("raster_width", "epilogue_slots", "compute_warpgroups"),

@@ -247,22 +247,7 @@ class GroupedStages:
 
     def zeros_to(self, out: Any, start: Any, end: Any, staging: Any) -> Callable[[], None]:
         """What stores this consumer's share of the rows from `start` to `end`, from the first buffer, which is zeros then."""
-        c = self.config
-        across = math.ceil(self.problem.n / c.epilogue_tile_n)
-        tiles = tile_scheduler.cdiv(end - start, ROWS) * across
-        workers = self.blocks * c.compute_warpgroups
-        worker = lax.axis_index("block") * c.compute_warpgroups + lax.axis_index("wg")
-
-        def store(i: jax.Array, _: tuple[()]) -> tuple[()]:
-            tile = worker + i * workers
-            row, column = lax.div(tile, jnp.int32(across)) * ROWS, lax.rem(tile, jnp.int32(across)) * c.epilogue_tile_n
-            store_rows(staging.at[0], out, start + row, end, column)
-            return _
-
-        def run() -> None:
-            lax.fori_loop(0, tile_scheduler.tiles_of_block(tiles, worker, workers), store, ())
-
-        return run
+        return kernel.zeros_to(out, start, end, staging, self.blocks, self.config.compute_warpgroups)
 
 
 def aligned(index: jax.Array) -> jax.Array:

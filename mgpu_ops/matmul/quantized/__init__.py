@@ -99,15 +99,15 @@ def quantized_matmul(
 
     Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py; see docs/kernels/quantized_matmul.md.
     """
-    rows, weights = floats.array("quantized_matmul", "x", x), _weights(w)
+    rows, weights = floats.array("quantized_matmul", "x", x), checked_weights("quantized_matmul", "w", w)
     of_groups = floats.array("quantized_matmul", "scales", scales)
     if rows.ndim == 0 or weights.ndim != 2:
         raise ValueError(f"x has shape {rows.shape} and w {weights.shape}: they are [..., k] and of rank 2; use jax.vmap")
     k, n = weights.shape[::-1] if transpose_w else weights.shape
     if rows.shape[-1] != k:
         raise ValueError(f"x{rows.shape} and w{weights.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})")
-    arrays = [of_groups] if zero_points is None else [of_groups, _zero_points(zero_points, of_groups)]
-    arrays = [_constant(a.reshape(_scale_shape(of_groups.shape, k, n))) for a in arrays]
+    arrays = [of_groups] if zero_points is None else [of_groups, checked_zero_points(zero_points, of_groups)]
+    arrays = [constant(a.reshape(_scale_shape(of_groups.shape, k, n))) for a in arrays]
     out = float_dtype(out_dtype, None, rows.dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
@@ -117,17 +117,20 @@ def quantized_matmul(
     return _quantized(call, *flat).reshape(*rows.shape[:-1], n)
 
 
-def _weights(w: Any) -> jax.Array:
+def checked_weights(op: str, name: str, w: Any) -> jax.Array:
+    """Weights as an array. TypeError, which names op and argument, for what is neither int8 nor int4."""
     try:
         weights = jnp.asarray(w)
     except (TypeError, ValueError):
-        raise TypeError(f"w is {w!r:.80}, which is no array: quantized_matmul takes int8 or int4") from None
+        raise TypeError(f"{name} is {w!r:.80}, which is no array: {op} takes int8 or int4") from None
     if weights.dtype.name not in W_DTYPES:
-        raise TypeError(f"w has dtype {weights.dtype}: quantized_matmul takes int8 or int4; mgpu_ops.matmul takes floats")
+        floats_take = f"mgpu_ops.{op.removeprefix('quantized_')}"
+        raise TypeError(f"{name} has dtype {weights.dtype}: {op} takes int8 or int4; {floats_take} takes floats")
     return weights
 
 
-def _zero_points(zero_points: Any, scales: jax.Array) -> jax.Array:
+def checked_zero_points(zero_points: Any, scales: jax.Array) -> jax.Array:
+    """Zero points in the scales' dtype. Raises for what are no numbers, or not of the scales' shape."""
     try:
         found = jnp.asarray(zero_points)
     except (TypeError, ValueError):
@@ -164,7 +167,7 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dx = g times the scaled weights, through XLA."""
     x, w, *scales = saved
     wide = np.promote_types(x.dtype, np.float32)
-    weights = _dequantised(_problem(call, *saved), w, *scales).astype(_product_dtype(x.dtype))
+    weights = dequantised(_problem(call, *saved), w, *scales).astype(product_dtype(x.dtype))
     dx = jnp.matmul(g.astype(weights.dtype), weights if call.transpose_w else weights.mT, preferred_element_type=wide)
     return (dx.astype(x.dtype), None, *(None for _ in scales))
 
@@ -173,16 +176,16 @@ _quantized.defvjp(_forward, _backward)
 
 
 @jax.custom_jvp
-def _constant(a: jax.Array) -> jax.Array:
+def constant(a: jax.Array) -> jax.Array:
     """a, of which there is no gradient."""
     return a
 
 
-@_constant.defjvp
+@constant.defjvp
 def _(*_: Any) -> Any:
     raise ValueError(
-        "quantized_matmul has no gradient of scales or zero points: hold them constant with jax.lax.stop_gradient, or "
-        "multiply dequantised weights with mgpu_ops.matmul"
+        "a product of quantized weights has no gradient of scales or zero points: hold them constant with "
+        "jax.lax.stop_gradient, or multiply dequantised weights with mgpu_ops.matmul or mgpu_ops.grouped_matmul"
     )
 
 
@@ -229,20 +232,20 @@ def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_p
     )
 
 
-def _product_dtype(dtype: Any) -> Any:
+def product_dtype(dtype: Any) -> Any:
     """What XLA multiplies in: x's dtype, on a machine without a GPU in float32 at least."""
     return dtype if gpus.current() is not None else np.promote_types(dtype, np.float32)
 
 
-def _dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
-    """(w - zero_points) scales as stored, in float32, or float64 as the scales."""
-    axis = 1 if problem.layout == "nt" else 0  # of w, along k
+def dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+    """(w - zero_points) scales as stored, in float32, or float64 as the scales; of several matrices those of each."""
+    axis = -1 if problem.layout == "nt" else -2  # of w, along k
     wide = np.promote_types(scales.dtype, np.float32)
 
     def of_each(a: jax.Array) -> jax.Array:
-        if a.ndim == 1:
+        if not problem.group_size:
             return jnp.expand_dims(a, axis)
-        return jnp.repeat(a.mT if axis else a, problem.group_size, axis)
+        return jnp.repeat(a.mT if axis == -1 else a, problem.group_size, axis)
 
     values = w.astype(wide)
     for zero in zero_points:
@@ -255,12 +258,16 @@ def reference(problem: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *
 
     Scales of columns multiply the product instead, so that 8 or 4 bits are exact in x's dtype.
     """
-    p, dtype, wide = problem, _product_dtype(x.dtype), np.promote_types(x.dtype, np.float32)
-    of_columns = scales.ndim == 1
+    return scaled_product(problem, x, w, scales, *zero_points).astype(problem.out_dtype)
+
+
+def scaled_product(p: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+    """`reference` before it is rounded to out_dtype."""
+    dtype, wide = product_dtype(x.dtype), np.promote_types(x.dtype, np.float32)
     ones = jnp.ones((), scales.dtype)[None]
-    weights = _dequantised(p, w, ones if of_columns else scales, *zero_points).astype(dtype)
+    weights = dequantised(p, w, scales if p.group_size else ones, *zero_points).astype(dtype)
     out = jnp.matmul(x.astype(dtype), weights.mT if p.layout == "nt" else weights, preferred_element_type=wide)
-    return (out * scales.astype(wide) if of_columns else out).astype(p.out_dtype)
+    return out if p.group_size else out * scales.astype(wide)
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

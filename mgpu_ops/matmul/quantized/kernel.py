@@ -54,17 +54,23 @@ from mgpu_ops.matmul.quantized.problem import (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
-    """An output tile: its first row of x, its first column of the result, and its first pipeline step of k."""
+class Tile:
+    """An output tile: its first row of x, its first column of the result, and its first pipeline step of k.
+
+    matrix: the index of its weights and scales where there are several matrices, else ().
+    """
 
     row: jax.Array
     column: jax.Array
     step: Int
+    matrix: tuple[jax.Array, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
+
+    A block of products of groups replaces `tile`, `load_x` and `store_rows`.
 
     zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
     w_smem: [stages, panels, tile_n, 128 or, of int4, 256]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages,
@@ -93,7 +99,7 @@ class _Block:
     cluster_sum: Any = None
     wg: Any = 0
 
-    def tile(self, number: jax.Array) -> _Tile:
+    def tile(self, number: jax.Array) -> Tile:
         """This block's output tile. Tiles with the same weights are neighbours, so that they find them in L2."""
         p, c = self.p, self.c
         index = number * self.blocks + lax.axis_index("block")
@@ -102,36 +108,43 @@ class _Block:
         if c.cluster == "n":
             column = column * 2 + lax.axis_index("cluster")
         step = lax.axis_index("cluster") * k_steps(p, c) if c.cluster == "k" else 0
-        return _Tile(row * c.tile_m, column * c.tile_n, step)
+        return Tile(row * c.tile_m, column * c.tile_n, step)
 
     # --- Producer
 
-    def load(self, tile: _Tile, step: jax.Array, stage: jax.Array, full: Any) -> None:
+    def load(self, tile: Tile, step: jax.Array, stage: jax.Array, full: Any) -> None:
         """Starts the copies of a step. TMA fills what lies outside an array with zeros."""
         p, c = self.p, self.c
         first = (tile.step + step) * c.tile_k
-        columns, rows = pl.ds(tile.column, c.tile_n), pl.ds(tile.row, c.tile_m)
+        columns = pl.ds(tile.column, c.tile_n)
         stored = stored_panel(p)
         for i in range(c.tile_k // stored):
-            src = self.w.at[columns, pl.ds(first + i * stored, stored)]
+            src = self.w.at[*tile.matrix, columns, pl.ds(first + i * stored, stored)]
             engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
         width = x_panel(p)
-        shared = {"collective_axes": "cluster"} if c.cluster == "n" else {}
         for i in range(c.tile_k // width):
-            src = self.x.at[rows, pl.ds(first + i * width, width)]
             arrives = full if self.x_full is None else self.x_full.at[stage]
-            engine.copy_gmem_to_smem(src, self.x_smem.at[stage, i], arrives, **shared)
+            self.load_x(tile, first + i * width, self.x_smem.at[stage, i], arrives)
         if p.group_size:
             groups = c.tile_k // p.group_size
-            at = pl.ds((tile.step + step) * groups, groups), columns
+            at = *tile.matrix, pl.ds((tile.step + step) * groups, groups), columns
             engine.copy_gmem_to_smem(self.scales.at[at], self.s_smem.at[stage], full)
             if p.zero_points:
                 engine.copy_gmem_to_smem(self.zero_points.at[at], self.z_smem.at[stage], full)
 
+    def load_x(self, tile: Tile, first: jax.Array, smem: Any, full: Any) -> None:
+        """Starts the copy of the tile's rows of x, from column `first` on."""
+        shared = {"collective_axes": "cluster"} if self.c.cluster == "n" else {}
+        src = self.x.at[pl.ds(tile.row, self.c.tile_m), pl.ds(first, x_panel(self.p))]
+        engine.copy_gmem_to_smem(src, smem, full, **shared)
+
     # --- The warpgroup that puts the columns of x in order
 
-    def order(self, pipeline: Pipeline, steps: jax.Array) -> None:
-        """Of all steps puts the columns of x in the order of a thread's weights, then arrives for x at the stage's barrier."""
+    def order(self, pipeline: Pipeline, steps: Int, first: Int = 0) -> jax.Array:
+        """Of so many steps puts the columns of x in the order of a thread's weights, then arrives for x at the stage's barrier.
+
+        first: the stage of the first step. Returns that of the step after the last.
+        """
         inflight.has_pipeline(self.x_full, pipeline.empty)
 
         def order(_: jax.Array, stage: jax.Array) -> jax.Array:
@@ -141,7 +154,8 @@ class _Block:
             plgpu.barrier_arrive(pipeline.full.at[stage])
             return pipeline.next(stage)
 
-        lax.fori_loop(0, steps, order, jnp.int32(0))
+        after: jax.Array = lax.fori_loop(0, steps, order, jnp.int32(first))
+        return after
 
     # --- Consumers
 
@@ -165,12 +179,12 @@ class _Block:
         """The first panel of weights of this warpgroup in a step."""
         return self.wg * warpgroup_panels(self.c) if self.c.wg_dimension == "k" else 0
 
-    def zeros_of_columns(self, tile: _Tile) -> list[jax.Array]:
+    def zeros_of_columns(self, tile: Tile) -> list[jax.Array]:
         """Zero points of this warpgroup's rows, 64 at a time; none where there are none."""
         if self.zero_points is None:
             return []
         shape, first = (ROWS, PANEL), tile.column + self.first_row
-        zeros = [along(self.zero_points, first + row, shape, 0) for row in self.row_blocks]
+        zeros = [along(_of(tile, self.zero_points), first + row, shape, 0) for row in self.row_blocks]
         return [(zero * jnp.asarray(self.unit, zero.dtype)).astype(self.p.dtype) for zero in zeros]
 
     def compute(self, accs: tuple[Any, ...], pipeline: Pipeline, number: jax.Array) -> tuple[jax.Array, ...]:
@@ -294,24 +308,32 @@ class _Block:
             plgpu.barrier_arrive(self.parts_taken)
             self._store(number, tile, tuple(totals))
 
-    def _store(self, number: jax.Array, tile: _Tile, sums: tuple[jax.Array, ...]) -> None:
-        c, wg = self.c, 0 if self.c.wg_dimension == "k" else lax.axis_index("wg")
+    def _store(self, number: jax.Array, tile: Tile, sums: tuple[jax.Array, ...]) -> None:
+        wg = 0 if self.c.wg_dimension == "k" else lax.axis_index("wg")
         for i, (row, values) in enumerate(zip(self.row_blocks, sums, strict=True)):
             first = tile.column + self.first_row + row
 
             def copy(staged: Any, _: int, j: int, first: jax.Array = first) -> None:
-                rows = pl.ds(tile.row + j, epilogue_rows(c))
-                plgpu.copy_smem_to_gmem(staged, self.out.at[rows, pl.ds(first, ROWS)])
+                self.store_rows(tile, staged, tile.row + j, first)
 
             def finish(total: jax.Array, first: jax.Array = first) -> None:
                 if not self.p.group_size:
-                    total *= along(self.scales, first, total.shape, 0) * (1 / self.unit)
+                    total *= along(_of(tile, self.scales), first, total.shape, 0) * (1 / self.unit)
                 store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
 
             if self.cluster_sum is None:
                 finish(values)
             else:
                 self.cluster_sum.add(values, number * len(sums) + i, finish)
+
+    def store_rows(self, tile: Tile, staged: Any, row: jax.Array, column: jax.Array) -> None:
+        """Starts the copy of an epilogue tile from shared memory to the tile's rows of the result."""
+        plgpu.copy_smem_to_gmem(staged, self.out.at[pl.ds(row, epilogue_rows(self.c)), pl.ds(column, ROWS)])
+
+
+def _of(tile: Tile, ref: Any) -> Any:
+    """What a ref has of the tile's matrix."""
+    return ref.at[*tile.matrix] if tile.matrix else ref
 
 
 def _div(x: Int, y: int) -> Int:
@@ -325,7 +347,7 @@ def _rem(x: Int, y: int) -> Int:
 def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
     """One block: its output tiles one after the other, each in steps of k."""
     x, w, scales, *zero_points, out = refs
-    block = _Block(p, c, blocks, x, w, scales, zero_points[0] if zero_points else None, out, **smem)
+    block = Block(p, c, blocks, x, w, scales, zero_points[0] if zero_points else None, out, **smem)
     pipeline, steps = Pipeline(c.max_concurrent_steps, *barriers), k_steps(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
 
@@ -378,13 +400,13 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
-        scratch_types=_scratch(p, c),
+        scratch_types=scratch(p, c),
     )
     out: jax.Array = run(x, w, scales, *zero_points)
     return out
 
 
-def _scratch(p: Problem, c: Config) -> dict[str, Any]:
+def scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
     stored, row_blocks, epilogue = stored_panel(p), warpgroup_rows(c) // ROWS, epilogue_rows(c)
@@ -396,7 +418,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
     accumulator = (ROWS, c.tile_m)
-    scratch = {
+    made = {
         "accumulators": engine.Accumulators((accumulator,) * (2 if p.group_size else row_blocks), wgs),
         "w_smem": smem((stages, c.tile_k // stored, c.tile_n, stored), p.w_dtype),
         "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
@@ -405,18 +427,18 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     }
     if p.group_size:
         shape = (stages, c.tile_k // p.group_size, c.tile_n)
-        scratch["s_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
+        made["s_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
         if p.zero_points:
-            scratch["z_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
+            made["z_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
     if ordered:
-        scratch["x_full"] = plgpu.Barrier(num_arrivals=of_x, num_barriers=stages)
+        made["x_full"] = plgpu.Barrier(num_arrivals=of_x, num_barriers=stages)
     if c.wg_dimension == "k" and wgs > 1:
-        scratch["parts"] = smem((wgs - 1, row_blocks, *accumulator), "float32")
-        scratch["parts_arrived"] = plgpu.Barrier(num_arrivals=wgs - 1)
-        scratch["parts_taken"] = plgpu.Barrier(num_arrivals=1)
+        made["parts"] = smem((wgs - 1, row_blocks, *accumulator), "float32")
+        made["parts_arrived"] = plgpu.Barrier(num_arrivals=wgs - 1)
+        made["parts_taken"] = plgpu.Barrier(num_arrivals=1)
     if c.cluster == "k":
-        scratch["cluster_sum"] = ClusterSum(accumulator, storing, c.split_k, "cluster")
-    return scratch
+        made["cluster_sum"] = ClusterSum(accumulator, storing, c.split_k, "cluster")
+    return made
 
 
 def _barriers(c: Config, copies: int) -> Barriers:

@@ -37,7 +37,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "tile_m": (8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
         "tile_n": (64, 128, 192, 256),
         "tile_k": (128, 256, 512),
-        "max_concurrent_steps": _STEPS,
+        "max_concurrent_steps": STEPS,
         "compute_warpgroups": (1, 2, 3, 4),
         "wg_dimension": ("n", "k"),
         "cluster": ("none", "n", "k"),
@@ -47,7 +47,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
-_STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 # Instructions of the compiled main loop (docs/kernels/quantized_matmul.md), and rates that fit what was measured.
 _UPCAST = {
@@ -72,8 +72,12 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     time = launch + latency + |waves * (k steps * step + sums + store), HBM bytes / HBM rate|
     |...|: the times joined by a norm (`gemm.together`), not much more than the longest
     """
-    p, c = problem, config
-    waves = math.ceil(clusters_of_tiles(p, c) / resident_clusters(cluster_size(c), gpu))
+    return cost_of_tiles(problem, config, clusters_of_tiles(problem, config), bytes_moved(problem), gpu)
+
+
+def cost_of_tiles(p: Problem, c: Config, tiles: float, moved: int, gpu: Gpu) -> float:
+    """`cost` of so many output tiles, or clusters of them, that move so many bytes of HBM."""
+    waves = math.ceil(tiles / resident_clusters(cluster_size(c), gpu))
     weights, x = c.tile_n * c.tile_k, c.tile_m * c.tile_k * itemsize_of(p.dtype)
     step = gemm.together(
         _NORM,
@@ -85,7 +89,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     )
     sums = (c.wg_dimension == "k") + (c.cluster == "k") * c.split_k**2 / 4
     blocks = waves * (k_steps(p, c) * step + sums * _SUM + _STORE)
-    memory = bytes_moved(p) / gpu.memory_bytes_per_s
+    memory = moved / gpu.memory_bytes_per_s
     return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
 
 
@@ -117,7 +121,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 
 
-_DIVISIONS = ((2, "n"), (3, "n"), (4, "n"), (2, "k"), (4, "k"))  # consumer warpgroups, and what they share
+DIVISIONS = ((2, "n"), (3, "n"), (4, "n"), (2, "k"), (4, "k"))  # consumer warpgroups, and what they share
 _CLUSTERS = (("none", 1), ("n", 1), ("k", 2), ("k", 4))  # cluster, split_k
 
 
@@ -126,15 +130,15 @@ def _shapes(problem: Problem) -> Iterator[Config]:
     tile_ms = [m for m in (8, 16, 24, 32, 48, 64, 128, 256) if m >= min(problem.m, 64)]
     few = next(m for m in tile_ms if m >= min(problem.m, 256))
     choices = itertools.product(
-        {few, min(tile_ms)}, (64, 128, 192, 256), (128, 256, 512), _DIVISIONS, _CLUSTERS, ("weights", "x")
+        {few, min(tile_ms)}, (64, 128, 192, 256), (128, 256, 512), DIVISIONS, _CLUSTERS, ("weights", "x")
     )
     for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), (cluster, split_k), exchange in choices:
-        yield Config(tile_m, tile_n, tile_k, _STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
+        yield Config(tile_m, tile_n, tile_k, STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
 
 
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit. A deeper pipeline is never slower."""
-    for steps in reversed(_STEPS):
+    for steps in reversed(STEPS):
         found = dataclasses.replace(config, max_concurrent_steps=steps)
         if smem_bytes(problem, found) <= gpu.smem_per_block:
             return found if check(problem, found, gpu) is None else None

@@ -116,6 +116,15 @@ _ADDRESSES = {"weights": 48, "x": 32}  # registers of a consumer thread for addr
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
     p = problem
+    if reason := supports_operands(p, gpu) or matmul.supports_work(p, 1, gpu, "the rows"):
+        return reason
+    if p.out_dtype == "float32" and p.m > 8 and p.m % 8:
+        return f"m={p.m} rows in float32 are no multiple of 8: ask for out_dtype={p.dtype}, pad them, or use backend='xla'"
+    return None
+
+
+def supports_operands(p: Problem, gpu: Gpu, transpose: str = "transpose_w") -> str | None:
+    """Why no config can multiply operands of these dtypes and sides, stored so, or None. transpose: the call's argument."""
     if reason := supports_dtypes(p.dtype, p.out_dtype, gpu):
         return reason
     for field, allowed in (("w_dtype", W_DTYPES), ("scale_dtype", SCALE_DTYPES)):
@@ -124,22 +133,21 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if p.layout != "nt":
         return (
             f"layout {p.layout} of weights: bytes cannot be transposed on their way to the tensor cores; store them once as "
-            "[n, k] (transpose_w=True), or use backend='xla'"
+            f"[n, k] ({transpose}=True), or use backend='xla'"
         )
     if p.group_size not in GROUPS:
         return (
             f"group_size={p.group_size} is not one of {', '.join(map(str, GROUPS[1:]))}, or 0 for all of k: use backend='xla'"
         )
-    if reason := supports_sizes(p, ("m", "n", "k")) or matmul.supports_work(p, 1, gpu, "the rows"):
+    if reason := supports_sizes(p, ("m", "n", "k")):
         return reason
     if p.group_size and p.k % p.group_size:
         return f"k={p.k} is no multiple of group_size={p.group_size}: pad it, or use backend='xla'"
     if p.w_dtype == "int4" and p.k % PANEL:
         return f"k={p.k} is no multiple of {PANEL}, which int4 weights are read in: pad it, or use backend='xla'"
-    if p.out_dtype == "float32" and ((p.m > 8 and p.m % 8) or p.n % ROWS):
+    if p.out_dtype == "float32" and p.n % ROWS:
         return (
-            f"an output of {p.m} x {p.n} in float32 is not a multiple of 8 x {ROWS}: ask for out_dtype={p.dtype}, pad it, or "
-            "use backend='xla'"
+            f"n={p.n} columns in float32 are no multiple of {ROWS}: ask for out_dtype={p.dtype}, pad them, or use backend='xla'"
         )
     rows = {"x": ("k", p.k, 2), "the weights": ("k", p.k, 1), "the output": ("n", p.n, itemsize_of(p.out_dtype))}
     return supports_rows(rows)
@@ -159,10 +167,13 @@ def unmeasured(problem: Problem) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
-    p, c = problem, config
+    return supports(problem, gpu) or check_config(problem, config, gpu)
+
+
+def check_config(p: Problem, c: Config, gpu: Gpu) -> str | None:
+    """Why `config` cannot run a problem that `supports` allows, or None."""
     return (
-        supports(p, gpu)
-        or _check_choices(c)
+        _check_choices(c)
         or _check_tile(p, c)
         or limits.check_producer_registers(c.memory_registers)
         or _check_cluster(p, c)

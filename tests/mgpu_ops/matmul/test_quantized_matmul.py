@@ -286,7 +286,7 @@ def test_what_no_call_can_be_is_told(arrays, options, error, text):
         (P(16, 132, 256), "n=132 needs 16-byte rows of the output"),
         (P(16, 128, 320, "int4"), "k=320 is no multiple of 128, which int4 weights are read in"),
         (P(16, 128, 320, group_size=128), "k=320 is no multiple of group_size=128"),
-        (P(13, 128, 256, out_dtype="float32"), "an output of 13 x 128 in float32 is not a multiple of 8 x 64"),
+        (P(13, 128, 256, out_dtype="float32"), "m=13 rows in float32 are no multiple of 8"),
     ],
 )
 def test_what_the_kernel_cannot_run_is_told(problem, text):

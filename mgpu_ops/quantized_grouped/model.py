@@ -1,0 +1,80 @@
+"""Configs worth trying for a grouped product with quantized weights, and a model of their time, which is quantized_matmul's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import first_of
+from mgpu_ops.grouped import model as grouped
+from mgpu_ops.matmul.quantized import model as quantized
+from mgpu_ops.matmul.quantized.problem import Config, smem_bytes
+from mgpu_ops.quantized_grouped.problem import Problem, bytes_moved, check, supports, used_groups
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """The values of each Config field, in order. `check` tells which combinations run."""
+    return quantized.space(problem, gpu) | {"cluster": ("none",), "split_k": (1,)}
+
+
+def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Modelled time in seconds: `quantized.cost_of_tiles` of the tiles of all groups, the last of each half empty."""
+    p, c = problem, config
+    grouped.require_rows(p)
+    tiles = grouped.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
+    return quantized.cost_of_tiles(p, c, tiles, bytes_moved(p), gpu)
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Configs chosen without measurements, the least modelled `cost` first: one for each tile and share of it.
+
+    The pipeline is as deep as shared memory allows. Raises ValueError where `supports` has a reason.
+    """
+    reason = supports(problem, gpu)
+    if reason is not None:
+        raise ValueError(f"no config of quantized_grouped_matmul fits {problem} on {gpu.name}: {reason}")
+    found = (_deepest(problem, config, gpu) for config in _shapes(problem))
+    return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
+
+
+def _shapes(p: Problem) -> Iterator[Config]:
+    """Tiles and how they are divided, with as many steps as any of them may have.
+
+    Tiles have about as many rows as a group, or twice as many: a further tile of a group takes as long as the first.
+    """
+    rows = p.m / used_groups(p)
+    tile_ms = sorted(
+        {next(m for m in (8, 16, 24, 32, 48, 64, 96, 128) if m >= min(wanted, 128)) for wanted in (rows, 2 * rows)}
+    )
+    choices = itertools.product(tile_ms, (64, 128, 192, 256), (128, 256, 512), quantized.DIVISIONS, ("weights", "x"))
+    for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), exchange in choices:
+        yield Config(tile_m, tile_n, tile_k, quantized.STEPS[-1], warpgroups, wg_dimension, "none", 1, 40, exchange)
+
+
+def _deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
+    """The config with as many steps as fit. A deeper pipeline is never slower."""
+    for steps in reversed(quantized.STEPS):
+        found = dataclasses.replace(config, max_concurrent_steps=steps)
+        if smem_bytes(problem, found) <= gpu.smem_per_block:
+            return found if check(problem, found, gpu) is None else None
+    return None
+
+
+@functools.lru_cache(maxsize=256)  # `resolve` compares each near entry with it
+def default(problem: Problem, gpu: Gpu) -> Config:
+    """The first of the `candidates`. Raises ValueError where there is none."""
+    return first_of(candidates(problem, gpu), problem, gpu)
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """`quantized.distance`, and what groups, spread and offset add; None where a config does not carry over."""
+    near = quantized.distance(x, y)
+    if near is None or 0 in (x.groups, y.groups):
+        return None
+    near += abs(math.log2(x.groups / y.groups)) + 0.25 * (x.spread != y.spread) + 0.05 * (x.group_offset != y.group_offset)
+    return near if near <= 4.0 else None
