@@ -372,13 +372,18 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
             pl.when(jnp.logical_and(own_tiles > 0, stores))(block.cluster_sum.finish)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
+    ordered = own_tiles * steps if c.exchange == "x" else 0
+
+    def helper() -> None:
+        block.order(pipeline, ordered)
+
     engine.specialize(
         producer,
         lambda: accumulators.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c.compute_warpgroups, c.memory_registers, gpu, helper_registers(c)),
-        helper=functools.partial(block.order, pipeline, own_tiles * steps) if c.exchange == "x" else None,
+        helper=helper if c.exchange == "x" else None,
         helper_registers=helper_registers(c),
     )
 
