@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core import mesh
+from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
@@ -256,7 +256,10 @@ def _forward(call: _Call, *arrays: jax.Array) -> Any:
 
 
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    """dA = g B^T and dB = A^T g, written so that each stored operand is read in place; dbias is the sum of g's rows."""
+    """dA = g B^T and dB = A^T g, written so that each stored operand is read in place; dbias is the sum of g's rows.
+
+    dB is taken to be that of a weight, and computed first.
+    """
     a, b, bias, linear = saved
     dresidual = (g,) if call.residual else ()
     if linear is not None:
@@ -268,8 +271,9 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     def product(x: jax.Array, y: jax.Array, tx: bool, ty: bool) -> jax.Array:
         return _matmul(call.plain(transpose_a=tx, transpose_b=ty, out_dtype=a.dtype.name), x, y)
 
-    da = product(b, g, tb, True) if ta else product(g, b, False, not tb)
     db = product(g, a, True, ta) if tb else product(a, g, not ta, False)
+    db, g = order.weights_first(db, g)
+    da = product(b, g, tb, True) if ta else product(g, b, False, not tb)
     return da, db, *dbias, *dresidual
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
-from mgpu_ops.core import mesh
+from mgpu_ops.core import mesh, order
 from mgpu_ops.matmul import like_the_result, matmul, quantizing
 from mgpu_ops.matmul.arguments import float_dtype
 from mgpu_ops.matmul.rounding import scale_of
@@ -237,13 +237,14 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     x, w8, state, seen, bias = saved
     scale = None if state is None else state.output_grad_scale
     g8, g8_t, largest = both_ways(call, g, scale, (False, not call.transpose_b), E5M2)
-    dx = of_quantized(call, g8, w8, call.x_dtype)
     if call.high_precision_weight_grad:
         pair = (g.astype(x.dtype), x) if call.transpose_b else (x, g.astype(x.dtype))
         dw = matmul(*pair, transpose_a=True, out_dtype=call.w_dtype, backend=call.backend)
     else:
         left, right = (g8_t, x) if call.transpose_b else (x, g8_t)
         dw = of_quantized(call, left, right, call.w_dtype)
+    dw, g8 = order.weights_first(dw, g8)
+    dx = of_quantized(call, g8, w8, call.x_dtype)
     more = {} if bias is None else {"bias": jnp.sum(g, 0, dtype=jnp.float32).astype(bias.dtype)}
     more["residual"] = g
     new = None if state is None else _next(state, (*seen, _of_mesh(largest, g, state)))

@@ -13,7 +13,7 @@ import jax
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
-from mgpu_ops.core import mesh
+from mgpu_ops.core import mesh, order
 from mgpu_ops.matmul import like_the_result, quantizing
 from mgpu_ops.matmul.fp8 import E4M3, E5M2, FLOATS, Products, Quantized, both_ways, of_quantized
 from mgpu_ops.matmul.rounding import scale_or_one
@@ -125,12 +125,13 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     g8, g8_t, _ = both_ways(call, g, None, (False, True), E5M2)
     d_hidden = of_quantized(call, g8, w_down8, call.x_dtype)
     (gate8, gate8_t), (up8, up8_t) = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2)
-    dx = of_quantized(call, gate8, w_gate8, call.x_dtype) + of_quantized(call, up8, w_up8, call.x_dtype)
     weights = (
         of_quantized(call, x8_t, gate8_t, of_gate),
         of_quantized(call, x8_t, up8_t, of_up),
         of_quantized(call, hidden8_t, g8_t, of_down),
     )
+    weights, (gate8, up8) = order.weights_first(weights, (gate8, up8))
+    dx = of_quantized(call, gate8, w_gate8, call.x_dtype) + of_quantized(call, up8, w_up8, call.x_dtype)
     return (dx, *weights, *[g] * call.residual)
 
 

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core import mesh
+from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
@@ -135,14 +135,15 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     again = dataclasses.replace(call, out_dtype=x.dtype.name, config=None, gradient=True)
     dgate, dup = batchable(again)(x, w_gate, w_up, g.astype(x.dtype))
     t = call.transpose_w
-    dx = matmul(dgate, w_gate, transpose_b=not t, backend=call.backend)
-    dx = matmul(dup, w_up, transpose_b=not t, residual=dx, backend=call.backend)
 
     def dw(of: jax.Array) -> jax.Array:
         a, b = (of, x) if t else (x, of)
         return matmul(a, b, transpose_a=True, backend=call.backend)
 
-    return dx, dw(dgate), dw(dup)
+    weights, (dgate, dup) = order.weights_first((dw(dgate), dw(dup)), (dgate, dup))
+    dx = matmul(dgate, w_gate, transpose_b=not t, backend=call.backend)
+    dx = matmul(dup, w_up, transpose_b=not t, residual=dx, backend=call.backend)
+    return dx, *weights
 
 
 _gated.defvjp(_forward, _backward)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
-from mgpu_ops.core import mesh
+from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.matmul import like_the_result, matmul
 from mgpu_ops.matmul.gated import Call, batchable, gated_matmul
@@ -100,9 +100,10 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     of_gate = dataclasses.replace(call, transpose_w=True, gradient=True, stored=True)
     dgate, dup = batchable(of_gate)(g, w_down, gate, up)
     product = functools.partial(matmul, backend=call.backend)
+    weights = tuple(product(a, b, transpose_a=True) for a, b in ((x, dgate), (x, dup), (hidden, g)))
+    weights, (dgate, dup) = order.weights_first(weights, (dgate, dup))
     dx = product(dgate, w_gate, transpose_b=True)
     dx = product(dup, w_up, transpose_b=True, residual=dx)
-    weights = (product(a, b, transpose_a=True) for a, b in ((x, dgate), (x, dup), (hidden, g)))
     return dx, *weights, *((g,) if has_residual else ())
 
 
