@@ -36,6 +36,7 @@ from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.block_scales import add_scaled, load_scales
 from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
 from mgpu_ops.matmul.problem import (
+    SLOTS,
     Config,
     Problem,
     accumulators,
@@ -52,7 +53,17 @@ from mgpu_ops.matmul.problem import (
     swizzle_bytes,
     transposed,
 )
-from mgpu_ops.matmul.store import arrays_of_epilogue, if_it_stores, kept, load_residual, refs_of, store, store_kept
+from mgpu_ops.matmul.store import (
+    arrays_of_epilogue,
+    if_it_stores,
+    kept,
+    load_residual,
+    load_slots,
+    refs_of,
+    store,
+    store_kept,
+    store_slots,
+)
 from mgpu_ops.matmul.work import Place, Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
 
 
@@ -281,10 +292,13 @@ def _kernel_in_turn(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: 
 
     def begin(t: jax.Array) -> None:
         if p.residual:  # it arrives while the tile is multiplied
-            load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"])
+            load_slots(work, t, of, smem["out_smem"], smem["residual_arrived"])
 
     def finish(t: jax.Array, acc: Any) -> None:
-        store(work, t, acc, of, **smem)
+        if p.residual:
+            store_slots(work, t, acc, of, smem["out_smem"], smem["residual_arrived"])
+        else:
+            store(work, t, acc, of, **smem)
 
     compute_in_turn(work, gpu, (of.a, of.b), accumulator, stages, begin, finish)
 
@@ -455,7 +469,8 @@ def _scratch(work: Work) -> dict[str, Any]:
         ),
     }
     if p.residual:
-        scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_tiles(c), num_barriers=c.compute_warpgroups)
+        arrivals, slots = (1, SLOTS) if c.takes_turns else (epilogue_tiles(c), 1)
+        scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
     if c.cluster == "k":

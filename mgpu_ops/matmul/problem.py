@@ -273,6 +273,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 
 SCHEDULES = (*gemm.SCHEDULES, "deferred")
+SLOTS = 2  # epilogue buffers of a consumer warpgroup
 _CHOICES = {
     "cluster": ("none", "m", "n", "k"),
     "raster_dimension": ("m", "n"),
@@ -609,13 +610,15 @@ def _largest_swizzle(row_bytes: int) -> int:
 def storage(problem: Problem, config: Config) -> gemm.Storage:
     """The shared memory of a block, of a config `as_computed`. Each consumer warpgroup has up to two epilogue buffers.
 
-    With a residual it has all: the residual of the whole tile is loaded into them while the product is computed.
+    With a residual it has all: the residual of the whole tile is loaded into them while the product is computed. But where
+    consumers take turns, a residual comes in parts, while the other consumer multiplies.
     """
     stored, tiles = partial_problem(problem, config), gemm.epilogue_tiles(config)
     received = cluster_size(config) - 1 if config.cluster == "k" else 0
-    barriers = config.compute_warpgroups if stored.residual else 0
+    whole = stored.residual and not config.takes_turns
+    barriers = config.compute_warpgroups * (1 if whole else SLOTS) if stored.residual else 0
     barriers += config.max_concurrent_steps if config.takes_turns else 0  # each consumer has `full` barriers of its own
-    buffers = tiles if stored.residual else min(2, tiles)
+    buffers = tiles if whole else min(SLOTS, tiles)
     size = itemsize_of(stored.out_dtype)
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()
     return gemm.Storage(config, buffers, size, received, barriers, itemsize=itemsize_of(problem.dtype), scales=scales)

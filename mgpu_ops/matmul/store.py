@@ -19,7 +19,7 @@ from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import Config, Problem, has_epilogue
+from mgpu_ops.matmul.problem import SLOTS, Config, Problem, has_epilogue
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows, epilogue_origins
 
 
@@ -79,6 +79,40 @@ def load_residual(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffers, long ago
     for number, (i, j) in enumerate(epilogue_origins(work.config)):
         engine.copy_gmem_to_smem(place.block(refs.residual, i, j), out_smem.at[wg, number], arrived.at[wg])
+
+
+def load_slot(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any, number: int) -> None:
+    """Consumer: starts to load the residual of epilogue tile `number` of tile t into its slot of the epilogue's buffers."""
+    place, wg, slot = Place.of(work, t), lax.axis_index("wg"), number % SLOTS
+    block = place.block(refs.residual, *epilogue_origins(work.config)[number])
+    engine.copy_gmem_to_smem(block, out_smem.at[wg, slot], arrived.at[wg * SLOTS + slot])
+
+
+def load_slots(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any) -> None:
+    """Consumer: as `load_residual`, but of the first epilogue tiles only: as many as there are slots."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the slots, long ago
+    for number in range(min(SLOTS, epilogue_tiles(work.config))):
+        load_slot(work, t, refs, out_smem, arrived, number)
+
+
+def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, arrived: Any) -> None:
+    """Consumer: as `store` after `load_slots`; each slot is loaded again once its store has read it.
+
+    The other consumer multiplies meanwhile, so that nothing waits for these loads.
+    """
+    place, wg, values = Place.of(work, t), lax.axis_index("wg"), acc[...]
+    origins = epilogue_origins(work.config)
+    for number, (i, j) in enumerate(origins):
+        slot = number % SLOTS
+        buffer = out_smem.at[wg, slot]
+        plgpu.barrier_wait(arrived.at[wg * SLOTS + slot])
+        part = values[i : i + ROWS, j : j + work.config.epilogue_tile_n].astype(jnp.float32)
+        buffer[...] = _finish(work, refs, place, part, buffer, (i, j)).astype(buffer.dtype)
+        plgpu.commit_smem()  # TMA sees what was written
+        plgpu.copy_smem_to_gmem(buffer, place.block(refs.out, i, j))
+        if number + SLOTS < len(origins):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            load_slot(work, t, refs, out_smem, arrived, number + SLOTS)
 
 
 def store(
