@@ -172,6 +172,10 @@ CASES = {
     "in turn, A transposed, a batch": (P(200, 320, 192, layout="tn", batch=3), replace(BASE, schedule="pingpong")),
     "in turn, wide tiles at the end of rows": (P(200, 328, 136), replace(BASE, schedule="pingpong")),
     "in turn, bias, gelu and residual": (P(450, 136, 264, **ALL), IN_TURN),
+    "in turn, a residual in more parts than it has buffers": (
+        P(330, 384, 136, residual=True),
+        replace(IN_TURN, tile_m=128, tile_n=192, epilogue_tile_n=32),
+    ),
     "in turn, three parts of k": (P(72, 136, 328), replace(IN_TURN, split_k=3, epilogue_tile_n=32)),
     # tiles that are stored while the next one is multiplied
     "deferred, many tiles and tails": (P(450, 136, 264), DEFERRED),
