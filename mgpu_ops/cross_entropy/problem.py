@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.choices import outside
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import block_bytes, check_fields, itemsize_of, supports_sizes
 from mgpu_ops.models import MODELS
@@ -92,11 +93,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
-    if reason := supports(problem, gpu):
+    if reason := supports(problem, gpu) or outside(SPACE, config):
         return reason
-    for name, choices in SPACE.items():
-        if (value := getattr(config, name)) not in choices:
-            return f"{name}={value} is not one of {', '.join(map(str, choices))}"
     if config.tile > problem.vocabulary:
         return f"tile={config.tile} is more than the vocabulary, {problem.vocabulary}: take a smaller one"
     own = smem_bytes(problem, config)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
+from mgpu_ops.core.choices import cheapest
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.rms_norm.problem import SPACE, Config, Problem, bytes_moved, check, inputs_of_a_row, supports
@@ -32,8 +32,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """The configs that can run, the fastest by the model first."""
-    every = (Config(*fields) for fields in itertools.product(*SPACE.values()))
-    return sorted((c for c in every if check(problem, c, gpu) is None), key=lambda c: (cost(problem, c, gpu), c))
+    return cheapest(SPACE, Config, lambda c: check(problem, c, gpu), lambda c: cost(problem, c, gpu))
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.choices import outside
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import WARPGROUP, block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
 
@@ -85,11 +86,8 @@ def unmeasured(problem: Problem) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
-    if reason := supports(problem, gpu):
+    if reason := supports(problem, gpu) or outside(SPACE, config):
         return reason
-    for name, choices in SPACE.items():
-        if (value := getattr(config, name)) not in choices:
-            return f"{name}={value} is not one of {', '.join(map(str, choices))}"
     own = smem_bytes(problem, config)
     if config.blocks * (own + _OF_A_BLOCK) > gpu.smem_per_block + _OF_A_BLOCK:
         return f"{config.blocks} blocks of {own} bytes of shared memory do not fit on an SM of {gpu.name}: use fewer stages"

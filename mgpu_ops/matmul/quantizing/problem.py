@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.choices import outside
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of, supports_sizes
@@ -160,11 +161,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
-    if reason := supports(problem, gpu):
+    if reason := supports(problem, gpu) or outside(SPACE, config):
         return reason
-    for name, choices in SPACE.items():
-        if (value := getattr(config, name)) not in choices:
-            return f"{name}={value} is not one of {', '.join(map(str, choices))}"
     p, c = problem, config
     if p.scheme != "tensor" and (c.tile_rows, c.lane, c.ahead) != (128, 4, 0):
         return f"scheme={p.scheme} takes tiles of 128 x 128: tile_rows=128, lane=4 and ahead=0, not {c}"
