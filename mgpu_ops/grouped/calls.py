@@ -1,22 +1,19 @@
-"""What the public functions of both ops share: checks of their arguments, and batches."""
+"""What the public functions of the grouped ops share: checks of their arguments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from mgpu_ops import floats, integers
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.grouped.sizes import SPREADS, Spread, of_shard
-
-# --- Arguments
 
 
 def checked_operands(op: str, *operands: tuple[str, Any, int], mixed: Sequence[str] = ()) -> list[jax.Array]:
@@ -135,28 +132,3 @@ def checked_scales(scales: tuple[Any, Any], sides: tuple[int, int, int], groups:
 
 
 type Shapes = tuple[tuple[int, ...], ...]
-
-# --- Batches
-
-
-def looped(product: Callable[..., Any], results: int = 1) -> Callable[..., Any]:
-    """`product`, of so many `results`, under jit, so that eager calls trace once. vmap makes it a loop of launches."""
-    batchable = jax.custom_batching.custom_vmap(product)
-
-    @batchable.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        return one_after_the_other(run, batched, arrays), True if results == 1 else (True,) * results
-
-    run = jax.jit(batchable)
-    return run
-
-
-def one_after_the_other(function: Callable[..., Any], batched: Sequence[bool], arrays: tuple[jax.Array, ...]) -> Any:
-    """The function mapped over the leading axis of those arrays that are batched, in a loop."""
-    mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-    def call(slices: list[jax.Array]) -> jax.Array:
-        each = iter(slices)
-        return function(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-    return lax.map(call, mapped)

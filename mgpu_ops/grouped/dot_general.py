@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,8 +51,9 @@ def ragged_dot_general(
     - rows lhs[m, k] times matrices rhs[g, k, n] or rhs[g, n, k], of a sum over k: `grouped_matmul`, [m, n];
     - lhs[m, k] and rhs[m, n], of a sum over each group's rows: `ragged_contraction`, [g, k, n].
 
-    All else (batch dimensions, other orders, ragged batches, integers, a group_offset, which JAX does not compute either) is
-    JAX's own, and so is every error in the arguments.
+    Batch dimensions of lhs and rhs, which these have beside, anywhere, make it one product of the groups of all, as vmap does.
+    All else (other orders, ragged batches, integers, a group_offset, which JAX does not compute either) is JAX's own, and so is
+    every error in the arguments.
 
     As with `ragged_dot`, negative sizes count as 0, and the result has reverse-mode gradients, the contraction's too.
 
@@ -69,11 +72,32 @@ def ragged_dot_general(
         found: jax.Array = _jaxs(*arguments, precision, preferred_element_type, group_offset, out_sharding)
         return found
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    arrays = mesh.same_mesh_axes(lhs, rhs, integers.clipped(group_sizes, lhs.shape[0]))
+    rows = lhs.shape[ragged_dot_dimension_numbers.lhs_ragged_dimensions[0]]
+    arrays = mesh.same_mesh_axes(lhs, rhs, integers.clipped(group_sizes, rows))
     out = checked_out_dtype(preferred_element_type, lhs.dtype)
+    call: Any
     if form == _CONTRACTION:
-        return contraction(ContractionCall(out, "random", None, wanted), *arrays)
-    return product(Call(form == _TRANSPOSED, out, "none", "random", None, wanted), *arrays)
+        call = functools.partial(contraction, ContractionCall(out, "random", None, wanted))
+    else:
+        call = functools.partial(product, Call(form == _TRANSPOSED, out, "none", "random", None, wanted))
+    _, batch = ragged_dot_dimension_numbers.dot_dimension_numbers
+    return _mapped(call, form, batch, arrays)
+
+
+def _mapped(call: Callable[..., jax.Array], form: str, batch: Any, arrays: Sequence[jax.Array]) -> jax.Array:
+    """`call` of each product of a batch, by vmap over the batch dimensions of lhs and rhs, the first the outermost."""
+    number = len(batch[0])
+    sizes = arrays[2].ndim > 1  # whether each product has its own
+
+    def axes(dims: Sequence[int], i: int) -> int:
+        """Where the i-th batch dimension is when those before it are gone."""
+        at: int = dims[i] - sum(before < dims[i] for before in dims[:i])
+        return at
+
+    for i in reversed(range(number)):
+        call = jax.vmap(call, (axes(batch[0], i), axes(batch[1], i), 0 if sizes else None))
+    found = call(*arrays)
+    return jnp.moveaxis(found, number, 0) if number and form == _CONTRACTION else found
 
 
 def _form(lhs: Any, rhs: Any, sizes: Any, numbers: Any, precision: Any, out_dtype: Any) -> str | None:
@@ -82,12 +106,27 @@ def _form(lhs: Any, rhs: Any, sizes: Any, numbers: Any, precision: Any, out_dtyp
         return None
     lhs, rhs, sizes = (jax.typeof(x) for x in (lhs, rhs, sizes))
     contracting, batch = numbers.dot_dimension_numbers
-    ragged, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
-    form = _FORMS.get((tuple(map(tuple, contracting)), tuple(ragged), tuple(groups)))
-    ranks = (2, 2, 1) if form == _CONTRACTION else (2, 3, 1)
-    if form is None or any(map(len, batch)) or (lhs.ndim, rhs.ndim, sizes.ndim) != ranks:
+    try:
+        of_lhs, of_rhs = (_without_batch(x.shape, dims) for x, dims in zip((lhs, rhs), batch, strict=True))
+        where = tuple((of[1][dim],) for of, (dim,) in zip((of_lhs, of_rhs), contracting, strict=True))
+        ragged = tuple(of_lhs[1][dim] for dim in numbers.lhs_ragged_dimensions)
+        groups = tuple(of_rhs[1][dim] for dim in numbers.rhs_group_dimensions)
+    except (KeyError, ValueError):  # dimensions that are of the batch, or more than one
         return None
-    of_lhs, of_rhs = contracting
-    same = lhs.shape[of_lhs[0]] == rhs.shape[of_rhs[0]] and sizes.shape[0] > 0
-    same = same and (form == _CONTRACTION or rhs.shape[0] == sizes.shape[0])
+    form = _FORMS.get((where, ragged, groups))
+    lhs_shape, rhs_shape = of_lhs[0], of_rhs[0]
+    products = tuple(lhs.shape[dim] for dim in batch[0])
+    if form is None or (len(lhs_shape), len(rhs_shape)) != ((2, 2) if form == _CONTRACTION else (2, 3)):
+        return None
+    if products != tuple(rhs.shape[dim] for dim in batch[1]) or sizes.shape[:-1] not in ((), products) or not sizes.ndim:
+        return None
+    (left,), (right,) = where
+    same = lhs_shape[left] == rhs_shape[right] and sizes.shape[-1] > 0
+    same = same and (form == _CONTRACTION or rhs_shape[0] == sizes.shape[-1])
     return form if same and are_plain(lhs, rhs, sizes, precision, out_dtype) else None
+
+
+def _without_batch(shape: Sequence[int], batch: Sequence[int]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """An array's shape without its batch dimensions, and the numbers of the others then."""
+    kept = [dim for dim in range(len(shape)) if dim not in batch]
+    return tuple(shape[dim] for dim in kept), {dim: number for number, dim in enumerate(kept)}

@@ -20,7 +20,8 @@ from mgpu_ops import floats
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import grouped_matmul
-from mgpu_ops.grouped.calls import checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.batches import Kind, batchable
+from mgpu_ops.grouped.calls import checked_sizes, checked_spread
 from mgpu_ops.grouped.sizes import Spread, for_each_block
 from mgpu_ops.matmul.arguments import float_dtype
 from mgpu_ops.matmul.quantized import checked_weights, checked_zero_points, constant, dequantised, scaled_product
@@ -36,7 +37,6 @@ from mgpu_ops.quantized_grouped.problem import (
     inputs,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
@@ -95,8 +95,8 @@ def quantized_grouped_matmul(
       [m, n] of out_dtype. Weights of groups without rows are not read. The kernel multiplies rhs - zero_points, exact in lhs's
       dtype, and scales float32 sums over each group along k; XLA rounds scaled weights to lhs's dtype on a GPU.
 
-    Works under jit, grad (reverse mode) with respect to lhs, vmap (one launch after the other) and shard_map. The gradient of
-    lhs is a `grouped_matmul` of weights that XLA dequantises, all groups' in 16 bits. Weights, scales and zero points are
+    Works under jit, grad (reverse mode) with respect to lhs, vmap (one launch, as `grouped_matmul`) and shard_map. The gradient
+    of lhs is a `grouped_matmul` of weights that XLA dequantises, all groups' in 16 bits. Weights, scales and zero points are
     constants: a gradient of scales or zero points raises.
 
     Raises:
@@ -147,7 +147,7 @@ def _scale_shape(shape: tuple[int, ...], groups: int, k: int, n: int) -> tuple[i
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized(call: _Call, *arrays: jax.Array) -> jax.Array:
-    out: jax.Array = _batchable(call)(*arrays)
+    out: jax.Array = _batchable(call, len(arrays) > 4)(*arrays)
     return out
 
 
@@ -171,13 +171,15 @@ _quantized.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _batchable(call: _Call) -> Any:
+def _batchable(call: _Call, zero_points: bool) -> Any:
     """The call as a function of arrays."""
 
     def product(*arrays: jax.Array) -> jax.Array:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    return looped(product)
+    plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), zero_points)
+    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes", *(["matrices"] if zero_points else [])]
+    return batchable(product, kinds, ("rows",), call.group_offset, plain)
 
 
 def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array) -> Problem:
@@ -241,7 +243,6 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
-    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "launch", "quantized_grouped_matmul", "reference"]

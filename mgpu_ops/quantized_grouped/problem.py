@@ -88,11 +88,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    return "the kernel has not run on a GPU yet: backend='mosaic' runs it"
-
-
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason. Kernel, tuner and tests ask here."""
     return supports(problem, gpu) or check_config(problem, config, gpu) or _check_cluster(config)
@@ -154,6 +149,5 @@ __all__ = [
     "most_tiles",
     "supports",
     "tolerance",
-    "unmeasured",
     "used_groups",
 ]

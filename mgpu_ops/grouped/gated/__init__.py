@@ -21,7 +21,8 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.batches import Kind, batchable
+from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.gated.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.gated.problem import (
@@ -90,10 +91,10 @@ def gated_grouped_matmul(
     Returns:
       [m, n] of out_dtype. It is all of that size that the forward pass writes.
 
-    Works under jit, grad (reverse mode), vmap (one launch after the other), scan, checkpoint and shard_map. The gradient keeps
-    lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the gradients of
-    gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of the weights
-    two calls of `ragged_contraction`.
+    Works under jit, grad (reverse mode), vmap (one launch, as `grouped_matmul`), scan, checkpoint and shard_map. The gradient
+    keeps lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the
+    gradients of gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of
+    the weights two calls of `ragged_contraction`.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown activation,
@@ -153,7 +154,9 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    return looped(product, results=2 if call.gradient else 3 if call.keep else 1)
+    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes", *(["rows"] if call.gradient else [])]
+    plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
+    return batchable(product, kinds, ("rows",) * (2 if call.gradient else 3 if call.keep else 1), call.group_offset, plain)
 
 
 def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:

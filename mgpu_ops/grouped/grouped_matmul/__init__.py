@@ -26,6 +26,7 @@ from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.grouped import model as common
+from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import (
     checked_offset,
     checked_operands,
@@ -34,7 +35,6 @@ from mgpu_ops.grouped.calls import (
     checked_scales,
     checked_sizes,
     checked_spread,
-    looped,
 )
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance
@@ -125,7 +125,11 @@ def grouped_matmul(
 
     Works under jit, grad (reverse mode; lhs's gradient runs this kernel on rhs as stored, rhs's runs `ragged_contraction`;
     with an activation the forward pass then stores its argument; row_scale's gradient takes the rows of lhs and of its
-    gradient, and no further product), vmap (one launch after the other), scan and shard_map.
+    gradient, and no further product), vmap, scan and shard_map.
+
+    vmap is one launch: XLA brings the rows of all products into the order of their groups and puts the results back. Where rhs
+    is not mapped, rows of one group come together from all products, and its matrix is read once. A bias or scales that are
+    mapped where rhs is not, and scales of whole operands, make it one launch after the other.
 
     8-bit floats are multiplied exactly, and summed over k as in `matmul`, which tells the error: it grows as 2^-13 sqrt(k) of
     typical results of both signs. Scales of blocks end such a sum at every 128 of k and add up in float32. There is no gradient
@@ -294,7 +298,16 @@ def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
         problem = _problem(call, extra, lhs, rhs)
         return dispatch.run(SPEC, problem, (lhs, rhs, *rest), config=call.config, backend=call.backend)
 
-    return looped(product, results=4 if "gate" in extra else 1)
+    kinds: list[Kind] = ["rows", "matrices", "sizes", *(_kind(call, name) for name in extra)]
+    plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), extra)
+    return batchable(product, kinds, ("rows",) * (4 if "gate" in extra else 1), call.group_offset, plain)
+
+
+def _kind(call: Call, name: str) -> Kind:
+    """What the first axis of one of the extra arrays counts."""
+    if name in ("bias", "rhs2", "scale_rhs"):
+        return "matrices"
+    return "others" if name == "scale_lhs" and call.scales == "tensor" else "rows"
 
 
 def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -> Problem:

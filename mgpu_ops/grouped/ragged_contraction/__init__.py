@@ -21,7 +21,8 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread, looped
+from mgpu_ops.grouped.batches import batchable
+from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.problem import flops, tolerance
 from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default
@@ -82,7 +83,7 @@ def ragged_contraction(
     Returns:
       [groups, k, n] of out_dtype.
 
-    Works under jit, grad (reverse mode: both gradients are grouped matmuls), vmap (one launch after the other), scan and
+    Works under jit, grad (reverse mode: both gradients are grouped matmuls), vmap (one launch, as `grouped_matmul`), scan and
     shard_map.
 
     Raises:
@@ -122,7 +123,8 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> jax.Array:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    return looped(product)
+    plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
+    return batchable(product, ("rows", "rows", "sizes"), ("matrices",), call.group_offset, plain)
 
 
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:

@@ -21,19 +21,24 @@ def numbers(contracting: Any, ragged: Any, groups: Any, batch: Any = ((), ())) -
     return lax.RaggedDotDimensionNumbers((contracting, batch), ragged, groups)
 
 
-FORMS = {  # lhs, rhs and how they are multiplied, of which ours have the first three
+FORMS = {  # lhs, rhs and how they are multiplied, of which ours have those of `OURS`
     "product": ((M, K), (3, K, N), numbers(((1,), (1,)), [0], [0])),
     "rows' gradient": ((M, N), (3, K, N), numbers(((1,), (2,)), [0], [0])),
     "matrices' gradient": ((M, K), (M, N), numbers(((0,), (0,)), [0], [])),
     "matrices stored otherwise": ((M, K), (K, 3, N), numbers(((1,), (0,)), [0], [1])),
     "a batch": ((2, M, K), (2, 3, K, N), numbers(((2,), (2,)), [1], [1], ((0,), (0,)))),
+    "a batch elsewhere": ((M, 2, K), (3, K, N, 2), numbers(((2,), (1,)), [0], [0], ((1,), (3,)))),
+    "two batches, rows' gradient": ((2, M, 5, N), (5, 3, 2, K, N), numbers(((3,), (4,)), [1], [1], ((2, 0), (0, 2)))),
+    "a batch, matrices' gradient": ((2, M, K), (M, 2, N), numbers(((1,), (0,)), [1], [], ((0,), (1,)))),
+    "a ragged batch": ((M, 2, K), (M, K, N), numbers(((2,), (1,)), [0], [], ((0,), (0,)))),
 }
-OURS = ["product", "rows' gradient", "matrices' gradient"]
+OURS = [name for name in FORMS if name not in ("matrices stored otherwise", "a ragged batch")]
+PLAIN = OURS[:3]
 
 
 def called(name: str, function: Any, dtype: str = "float32", **options: Any) -> Any:
     of_lhs, of_rhs, how = FORMS[name]
-    sizes = np.stack([SIZES, SIZES[::-1]]) if name == "a batch" else SIZES
+    sizes = np.stack([SIZES, SIZES[::-1]]) if name in ("a batch", "a batch, matrices' gradient") else SIZES
     lhs, rhs = (normal(i, *shape).astype(dtype) for i, shape in enumerate((of_lhs, of_rhs)))
     return lambda: function(lhs, rhs, jnp.asarray(sizes), how, **options)
 
@@ -42,10 +47,12 @@ def called(name: str, function: Any, dtype: str = "float32", **options: Any) -> 
 def test_it_computes_what_jaxs_does_and_runs_ours_where_it_can(name):
     ours = called(name, ragged_dot_general)
     np.testing.assert_allclose(ours(), called(name, lax.ragged_dot_general)(), rtol=1e-5, atol=1e-5)
-    assert ("ragged_dot_general" in str(jax.make_jaxpr(ours)())) == (name not in OURS)
+    traced = str(jax.make_jaxpr(ours)())
+    assert ("ragged_dot_general" in traced) == (name not in OURS)
+    assert "scan[" not in traced  # one launch for a batch
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_dtypes_and_preferred_ones_are_those_of_jax(name):
     for options in ({}, {"preferred_element_type": jnp.float32}):
         out, wanted = (called(name, f, "bfloat16", **options)() for f in (ragged_dot_general, lax.ragged_dot_general))
@@ -59,13 +66,13 @@ def test_its_arguments_are_those_of_jax_and_errors_too():
     ours, jaxs = (list(inspect.signature(f).parameters) for f in (ragged_dot_general, lax.ragged_dot_general))
     assert ours == [*jaxs, "backend"]
     with pytest.raises(ValueError, match="only JAX's own does"):
-        called("a batch", ragged_dot_general, backend="mosaic")()
+        called("a ragged batch", ragged_dot_general, backend="mosaic")()
     _, _, how = FORMS["product"]
     with pytest.raises(TypeError):
         ragged_dot_general(jnp.ones((M, K)), jnp.ones((3, K + 1, N)), jnp.asarray(SIZES), how)
 
 
-@pytest.mark.parametrize("name", OURS[:2])  # JAX has none of the last
+@pytest.mark.parametrize("name", [*PLAIN[:2], "a batch"])  # JAX has none of the contraction
 def test_gradients_of_a_form_are_those_of_jax(name):
     of_lhs, of_rhs, how = FORMS[name]
     arrays = [normal(i, *shape) for i, shape in enumerate((of_lhs, of_rhs))]

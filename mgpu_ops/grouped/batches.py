@@ -1,0 +1,156 @@
+"""vmap of the grouped ops: a batch of products of groups is one product of all their groups.
+
+The kernels read groups that follow each other. So the rows of a batch are put in the order of their groups, those of no group
+last, and the results are put back: two gathers by XLA beside one launch. Where all products of a batch have the same matrices,
+rows of one group come together from all of them, and a matrix is read once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mgpu_ops.core import mesh
+from mgpu_ops.grouped.problem import MAX_ROWS
+from mgpu_ops.grouped.sizes import split
+
+# What the first axis of an array of a product counts. "sizes": what kernels read as the groups' sizes. "others": neither.
+type Kind = Literal["rows", "matrices", "sizes", "others"]
+
+
+def batchable(
+    product: Callable[..., Any],
+    kinds: Sequence[Kind],
+    results: Sequence[Kind] = ("rows",),
+    group_offset: bool = False,
+    without_offset: Callable[[], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """`product`, a function of arrays of these kinds, under jit, so that eager calls trace once; vmap makes it one launch.
+
+    results: the kinds of what it returns, "rows" or "matrices".
+    group_offset: whether the sizes are those of a shard, as `sizes.of_shard` gives them; `without_offset` then makes the
+      function of the same arrays that takes plain sizes.
+    """
+    mapped = jax.custom_batching.custom_vmap(product)
+
+    @mapped.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        yes = True if len(results) == 1 else (True,) * len(results)
+        batch = _Batch.of(size, batched, arrays, kinds, results, group_offset)
+        if batch is None:
+            return _one_after_the_other(run, batched, arrays), yes
+        function = run if without_offset is None or not group_offset else without_offset()
+        outs = function(*(batch.taken(x, kind, is_batched) for x, kind, is_batched in zip(arrays, kinds, batched, strict=True)))
+        outs = (outs,) if len(results) == 1 else outs
+        found = tuple(batch.put_back(x, kind) for x, kind in zip(outs, results, strict=True))
+        return found[0] if len(results) == 1 else found, yes
+
+    run = jax.jit(mapped)
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """`size` products of `rows` rows each, as one. Entries are the groups of all of them.
+
+    shared: whether all products have the same matrices; entries are then in the order of groups, else of products.
+    sizes: of the product of all, int32. taken_from: for each of its rows, which row of the batch it is, counted over all
+      products. put_to: for each row of the batch its place there; of no group, one that is zeros.
+    """
+
+    size: int
+    rows: int
+    shared: bool
+    sizes: jax.Array
+    taken_from: jax.Array
+    put_to: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        size: int,
+        batched: Sequence[bool],
+        arrays: Sequence[jax.Array],
+        kinds: Sequence[Kind],
+        results: Sequence[Kind],
+        group_offset: bool,
+    ) -> _Batch | None:
+        """The batch of a vmap of so many products; None where one after the other is the way.
+
+        That is for what is neither rows nor of groups, and for shared matrices with something else of the groups that is not:
+        the matrices would have to be copied.
+        """
+        each = list(zip(arrays, batched, kinds, strict=True))
+        rows, is_batched = next((x, b) for x, b, kind in each if kind == "rows")
+        count = rows.shape[is_batched]
+        of_groups = [b for _, b, kind in each if kind == "matrices"]
+        shared = "matrices" not in results and not any(of_groups)
+        if size * count == 0 or size * count > MAX_ROWS or any(b for _, b, kind in each if kind == "others"):
+            return None
+        if any(of_groups) and not of_groups[0]:
+            return None
+        sizes, is_batched = next((x, b) for x, b, kind in each if kind == "sizes")
+        sizes = sizes if is_batched else jnp.broadcast_to(sizes, (size, *sizes.shape))
+        return cls._of_sizes(sizes, count, shared, group_offset)
+
+    @classmethod
+    def _of_sizes(cls, sizes: jax.Array, rows: int, shared: bool, group_offset: bool) -> _Batch:
+        """sizes: [products, groups], or of shards."""
+        number = len(sizes)
+        firsts, sizes = jax.vmap(lambda one: split(one, rows, group_offset))(sizes)
+        starts = rows * jnp.arange(number, dtype=jnp.int32)[:, None] + firsts[:, None]
+        starts += jnp.cumsum(sizes, 1, dtype=jnp.int32) - sizes  # where the groups begin in the batch
+
+        def in_order(x: jax.Array) -> jax.Array:
+            return (x.T if shared else x).reshape(-1)
+
+        places = jnp.cumsum(in_order(sizes), dtype=jnp.int32) - in_order(sizes)  # where they begin in the product of all
+        places = places.reshape(sizes.shape[::-1]).T if shared else places.reshape(sizes.shape)
+
+        row, *_ = mesh.same_mesh_axes(jnp.arange(number * rows, dtype=jnp.int32), sizes)
+        taken_from = row + in_order(starts - places)[_entry(in_order(places + sizes), row)]
+        ends = (starts + sizes).reshape(-1)  # they only grow: groups of a product lie within its rows
+        entry = _entry(ends, row)
+        inside = (row >= starts.reshape(-1)[entry]) & (row < ends[entry])
+        put_to = jnp.where(inside, row + (places - starts).reshape(-1)[entry], number * rows - 1)
+        merged = sizes.sum(0, dtype=jnp.int32) if shared else sizes.reshape(-1)
+        return cls(number, rows, shared, merged, jnp.clip(taken_from, 0, number * rows - 1), put_to)
+
+    def taken(self, x: jax.Array, kind: Kind, is_batched: bool) -> jax.Array:
+        """What the product of all takes in place of an array of the products."""
+        if kind == "sizes":
+            return self.sizes
+        if kind == "rows":
+            every = x.reshape(-1, *x.shape[2:]) if is_batched else x
+            return every[self.taken_from if is_batched else lax.rem(self.taken_from, jnp.int32(self.rows))]
+        if kind == "others" or self.shared:
+            return x
+        every = x if is_batched else jnp.broadcast_to(x, (self.size, *x.shape))
+        return every.reshape(-1, *every.shape[2:])
+
+    def put_back(self, x: jax.Array, kind: Kind) -> jax.Array:
+        """The results of the products, of one of the product of all."""
+        x = x[self.put_to] if kind == "rows" else x
+        return x.reshape(self.size, -1, *x.shape[1:])
+
+
+def _entry(ends: jax.Array, row: jax.Array) -> jax.Array:
+    """Which entry each row is in, by where the entries end; the last one beyond."""
+    found = jnp.searchsorted(ends, row, side="right", method="scan_unrolled").astype(jnp.int32)
+    return jnp.minimum(found, len(ends) - 1)
+
+
+def _one_after_the_other(function: Callable[..., Any], batched: Sequence[bool], arrays: tuple[jax.Array, ...]) -> Any:
+    """The function mapped over the leading axis of those arrays that are batched, in a loop."""
+    mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
+
+    def call(slices: list[jax.Array]) -> jax.Array:
+        each = iter(slices)
+        return function(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+    return lax.map(call, mapped)
