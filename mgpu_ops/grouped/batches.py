@@ -26,13 +26,14 @@ type Kind = Literal["rows", "matrices", "sizes", "others"]
 def batchable(
     product: Callable[..., Any],
     kinds: Sequence[Kind],
-    results: Sequence[Kind] = ("rows",),
+    result: Kind = "rows",
+    count: int = 1,
     group_offset: bool = False,
     without_offset: Callable[[], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """`product`, a function of arrays of these kinds, under jit, so that eager calls trace once; vmap makes it one launch.
 
-    results: the kinds of what it returns, "rows" or "matrices".
+    result, count: the kind of what it returns, "rows" or "matrices", and how many arrays it returns.
     group_offset: whether the sizes are those of a shard, as `sizes.of_shard` gives them; `without_offset` then makes the
       function of the same arrays that takes plain sizes.
     """
@@ -40,15 +41,13 @@ def batchable(
 
     @mapped.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        yes = True if len(results) == 1 else (True,) * len(results)
-        batch = _Batch.of(size, batched, arrays, kinds, results, group_offset)
+        yes = True if count == 1 else (True,) * count
+        batch = _Batch.of(size, batched, arrays, kinds, result, group_offset)
         if batch is None:
             return _one_after_the_other(run, batched, arrays), yes
         function = run if without_offset is None or not group_offset else without_offset()
         outs = function(*(batch.taken(x, kind, is_batched) for x, kind, is_batched in zip(arrays, kinds, batched, strict=True)))
-        outs = (outs,) if len(results) == 1 else outs
-        found = tuple(batch.put_back(x, kind) for x, kind in zip(outs, results, strict=True))
-        return found[0] if len(results) == 1 else found, yes
+        return jax.tree.map(lambda x: batch.put_back(x, result), outs), yes
 
     run = jax.jit(mapped)
     return run
@@ -77,7 +76,7 @@ class _Batch:
         batched: Sequence[bool],
         arrays: Sequence[jax.Array],
         kinds: Sequence[Kind],
-        results: Sequence[Kind],
+        result: Kind,
         group_offset: bool,
     ) -> _Batch | None:
         """The batch of a vmap of so many products; None where one after the other is the way.
@@ -89,7 +88,7 @@ class _Batch:
         rows, is_batched = next((x, b) for x, b, kind in each if kind == "rows")
         count = rows.shape[is_batched]
         of_groups = [b for _, b, kind in each if kind == "matrices"]
-        shared = "matrices" not in results and not any(of_groups)
+        shared = result != "matrices" and not any(of_groups)
         if size * count == 0 or size * count > MAX_ROWS or any(b for _, b, kind in each if kind == "others"):
             return None
         if any(of_groups) and not of_groups[0]:

@@ -178,8 +178,10 @@ def _batchable(call: _Call, zero_points: bool) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), zero_points)
-    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes", *(["matrices"] if zero_points else [])]
-    return batchable(product, kinds, ("rows",), call.group_offset, plain)
+    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes"]
+    if zero_points:
+        kinds.append("matrices")
+    return batchable(product, kinds, "rows", 1, call.group_offset, plain)
 
 
 def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array) -> Problem:

@@ -154,9 +154,11 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes", *(["rows"] if call.gradient else [])]
+    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes"]
+    if call.gradient:
+        kinds.append("rows")
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
-    return batchable(product, kinds, ("rows",) * (2 if call.gradient else 3 if call.keep else 1), call.group_offset, plain)
+    return batchable(product, kinds, "rows", 2 if call.gradient else 3 if call.keep else 1, call.group_offset, plain)
 
 
 def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:

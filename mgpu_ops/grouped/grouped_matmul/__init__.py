@@ -300,7 +300,7 @@ def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
 
     kinds: list[Kind] = ["rows", "matrices", "sizes", *(_kind(call, name) for name in extra)]
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), extra)
-    return batchable(product, kinds, ("rows",) * (4 if "gate" in extra else 1), call.group_offset, plain)
+    return batchable(product, kinds, "rows", 4 if "gate" in extra else 1, call.group_offset, plain)
 
 
 def _kind(call: Call, name: str) -> Kind:

@@ -124,7 +124,7 @@ def _batchable(call: Call) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
-    return batchable(product, ("rows", "rows", "sizes"), ("matrices",), call.group_offset, plain)
+    return batchable(product, ("rows", "rows", "sizes"), "matrices", 1, call.group_offset, plain)
 
 
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
