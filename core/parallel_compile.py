@@ -1,0 +1,104 @@
+"""Compiles the kernels of a program at the same time, in threads, where XLA would compile one after the other.
+
+XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what it has compiled in the process, by the kernel's hash, and who
+asks for a kernel that is being compiled waits for it. So each kernel is compiled in a program of its own, the largest first,
+while XLA compiles the whole; neither Mosaic nor ptxas holds Python's lock. All kernels of a program thus take as long as the
+largest of them, where there are enough cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+
+TARGET = "mosaic_gpu_v2"  # of Mosaic's custom calls
+_CONFIG, _HASH, _PEERS = "mhlo.backend_config", "kernel_hash", "xla_replica_ids"
+_DUMPS = "MOSAIC_GPU_DUMP_"  # of variables that make Mosaic print what it does, a kernel after the other
+_lowered = False
+
+
+def lowered() -> None:
+    """Notes that this process has lowered a kernel: until then programs are not searched for any."""
+    global _lowered
+    _lowered = True
+
+
+def compile_at_once() -> None:
+    """Programs with several kernels are compiled so from here on."""
+    compile_program = compiler.backend_compile_and_load
+
+    @functools.wraps(compile_program)
+    def compile_with_kernels(backend: Any, module: Any, devices: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels = alone(module) if _lowered and not any(name.startswith(_DUMPS) for name in os.environ) else []
+        with _compiling(functools.partial(compile_program, backend), kernels, devices):
+            return compile_program(backend, module, devices, options, *args, **kwargs)
+
+    compiler.backend_compile_and_load = compile_with_kernels
+
+
+@contextlib.contextmanager
+def _compiling(compile_program: Any, kernels: list[bytes], devices: Any) -> Iterator[None]:
+    """Compiles each of `kernels` meanwhile, where that is more than one thread's work. Errors are left to whoever runs them."""
+    threads = min(len(kernels), len(os.sched_getaffinity(0)))
+    if threads < 2:
+        yield
+        return
+    device = next(iter(devices))
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[[device.id]])
+    own = xla_client.DeviceList((device,))
+
+    def compile_one(program: bytes) -> None:
+        with mlir.make_ir_context():
+            compile_program(ir.Module.parse(program), own, options, [])
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="mgpu_ops_compile") as pool:
+        for program in sorted(kernels, key=len, reverse=True):
+            pool.submit(compile_one, program)
+        yield
+
+
+def alone(module: Any) -> list[bytes]:
+    """For each distinct kernel of a StableHLO module a module that runs it alone, as bytecode. Not those that reach other GPUs."""
+    calls: dict[str, Any] = {}
+
+    def visit(op: Any) -> Any:
+        if _CONFIG in op.attributes and op.name == "stablehlo.custom_call":
+            config = op.attributes[_CONFIG]
+            if ir.StringAttr(op.attributes["call_target_name"]).value == TARGET and _PEERS not in config:
+                calls.setdefault(ir.StringAttr(config[_HASH]).value_bytes, op)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
+        return [_alone(call) for call in calls.values()] if len(calls) > 1 else []
+
+
+def _alone(call: Any) -> bytes:
+    with ir.Location.unknown(call.context):
+        program = ir.Module.create()
+        one = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
+        for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
+            program.operation.attributes[name] = one
+        program.operation.attributes["sym_name"] = ir.StringAttr.get("mgpu_ops_kernel")
+        with ir.InsertionPoint(program.body):
+            main = func.FuncOp("main", ([x.type for x in call.operands], [x.type for x in call.results]), visibility="public")
+        block = main.add_entry_block()
+        with ir.InsertionPoint(block):
+            copy = call.operation.clone()
+            for number, argument in enumerate(block.arguments):
+                copy.operands[number] = argument
+            func.ReturnOp(copy.results)
+        text = io.BytesIO()
+        program.operation.write_bytecode(text)
+        return text.getvalue()
