@@ -6,7 +6,7 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
-| `simplify_bottom_up` | a kernel's code is simplified, in little time, before Mosaic does it in much | kernels named `mgpu_ops_*` |
+| `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
@@ -167,9 +167,9 @@ def _is_ours(kernel: ir.Module) -> bool:
 
 # --- Simplified code
 #
-# The first thing that takes Mosaic long, in C++, is MLIR's canonicalizer: half of its time before ptxas. It goes through a kernel
-# from the top, and looks at a loop anew for each of the hundreds of values that the loop carries as that changes. From the bottom
-# up it comes to the same in a twentieth of the time, and then nothing is left for Mosaic's own turn.
+# Half of Mosaic's time before ptxas is that of MLIR's canonicalizer. It goes through a kernel from the top, and looks at a loop
+# anew whenever one of the hundreds of values that the loop carries has changed. From the bottom up it comes to the same in a
+# twentieth of the time, and then nothing is left to do for Mosaic's own.
 
 _SIMPLIFY = "builtin.module(canonicalize{top-down=false})"
 

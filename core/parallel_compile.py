@@ -1,9 +1,9 @@
 """Compiles the kernels of a program at the same time, in threads, where XLA would compile one after the other.
 
-XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what it has compiled in the process, by the kernel's hash, and who
-asks for a kernel that is being compiled waits for it. So each kernel is compiled in a program of its own, the largest first,
-while XLA compiles the whole; neither Mosaic nor ptxas holds Python's lock. All kernels of a program thus take as long as the
-largest of them, where there are enough cores.
+XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what the process has compiled, by the kernel's hash, and who asks
+for a kernel that is being compiled waits for it. So each kernel is compiled in a program of its own, the largest first, while
+XLA compiles the whole; neither Mosaic nor ptxas holds Python's lock. With enough cores all kernels of a program take as long as
+the largest of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def _compiling(compile_program: Any, kernels: list[bytes], devices: Any) -> Iter
 
 
 def alone(module: Any) -> list[bytes]:
-    """For each distinct kernel of a StableHLO module a module that runs it alone, as bytecode. Not those that reach other GPUs."""
+    """For each distinct kernel of a StableHLO module, a module that runs it alone, as bytecode; [] where there is but one.
+
+    Kernels that reach other GPUs are left out: they do not run in a program of one device.
+    """
     calls: dict[str, Any] = {}
 
     def visit(op: Any) -> Any:

@@ -4,9 +4,9 @@
     python scripts/compile_times.py --gpu h200                         # on any machine: the kernels alone, ours only
     python scripts/compile_times.py --case attention --case llama --output results/2026-01-31-h200-compile-times.csv
 
-Each measurement is a process of its own, which has compiled nothing before and reads no persistent cache. A stage is told by the
-clock and by the CPU time of the process and those that it started, such as ptxas: on a machine that others use too the second
-says more, on an idle one with many cores the first. The median of `--repeat` processes is told.
+Each measurement is a process of its own, which has compiled nothing before and reads no persistent cache. Of a stage it tells
+seconds by the clock, and of CPUs: those of the process and of what it started, such as ptxas. On a machine that others use too
+the second says more, on an idle one with many cores the first. The median of `--repeat` processes is told.
 
 Stages: "import" of JAX and the implementation; "start" of JAX's backend; "trace" to a jaxpr; "lower" to StableHLO, kernels
 included; "compile".
@@ -74,7 +74,8 @@ def attention(implementation: str, *, gradient: bool = True, segments: bool = Fa
     return (with_gradient if gradient else attend), (q, kv, kv)
 
 
-def op(name: str, implementation: str) -> Any:
+def op(name: str) -> Any:
+    """One of 8192 rows of 4096, by 4096 or 14336."""
     import jax
     import jax.numpy as jnp
 
@@ -106,15 +107,15 @@ def llama(implementation: str) -> Any:
 
 
 def program(case: str, implementation: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    if case == "llama":
-        made = llama(implementation)
-    elif case.startswith("attention"):
-        kind = case.partition("-")[2]
-        chosen: dict[str, Any] = {"gradient": kind != "forward", kind or "gradient": True} if kind != "forward" else {"gradient": False}
-        made = attention(implementation, **chosen)
-    else:
-        made = op(case, implementation)
-    return made
+    options = {
+        "attention": {},
+        "attention-forward": {"gradient": False},
+        "attention-deterministic": {"deterministic": True},
+        "attention-segments": {"segments": True},
+    }
+    if case in options:
+        return attention(implementation, **options[case])
+    return llama(implementation) if case == "llama" else op(case)
 
 
 # --- One measurement, in a process of its own ---------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def measure(case: str, implementation: str, gpu: str | None) -> dict[str, Any]:
         if implementation == "tokamax":
             import tokamax  # noqa: F401
         else:
-            import mgpu_ops
+            import mgpu_ops  # noqa: F401
     with stage("start", times):
         around, place = _somewhere_else(gpu) if gpu else (nullcontext(), lambda shapes: shapes)
         name = gpu or jax.devices()[0].device_kind
