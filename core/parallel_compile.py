@@ -1,6 +1,6 @@
 """Compiles the kernels of a program at the same time, in threads, where XLA would compile one after the other.
 
-XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what the process has compiled, by the kernel's hash, and who asks
+XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what the process has compiled, by a kernel's hash; who asks
 for a kernel that is being compiled waits for it. So each kernel is compiled in a program of its own, the largest first, while
 XLA compiles the whole; neither Mosaic nor ptxas holds Python's lock. With enough cores all kernels of a program take as long as
 the largest of them.
