@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -282,12 +283,11 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     beside_wgmma = config.takes_turns or (config.schedule == "deferred" and not transposed(problem)[0])
     narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
     for columns in reversed(widths) if narrow else widths:
-        for steps in reversed(_STEPS):
-            found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
-            if smem_bytes(problem, found) <= gpu.smem_per_block:
-                if check(problem, found, gpu) is None:
-                    return found
-                break  # as for fewer steps
+        fitting = bisect.bisect_right(_STEPS, 0, key=lambda steps: not _fits(problem, config, gpu, steps, columns))
+        if fitting:
+            found = dataclasses.replace(config, max_concurrent_steps=_STEPS[fitting - 1], epilogue_tile_n=columns)
+            if check(problem, found, gpu) is None:  # what refuses it refuses it with fewer steps
+                return found
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -550,11 +551,14 @@ def partial_problem(p: Problem, c: Config) -> Problem:
 
     The second kernel, which adds them up, has the epilogue then.
     """
-    if c.split_k == 1 or c.cluster == "k":
-        return p
+    return p if c.split_k == 1 or c.cluster == "k" else _parts(p, c.split_k)
+
+
+@functools.lru_cache(maxsize=1024)  # the choice of a default asks for each of its candidates
+def _parts(p: Problem, split_k: int) -> Problem:
     scales = "none" if scales_sums(p) else p.scales
     sums = "int32" if p.dtype == "int8" else "float32"
-    return replace(plain(p), out_dtype=sums, batch=p.batch * c.split_k, scales=scales)
+    return replace(plain(p), out_dtype=sums, batch=p.batch * split_k, scales=scales)
 
 
 def k_steps(p: Problem, c: Config) -> int:
