@@ -42,6 +42,7 @@ def _is_symbolic(value: Any) -> bool:
     return export.is_symbolic_dim(value)
 
 
+@functools.cache
 def itemsize_of(dtype: str) -> int:
     """Bytes of an element of this dtype."""
     return {"float64": 8, "float32": 4, "int32": 4, "int8": 1}.get(dtype, 1 if dtype.startswith("float8") else 2)
