@@ -49,9 +49,8 @@ def compile_at_once() -> None:
 
 @contextlib.contextmanager
 def _compiling(compile_program: Any, kernels: list[bytes], devices: Any) -> Iterator[None]:
-    """Compiles each of `kernels` meanwhile, where that is more than one thread's work. Errors are left to whoever runs them."""
-    threads = min(len(kernels), len(os.sched_getaffinity(0)))
-    if threads < 2:
+    """Compiles each of `kernels` meanwhile, for the first of `devices`. What does not compile, XLA tells when it comes to it."""
+    if not kernels:
         yield
         return
     device = next(iter(devices))
@@ -62,7 +61,8 @@ def _compiling(compile_program: Any, kernels: list[bytes], devices: Any) -> Iter
         with mlir.make_ir_context():
             compile_program(ir.Module.parse(program), own, options, [])
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="mgpu_ops_compile") as pool:
+    threads = max(2, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(min(threads, len(kernels)), thread_name_prefix="mgpu_ops_compile") as pool:
         for program in sorted(kernels, key=len, reverse=True):
             pool.submit(compile_one, program)
         yield

@@ -1,0 +1,149 @@
+"""The kernels of a program: lowered once each, compiled once each, all at the same time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.pallas.mosaic_gpu import lowering
+from jax.experimental.mosaic.gpu import core as mosaic
+from jax.extend.mlir import passmanager
+
+import mgpu_ops
+from mgpu_ops.core import aot, engine, parallel_compile, ptxas
+
+ROOT = Path(__file__).parents[2]
+needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+ATTENTION = mgpu_ops.spec_of("flash_attention").Config
+X = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+
+def layers(count: int, x: jax.Array) -> jax.Array:
+    for _ in range(count):
+        x = mgpu_ops.flash_attention(x, x, x, causal=True, backend="mosaic")
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+def lowered(function: Any, *shapes: Any, devices: int = 1) -> Any:
+    context, place = aot.elsewhere("h100-sxm", devices)
+    with context:
+        return jax.jit(lambda *x: function(*x)).lower(*place(shapes))
+
+
+# A ptxas that notes each kernel of ours, and begins with the first ones when two of them are there to begin, or after 60 s.
+PTXAS = """#!/bin/sh
+if grep -qs mgpu_ops_ "$@"; then
+  : > {folder}/$$
+  for i in $(seq 600); do [ $(ls {folder} | wc -l) -ge 2 ] && break; sleep 0.1; done
+  [ $(ls {folder} | wc -l) -ge 2 ] || : > {folder}/$$.alone
+fi
+exec {ptxas} "$@"
+"""
+
+PROGRAM = """
+import json, sys
+import jax
+from tests.core import test_parallel_compile as this
+
+test = this.lowered(jax.grad(lambda x: this.layers(2, x)), this.X)
+before = len(this.parallel_compile.alone(test.compiler_ir("stablehlo")))
+test.compile()
+print(json.dumps(before))
+"""
+
+
+@needs_compiler
+def test_all_kernels_of_a_program_compile_at_the_same_time_and_once(tmp_path):
+    real, fake, folder = ptxas.chosen(), tmp_path / "ptxas", tmp_path / "started"
+    assert real is not None
+    folder.mkdir()
+    fake.write_text(PTXAS.format(folder=folder, ptxas=real.path))
+    fake.chmod(0o755)
+    env = {"JAX_PLATFORMS": "cpu", "MGPU_OPS_PTXAS": str(fake), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels, started = json.loads(done.stdout.splitlines()[-1]), sorted(path.name for path in folder.iterdir())
+    assert kernels >= 2
+    assert len(started) == kernels, "each kernel once, none alone"
+
+
+@needs_compiler
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_kernel_has_a_program_of_its_own_that_compiles(devices):
+    function = jax.grad(functools.partial(layers, 1))
+    if devices > 1:
+        mesh = jax.sharding.AbstractMesh((devices,), ("device",))
+        spec = jax.sharding.PartitionSpec()
+        function = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+    module = lowered(function, X, devices=devices).compiler_ir("stablehlo")
+    kernels = parallel_compile.alone(module)
+    assert len(kernels) == str(module).count("kernel_hash") >= 2
+    assert len(set(kernels)) == len(kernels)
+
+
+@needs_compiler
+def test_a_program_that_does_not_compile_says_why(monkeypatch):
+    program = lowered(jax.grad(functools.partial(layers, 1)), X)
+    monkeypatch.setattr(parallel_compile, "alone", lambda module: [b"no module", b"none either"])
+    program.compile()  # what is compiled ahead has no say
+
+
+def kernels_lowered(monkeypatch: pytest.MonkeyPatch, count: int) -> list[str]:
+    names: list[str] = []
+    lower = lowering.lower_unpipelined_jaxpr_to_module
+
+    def noted(mesh: Any, jax_mesh: Any, jaxpr: Any, *args: Any, **options: Any) -> Any:
+        names.append(jaxpr.debug_info.func_name)
+        return lower(mesh, jax_mesh, jaxpr, *args, **options)
+
+    monkeypatch.setattr(lowering, "lower_unpipelined_jaxpr_to_module", noted)
+    lowered(jax.grad(functools.partial(layers, count)), X)
+    monkeypatch.undo()
+    return names
+
+
+@needs_compiler
+def test_layers_that_are_alike_lower_their_kernels_once(monkeypatch):
+    once, four = kernels_lowered(monkeypatch, 1), kernels_lowered(monkeypatch, 4)
+    assert len(once) >= 2
+    assert four == once
+
+
+@needs_compiler
+def test_layers_that_are_alike_trace_their_kernels_once(monkeypatch):
+    traced: list[str] = []
+    mark = engine._mark
+    monkeypatch.setattr(engine, "_mark", lambda: (traced.append(""), mark())[1])
+    shape = jax.ShapeDtypeStruct((1, 192, 1, 64), jnp.bfloat16)  # that no other test has
+    lowered(jax.grad(functools.partial(layers, 4)), shape)
+    four = len(traced)
+    jax.clear_caches()
+    lowered(jax.grad(functools.partial(layers, 1)), shape)
+    assert four == len(traced) - four >= 2
+
+
+@needs_compiler
+def test_a_kernel_is_simplified_before_mosaic_does_it(monkeypatch):
+    changed: list[bool] = []
+    serialize = mosaic._run_serde_pass
+
+    def compared(module: Any, **options: Any) -> Any:
+        before = str(module)
+        again = module.operation.clone()
+        with module.context:
+            passmanager.PassManager.parse("builtin.module(canonicalize)").run(again)
+        changed.append(str(again) != before)
+        return serialize(module, **options)
+
+    monkeypatch.setattr(mosaic, "_run_serde_pass", compared)
+    lowered(jax.grad(functools.partial(layers, 1)), X)
+    assert changed
+    assert not any(changed)
