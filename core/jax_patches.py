@@ -7,6 +7,7 @@
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
+| `compare_unprinted` | layouts are inferred without printing the kernel, with jax 0.11 | all Mosaic GPU kernels |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
@@ -31,8 +32,8 @@ from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax.experimental.mosaic.gpu import constraints, dialect_lowering, launch_context, utils
 from jax.experimental.mosaic.gpu import core as mosaic
-from jax.experimental.mosaic.gpu import dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir, passmanager
 
 from mgpu_ops.core import parallel_compile
@@ -188,6 +189,31 @@ def simplify_bottom_up() -> None:
         return lower(ctx, *args, module=module, **params)
 
     mosaic._mosaic_gpu_lowering_rule = lower_simplified
+
+
+# --- Layouts
+#
+# To infer layouts of a kernel, jax 0.11 sorts the variables that are equal to others by what is printed of their operations.
+# Of a large kernel that takes a quarter of the time to lower it, as a loop prints with all that is in it. jax 0.12 has them in
+# the order in which they appear.
+
+
+def compare_unprinted() -> None:
+    """With jax 0.11, equal variables are found, in the order in which they appear, without printing them."""
+    if jax.__version_info__ < (0, 12):
+        constraints.compute_transitively_equal_vars = _equal_variables
+
+
+def _equal_variables(system: Any) -> dict[Any, list[Any]]:
+    """For each variable that a constraint says to be equal to another, all that are equal to it, through others too."""
+    groups: dict[Any, list[Any]] = {}
+    for one in system.constraints:
+        if isinstance(one, constraints.Equals) and all(isinstance(x, constraints.Variable) for x in (one.lhs, one.rhs)):
+            left, right = (groups.setdefault(x, [x]) for x in (one.lhs, one.rhs))
+            if left is not right:
+                left += right
+                groups.update(dict.fromkeys(right, left))
+    return {x: [other for other in group if other != x] for x, group in groups.items()}
 
 
 # --- Kernels of 32-bit numbers

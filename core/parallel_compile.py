@@ -49,7 +49,7 @@ def compile_at_once() -> None:
 
 @contextlib.contextmanager
 def _compiling(compile_program: Any, kernels: list[bytes], devices: Any) -> Iterator[None]:
-    """Compiles each of `kernels` meanwhile, for the first of `devices`. What does not compile, XLA tells when it comes to it."""
+    """Compiles each of `kernels` meanwhile, for the first of `devices`. XLA raises what fails, when it comes to it."""
     if not kernels:
         yield
         return
