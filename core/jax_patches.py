@@ -8,6 +8,7 @@
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
 | `compare_unprinted` | layouts are inferred without printing the kernel, with jax 0.11 | all Mosaic GPU kernels |
+| `remember_layouts` | the layouts of warp-level MMA are made once | all Mosaic GPU kernels |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
@@ -29,10 +30,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import callback as callbacks
+from jax._src import dtypes
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
-from jax.experimental.mosaic.gpu import constraints, dialect_lowering, launch_context, utils
+from jax.experimental.mosaic.gpu import MMALayouts, constraints, dialect_lowering, launch_context, utils
 from jax.experimental.mosaic.gpu import core as mosaic
 from jax.extend.mlir import ir, passmanager
 
@@ -214,6 +216,27 @@ def _equal_variables(system: Any) -> dict[Any, list[Any]]:
                 left += right
                 groups.update(dict.fromkeys(right, left))
     return {x: [other for other in group if other != x] for x, group in groups.items()}
+
+
+# For each load and store of a tile that may use ldmatrix or stmatrix, Mosaic GPU makes 18 layouts of warp-level MMA to compare.
+# They follow from the bits of an element and a number of warps.
+
+
+def remember_layouts() -> None:
+    """Layouts of warp-level MMA are made once for each number of bits and of warps."""
+    make = MMALayouts.__init__
+    known: dict[tuple[int, int], dict[str, Any]] = {}
+
+    @functools.wraps(make)
+    def make_once(self: Any, element_type: Any, *, m_warps: int = 4) -> None:
+        is_type = isinstance(element_type, ir.Type)
+        key = (utils.bitwidth(element_type) if is_type else dtypes.itemsize_bits(element_type), m_warps)
+        if key not in known:
+            make(self, element_type, m_warps=m_warps)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key])
+
+    setattr(MMALayouts, "__init__", make_once)  # noqa: B010 - mypy has a type of its own for it
 
 
 # --- Kernels of 32-bit numbers
