@@ -45,12 +45,12 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 def _shapes(p: Problem) -> Iterator[Config]:
     """Tiles and how they are divided, with as many steps as any of them may have.
 
-    Tiles have about as many rows as a group, or twice as many: a further tile of a group takes as long as the first.
+    Tiles have about as many rows as a group, or twice as many: a further tile of a group takes as long as the first. Some have
+    no more than 64: of larger ones, not all problems leave registers for a sum and two products.
     """
     rows = p.m / used_groups(p)
-    tile_ms = sorted(
-        {next(m for m in (8, 16, 24, 32, 48, 64, 96, 128) if m >= min(wanted, 128)) for wanted in (rows, 2 * rows)}
-    )
+    most = (min(rows, 64), rows, 2 * rows)
+    tile_ms = sorted({next(m for m in (8, 16, 24, 32, 48, 64, 96, 128) if m >= min(wanted, 128)) for wanted in most})
     choices = itertools.product(tile_ms, (64, 128, 192, 256), (128, 256, 512), quantized.DIVISIONS, ("weights", "x"))
     for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), exchange in choices:
         yield Config(tile_m, tile_n, tile_k, quantized.STEPS[-1], warpgroups, wg_dimension, "none", 1, 40, exchange)

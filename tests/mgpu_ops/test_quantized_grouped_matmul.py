@@ -277,6 +277,14 @@ def test_what_the_kernel_cannot_run_is_told(problem, text):
     assert "backend='xla'" in reason
 
 
+@pytest.mark.parametrize("w_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("group_size", [0, 32, 128])
+@pytest.mark.parametrize("rows", [1, 40, 300, 70000])
+def test_any_number_of_rows_has_a_config(rows, group_size, w_dtype):
+    problem = P(rows, 1032, 1152, w_dtype, group_size, True, groups=16)
+    assert OP.check(problem, OP.default(problem, H200), H200) is None
+
+
 def test_clusters_are_refused():
     reason = OP.check(P(16, 256, 256, groups=2), replace(BASE, cluster="n"), H200)
     assert "cluster='n' must be 'none'" in reason

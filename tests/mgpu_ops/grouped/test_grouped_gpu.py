@@ -434,6 +434,24 @@ def test_vmap_is_right(spec, assert_grouped):
         assert_grouped(problem, sizes, out[i], lhs[i], rhs[i])
 
 
+def test_vmap_of_rows_with_the_same_matrices_is_right(assert_grouped):
+    problem = P(300, 264, 136, 4)
+    all_sizes = [[100, 0, 33, 150], [0, 0, 300, 0], [1, 2, 3, 4]]
+    batches = [operands(problem, seed) for seed in range(3)]
+    rhs = batches[0][1]
+    lhs = np.stack([poisoned_rows(x, sizes) for (x, *_), sizes in zip(batches, all_sizes)])
+    out = jax.jit(jax.vmap(functools.partial(public, problem), (0, None, 0)))(lhs, rhs, np.array(all_sizes))
+    for i, sizes in enumerate(all_sizes):
+        assert_grouped(problem, sizes, out[i], batches[i][0], rhs)
+
+
+def poisoned_rows(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """With NaN in rows of no group."""
+    x = np.array(x)
+    x[sum(sizes) :] = np.nan
+    return x
+
+
 def test_scan_and_checkpoint_run_the_kernels(assert_near):
     x = jax.random.normal(jax.random.key(0), (256, 128), BF16)
     matrices = jax.random.normal(jax.random.key(1), (4, 3, 128, 128), BF16) / 12
