@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
-from mgpu_ops.core import mesh
+from mgpu_ops.core import mesh, order
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
@@ -139,7 +139,8 @@ def _backward(call: _Call, saved: Any, gradients: Any) -> tuple[jax.Array, jax.A
     dx, dw = _batchable(dataclasses.replace(call, config=None, gradient=True))(
         x, w, *(gradients if call.kept else (gradients,))
     )
-    return dx, dw.astype(w.dtype)
+    dw, dx = order.weights_first(dw.astype(w.dtype), dx)  # or the blocks' parts of dw would be kept
+    return dx, dw
 
 
 _norm.defvjp(_forward, _backward)
