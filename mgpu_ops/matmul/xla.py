@@ -8,6 +8,7 @@ longer k first, and that takes three times as long as the product itself. The ke
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
@@ -39,6 +40,7 @@ _NORM = 3.8  # arithmetic and HBM overlap (`gemm.together`)
 _TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.49))  # rows, columns, and what is left of the rate
 _SUM_LAUNCH = 0.2e-6  # s of the kernel that adds up the parts of k
 _SUM_RATE = 0.47  # of HBM's rate, at which float32 parts are written and read
+_ADD_RATE = 0.89  # of HBM's rate, at which a kernel after the product adds a residual to it
 _PADDED = 4.3  # times the time of HBM take the copies and the product after them
 
 # When XLA splits k: by the tile that its heuristic reckons with, and what adding up the parts costs it in steps of k.
@@ -52,12 +54,16 @@ _ALIGNED = 8  # elements of 16 bits in 16 bytes
 def cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time of XLA in seconds, |...| as in `model.cost`.
 
-    time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile;
+    time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile, + sum with a residual;
     of a tiny product a constant; with a k that must be padded, at least `_PADDED` times the time of HBM.
     """
     if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
         return _TINY_SECONDS
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
+    added = 0.0
+    if p.residual:  # it reads the product and the residual, and writes their sum
+        added = 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
+        p = replace(p, residual=False)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
     tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES
@@ -68,7 +74,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
     launch = _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
-    return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds
+    return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 
 def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gpu: Gpu) -> float:
