@@ -44,6 +44,7 @@ class _Call:
     config: Config | None
     backend: dispatch.Backend | None
     gradient: bool = False
+    in_place: bool = False  # of the gradient: where the logits lie
 
 
 @overload
@@ -96,6 +97,8 @@ def cross_entropy(
 
     Works under jit, grad (reverse mode), vmap (one launch) and shard_map. The gradient keeps the logits and lse, and a kernel
     computes it in one pass: exp(logits - lse), less 1 at the label, times the gradient of the token's loss, of logits' dtype.
+    Inside of jit it is written in the place of the logits where the config's tile divides the vocabulary: as long as the program
+    uses these for nothing else, that saves an array of their size.
 
     Raises:
       ValueError: shapes that do not fit each other, an empty vocabulary, an unknown backend, a config that cannot run.
@@ -140,7 +143,8 @@ def _backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -
     logits, labels, lse = saved
     dloss, dlse = gradients
     of_loss = jnp.where(labels < 0, 0, jnp.where(labels < logits.shape[1], dloss, dloss * jnp.nan))
-    again = dataclasses.replace(call, config=None, gradient=True)
+    # In a larger program nothing reads the logits after this; where something does, XLA copies them.
+    again = dataclasses.replace(call, config=None, gradient=True, in_place=isinstance(logits, jax.core.Tracer))
     return _batchable(again)(logits, labels, lse, of_loss + dlse, of_loss), None
 
 
@@ -155,7 +159,8 @@ def _batchable(call: _Call) -> Any:
     def losses(*arrays: jax.Array) -> Any:
         rows, vocabulary = arrays[0].shape
         problem = Problem(rows, vocabulary, arrays[0].dtype.name, call.gradient)
-        return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+        spec = _IN_PLACE if call.in_place else SPEC
+        return dispatch.run(spec, problem, arrays, config=call.config, backend=call.backend)
 
     @losses.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
@@ -189,11 +194,13 @@ def reference(problem: Problem, logits: jax.Array, labels: jax.Array, *rows: jax
     return jnp.where(labels < 0, 0, jnp.where(labels < problem.vocabulary, loss, jnp.nan)), lse
 
 
-def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+def launch(
+    problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False, in_place: bool = False
+) -> Any:
     """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
     from mgpu_ops.cross_entropy import kernel
 
-    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret, in_place=in_place)
 
 
 SPEC = OpSpec(
@@ -217,5 +224,6 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
 )
+_IN_PLACE = dataclasses.replace(SPEC, run=functools.partial(launch, in_place=True))
 
 __all__ = ["SPEC", "Config", "Problem", "cross_entropy", "default", "launch", "reference", "smem_bytes"]

@@ -28,12 +28,23 @@ LOG2E = math.log2(math.e)
 
 
 def launch(
-    problem: Problem, config: Config, gpu: Gpu, logits: jax.Array, labels: jax.Array, *rows: jax.Array, interpret: bool = False
+    problem: Problem,
+    config: Config,
+    gpu: Gpu,
+    logits: jax.Array,
+    labels: jax.Array,
+    *rows: jax.Array,
+    interpret: bool = False,
+    in_place: bool = False,
 ) -> Any:
-    """(loss, lse) of float32, or the gradient of the logits; `rows` are then lse, p and q of float32."""
+    """(loss, lse) of float32, or the gradient of the logits; `rows` are then lse, p and q of float32.
+
+    in_place: the gradient takes the place of the logits, if each of them is read once.
+    """
     p, c = problem, config
     blocks, parts = min(p.rows, gpu.sms * c.blocks), (p.vocabulary // LANES, LANES)
     tile, dtype = (c.tile // LANES, LANES), jnp.dtype(p.dtype)
+    in_place = in_place and p.gradient and p.vocabulary % c.tile == 0
     number = jax.ShapeDtypeStruct((p.rows,), jnp.float32)
     scratch: dict[str, Any] = {
         "smem": plgpu.SMEM((c.stages, *tile), dtype),
@@ -45,15 +56,20 @@ def launch(
     name = f"mgpu_ops_cross_entropy{'_gradient' * p.gradient}"
 
     def kernel(*refs: Any, smem: Any, full: Any, **more: Any) -> None:
-        body(_Rows(p, c, blocks, refs[0], smem, full), *refs, **more)
+        body(_Rows(p, c, blocks, refs[0], smem, full), *refs, *refs[: int(in_place)], **more)
 
     run = engine.kernel(
         kernel,
         engine.Launch(name, {"block": blocks}, warpgroups=1, approx_math=True, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((p.rows, *parts), dtype) if p.gradient else (number, number),
+        out_type=() if in_place else jax.ShapeDtypeStruct((p.rows, *parts), dtype) if p.gradient else (number, number),
         scratch_types=scratch,
     )
-    out = run(logits.reshape(p.rows, *parts), labels, *rows)
+    given = logits.reshape(p.rows, *parts)
+    if in_place:
+        ref = jax.new_ref(given)
+        run(ref, labels, *rows)
+        return engine.frozen(ref, given, labels).reshape(logits.shape)
+    out = run(given, labels, *rows)
     return out.reshape(logits.shape) if p.gradient else out
 
 

@@ -58,10 +58,10 @@ def test_loss_lse_and_gradient_are_right(backend: Any, dtype: str) -> None:
 )
 def test_the_kernels_are_right_and_have_no_race(config: CrossEntropyConfig, rows: int, vocabulary: int) -> None:
     few = dataclasses.replace(H200, sms=2)
-    for gradient in (False, True):
+    for gradient, options in ((False, {}), (True, {}), (True, {"in_place": True})):
         problem = CrossEntropyProblem(rows, vocabulary, "bfloat16", gradient)
         arrays = SPEC.inputs(problem, jax.random.key(0))
-        found = SPEC.run(problem, config, few, *arrays, interpret=True)
+        found = SPEC.run(problem, config, few, *arrays, interpret=True, **options)
         assert not engine.races_found()
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(SPEC.reference(problem, *arrays)), strict=True):
             rounding = 8e-3 if gradient else 1e-5
@@ -113,6 +113,30 @@ def test_labels_of_any_integer_dtype_mean_the_same(dtype: Any) -> None:
     np.testing.assert_allclose(cross_entropy(logits(), jnp.asarray(labels)), wanted, rtol=1e-5)
     if labels.dtype.itemsize == 8:  # no wrap to a label that there is
         assert np.isnan(cross_entropy(logits(), labels + np.array(2**32, dtype))).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_that_a_program_uses_again_are_not_overwritten_by_their_gradient(backend: Any) -> None:
+    @jax.jit
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = x + 1.0
+        gradient = jax.grad(lambda y: cross_entropy(y, LABELS, backend=backend).sum())(y)
+        return gradient, jax.lax.optimization_barrier((y, gradient))[0]
+
+    gradient, after = step(logits())
+    np.testing.assert_allclose(gradient, truth(logits() + 1.0, LABELS)[2], atol=1e-5)
+    np.testing.assert_array_equal(after, logits() + 1.0)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_in_a_program_the_gradient_takes_the_memory_of_the_logits() -> None:
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return cross_entropy(x @ w, jnp.zeros(8192, jnp.int32)).sum()
+
+    shapes = (jax.ShapeDtypeStruct(sides, jnp.bfloat16) for sides in ((8192, 256), (256, 16384)))
+    planned = aot.program("h200", jax.grad(loss, 1), *shapes)
+    assert planned.launches > 0
+    assert planned.temporary_bytes < 1.5 * 2 * 8192 * 16384
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
