@@ -97,7 +97,7 @@ def cross_entropy(
 
     Works under jit, grad (reverse mode), vmap (one launch) and shard_map. The gradient keeps the logits and lse, and a kernel
     computes it in one pass: exp(logits - lse), less 1 at the label, times the gradient of the token's loss, of logits' dtype.
-    Inside of jit it is written in the place of the logits where the config's tile divides the vocabulary: as long as the program
+    Inside of jit it is written in the place of the logits where the config's tile divides the vocabulary: if the program
     uses these for nothing else, that saves an array of their size.
 
     Raises:
