@@ -97,6 +97,26 @@ def _check_epilogue(c: Config, row: int) -> str | None:
     return None
 
 
+_LONGEST_RAGGED = 2**25  # elements: 64 times as many fit in 32 bits (core/tma.py)
+
+
+def check_last_tile(name: str, length: int, field: str, tile: int, width: int) -> str | None:
+    """Why TMA cannot copy the last tile of a row of `length` that swizzle rows do not divide, or None.
+
+    A block of one swizzle row is clipped. A wider one, of `width`, belongs to a tile that ends with the row.
+    """
+    if length % PANEL == 0 or width == PANEL:
+        return None
+    if tile > length:
+        return (
+            f"{field}={tile} must be at most {name}={length}, which is no multiple of {PANEL}: TMA clips one swizzle row only, "
+            "and a wider block ends with the row"
+        )
+    if length >= _LONGEST_RAGGED:
+        return f"{field}={tile} must be {PANEL}: blocks that end with a row of {name}={length} begin below {_LONGEST_RAGGED}"
+    return None
+
+
 def check_smem(problem: GroupedProblem, config: Config, gpu: Gpu, scales: str = "none") -> str | None:
     """Why a block's shared memory does not suffice, or None."""
     return limits.check_smem(smem_bytes(problem, config, scales), gpu)

@@ -77,20 +77,21 @@ class _Stages(GroupedStages):
     def load_gradient(self, tile: GroupTile, share: tuple[Any, ...]) -> None:
         refs, wg = self.refs, lax.axis_index("wg")
         _, _, height, width = refs.g_smem.shape
-        row, column = (x + y for x, y in zip(self.position(tile), share, strict=True))
+        row, column = (x + y for x, y in zip(self.origin(tile), share, strict=True))
         origins = tile_origins(warpgroup_tile(self.config), height, width)
         # The last tile's stores have read the buffers: they started half a tile ago.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number, (i, j) in enumerate(origins):
-            load_rows(refs.g, row + i, tile.end, column + j, refs.g_smem.at[wg, number], refs.g_arrived.at[wg])
+            to, arrived = refs.g_smem.at[wg, number], refs.g_arrived.at[wg]
+            load_rows(refs.g, row + i, tile.end, column + j, to, arrived, self.ends_with_rows)
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """activation(gate) * up, or the gradients of both. Rows beyond the group are not written: they are the next group's."""
         refs, (gate, up) = self.refs, accs
-        row, column = (x + y for x, y in zip(self.position(tile), self.share(tile), strict=True))
+        row, column = (x + y for x, y in zip(self.origin(tile), self.share(tile), strict=True))
 
         def copy_to(out: Any) -> Any:
-            return lambda staged, i, j: store_rows(staged, out, row + i, tile.end, column + j)
+            return lambda staged, i, j: store_rows(staged, out, row + i, tile.end, column + j, self.ends_with_rows)
 
         activation = self.problem.activation
         if not self.problem.gradient:

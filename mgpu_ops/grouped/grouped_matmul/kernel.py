@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, fp8, tile_scheduler
+from mgpu_ops.core import engine, fp8, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE
@@ -73,11 +73,29 @@ class GroupedStages:
         """Of one product."""
         return math.ceil(self.problem.k / self.config.tile_k)
 
-    def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
+    def place(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
+        """The first row of an output tile, and its column counted in tiles."""
         p, c = self.problem, self.config
         rows = tile_scheduler.cdiv(tile.end - tile.start, c.tile_m)
         row, column = tile_scheduler.strips(tile.number, rows, math.ceil(p.n / c.tile_n), c.raster_width)
-        return tile.start + row * c.tile_m, column * c.tile_n
+        return tile.start + row * c.tile_m, column
+
+    def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
+        """Where operands are loaded: a wide block of rhs that would reach beyond a row comes from where the row ends."""
+        row, column = self.place(tile)
+        return row, column * self.config.tile_n
+
+    def origin(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
+        """Where the output tile lies. The last one of a row may begin within the one before; both store the same values there."""
+        p, c = self.problem, self.config
+        row, column = self.place(tile)
+        return row, tma.block_start(column, c.tile_n, p.n, p.dtype, 128) if self.ends_with_rows else column * c.tile_n
+
+    @property
+    def ends_with_rows(self) -> bool:
+        """Whether the last tile of a row of the output ends with it, and so may begin anywhere."""
+        p, c = self.problem, self.config
+        return p.layout == "nn" and tma.last_start(p.n, c.tile_n, panel(p.dtype)) is not None
 
     def load(
         self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
@@ -188,10 +206,10 @@ class GroupedStages:
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """row_scale * activation(scales * acc + bias), rounded to out_dtype. Rows beyond the group are not written."""
         refs = self.refs
-        row, column = (x + y for x, y in zip(self.position(tile), self.share(tile)[:2], strict=True))
+        row, column = (x + y for x, y in zip(self.origin(tile), self.share(tile)[:2], strict=True))
 
         def copy(staged: Any, i: int, j: int) -> None:
-            store_rows(staged, refs.out, row + i, tile.end, column + j)
+            store_rows(staged, refs.out, row + i, tile.end, column + j, self.ends_with_rows)
 
         def finish(values: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
             return self.with_epilogue(values, tile.group, row + i, column + j)

@@ -18,7 +18,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, check_smem, itemsize_of, supports_dtypes, supports_gpu
 from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_tiles, panel
+from mgpu_ops.grouped.config import PANEL, Config, check_last_tile, check_tiles, panel
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -179,8 +179,8 @@ def check_windows(p: Problem, c: Config) -> str | None:
         return f"a warpgroup's {wg_n} columns of tile_n={c.tile_n} must be a multiple of {PANEL}, one swizzle row of rhs"
     if p.layout == "nn" and c.tile_n % PANEL:
         return f"tile_n={c.tile_n} must be a multiple of {PANEL}, one swizzle row of rhs"
-    if p.layout == "nn" and p.n % PANEL and c.tile_n != PANEL:
-        return f"tile_n={c.tile_n} must be {PANEL} because n={p.n} is no multiple of {PANEL}: TMA clips one swizzle row only"
+    if p.layout == "nn" and (reason := check_last_tile("n", p.n, "tile_n", c.tile_n, c.tile_n)):
+        return reason
     of_k = panel(p.dtype)
     if p.layout == "nt" and p.k % of_k and c.tile_k != of_k:
         return f"tile_k={c.tile_k} must be {of_k} because k={p.k} is no multiple of {of_k}: TMA clips one swizzle row only"

@@ -18,14 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.epilogue import store_tile
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import Config, hands_out
+from mgpu_ops.grouped.config import PANEL, Config, hands_out
 from mgpu_ops.grouped.kernel import Refs
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 from mgpu_ops.grouped.sizes import largest_first
@@ -66,22 +66,31 @@ class _Stages:
         return 0
 
     def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
-        """First k and first n of an output tile."""
-        c = self.config
-        rows, columns = _tiles(self.problem, c)
-        row, column = tile_scheduler.strips(tile.number, jnp.int32(rows), columns, c.raster_width)
-        return row * c.tile_m, column * c.tile_n
+        """First k and first n of an output tile: the last one of an operand's row may begin within the one before.
+
+        Both store the same values there.
+        """
+        p, c = self.problem, self.config
+        tiles = zip((c.tile_m, c.tile_n), (p.k, p.n), _ends_with_rows(p, c), strict=True)
+        rows, columns = _tiles(p, c)
+        place = tile_scheduler.strips(tile.number, jnp.int32(rows), columns, c.raster_width)
+        row, column = (
+            tma.block_start(index, width, length, p.dtype, 128) if ends else index * width
+            for index, (width, length, ends) in zip(place, tiles, strict=True)
+        )
+        return row, column
 
     def load(
         self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
     ) -> None:
         """tile_k of the group's rows of both operands: of lhs the tile's k, of rhs the tile's n."""
         refs = self.refs
-        for ref, smem, first in zip((refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem), position, strict=True):
+        sides = zip((refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem), _ends_with_rows(self.problem, self.config), strict=True)
+        for (ref, smem, anywhere), first in zip(sides, position, strict=True):
             _, parts, _, width = smem.shape
             for part in range(parts):
                 row, column = tile.start + step * self.config.tile_k, first + part * width
-                load_rows(ref, row, tile.end, column, smem.at[stage, part], full)
+                load_rows(ref, row, tile.end, column, smem.at[stage, part], full, anywhere)
 
     def load_further(self, *_: Any) -> None:
         """Nothing: no step is `store`'s."""
@@ -110,6 +119,7 @@ class _Stages:
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """The sums, rounded to out_dtype. TMA clips what lies outside the array."""
+        anywhere = any(_ends_with_rows(self.problem, self.config))
         (acc,) = accs
         refs = self.refs
         wg_m, wg_n = warpgroup_tile(self.config)
@@ -118,7 +128,8 @@ class _Stages:
         row, column = first[0] + parts[0] * wg_m, first[1] + parts[1] * wg_n
 
         def copy(staged: Any, i: int, j: int) -> None:
-            plgpu.copy_smem_to_gmem(staged, refs.out.at[tile.group, pl.ds(row + i, height), pl.ds(column + j, width)])
+            at = tile.group, pl.ds(row + i, height), pl.ds(column + j, width)
+            plgpu.copy_smem_to_gmem(staged, tma.block_anywhere(refs.out, *at) if anywhere else refs.out.at[at])
 
         store_tile(acc[...].astype(refs.out.dtype), staging.at[lax.axis_index("wg")], copy)
 
@@ -129,6 +140,13 @@ class _Stages:
 def _tiles(p: Problem, c: Config) -> tuple[int, int]:
     """Output tiles of a group along k and n."""
     return math.ceil(p.k / c.tile_m), math.ceil(p.n / c.tile_n)
+
+
+def _ends_with_rows(p: Problem, c: Config) -> tuple[bool, bool]:
+    """Whether the last tile of lhs's, and of rhs's, rows ends with them, and so may begin anywhere."""
+    sides = zip((p.k, p.n), (c.tile_m, c.tile_n), warpgroup_tile(c), strict=True)
+    along_k, along_n = (part > PANEL and tma.last_start(length, tile, PANEL) is not None for length, tile, part in sides)
+    return along_k, along_n
 
 
 def most_tiles(p: Problem, c: Config) -> int:
@@ -151,10 +169,11 @@ def launch(
     wg_m, wg_n = warpgroup_tile(c)
     parts_m, parts_n = c.tile_m // wg_m, c.tile_n // wg_n
     lhs_tile, rhs_tile = (parts_m, c.tile_k, wg_m), (parts_n, c.tile_k, wg_n)
-    name = "mgpu_ops_ragged_contraction"
-    return engine.kernel(
+    name, shape = "mgpu_ops_ragged_contraction", (p.groups, p.k, p.n)
+    out: jax.Array = engine.kernel(
         body,
         engine.Launch(name, {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((p.groups, p.k, p.n), p.out_dtype),
+        out_type=jax.ShapeDtypeStruct((1, *shape) if any(_ends_with_rows(p, c)) else shape, p.out_dtype),
         scratch_types=kernel.scratch_types(p, c, lhs_tile, rhs_tile, copies=parts_m + parts_n),
     )(sizes, *kernel.counter(c), rows_view(lhs), rows_view(rhs), *order)
+    return out.reshape(shape)

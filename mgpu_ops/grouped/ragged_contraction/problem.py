@@ -13,7 +13,7 @@ from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_smem, check_tiles
+from mgpu_ops.grouped.config import PANEL, Config, check_last_tile, check_smem, check_tiles
 from mgpu_ops.grouped.problem import MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -70,15 +70,12 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     for field, width, name, length in zip(("tile_m", "tile_n"), warpgroup_tile(c), "kn", (p.k, p.n), strict=True):
         if width % PANEL:
             return f"a warpgroup's {width} of {field}={getattr(c, field)} must be a multiple of {PANEL}, one swizzle row"
-        if length % PANEL and width != PANEL:
-            return (
-                f"a warpgroup's {width} of {field}={getattr(c, field)} must be {PANEL} because {name}={length} is no multiple "
-                f"of {PANEL}: TMA clips one swizzle row only"
-            )
-    row = 128 // itemsize_of(p.out_dtype)
-    if (p.n % row or p.k % 8) and c.epilogue_tile_n != row:
+        if reason := check_last_tile(name, length, field, getattr(c, field), width):
+            return reason
+    row, rows = 128 // itemsize_of(p.out_dtype), 8 if warpgroup_tile(c)[0] == PANEL else PANEL
+    if (p.n % row or p.k % rows) and c.epilogue_tile_n != row:
         return (
-            f"epilogue_tile_n={c.epilogue_tile_n} must be {row} because k={p.k}, n={p.n} are no multiples of 8, {row}: "
+            f"epilogue_tile_n={c.epilogue_tile_n} must be {row} because k={p.k}, n={p.n} are no multiples of {rows}, {row}: "
             "TMA clips one swizzle row only"
         )
     return check_smem(p, c, gpu)

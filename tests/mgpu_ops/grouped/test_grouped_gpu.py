@@ -233,6 +233,37 @@ def test_config_never_changes_the_answer(spec, fields, assert_grouped):
     assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped)
 
 
+@pytest.mark.parametrize("fields", [{}, {"tile_n": 256}, {"wg_dimension": "n", "tile_n": 256}, {"tile_k": 128}], ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [P(900, 264, 200, 7), P(900, 1000, 136, 7, bias=True, activation="silu"), P(900, 328, 264, 7, "float16", "float32")],
+    ids=str,
+)
+def test_wide_tiles_of_rows_that_swizzle_tiles_do_not_divide_are_right(problem, fields, assert_grouped):
+    """The last tile ends with the row and overlaps the one before."""
+    row = 32 if problem.out_dtype == "float32" else 64
+    config = replace(TWO, **fields, epilogue_tile_n=row)
+    assert GROUPED.check(problem, config, gpu.current()) is None
+    assert_right_for(problem, launch(problem, config), kinds_of_sizes(problem.m, problem.groups), assert_grouped)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"compute_warpgroups": 1},
+        {"wg_dimension": "n", "tile_n": 256},
+        {"tile_m": 256},
+        {"wg_dimension": "n", "tile_k": 128, "schedule": "dynamic"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sides", [(264, 328), (1000, 320), (320, 520)], ids=str)
+def test_wide_tiles_of_a_contraction_whose_sides_swizzle_tiles_do_not_divide_are_right(sides, fields, assert_grouped):
+    problem, config = R(900, *sides, 7), replace(TWO, **fields)
+    assert CONTRACTION.check(problem, config, gpu.current()) is None
+    assert_right_for(problem, launch(problem, config), kinds_of_sizes(problem.m, problem.groups), assert_grouped)
+
+
 @OPS
 def test_hundreds_of_sizes_are_right(spec, assert_grouped):
     problem = spec.Problem(1000, 136, 72, 13)

@@ -809,7 +809,8 @@ def test_supports_refuses_other_architectures():
             replace(WIDE, tile_n=192, wg_dimension="n", epilogue_tile_n=32),
             "a warpgroup's 96 columns of tile_n=192 must be a multiple of 64, one swizzle row of rhs",
         ),
-        (P(64, 72, 64, 2), WIDE, "tile_n=128 must be 64 because n=72 is no multiple of 64: TMA clips one swizzle row only"),
+        (P(64, 72, 64, 2), WIDE, "tile_n=128 must be at most n=72, which is no multiple of 64: TMA clips one swizzle row only"),
+        (P(64, 2**25 + 8, 8, 2), WIDE, "tile_n=128 must be 64: blocks that end with a row of n=33554440 begin below 33554432"),
         (
             P(64, 64, 72, 2, layout="nt"),
             replace(BASE, tile_k=128),
@@ -839,6 +840,7 @@ def test_check_says_why_a_config_cannot_run(problem, config, reason):
         (P(1, 8, 8, 256), BASE),
         (P(64, 128, 72, 2), replace(BASE, tile_k=128)),  # nn: k ends within a step
         (P(64, 72, 128, 2, layout="nt"), WIDE),  # nt: n ends within a tile
+        (P(64, 136, 64, 2), WIDE),  # nn: the last tile ends with n
         (P(64, 128, 64, 2, layout="nt", out_dtype="float32"), replace(BASE, tile_n=96, epilogue_tile_n=32)),
     ],
     ids=str,
