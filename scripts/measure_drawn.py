@@ -143,8 +143,9 @@ def chosen(problem: MatmulProblem, gpu: Gpu, rng: random.Random) -> list[MatmulC
 class Arrays:
     """Random operands of any shape, cut from one buffer."""
 
-    def __init__(self, dtype: str) -> None:
-        self._buffer = jax.block_until_ready(jax.jit(lambda k: jax.random.normal(k, (2**30,), dtype))(jax.random.key(0)))
+    def __init__(self, dtype: str, most: int = 2**30) -> None:
+        """most: elements of an operand."""
+        self._buffer = jax.block_until_ready(jax.jit(lambda k: jax.random.normal(k, (most,), dtype))(jax.random.key(0)))
 
     def __call__(self, shape: Sequence[int], start: int) -> jax.Array:
         size = math.prod(shape)
