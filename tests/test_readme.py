@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import csv
 import importlib.util
+import io
 import pkgutil
 import re
 import runpy
@@ -30,6 +31,15 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCS}
 README, SUPPORT = TEXTS["README.md"], TEXTS["docs/support.md"]
 
 # --- figures
+
+
+def test_the_page_on_tuning_shows_what_which_says() -> None:
+    shown = re.search(r"```\nmgpu-tune (which .*)\n```\n\n```text\n((?:  .*\n)+)```", TEXTS["docs/tuning.md"])
+    assert shown is not None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        cli.main(shlex.split(shown[1]))
+    for line in shown[2].splitlines():
+        assert line.removesuffix("...)") in said.getvalue()
 
 
 def test_tables_and_the_picture_are_those_of_the_files_they_name() -> None:
