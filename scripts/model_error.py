@@ -22,7 +22,8 @@ from mgpu_ops import SPECS, MatmulConfig, MatmulProblem
 from mgpu_ops.core import gpu
 from mgpu_ops.registry import database, winner
 from mgpu_ops.registry.spec import Config, OpSpec, Problem, baseline_of
-from mgpu_ops.tuning.bench import report
+from mgpu_ops.tuning.bench import report, results
+from mgpu_ops.tuning.labels import problem_of
 from mgpu_ops.tuning.replay import sweep
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -31,6 +32,12 @@ DRAWN_AGAIN = ("2026-11-22-h200-matmul-drawn-2.jsonl.gz", "2026-11-22-h200-matmu
 PING_PONG = "2026-11-22-h200-matmul-pingpong.jsonl.gz"
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
+ATTENTION = {
+    "drawn": "2026-11-22-h200-flash_attention-drawn.jsonl",
+    "suite anywhere": "2026-11-22-h200-flash_attention-anywhere-models.jsonl",
+    "head dim 128": "2026-11-22-h200-flash_attention-backward-d128.jsonl",
+}
+QUANTIZED = ("2026-11-22-h200-quantized_matmul-w4.csv", "2026-11-22-h200-quantized_matmul-w8.csv")
 H200 = gpu.find("h200")
 
 
@@ -58,6 +65,8 @@ def measured() -> list[Measured]:
         *_timed("ping-pong, cold", PING_PONG),
         *_timed("deferred, cold", *DEFERRED),
         *_float32(),
+        *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
+        *_benched("quantized_matmul", "layers of Llama 3", *QUANTIZED),
     ]
 
 
@@ -110,6 +119,35 @@ def _float32() -> Iterator[Measured]:
             problem = MatmulProblem(*sides, "float32", "float32", layout, algorithm=algorithm)
             pairs = [(MatmulConfig(**row["config"]), row["us"]) for row in of_one if row.get("algorithm") == algorithm]
             yield Measured("matmul", "float32, cold", problem, pairs, of_xla[baseline])
+
+
+def _attention(source: str, name: str) -> Iterator[Measured]:
+    """Passes of attention with a cold L2: a line each, with the times of configs and of cuDNN; without what cannot run now."""
+    for line in (RESULTS / name).read_text().splitlines():
+        entry = json.loads(line)
+        if not isinstance(entry.get("us"), dict):
+            continue  # of results, not of times
+        op = "flash_attention" + "_backward" * (entry.get("what", "backward") == "backward")
+        spec, found = SPECS[op], entry.get("problem")
+        problem = spec.Problem(**found) if found else spec.shapes[entry["name"]]
+        configs = {key: spec.Config(**fields) for key, fields in entry["configs"].items()}
+        pairs = [(c, entry["us"][key]) for key, c in configs.items() if spec.check(problem, c, H200) is None]
+        if pairs:
+            yield Measured(op, source, problem, pairs, entry["us"].get("cudnn"))
+
+
+def _benched(op: str, source: str, *names: str) -> Iterator[Measured]:
+    """What `mgpu-tune bench` measured beside XLA, where the kernel ran."""
+    spec = SPECS[op]
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(spec.Config)}
+    for one in results.comparisons(row for name in names for row in results.read_csv(RESULTS / name)):
+        if one.ours is None or not one.ours.config.startswith(next(iter(kinds))):
+            continue
+        words = (word.split("=") for word in one.ours.config.partition(";")[0].split())
+        config = spec.Config(**{name: int(value) if kinds[name] == "int" else value for name, value in words})
+        problem = problem_of(spec, one.problem)
+        theirs = one.competitors.get("xla")
+        yield Measured(op, source, problem, [(config, one.ours.median_us)], theirs.median_us if theirs else None)
 
 
 def _ragged(p: MatmulProblem, c: MatmulConfig) -> bool:
@@ -184,10 +222,11 @@ def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
     gains, kernels = [], 0
     for one in of_set:
         config, us = min(one.times, key=lambda pair: one.spec.cost(one.problem, pair[0], H200))
-        times = winner.expected(one.spec, one.problem, config, H200, baseline_of(one.spec, one.problem))
+        baseline = baseline_of(one.spec, one.problem)
+        times = winner.expected(one.spec, one.problem, config, H200, baseline)
         if times is None or one.baseline_us is None:
             continue
-        runs_kernel = times.winner == "kernel"
+        runs_kernel = times.winner == "kernel" or baseline.differs is not None
         kernels += runs_kernel
         gains.append(one.baseline_us / us if runs_kernel else 1.0)
     mean = np.exp(np.mean(np.log(gains)))

@@ -38,6 +38,27 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
     }
 
 
+def test_passes_of_attention_and_weights_of_8_and_4_bits_are_counted_beside_the_sweeps() -> None:
+    sets = model_error.by_source(model_error.measured())
+    backward = sets["flash_attention_backward", "suite anywhere"]
+    assert all(one.baseline_us and len(one.times) == 1 for one in backward)
+    assert len(backward) == 30
+    (named,) = [one for one in sets["flash_attention_backward", "head dim 128"] if one.problem.q_heads == 64]
+    assert named.problem == SPECS["flash_attention_backward"].shapes["llama3-70b-8192-causal"]
+    bits = {one.problem.w_dtype for one in sets["quantized_matmul", "layers of Llama 3"]}
+    assert bits == {"int4", "int8"}
+
+
+def test_where_the_baseline_computes_something_else_a_call_runs_the_kernel() -> None:
+    spec = SPECS["flash_attention"]
+    plain = spec.Problem(1, 4096, 4096, 8, 8, 128)
+    found = []
+    for problem in (plain, spec.Problem(1, 4096, 4096, 8, 8, 128, bias="bfloat16")):
+        slow = (spec.default(problem, H200), 1e6 * spec.cost(problem, spec.default(problem, H200), H200))
+        found.append(Measured("flash_attention", "made up", problem, [slow], 1.0))
+    assert "runs the kernel in 2 of 2 problems" in model_error.calls("flash_attention", "made up", found)
+
+
 def test_a_call_without_an_entry_gains_what_the_kernel_gains_where_it_is_expected_to() -> None:
     spec = SPECS["matmul"]
     padded, plain = MatmulProblem(16, 4096, 4104), spec.shapes["square-4096"]  # XLA pads this k
