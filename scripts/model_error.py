@@ -36,7 +36,9 @@ ATTENTION = {
     "drawn": "2026-11-22-h200-flash_attention-drawn.jsonl",
     "suite anywhere": "2026-11-22-h200-flash_attention-anywhere-models.jsonl",
     "head dim 128": "2026-11-22-h200-flash_attention-backward-d128.jsonl",
+    "long": "2026-11-22-h200-flash_attention-backward-long.jsonl",
 }
+GROUPED = "2026-11-22-h200-grouped_matmul-anywhere.jsonl"
 QUANTIZED = ("2026-11-22-h200-quantized_matmul-w4.csv", "2026-11-22-h200-quantized_matmul-w8.csv")
 H200 = gpu.find("h200")
 
@@ -66,6 +68,7 @@ def measured() -> list[Measured]:
         *_timed("deferred, cold", *DEFERRED),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
+        *_grouped(),
         *_benched("quantized_matmul", "layers of Llama 3", *QUANTIZED),
     ]
 
@@ -134,6 +137,15 @@ def _attention(source: str, name: str) -> Iterator[Measured]:
         pairs = [(c, entry["us"][key]) for key, c in configs.items() if spec.check(problem, c, H200) is None]
         if pairs:
             yield Measured(op, source, problem, pairs, entry["us"].get("cudnn"))
+
+
+def _grouped() -> Iterator[Measured]:
+    """Products and contractions of groups, drawn, with a cold L2. XLA multiplies all rows by each group's matrix."""
+    for line in (RESULTS / GROUPED).read_text().splitlines():
+        entry = json.loads(line)
+        spec = SPECS[entry["op"]]
+        pairs = [(spec.Config(**config), entry["us"][key]) for key, config in entry["configs"].items()]
+        yield Measured(entry["op"], "suite anywhere", spec.Problem(**entry["problem"]), pairs, entry["us"].get("xla"))
 
 
 def _benched(op: str, source: str, *names: str) -> Iterator[Measured]:

@@ -2,7 +2,8 @@
 
 It has none of the problems that cuDNN refuses, whose baseline is XLA's reference: that one is far slower.
 
-Fitted to an H200 and cuDNN 9.19 (results/2026-11-22-h200-flash_attention-drawn.jsonl, and the shipped entries).
+Fitted to an H200 and cuDNN 9.19 (results/2026-11-22-h200-flash_attention-drawn.jsonl, of the backward pass also
+-backward-d128.jsonl and -backward-long.jsonl, and the shipped entries).
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _FORWARD = _Fitted(
     reached={64: 0.63, 80: 0.51, 96: 0.67, 112: 0.69, 128: 0.825, 160: 0.67, 192: 0.80, 256: 0.85},
 )
 _BACKWARD = _Fitted(
-    launch=7.9e-6,
+    launch=8.3e-6,
     tile=2.2e-6,
-    masked=3.2e-6,
+    masked=3.0e-6,
     window=0.3e-6,
-    reached={64: 0.61, 80: 0.50, 96: 0.57, 112: 0.67, 128: 0.74, 160: 0.49, 192: 0.44, 256: 0.53},
-    copied=21.6,
+    reached={64: 0.613, 80: 0.49, 96: 0.575, 112: 0.683, 128: 0.754, 160: 0.482, 192: 0.438, 256: 0.527},
+    copied=21.3,
 )
 
 

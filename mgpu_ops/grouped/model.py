@@ -88,36 +88,60 @@ def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
     return max(used, rows / size + used / 2)  # the last block of a group is half full on average
 
 
-# Measured on an H200 (docs/kernels/grouped_matmul.md).
-_HBM_LATENCY = 2.2e-6  # s that data takes longer from HBM than from L2
+# Fitted to the recorded sweeps and to 48 drawn problems of an H200 (results/2026-11-22-h200-grouped_matmul-anywhere.jsonl).
+_RATE = 1.10  # of rates.POWER: bursts draw less power than what a program sustains
+_LAUNCH = 2.7e-6  # s of a kernel, and of the first loads
+_HBM_LATENCY = 0.24e-6  # s that data takes longer from HBM than from L2
 _STRIP = 16  # tile rows of the fastest strips
-_STEP = 10e-9  # s of a step beside its copies and its arithmetic: barriers
-_OVERLAP = 0.1  # of the shorter of arithmetic and memory time is not hidden behind the longer
-_EPILOGUE_TILE = 0.12e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
+_STEP = 7.6e-9  # s of a step beside its copies and its arithmetic: barriers
+_OVERLAP = 0.22  # of the shorter of arithmetic and memory time is not hidden behind the longer
+_EPILOGUE_TILE = 0.10e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
+_STORE = 1.37  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
+# Times as long, less one, take stores of such rows; and of those that begin within a sector of 32 bytes, where other tiles'
+# parts of a sector come later: for all of them, and for tiles of 64 columns.
+_STORED_ACROSS_LINES, _STORED_ACROSS_SECTORS, _STORED_APART = 0.07, 0.50, 0.70
+_LINE, _SECTOR = 128, 32  # bytes
+
+
+def stored(columns: int, itemsize: int, tile_n: int) -> float:
+    """What the stores of rows of so many columns count as: 1 where they begin at lines."""
+    if columns * itemsize % _SECTOR:
+        return 1.0 + _STORED_ACROSS_SECTORS + _STORED_APART * 64 / tile_n
+    return 1.0 + _STORED_ACROSS_LINES * bool(columns * itemsize % _LINE)
 
 
 def cost(
-    p: GroupedProblem, c: Config, tiles: float, steps: float, moved: int, gpu: Gpu, narrow: float = 1.0, rate: float = 1.0
+    p: GroupedProblem,
+    c: Config,
+    tiles: float,
+    steps: float,
+    moved: tuple[float, float],
+    rows: tuple[int, int],
+    gpu: Gpu,
+    rate: float = 1.0,
 ) -> float:
-    """Modelled time in seconds of `tiles` output tiles of so many `steps` each, which move `moved` bytes of HBM.
+    """Modelled time in seconds of `tiles` output tiles of so many `steps` each.
 
     step = the longest of arithmetic, loads, and latency / stages, in one SM
-    time = launch + latency + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
+    time = launch + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
 
-    narrow: what is left of the arithmetic rate where a consumer has less than 256 columns. rate: of arithmetic, in parts of
-    that of 16 bits.
+    moved: bytes of HBM that are read, and that are written. rows: elements of a row of lhs and of rhs in memory. rate: of
+    arithmetic, in parts of that of 16 bits.
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
-    _, wg_n = gemm.warpgroup_tile(c)
-    loaded = gemm.step_bytes(c, itemsize_of(p.dtype))
-    from_hbm = min(1.0, moved / (tiles * steps * loaded))
+    itemsize, across = itemsize_of(p.dtype), stored(p.n, itemsize_of(p.out_dtype), c.tile_n)
+    sides = zip((c.tile_m, c.tile_n), rows, strict=True)
+    loaded = sum(itemsize * c.tile_k * side * (_ACROSS_LINES if row * itemsize % _LINE else 1.0) for side, row in sides)
+    from_hbm = min(1.0, sum(moved) / (tiles * steps * loaded))
     latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
-    step = _STEP + gemm.step_seconds(c, gpu, rate * gemm.efficiency(c) * (narrow if wg_n < 256 else 1.0), latency, loaded)
-    store = gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu) + _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
+    step = _STEP + gemm.step_seconds(c, gpu, _RATE * rate * gemm.efficiency(c), latency, loaded)
+    store = _STORE * across * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
+    store += _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
     compute = waves * (steps * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
-    memory = moved / (gpu.memory_bytes_per_s * rates.HBM)
-    return rates.LAUNCH + rates.LOAD_LATENCY + max(compute, memory) + _OVERLAP * min(compute, memory)
+    memory = (moved[0] + across * moved[1]) / (gpu.memory_bytes_per_s * rates.HBM)
+    return _LAUNCH + max(compute, memory) + _OVERLAP * min(compute, memory)
 
 
 def distance(x: GroupedProblem, y: GroupedProblem, other: float = 0.0) -> float | None:

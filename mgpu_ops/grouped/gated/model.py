@@ -12,7 +12,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import Config
-from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, supports
+from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, results, supports
 from mgpu_ops.grouped.grouped_matmul import model as grouped
 
 _TILES = ((128, 128), (256, 64), (64, 256), (64, 128), (128, 64), (64, 64))  # of one product; both take twice the registers
@@ -35,7 +35,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
     narrow = gemm.efficiency(c) / gemm.efficiency(wide)
     steps = math.ceil(p.k / c.tile_k)
-    seconds = common.cost(p, wide, tiles, steps, bytes_moved(p), gpu) / narrow
+    written = results(p) * p.m * p.n * itemsize_of(p.out_dtype)
+    rows = p.k, p.k if p.layout == "nt" else p.n
+    seconds = common.cost(p, wide, tiles, steps, (bytes_moved(p) - written, written), rows, gpu) / narrow
     return max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
 
 

@@ -10,7 +10,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import PANEL, Config, panel
-from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, check, supports
+from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, bytes_written, check, supports
 
 # Of 8-bit floats: fitted to 18 problems of an H200 (docs/kernels/grouped_matmul.md, "Eight bits").
 _BLOCKS_OF_A_STEP = {1: 0.77, 2: 0.82}  # of the rate is left with scales of blocks, by how many of k a step has,
@@ -29,9 +29,10 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     if p.scales == "block":
         rate *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0)
         rate *= _TWO_STAGES if c.tile_k > BLOCK and c.max_concurrent_steps == 2 else 1.0
-    moved = bytes_moved(p)
-    moved = round(moved * _SHORT_STEPS) if p.dtype in FLOAT8 and c.tile_k == BLOCK else moved
-    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), moved, gpu, rate=rate)
+    written = bytes_written(p)
+    read = (bytes_moved(p) - written) * (_SHORT_STEPS if p.dtype in FLOAT8 and c.tile_k == BLOCK else 1.0)
+    rows = p.k, p.k if p.layout == "nt" else p.n
+    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), (read, written), rows, gpu, rate)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

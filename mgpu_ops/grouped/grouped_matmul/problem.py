@@ -202,8 +202,14 @@ def bytes_moved(problem: Problem) -> int:
     used = min(p.groups, p.m) if p.spread != "sparse" else max(1, min(p.groups // 2, p.m))
     operands = (1 + p.second) * (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
     operands += 4 * p.m * p.row_scale + 4 * sum(map(math.prod, scale_shapes(p)))
-    arrays = 5 if p.gated_gradient else 1  # of the output's size
-    return operands + arrays * p.m * p.n * itemsize_of(p.out_dtype) + 4 * p.m * p.gated_gradient
+    gate_and_up = 2 * p.m * p.n * itemsize_of(p.dtype) * p.gated_gradient
+    return operands + gate_and_up + bytes_written(p) + 4 * p.m * p.gated_gradient
+
+
+def bytes_written(problem: Problem) -> int:
+    """Of the output, or of the three arrays of its size that a gated gradient makes."""
+    p = problem
+    return (3 if p.gated_gradient else 1) * p.m * p.n * itemsize_of(p.out_dtype)
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:

@@ -85,7 +85,9 @@ class _Stages:
     ) -> None:
         """tile_k of the group's rows of both operands: of lhs the tile's k, of rhs the tile's n."""
         refs = self.refs
-        sides = zip((refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem), _ends_with_rows(self.problem, self.config), strict=True)
+        sides = zip(
+            (refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem), _ends_with_rows(self.problem, self.config), strict=True
+        )
         for (ref, smem, anywhere), first in zip(sides, position, strict=True):
             _, parts, _, width = smem.shape
             for part in range(parts):

@@ -10,8 +10,6 @@ from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
-_NARROW = 0.82  # of the rate is left where both operands are read transposed and wgmma is 128 columns wide
-
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `common.cost` of the tiles of all groups, each as many steps as an average group takes."""
@@ -19,7 +17,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
     steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
-    return common.cost(p, c, tiles, steps, bytes_moved(p), gpu, narrow=_NARROW)
+    written = p.groups * p.k * p.n * itemsize_of(p.out_dtype)
+    return common.cost(p, c, tiles, steps, (bytes_moved(p) - written, written), (p.k, p.n), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

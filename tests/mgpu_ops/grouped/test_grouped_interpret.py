@@ -116,7 +116,11 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
     # the last tile ends with the row, within the one before
     "wide tiles, n ends within one, bias": (P(150, 200, 72, 4, bias=True), WIDE, (ODD, WILD)),
     "wide parts, n ends within one": (P(150, 328, 64, 4), replace(HALVES, tile_n=256), (ODD,)),
-    "contraction, wide tiles, k and n end within one": (R(150, 136, 200, 4), replace(BASE, tile_m=128, tile_n=128), (ODD, MANY)),
+    "contraction, wide tiles, k and n end within one": (
+        R(150, 136, 200, 4),
+        replace(BASE, tile_m=128, tile_n=128),
+        (ODD, MANY),
+    ),
     "contraction, wide parts of n": (R(150, 328, 136, 4), replace(HALVES, tile_m=128, tile_n=256), (ODD,)),
     # a scale for each row; a shard of the groups, whose sizes begin with its first row
     "row scale, rows shared": (P(150, 72, 72, 4, row_scale=True), TWO, (ODD, WILD)),

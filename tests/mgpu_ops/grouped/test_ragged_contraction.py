@@ -417,7 +417,11 @@ def test_supports_refuses_other_architectures():
             "a warpgroup's 96 of tile_n=96 must be a multiple of 64, one swizzle row",
         ),
         (P(64, 128, 72, 2), replace(WIDE, wg_dimension="n"), "tile_m=128 must be at most k=72, which is no multiple of 64"),
-        (P(64, 72, 128, 2), WIDE, "tile_n=128 must be at most n=72, which is no multiple of 64: TMA clips one swizzle row only"),
+        (
+            P(64, 72, 128, 2),
+            WIDE,
+            "tile_n=128 must be at most n=72, which is no multiple of 64: TMA clips one swizzle row only",
+        ),
         (
             P(64, 128, 200, 2),
             replace(WIDE, tile_m=256, tile_n=64),
