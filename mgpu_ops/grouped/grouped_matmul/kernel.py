@@ -86,7 +86,10 @@ class GroupedStages:
         return row, column * self.config.tile_n
 
     def origin(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
-        """Where the output tile lies. The last one of a row may begin within the one before; both store the same values there."""
+        """Where the output tile lies.
+
+        The last one of a row may begin within the one before; both store the same values there.
+        """
         p, c = self.problem, self.config
         row, column = self.place(tile)
         return row, tma.block_start(column, c.tile_n, p.n, p.dtype, 128) if self.ends_with_rows else column * c.tile_n
