@@ -31,17 +31,18 @@ def exact(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_point
     return x @ ((w - (zero[0] if zero else 0.0)) * scale).T
 
 
-def draw(seed: int) -> tuple[Any, Any]:
-    """A problem of any kind and a legal config for it."""
+def draw(seed: int, most_rows: int = 200, w_dtypes: tuple[str, ...] = ("int8", "int4"), odd: bool = False) -> tuple[Any, Any]:
+    """A problem of any kind and a legal config for it. odd: k is an odd multiple of 128."""
     rng = random.Random(seed)
-    group_size, w_dtype = rng.choice([0, 32, 64, 128]), rng.choice(["int8", "int4"])
+    group_size, w_dtype = rng.choice([0, 32, 64, 128]), rng.choice(w_dtypes)
     k = 128 * rng.randint(1, 24) if group_size or w_dtype == "int4" else 16 * rng.randint(1, 200)
+    k = k // 256 * 256 + 128 if odd else k
     dtype = rng.choice(["bfloat16", "float16"])
     out = rng.choice([dtype, dtype, "float32"])
     m, n = (
-        (8 * rng.randint(1, 20), 64 * rng.randint(1, 16))
+        (8 * rng.randint(1, most_rows // 10), 64 * rng.randint(1, 16))
         if out == "float32"
-        else (rng.randint(1, 200), 8 * rng.randint(1, 130))
+        else (rng.randint(1, most_rows), 8 * rng.randint(1, 130))
     )
     problem = P(m, n, k, w_dtype, group_size, rng.random() < 0.5, dtype, out, "nt", rng.choice(["bfloat16", "float32"]))
     device = gpu.current()
@@ -51,7 +52,28 @@ def draw(seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_any_legal_config_is_right_everywhere(seed, assert_near):
-    problem, config = draw(seed)
+    assert_right(*draw(seed), seed, assert_near)
+
+
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_any_legal_config_is_right_with_many_rows(seed, assert_near):
+    assert_right(*draw(seed, most_rows=2500), seed, assert_near)
+
+
+@pytest.mark.parametrize("seed", range(200, 216))
+def test_any_legal_config_is_right_with_int4_whose_k_is_no_multiple_of_256(seed, assert_near):
+    assert_right(*draw(seed, most_rows=600, w_dtypes=("int4",), odd=True), seed, assert_near)
+
+
+@pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int8", 128), ("int4", 0), ("int4", 128)])
+@pytest.mark.parametrize(("m", "k"), [(201, 1152), (777, 2176), (1024, 1024)])
+def test_the_default_is_right_with_many_rows(m, k, w_dtype, group_size, assert_near):
+    problem = P(m, 1032, k, w_dtype, group_size, layout="nt")
+    assert_right(problem, OP.default(problem, gpu.current()), m, assert_near)
+
+
+def assert_right(problem: P, config: Any, seed: int, assert_near: Any) -> None:
+    """Within rounding of float64, and of the same bits in a second run."""
     arrays = jax.jit(functools.partial(OP.inputs, problem))(jax.random.key(seed))
     run = jax.jit(functools.partial(OP.run, problem, config, gpu.current())).lower(*arrays).compile()
     jnp.full(4 * max(2**20, problem.m * problem.n), jnp.nan, problem.out_dtype).block_until_ready()  # what is freed holds NaN
