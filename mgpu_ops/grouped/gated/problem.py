@@ -14,7 +14,7 @@ from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of
-from mgpu_ops.grouped.config import Config, check_tiles, consumer_registers, hands_out
+from mgpu_ops.grouped.config import PANEL, Config, check_tiles, consumer_registers, hands_out
 from mgpu_ops.grouped.grouped_matmul import problem as grouped
 from mgpu_ops.grouped.problem import DECODING, LAYERS, MODELS, TRAINING
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
@@ -92,9 +92,17 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         supports(p, gpu)
         or check_tiles(c, itemsize_of(p.out_dtype), gpu)
         or grouped.check_windows(of_one(p), c)
+        or _check_last_tile(p, c)
         or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators=2)
         or limits.check_smem(smem_bytes(p, c), gpu)
     )
+
+
+def _check_last_tile(p: Problem, c: Config) -> str | None:
+    """Why the last tile of a row cannot end with it, which was not measured on a GPU, or None."""
+    if p.layout == "nn" and p.n % PANEL and c.tile_n != PANEL:
+        return f"tile_n={c.tile_n} must be {PANEL} because n={p.n} is no multiple of {PANEL}: wider tiles were not measured"
+    return None
 
 
 # --- What a config takes --------------------------------------------------------------------------------------------
