@@ -90,6 +90,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     "gated_grouped_matmul": [
         {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"},
         {"keep": True},
+        {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
     ],
     "ragged_contraction": [{"group_offset": True, "dtype": "float16", "out_dtype": "float16"}],
     "flash_attention": [

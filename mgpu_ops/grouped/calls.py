@@ -98,17 +98,21 @@ def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
     return scale.astype(np.promote_types(scale.dtype, np.float32))
 
 
-def checked_scales(scales: tuple[Any, Any], sides: tuple[int, int, int], groups: int) -> tuple[str, dict[str, jax.Array]]:
+def checked_scales(
+    scales: tuple[Any, Any], sides: tuple[int, int, int], groups: int, of_rhs: str = "scale_rhs"
+) -> tuple[str, dict[str, jax.Array]]:
     """The kind of scale_lhs and scale_rhs, of `fp8.SCALES`, and the two as float32 arrays of its shapes, or none.
 
     sides: m, n, k. One number, as a missing scale is, takes the shape that goes with the other scale. Raises ValueError for
-    shapes that no kind has.
+    shapes that no kind has. of_rhs: the argument that is scale_rhs.
     """
     if scales == (None, None):
         return "none", {}
     names = ("scale_lhs", "scale_rhs")
     found = [
-        jnp.ones((), jnp.float32) if x is None else floats.array("grouped_matmul", name, x).astype(jnp.float32)
+        jnp.ones((), jnp.float32)
+        if x is None
+        else floats.array("a grouped product", of_rhs if name == "scale_rhs" else name, x).astype(jnp.float32)
         for name, x in zip(names, scales, strict=True)
     ]
     m, n, k = sides
@@ -125,7 +129,7 @@ def checked_scales(scales: tuple[Any, Any], sides: tuple[int, int, int], groups:
                 for name, x, (own, *_) in zip(names, found, shapes, strict=True)
             }
     raise ValueError(
-        f"scale_lhs has shape {found[0].shape} and scale_rhs {found[1].shape}: of m={m}, n={n}, k={k} and {groups} groups "
+        f"scale_lhs has shape {found[0].shape} and {of_rhs} {found[1].shape}: of m={m}, n={n}, k={k} and {groups} groups "
         f"they are a number and ({groups},), or of rows and columns {(m,)} and {(groups, n)}, or of blocks of {BLOCK} "
         f"{(m, parts)} and {(groups, across, parts)}"
     )

@@ -113,7 +113,15 @@ def _groups_of_rows(call: grouped_matmul.Call, sizes: jax.Array, rows: int) -> j
 grouped_matmul.product.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _gated_forward(call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array) -> Any:
+def _gated_forward(
+    call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *scales: jax.Array
+) -> Any:
+    if scales or not {lhs.dtype.name, w_gate.dtype.name}.isdisjoint(FLOAT8):
+        raise ValueError(
+            f"gated_grouped_matmul of {lhs.dtype} and {w_gate.dtype} with scales={call.scales!r} has no gradient: 8 bits "
+            "without a scale of its own would lose it. Train with two mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or "
+            "hold the arrays constant with jax.lax.stop_gradient"
+        )
     return gated.gated(call, lhs, w_gate, w_up, sizes), (lhs, w_gate, w_up, sizes)
 
 

@@ -218,13 +218,13 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of matmul's right operand: the other f8 than --dtype"},
         "scales": {
             "choices": ("none", "tensor", "row", "block"),
-            "help": "of matmul's f8 or i8 and grouped_matmul's f8 operands (default none): a number each; of rows and columns; "
+            "help": "of f8 or i8 operands, of grouped products f8 (default none): a number each; of rows and columns; "
             "of blocks of 128",
         },
         "rhs_dtype": {
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "of grouped_matmul's right operand where the left is f8: f8e4m3 or f8e5m2",
+            "help": "of (gated_)grouped_matmul's right operand where the left is f8: f8e4m3 or f8e5m2",
         },
         "keep": _FLAG | {"help": "of gated_grouped_matmul: gate and up are results too, for the backward pass"},
         "gated_gradient": _FLAG

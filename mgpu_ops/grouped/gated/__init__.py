@@ -21,8 +21,9 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.grouped.batches import Kind, batchable
-from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
+from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_scales, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.gated.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.gated.problem import (
@@ -33,12 +34,15 @@ from mgpu_ops.grouped.gated.problem import (
     check,
     flops,
     inputs,
+    of_one,
     plain,
     results,
     smem_bytes,
     supports,
     tolerance,
+    unmeasured,
 )
+from mgpu_ops.grouped.grouped_matmul import reference as product_of_one
 from mgpu_ops.grouped.sizes import Spread, for_each_block
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
@@ -57,6 +61,7 @@ class Call:
     group_offset: bool
     gradient: bool = False
     keep: bool = False
+    scales: str = "none"
 
 
 def gated_grouped_matmul(
@@ -66,6 +71,9 @@ def gated_grouped_matmul(
     group_sizes: ArrayLike | Sequence[int],
     *,
     activation: Activation | None = "silu",
+    scale_lhs: ArrayLike | None = None,
+    scale_gate: ArrayLike | None = None,
+    scale_up: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     transpose_w: bool = False,
@@ -79,11 +87,15 @@ def gated_grouped_matmul(
     rows of no group.
 
     Args:
-      lhs: [m, k], rows sorted by group. bfloat16 or float16 for the kernel; other floats run through XLA.
-      w_gate, w_up: [groups, k, n], or [groups, n, k] with `transpose_w`, of lhs's dtype.
+      lhs: [m, k], rows sorted by group. bfloat16 or float16 for the kernel, or with `transpose_w` float8_e4m3fn or float8_e5m2;
+        other floats run through XLA.
+      w_gate, w_up: [groups, k, n], or [groups, n, k] with `transpose_w`, of lhs's dtype; the two 8-bit floats mix, but both
+        have one.
       group_sizes, group_offset, spread: as in `grouped_matmul`.
       activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
-      out_dtype: of the result; lhs's dtype by default, or "float32".
+      scale_lhs, scale_gate, scale_up: what 8-bit floats were divided by (`mgpu_ops.quantize`), by which gate and up are
+        multiplied before the activation, as scale_lhs and scale_rhs in `grouped_matmul`; both weights have scales of one kind.
+      out_dtype: of the result; lhs's dtype by default, or "float32". Of 8-bit floats bfloat16 by default, or any float.
       transpose_w: both weights are stored transposed; they are read in place, not copied.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic", "interpret" or "xla", as in `grouped_matmul`.
@@ -94,7 +106,7 @@ def gated_grouped_matmul(
     Works under jit, grad (reverse mode), vmap (one launch, as `grouped_matmul`), scan, checkpoint and shard_map. The gradient
     keeps lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the
     gradients of gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of
-    the weights two calls of `ragged_contraction`.
+    the weights two calls of `ragged_contraction`. There is no gradient of 8-bit floats.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown activation,
@@ -104,9 +116,10 @@ def gated_grouped_matmul(
     Source: the kernel's own, in mgpu_ops/grouped/gated/kernel.py; see docs/kernels/moe.md.
     """
     name = "gated_grouped_matmul"
-    lhs, w_gate, w_up = checked_operands(name, ("lhs", lhs, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3))
-    if w_gate.shape != w_up.shape:
-        raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [groups, k, n], or with transpose_w n, k")
+    lhs, w_gate, w_up = checked_operands(name, ("lhs", lhs, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3), mixed=FLOAT8)
+    if w_gate.shape != w_up.shape or w_gate.dtype != w_up.dtype:
+        of = "".join(f" {x.dtype}{x.shape}" for x in (w_gate, w_up))
+        raise ValueError(f"w_gate and w_up differ,{of}: both are [groups, k, n], or with transpose_w n, k, of one dtype")
     k = w_gate.shape[2 if transpose_w else 1]
     if lhs.shape[1] != k:
         raise ValueError(
@@ -115,22 +128,40 @@ def gated_grouped_matmul(
     sizes = checked_sizes(name, group_sizes, w_gate.shape[0], lhs.shape[0], group_offset, "w_gate")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    n = w_gate.shape[1 if transpose_w else 2]
+    kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (lhs.shape[0], n, k), w_gate.shape[0])
     call = Call(
         activation=checked_activation(activation),
         transpose_w=bool(transpose_w),
-        out_dtype=checked_out_dtype(out_dtype, lhs.dtype),
+        out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
         spread=checked_spread(spread),
         config=config,
         backend=dispatch.requested_backend(backend),
         group_offset=group_offset is not None,
+        scales=kind,
     )
-    return gated(call, *mesh.same_mesh_axes(lhs, w_gate, w_up, sizes))
+    return gated(call, *mesh.same_mesh_axes(lhs, w_gate, w_up, sizes, *scales))
+
+
+def _checked_scales(scales: tuple[Any, Any, Any], sides: tuple[int, int, int], groups: int) -> tuple[str, list[jax.Array]]:
+    """The kind of scale_lhs, scale_gate and scale_up, and the three as float32 arrays of its shapes, or none."""
+    if scales == (None, None, None):
+        return "none", []
+    lhs, *others = (jnp.ones((), jnp.float32) if x is None else x for x in scales)
+    names = ("scale_gate", "scale_up")
+    found = [checked_scales((lhs, x), sides, groups, name) for name, x in zip(names, others, strict=True)]
+    (kind, gate), (other, up) = found
+    if kind != other:
+        raise ValueError(
+            f"scale_gate has the shape of scales of kind {kind!r} and scale_up of kind {other!r}: both have one kind"
+        )
+    return kind, [gate["scale_lhs"], gate["scale_rhs"], up["scale_rhs"]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array) -> jax.Array:
+def gated(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *scales: jax.Array) -> jax.Array:
     """`gated_grouped_matmul` of arguments that were checked. `grouped/gradients.py` makes it differentiable."""
-    out: jax.Array = _batchable(call)(lhs, w_gate, w_up, sizes)
+    out: jax.Array = _batchable(call)(lhs, w_gate, w_up, sizes, *scales)
     return out
 
 
@@ -157,6 +188,8 @@ def _batchable(call: Call) -> Any:
     kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes"]
     if call.gradient:
         kinds.append("rows")
+    if call.scales != "none":
+        kinds += ["others" if call.scales == "tensor" else "rows", "matrices", "matrices"]
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
     return batchable(product, kinds, "rows", 2 if call.gradient else 3 if call.keep else 1, call.group_offset, plain)
 
@@ -175,14 +208,19 @@ def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Pr
         gradient=call.gradient,
         group_offset=call.group_offset,
         keep=call.keep,
+        rhs_dtype=w_gate.dtype.name,
+        scales=call.scales,
     )
 
 
-def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *g: jax.Array) -> Any:
+def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array) -> Any:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
     wide = np.promote_types(p.dtype, np.float32)
     contracted = 1 if p.layout == "nt" else 0  # of a matrix, which is not transposed for it
+    if p.dtype in FLOAT8:
+        return _reference_of_8_bits(p, lhs, (w_gate, w_up), sizes, rest)
+    g = rest
     exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
 
     def multiplied(rows: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -208,6 +246,20 @@ def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Arr
     return outs if results(p) > 1 else outs[0]
 
 
+def _reference_of_8_bits(
+    p: Problem, lhs: jax.Array, weights: tuple[jax.Array, jax.Array], sizes: jax.Array, scales: Sequence[jax.Array]
+) -> jax.Array:
+    """`reference` of 8-bit floats: gate and up as grouped_matmul's in float32, and then the activation."""
+    one = dataclasses.replace(of_one(p), out_dtype="float32")
+    of_lhs, *others = scales or (None, None, None)
+    gate, up = (
+        product_of_one(one, lhs, w, sizes, *([of_lhs, scale] if scales else []))
+        for w, scale in zip(weights, others, strict=True)
+    )
+    out: jax.Array = (activate(p.activation, gate) * up).astype(p.out_dtype)
+    return out
+
+
 def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, *rest: jax.Array) -> Any:
     """As many operations through XLA, of all rows with the matrices of one group: what the kernel is measured against."""
     t = problem.layout == "nt"
@@ -217,6 +269,13 @@ def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, 
         return (out, gate, up) if problem.keep else out
     activated, backward = jax.vjp(functools.partial(activate, problem.activation), gate)
     return backward(rest[1] * up)[0], rest[1] * activated
+
+
+def _baseline(problem: Problem) -> Baseline | None:
+    """As many dense operations; of 8-bit floats the reference."""
+    if problem.dtype in FLOAT8:
+        return None
+    return Baseline("dense", dense, differs="it multiplies all rows by the matrices of one group")
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
@@ -247,7 +306,8 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     plain=plain,
-    baseline=lambda problem: Baseline("dense", dense, differs="it multiplies all rows by the matrices of one group"),
+    unmeasured=unmeasured,
+    baseline=_baseline,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "gated_grouped_matmul", "launch", "reference", "smem_bytes"]

@@ -11,11 +11,13 @@ from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.config import Config, panel
 from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, results, supports
 from mgpu_ops.grouped.grouped_matmul import model as grouped
 
 _TILES = ((128, 128), (256, 64), (64, 256), (64, 128), (128, 64), (64, 64))  # of one product; both take twice the registers
+
+_BLOCKS = 0.8  # of the rate is left with scales of blocks, as in grouped_matmul
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
@@ -37,7 +39,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     steps = math.ceil(p.k / c.tile_k)
     written = results(p) * p.m * p.n * itemsize_of(p.out_dtype)
     rows = p.k, p.k if p.layout == "nt" else p.n
-    seconds = common.cost(p, wide, tiles, steps, (bytes_moved(p) - written, written), rows, gpu) / narrow
+    rate = gpu.flops(p.dtype) / gpu.bf16_flops * (_BLOCKS if p.scales == "block" else 1.0)
+    seconds = common.cost(p, wide, tiles, steps, (bytes_moved(p) - written, written), rows, gpu, rate=rate) / narrow
     return max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
 
 
@@ -47,7 +50,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of gated_grouped_matmul fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
-    legal = common.candidates(lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, _TILES)
+    legal = common.candidates(
+        lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, _TILES, row=panel(problem.dtype)
+    )
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 

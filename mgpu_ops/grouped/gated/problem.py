@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from mgpu_ops.core import gemm, limits
+from mgpu_ops.core import fp8, gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import check_fields, itemsize_of
-from mgpu_ops.grouped.config import PANEL, Config, check_tiles, consumer_registers, hands_out
+from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
+from mgpu_ops.grouped.config import PANEL, Config, check_tiles, consumer_registers, hands_out, scales_of_a_step
 from mgpu_ops.grouped.grouped_matmul import problem as grouped
 from mgpu_ops.grouped.problem import DECODING, LAYERS, MODELS, TRAINING
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
@@ -28,6 +28,8 @@ class Problem:
     activation: of `core.activations`.
     gradient: from the result's gradient [m, n] compute those of gate and of up, both of dtype.
     keep: gate and up are results, too, of dtype: what a backward pass needs that computes neither again.
+    rhs_dtype, scales: of 8-bit floats, as in grouped_matmul: the dtype of both matrices, and the kind of scales. scale_lhs,
+      scale_gate and scale_up, by which gate and up are multiplied before the activation, follow the sizes.
     """
 
     m: int
@@ -42,9 +44,13 @@ class Problem:
     gradient: bool = False
     group_offset: bool = False
     keep: bool = False
+    rhs_dtype: str = "none"
+    scales: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.rhs_dtype == self.dtype:  # one problem, written in one way
+            object.__setattr__(self, "rhs_dtype", "none")
 
 
 def _layer(name: str, tokens: int, spread: str) -> Problem:
@@ -82,7 +88,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: {what} the inputs' dtype"
     if p.gradient and p.keep:
         return "gate and up are kept by the forward pass: gradient and keep exclude each other"
-    return grouped.supports(of_one(p), gpu)
+    reason = grouped.supports(of_one(p), gpu)
+    return reason and reason.replace("store rhs", "store the weights").replace("transpose_rhs", "transpose_w")
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -90,10 +97,11 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = problem, config
     return (
         supports(p, gpu)
-        or check_tiles(c, itemsize_of(p.out_dtype), gpu)
+        or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or grouped.check_windows(of_one(p), c)
         or _check_last_tile(p, c)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators=2)
+        or _check_scales(p, c)
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators_in_all(p, c))
         or limits.check_smem(smem_bytes(p, c), gpu)
     )
 
@@ -105,13 +113,24 @@ def _check_last_tile(p: Problem, c: Config) -> str | None:
     return None
 
 
+_MOST_REGISTERS = 128  # of a thread for sums and products with scales of blocks: with 192, all that were compiled spilled
+
+
+def _check_scales(p: Problem, c: Config) -> str | None:
+    """Why scales of blocks leave too few registers, or None."""
+    registers = int(accumulators_in_all(p, c) * gemm.accumulator_registers(c))
+    if p.scales == "block" and registers > _MOST_REGISTERS:
+        return f"sums and products take {registers} registers a thread, more than {_MOST_REGISTERS}: use smaller tiles"
+    return None
+
+
 # --- What a config takes --------------------------------------------------------------------------------------------
 
 
 def of_one(p: Problem) -> grouped.Problem:
     """One of both products, as a grouped matmul."""
     one = grouped.Problem(p.m, p.n, p.k, p.groups, p.dtype, p.out_dtype, p.layout)
-    return replace(one, spread=p.spread, group_offset=p.group_offset)
+    return replace(one, spread=p.spread, group_offset=p.group_offset, rhs_dtype=p.rhs_dtype, scales=p.scales)
 
 
 def results(p: Problem) -> int:
@@ -124,12 +143,35 @@ def gradient_buffers(p: Problem, c: Config) -> int:
     return gemm.epilogue_tiles(c) if p.gradient else 0
 
 
+def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
+    """The shapes of a consumer warpgroup's accumulators: those of gate, those of up, and with scales of blocks the products."""
+    of_one = fp8.accumulators(c, p.scales)
+    sums = sums_of_one(p, c)
+    return of_one[:sums] * 2 + of_one[sums:]
+
+
+def sums_of_one(p: Problem, c: Config) -> int:
+    """How many accumulators the sums of gate take, and those of up."""
+    rows, columns = gemm.warpgroup_tile(c)
+    return rows // gemm.ROWS * max(1, columns // gemm.ROWS) if p.scales == "block" else 1
+
+
+def accumulators_in_all(p: Problem, c: Config) -> float:
+    """What they take, in accumulators of a warpgroup's part of the tile."""
+    return sum(map(math.prod, accumulators(p, c))) / math.prod(gemm.warpgroup_tile(c))
+
+
 def smem_bytes(p: Problem, c: Config) -> int:
     """Bytes of shared memory that a block takes."""
     buffers = c.epilogue_slots + gradient_buffers(p, c)
     barriers = c.compute_warpgroups if p.gradient else 0
     size = itemsize_of(p.out_dtype)
-    return gemm.Storage(c, buffers, size, barriers=barriers, b_tiles=2, hands_out=hands_out(c)).bytes
+    rows, columns = scales_of_a_step(c) if p.scales == "block" else (0, 0)
+    scales = (rows, columns, columns) if p.scales == "block" else ()
+    itemsize = itemsize_of(p.dtype)
+    return gemm.Storage(
+        c, buffers, size, barriers=barriers, b_tiles=2, itemsize=itemsize, scales=scales, hands_out=hands_out(c)
+    ).bytes
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------
@@ -144,7 +186,7 @@ def bytes_moved(problem: Problem) -> int:
     """Each input read once, of the weights only the groups that have rows, and each output written once."""
     p = problem
     one, lhs, result = grouped.bytes_moved(of_one(p)), p.m * p.k * itemsize_of(p.dtype), p.m * p.n * itemsize_of(p.out_dtype)
-    matrices = one - lhs - result - 4 * p.groups
+    matrices = one - lhs - result - 4 * p.groups - sum(4 * math.prod(x) for x in grouped.scale_shapes(of_one(p))[:1])
     return one + matrices + (results(p) - 1 + p.gradient) * result
 
 
@@ -153,15 +195,36 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     p = problem
     keys = jax.random.split(key, 5)
     shape = (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n)
+    if p.dtype in FLOAT8:
+        return _inputs_of_8_bits(p, key)
     weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(max(p.k, 1)) for k in keys[:2]]
     lhs = jax.random.normal(keys[2], (p.m, p.k), p.dtype)
     sizes = (draw_shard if p.group_offset else draw_sizes)(p.spread, p.m, p.groups, keys[3])
     return lhs, *weights, sizes, *([jax.random.normal(keys[4], (p.m, p.n), p.dtype)] if p.gradient else [])
 
 
+def _inputs_of_8_bits(p: Problem, key: Any) -> tuple[jax.Array, ...]:
+    """Two of grouped_matmul's, with one lhs; without scales, weights so small that gate and up are about normal."""
+    lhs, gate, sizes, *scales = grouped.inputs(of_one(p), key)
+    _, up, _, *others = grouped.inputs(of_one(p), jax.random.fold_in(key, 7))
+    if p.scales == "none":
+        size = math.sqrt(max(p.k, 1))
+        gate, up = ((x.astype("float32") / size).astype(x.dtype) for x in (gate, up))
+    return lhs, gate, up, sizes, *scales, *others[1:]
+
+
 def tolerance(problem: Problem) -> float:
     """Largest allowed error, max |out - ref| / (|ref| + rms): the activation's exponentials are approximate."""
-    return {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
+    p = problem
+    rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(p.out_dtype, 1e-4)
+    return rounding + 3 * fp8.accumulation_error(p.dtype, p.k, p.scales)  # of both sums
+
+
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
+    if problem.dtype in FLOAT8:
+        return "gated products of 8-bit floats have not run on a GPU yet: backend='mosaic' runs the kernel"
+    return None
 
 
 def plain(problem: Problem) -> Problem:

@@ -142,8 +142,8 @@ class GroupedStages:
         ks = pl.ds(step * (c.tile_k // BLOCK), c.tile_k // BLOCK)
         row, column = aligned(position[0]), aligned(lax.div(position[1], jnp.int32(ROWS)))
         rows = refs.scale_lhs.at[ks, pl.ds(row, c.tile_m + SCALES_IN_LINE)]
-        columns = refs.scale_rhs.at[tile.group, ks, pl.ds(column, SCALES_IN_LINE)]
-        for scales, smem in ((rows, refs.lhs_scale_smem), (columns, refs.rhs_scale_smem)):
+        of_columns = [(scales.at[tile.group, ks, pl.ds(column, SCALES_IN_LINE)], smem) for scales, smem in self.scale_buffers()]
+        for scales, smem in ((rows, refs.lhs_scale_smem), *of_columns):
             engine.copy_gmem_to_smem(scales, smem.at[stage], full, oob_mode=plgpu.OOBFillMode.ZEROS)
 
     def load_further(self, tile: GroupTile, position: Any, step: int, stage: jax.Array, full: Any) -> None:
@@ -169,6 +169,10 @@ class GroupedStages:
         """The stages of each matrix that is multiplied, as many as there are accumulators."""
         return (self.refs.rhs_smem,)
 
+    def scale_buffers(self) -> tuple[tuple[Any, Any], ...]:
+        """With scales of blocks: those of each matrix, and their stages."""
+        return ((self.refs.scale_rhs, self.refs.rhs_scale_smem),)
+
     def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
         c, refs = self.config, self.refs
         if refs.lhs_scale_smem is not None:
@@ -189,22 +193,30 @@ class GroupedStages:
         engine.wgmma_wait(0)
 
     def multiply_scaled(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
-        """The products of each 128 of k times their scales (`core/scaled.py`)."""
+        """The products of each 128 of k times their scales."""
+        self.add_all_products(accs, stage, share)
+        engine.wgmma_wait(0)
+
+    def add_all_products(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
+        """Of all matrices."""
+        self.add_products(accs, stage, share, self.refs.rhs_smem, self.refs.rhs_scale_smem)
+
+    def add_products(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], rhs_smem: Any, scales: Any) -> None:
+        """Of one matrix, the products of each 128 of k times their scales (`core/scaled.py`)."""
         c, refs = self.config, self.refs
         row, column, of_row, of_column = share
         width = warpgroup_tile(c)[1]
 
         def scale(i: int, j: int, part: int) -> jax.Array:
             of_rows = along(refs.lhs_scale_smem.at[stage, part], of_row + i * ROWS, (ROWS, min(ROWS, width)), 0)
-            return of_rows * refs.rhs_scale_smem[stage, part, of_column + j]
+            return of_rows * scales[stage, part, of_column + j]
 
         def multiply(product: Any, i: int, part: int) -> None:
             lhs = refs.lhs_smem.at[stage, part, pl.ds(row + i * ROWS, ROWS), :]
-            rhs = refs.rhs_smem.at[stage, pl.ds(column, width), pl.ds(part * BLOCK, BLOCK)]
+            rhs = rhs_smem.at[stage, pl.ds(column, width), pl.ds(part * BLOCK, BLOCK)]
             engine.wgmma(product, lhs, engine.transpose_ref(rhs))
 
         add_scaled(c, accs, multiply, scale)
-        engine.wgmma_wait(0)
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """row_scale * activation(scales * acc + bias), rounded to out_dtype. Rows beyond the group are not written."""
@@ -225,19 +237,19 @@ class GroupedStages:
 
     def with_epilogue(self, values: jax.Array, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
         """row_scale * activation(scales * values + bias) in float32; scales of blocks are in the values."""
-        values = self.activated(self.scaled(values, group, row, column), group, column)
+        values = self.activated(self.scaled(values, self.refs.scale_rhs, group, row, column), group, column)
         if self.refs.row_scale is not None:
             values *= along(self.refs.row_scale, row, values.shape, 0)
         return values
 
-    def scaled(self, values: jax.Array, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-        """values * scales of operands, or of rows and columns."""
+    def scaled(self, values: jax.Array, scale: Any, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+        """values * scales of operands, or of rows and columns; `scale` has those of the matrices."""
         refs = self.refs
         if self.problem.scales == "tensor":
-            values *= refs.scale_lhs[0] * refs.scale_rhs[group]
+            values *= refs.scale_lhs[0] * scale[group]
         if self.problem.scales == "row":
             values *= along(refs.scale_lhs, row, values.shape, 0)
-            values *= along(refs.scale_rhs.at[group], column, values.shape, 1)
+            values *= along(scale.at[group], column, values.shape, 1)
         return values
 
     def activated(self, values: jax.Array, group: jax.Array, column: jax.Array) -> jax.Array:
@@ -287,7 +299,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     """
     lhs, rhs, sizes, *rest = arrays
     extra = by_name(p, rest)
-    extra |= _scales(p, c, extra)
+    extra |= padded_scales(p, c, extra)
     if p.bias:
         extra["bias"] = jnp.pad(extra["bias"], ((0, 0), (0, -p.n % c.tile_n)))
     if p.second:
@@ -309,12 +321,12 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         body,
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
-        scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | _scratch(p, c),
+        scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | of_8_bits(p, c),
     )(sizes, *kernel.counter(c), rows_view(lhs), rhs, *extra.values())
     return out.reshape(p.m, p.n)
 
 
-def _scratch(p: Problem, c: Config) -> dict[str, Any]:
+def of_8_bits(p: Problem, c: Config) -> dict[str, Any]:
     """What 8-bit floats change of `kernel.scratch_types`: rhs's dtype, and with scales of blocks the sums and the stages."""
     scratch: dict[str, Any] = {}
     stages, rhs = c.max_concurrent_steps, dtype_of_rhs(p)
@@ -329,7 +341,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     return scratch
 
 
-def _scales(p: Problem, c: Config, extra: dict[str, Any]) -> dict[str, Any]:
+def padded_scales(p: Any, c: Config, extra: dict[str, Any]) -> dict[str, Any]:
     """The scales as the kernel reads them, up to the end of the last tile.
 
     Those of blocks: scale_lhs [k / 128, m and more], and scale_rhs [groups, k / 128, n / 64 and more], each twice.
