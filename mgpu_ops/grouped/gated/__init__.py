@@ -117,9 +117,10 @@ def gated_grouped_matmul(
     """
     name = "gated_grouped_matmul"
     lhs, w_gate, w_up = checked_operands(name, ("lhs", lhs, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3), mixed=FLOAT8)
-    if w_gate.shape != w_up.shape or w_gate.dtype != w_up.dtype:
-        of = "".join(f" {x.dtype}{x.shape}" for x in (w_gate, w_up))
-        raise ValueError(f"w_gate and w_up differ,{of}: both are [groups, k, n], or with transpose_w n, k, of one dtype")
+    if w_gate.shape != w_up.shape:
+        raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [groups, k, n], or with transpose_w n, k")
+    if w_gate.dtype != w_up.dtype:
+        raise ValueError(f"w_gate is {w_gate.dtype} and w_up is {w_up.dtype}: both have one dtype; cast or quantize one")
     k = w_gate.shape[2 if transpose_w else 1]
     if lhs.shape[1] != k:
         raise ValueError(
@@ -251,11 +252,8 @@ def _reference_of_8_bits(
 ) -> jax.Array:
     """`reference` of 8-bit floats: gate and up as grouped_matmul's in float32, and then the activation."""
     one = dataclasses.replace(of_one(p), out_dtype="float32")
-    of_lhs, *others = scales or (None, None, None)
-    gate, up = (
-        product_of_one(one, lhs, w, sizes, *([of_lhs, scale] if scales else []))
-        for w, scale in zip(weights, others, strict=True)
-    )
+    of_each: list[Sequence[jax.Array]] = [(scales[0], scale) for scale in scales[1:]] if scales else [(), ()]
+    gate, up = (product_of_one(one, lhs, w, sizes, *mine) for w, mine in zip(weights, of_each, strict=True))
     out: jax.Array = (activate(p.activation, gate) * up).astype(p.out_dtype)
     return out
 

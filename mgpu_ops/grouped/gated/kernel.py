@@ -134,8 +134,8 @@ class _Stages(GroupedStages):
     def both(self, accs: tuple[Any, ...], group: jax.Array, row: jax.Array, column: jax.Array) -> tuple[Any, Any]:
         """Gate and up of 8-bit floats, scaled."""
         if self.problem.scales == "block":
-            gate, up, _ = self.sums(accs)
-            return Sums.of(self.config, gate), Sums.of(self.config, up)
+            of_gate, of_up, _ = self.sums(accs)
+            return Sums.of(self.config, of_gate), Sums.of(self.config, of_up)
         scales = self.refs.scale_rhs, self.refs.scale_up
         gate, up = (self.scaled(acc[...], scale, group, row, column) for acc, scale in zip(accs, scales, strict=True))
         return gate, up
