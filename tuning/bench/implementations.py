@@ -67,9 +67,13 @@ def _under_jit(function: Function, context: TuningContext) -> Prepared:
 def _baseline(op: str) -> Competitor:
     """What the tuner times beside candidates: cuBLAS or XLA's own kernels, as XLA's autotuning chooses."""
     spec = SPECS[op]
-    function = baseline_of(spec, None).run
-    yardstick = function is not spec.reference
-    return Competitor(lambda problem, gpu: None, partial(_under_jit, function), differentiable=True, yardstick=yardstick)
+
+    def run(problem: Any, *arrays: jax.Array) -> Any:
+        return baseline_of(spec, problem).run(problem, *arrays)
+
+    usual = baseline_of(spec, next(iter(spec.shapes.values())))
+    yardstick = usual.run is not spec.reference
+    return Competitor(lambda problem, gpu: None, partial(_under_jit, run), differentiable=True, yardstick=yardstick)
 
 
 # --- jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu ---------------------------------------------------------------
