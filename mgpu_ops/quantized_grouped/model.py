@@ -72,9 +72,16 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """`quantized.distance`, and what groups, spread and offset add; None where a config does not carry over."""
-    near = quantized.distance(x, y)
-    if near is None or 0 in (x.groups, y.groups):
+    """`quantized.distance` of one group, by how many rows it has; and what the number of groups, spread and offset add.
+
+    None where a config does not carry over.
+    """
+    if 0 in (x.m, y.m, x.groups, y.groups):
         return None
-    near += abs(math.log2(x.groups / y.groups)) + 0.25 * (x.spread != y.spread) + 0.05 * (x.group_offset != y.group_offset)
+    near = quantized.distance(x, dataclasses.replace(y, m=x.m))
+    if near is None:
+        return None
+    groups = math.log2(x.groups / y.groups)
+    near += abs(math.log2(x.m / y.m) - groups) + 0.25 * abs(groups)
+    near += 0.25 * (x.spread != y.spread) + 0.05 * (x.group_offset != y.group_offset)
     return near if near <= 4.0 else None

@@ -269,9 +269,9 @@ def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, 
     return backward(rest[1] * up)[0], rest[1] * activated
 
 
-def _baseline(problem: Problem) -> Baseline | None:
+def _baseline(problem: Problem | None) -> Baseline | None:
     """As many dense operations; of 8-bit floats the reference."""
-    if problem.dtype in FLOAT8:
+    if problem is not None and problem.dtype in FLOAT8:
         return None
     return Baseline("dense", dense, differs="it multiplies all rows by the matrices of one group")
 
