@@ -9,7 +9,7 @@ interpreter has no distributed shared memory: there everything goes through an a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,40 @@ class ClusterSum(ScratchType):
             return [all_blocks, all_blocks]
         inbox = plgpu.SMEM(self.inbox(), jnp.float32, transforms=operand_transforms(self.shape[1], jnp.float32))
         return [inbox, plgpu.Barrier(num_arrivals=self.blocks - 1, num_barriers=self.warpgroups), all_blocks]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterShares(ScratchType):
+    """Scratch type: as `ClusterSum`, of `tiles` float32 tiles of `shape` at once, of which each block gets the sums of a share.
+
+    `tiles` is a multiple of `blocks`. Block b gets tiles b, b + blocks, ...: all blocks add up and store at the same time.
+    """
+
+    shape: tuple[int, int]
+    tiles: int
+    warpgroups: int
+    blocks: int
+    axis: str
+
+    def received(self) -> tuple[int, ...]:
+        """The shape of what a block receives: of each of its tiles, from each other block, from each of its warpgroups."""
+        return (self.tiles // self.blocks, self.blocks - 1, self.warpgroups, *self.shape)
+
+    def inbox(self) -> tuple[int, ...]:
+        """What the blocks of a cluster receive."""
+        return (self.blocks, *self.received())
+
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _ClusterShares:
+        return _SimulatedClusterShares(self, received, *scratch) if interpret else _ClusterShares(self, *scratch)
+
+    def scratch(self, interpret: bool) -> list[Any]:
+        """Interpreted, the inboxes are in global memory."""
+        all_blocks = plgpu.ClusterBarrier(collective_axes=(self.axis,), num_arrivals=self.warpgroups)
+        if interpret:
+            return [all_blocks, all_blocks]
+        inbox = plgpu.SMEM(self.received(), jnp.float32, transforms=operand_transforms(self.shape[1], jnp.float32))
+        arrivals = self.tiles // self.blocks * (self.blocks - 1)
+        return [inbox, plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.warpgroups), all_blocks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +190,73 @@ class _SimulatedClusterSum(_ClusterSum):
         plgpu.barrier_wait(self._arrived)
         for part in range(self._kind.blocks - 1):
             yield self._inbox[lax.axis_index("block"), part, lax.axis_index("wg")]
+
+
+class _ClusterShares:
+    """What a kernel has of a `ClusterShares`. Its inbox is free when `taken` by all blocks, and holds what has `arrived`."""
+
+    def __init__(self, kind: ClusterShares, inbox: Any, arrived: Any, taken: Any):
+        self._kind, self._inbox, self._arrived, self._taken = kind, inbox, arrived, taken
+
+    def add(self, tiles: Sequence[jax.Array], round: jax.Array, use: Callable[[int, jax.Array], None]) -> None:
+        """Runs `use(i, sum over the blocks of tiles[i])` for each i of this block.
+
+        Every consumer warpgroup of every block calls it, in rounds 0, 1, ... of the whole kernel, and in the end `finish`. The
+        order of the blocks in a sum is always the same, so that the same values give the same bits.
+        """
+        blocks, block = self._kind.blocks, lax.axis_index(self._kind.axis)
+        pl.when(round > 0)(self.finish)  # the inboxes are free again
+        for number, values in enumerate(tiles):
+            owner = number % blocks
+
+            @pl.when(block != owner)
+            def _(number: int = number, owner: int = owner, values: jax.Array = values) -> None:
+                sender = block - owner - 1  # of the others, in the order from the owner on
+                self._send(values, owner, number // blocks, jnp.where(sender < 0, sender + blocks, sender))
+
+        self._wait()
+        for number, values in enumerate(tiles):
+
+            @pl.when(block == number % blocks)
+            def _(number: int = number, total: jax.Array = values) -> None:
+                for sender in range(blocks - 1):
+                    total += self._received(number // blocks, sender)
+                use(number, total)
+
+        plgpu.barrier_arrive(self._taken)
+
+    def finish(self) -> None:
+        """Waits until all have their last sums: a block that ends before would take its shared memory from under the others."""
+        plgpu.barrier_wait(self._taken)
+
+    def _send(self, values: jax.Array, owner: int, tile: int, sender: jax.Array) -> None:
+        wg, axis = lax.axis_index("wg"), self._kind.axis
+        there = self._inbox.at[tile, sender, wg]
+        plgpu.async_store_smem(values, there, self._arrived.at[wg], cluster_idx=jnp.int32(owner), cluster_dim=axis)
+
+    def _wait(self) -> None:
+        plgpu.barrier_wait(self._arrived.at[lax.axis_index("wg")])
+
+    def _received(self, tile: int, sender: int) -> jax.Array:
+        values: jax.Array = self._inbox[tile, sender, lax.axis_index("wg")]
+        return values
+
+
+class _SimulatedClusterShares(_ClusterShares):
+    """In the interpreter, which has no distributed shared memory: values go through global memory, [clusters, *inbox]."""
+
+    def _send(self, values: jax.Array, owner: int, tile: int, sender: jax.Array) -> None:
+        inbox = self._inbox.at[lax.axis_index("block"), owner]
+        inbox[tile, sender, lax.axis_index("wg")] = values
+
+    def _wait(self) -> None:
+        plgpu.barrier_arrive(self._arrived)
+        plgpu.barrier_wait(self._arrived)
+
+    def _received(self, tile: int, sender: int) -> jax.Array:
+        inbox = self._inbox.at[lax.axis_index("block"), lax.axis_index(self._kind.axis)]
+        values: jax.Array = inbox[tile, sender, lax.axis_index("wg")]
+        return values
 
 
 type Exchange = Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]  # `_ClusterColumns.exchange`

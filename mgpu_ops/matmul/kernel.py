@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, inflight, tile_scheduler
-from mgpu_ops.core.cluster import ClusterSum
+from mgpu_ops.core.cluster import ClusterShares, ClusterSum
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
@@ -48,6 +48,7 @@ from mgpu_ops.matmul.problem import (
     k_steps,
     partial_problem,
     products,
+    residual_steps,
     steps_in_all,
     storage,
     swizzle_bytes,
@@ -58,10 +59,12 @@ from mgpu_ops.matmul.store import (
     if_it_stores,
     kept,
     load_residual,
+    load_residual_slab,
     load_slots,
     refs_of,
     store,
     store_kept,
+    store_share,
     store_slots,
 )
 from mgpu_ops.matmul.work import Place, Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
@@ -230,11 +233,24 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     several, between the start of a wgmma and the wait for it.
     """
     p, c = work.problem, work.config
-    of, steps = refs_of(p, *refs), k_steps(p, c)
+    of, steps, slabs = refs_of(p, *refs), k_steps(p, c), residual_steps(p, c)
+    each_tile = steps + slabs
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
     number = epilogue_tiles(c)
     each = math.ceil(number / steps)  # so many epilogue tiles a step stores
+
+    # The residual of a warpgroup's rows comes in a stage's buffer of B, in a step of its own after those of k.
+    def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
+        if not slabs:
+            return kept(work, t, acc, of)
+        first, wg = t * each_tile + steps, lax.axis_index("wg")
+        arrived = [pipeline.wait(first + i) for i in range(slabs)]
+        parts = kept(work, t, acc, of, stages.b.at[lax.rem(first + wg, jnp.int32(pipeline.stages))])
+        plgpu.commit_smem()  # the reads come before TMA fills the stages again
+        for stage in arrived:
+            engine.barrier_arrive(pipeline.empty.at[stage])
+        return parts
 
     def consumer(acc: Any) -> None:
         def multiply_step(step: jax.Array, meanwhile: Callable[[], None]) -> None:
@@ -257,14 +273,14 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
 
             storing = math.ceil(number / each)
             for k in range(storing):
-                multiply_step(t * steps + k, functools.partial(store_some, k * each))
+                multiply_step(t * each_tile + k, functools.partial(store_some, k * each))
 
             def step(k: jax.Array, _: None) -> None:
                 with inflight.iteration():
-                    multiply_step(t * steps + k, lambda: None)
+                    multiply_step(t * each_tile + k, lambda: None)
 
             lax.fori_loop(storing, steps, step, None)
-            return kept(work, t, acc, of)
+            return keep(t, acc)
 
         shape = (ROWS, c.epilogue_tile_n)
         nothing = tuple(jnp.zeros(shape, p.out_dtype) for _ in range(number))
@@ -278,7 +294,7 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
     engine.specialize(
-        lambda: _produce(work, (of.a, of.b), stages, own_tiles, lambda _: pipeline),
+        lambda: _produce(work, (of.a, of.b), stages, own_tiles, lambda _: pipeline, of.residual if slabs else None),
         lambda: accumulator.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
@@ -286,21 +302,27 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     )
 
 
-def _kernel_in_turn(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, **smem: Any) -> None:
-    """One block of a matmul whose consumers compute its output tiles in turn."""
-    p, of = work.problem, refs_of(work.problem, *refs)
+def _kernel_ahead(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, **smem: Any) -> None:
+    """One block of a matmul whose consumers have the next step's wgmma in flight, and share output tiles or take turns."""
+    p, c, of = work.problem, work.config, refs_of(work.problem, *refs)
 
     def begin(t: jax.Array) -> None:
         if p.residual:  # it arrives while the tile is multiplied
-            load_slots(work, t, of, smem["out_smem"], smem["residual_arrived"])
+            if c.takes_turns:
+                load_slots(work, t, of, smem["out_smem"], smem["residual_arrived"])
+            else:
+                if_it_stores(c, lambda: load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"]))
 
     def finish(t: jax.Array, acc: Any) -> None:
-        if p.residual:
+        if c.takes_turns and p.residual:
             store_slots(work, t, acc, of, smem["out_smem"], smem["residual_arrived"])
+        elif c.cluster == "k":
+            store_share(work, t, acc, of, **smem)
         else:
             store(work, t, acc, of, **smem)
 
-    compute_in_turn(work, gpu, (of.a, of.b), accumulator, stages, begin, finish)
+    cluster_sum = smem.get("cluster_sum")  # other blocks' last sums read this block's shared memory, or are sent to it
+    compute_ahead(work, gpu, (of.a, of.b), accumulator, stages, begin, finish, cluster_sum and cluster_sum.finish)
 
 
 class Stages(NamedTuple):
@@ -325,10 +347,20 @@ def stages_of(p: Problem, c: Config) -> Stages:
 
 
 def _produce(
-    work: Work, refs: tuple[Any, Any], stages: Stages, own_tiles: jax.Array, pipeline_of: Callable[[jax.Array], Pipeline]
+    work: Work,
+    refs: tuple[Any, Any],
+    stages: Stages,
+    own_tiles: jax.Array,
+    pipeline_of: Callable[[jax.Array], Pipeline],
+    residual: Any = None,
 ) -> None:
-    """Producer: loads the steps of all tiles of a block, one tile after the other, each into its pipeline."""
+    """Producer: loads the steps of all tiles of a block, one tile after the other, each into its pipeline.
+
+    residual: what the steps after those of k bring, where stores are deferred.
+    """
     steps = k_steps(work.problem, work.config)
+    slabs = 0 if residual is None else residual_steps(work.problem, work.config)
+    each_tile = steps + slabs
     specs = list(zip(load(work, *refs), refs, (stages.a, stages.b), strict=True))
 
     def load_tile(t: jax.Array, _: None) -> None:
@@ -339,15 +371,24 @@ def _produce(
                 for spec, ref, smem in specs:
                     engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
 
-            pipeline.fill(t * steps + k, copy)
+            pipeline.fill(t * each_tile + k, copy)
 
         lax.fori_loop(0, steps, load_step, None)
+        for slab in range(slabs):
+            load_slab = functools.partial(load_residual_slab, work, t, residual, slab, stages.b)
+            pipeline.fill(t * each_tile + steps + slab, load_slab)
 
-    lax.fori_loop(0, own_tiles, load_tile, None)
-    pipeline_of(jnp.int32(0)).drain(own_tiles * steps)  # a block does not end before its last stages are read
+    def load_all() -> None:
+        lax.fori_loop(0, own_tiles, load_tile, None)
+        pipeline_of(jnp.int32(0)).drain(own_tiles * each_tile)  # a block does not end before its last stages are read
+
+    if work.config.memory_registers == 32:
+        engine.in_one_warp(load_all)
+    else:
+        load_all()
 
 
-def compute_in_turn(
+def compute_ahead(
     work: Work,
     gpu: Gpu,
     refs: tuple[Any, Any],
@@ -355,11 +396,13 @@ def compute_in_turn(
     scratch: Stages,
     begin: Callable[[jax.Array], None],
     finish: Callable[[jax.Array, Any], None],
+    end: Callable[[], None] | None = None,
 ) -> None:
-    """One block whose consumers compute its output tiles in turn: while one stores a tile, the other multiplies the next.
+    """One block whose consumers start the wgmma of the next step before they wait for the last one's.
 
-    Both read one pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last
-    one's ends, without another barrier, and stages that one consumer has read are filled for the other.
+    They share each output tile, or compute tiles in turn: while one stores a tile, the other multiplies the next. Both read one
+    pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last one's ends,
+    without another barrier, and stages that one consumer has read are filled for the other.
 
     refs: A and B. begin(t) and finish(t, accumulator): what a consumer does before and after the multiplication of tile t.
     """
@@ -369,14 +412,14 @@ def compute_in_turn(
     operands = (scratch.a, scratch.b)
 
     def its_pipeline(t: jax.Array) -> Pipeline:
-        return pipeline.of_consumer(lax.rem(t, jnp.int32(turns)))
+        return pipeline.of_consumer(lax.rem(t, jnp.int32(turns))) if c.takes_turns else pipeline
 
     def consumer(acc: Any) -> None:
         wg = lax.axis_index("wg")
-        own_pipeline = pipeline.of_consumer(wg)
+        own_pipeline = pipeline.of_consumer(wg) if c.takes_turns else pipeline
 
         def compute_tile(i: jax.Array, _: None) -> None:
-            t = i * turns + wg
+            t = i * turns + wg if c.takes_turns else i
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             begin(t)
 
@@ -391,7 +434,10 @@ def compute_in_turn(
             own_pipeline.multiply(first, last, start)
             finish(t, acc)
 
-        lax.fori_loop(0, tile_scheduler.tiles_of_block(own_tiles, wg, turns), compute_tile, None)
+        own = tile_scheduler.tiles_of_block(own_tiles, wg, turns) if c.takes_turns else own_tiles
+        lax.fori_loop(0, own, compute_tile, None)
+        if end is not None:
+            pl.when(own_tiles > 0)(end)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
     engine.specialize(
@@ -441,7 +487,7 @@ def _body(work: Work, gpu: Gpu) -> Callable[..., None]:
     """The kernel of a schedule."""
     if work.config.schedule == "cooperative":
         return functools.partial(_kernel, work)
-    return functools.partial(_kernel_in_turn if work.config.takes_turns else _kernel_deferred, work, gpu)
+    return functools.partial(_kernel_deferred if work.config.schedule == "deferred" else _kernel_ahead, work, gpu)
 
 
 def _as_multiplied(p: Problem, c: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -468,11 +514,15 @@ def _scratch(work: Work) -> dict[str, Any]:
             (*buffers, *tile), jnp.dtype(p.out_dtype), transforms=engine.operand_transforms(tile[1], p.out_dtype)
         ),
     }
-    if p.residual:
+    if p.residual and not residual_steps(p, c):
         arrivals, slots = (1, SLOTS) if c.takes_turns else (epilogue_tiles(c), 1)
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
-    if c.cluster == "k":
+    if c.cluster == "k" and c.schedule == "ahead":
+        scratch["cluster_sum"] = ClusterShares(
+            (rows, columns), epilogue_tiles(c), c.compute_warpgroups, cluster_size(c), "cluster"
+        )
+    elif c.cluster == "k":
         scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
     return scratch

@@ -99,7 +99,9 @@ class Config:
     memory_registers: registers of a producer thread; consumers share the rest.
     schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
       that one stores its tile while the other multiplies. It has wg_dimension="m". "deferred": as cooperative, but a tile is
-      kept in registers, and stored while the next one is multiplied.
+      kept in registers, and stored while the next one is multiplied. "ahead": as cooperative, but the wgmma of the next step
+      of k starts before that of a step is waited for, and each block of a cluster along k adds up and stores a share of the
+      tile; for few tiles, where a block has no other to multiply.
     """
 
     tile_m: int
@@ -256,6 +258,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or gemm.check_choices(config, _CHOICES)
         or check_turns(config)
         or _check_deferred(problem, config)
+        or _check_shares(problem, config)
         or _check_blocks(problem, config)
         or _check_integers(problem, config)
         or _check_parts(problem, config)
@@ -273,7 +276,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return reason and f"{reason} (tile_m={config.tile_m} is less than {gemm.ROWS}: m and n, A and B change places)"
 
 
-SCHEDULES = (*gemm.SCHEDULES, "deferred")
+SCHEDULES = (*gemm.SCHEDULES, "deferred", "ahead")
 SLOTS = 2  # epilogue buffers of a consumer warpgroup
 _CHOICES = {
     "cluster": ("none", "m", "n", "k"),
@@ -305,13 +308,27 @@ def _check_deferred(p: Problem, c: Config) -> str | None:
         return None
     for refused, what in (
         (c.cluster == "k", "cluster='k'"),
-        (p.residual, "a residual"),
+        (p.residual and not residual_steps(p, c), "this residual (see Config.schedule)"),
         (p.scales == "block", "scales of blocks"),
         (len(products(p)) > 1, f"algorithm={p.algorithm!r}"),
         (computes_transposed(c), f"tile_m={c.tile_m} below {gemm.ROWS}"),
     ):
         if refused:
             return f"schedule='deferred' does not run with {what}: use 'cooperative'"
+    return None
+
+
+def _check_shares(p: Problem, c: Config) -> str | None:
+    """With schedule "ahead" each block of a cluster along k stores a share of the epilogue tiles of the sum."""
+    if c.schedule != "ahead" or c.cluster != "k":
+        return None
+    if p.residual or computes_transposed(c):
+        what = "a residual" if p.residual else f"tile_m={c.tile_m} below {gemm.ROWS}"
+        return f"schedule='ahead' with cluster='k' does not run with {what}: use 'cooperative'"
+    if c.split_k in (2, 4, 8) and gemm.check_tile(c) is None and gemm.check_epilogue(c, 8) is None:
+        tiles = gemm.epilogue_tiles(c)
+        if tiles % c.split_k:
+            return f"{tiles} epilogue tiles of a warpgroup must be a multiple of the {c.split_k} blocks that share them"
     return None
 
 
@@ -386,8 +403,8 @@ def _check_integers(p: Problem, c: Config) -> str | None:
 
 def _check_parts(p: Problem, c: Config) -> str | None:
     """What products of parts of float32 add up is looked at before the last of them, in one block's sums over all of k."""
-    if len(products(p)) > 1 and c.takes_turns and c.split_k > 1:
-        return f"split_k={c.split_k} must be 1 with schedule='pingpong' and algorithm={p.algorithm!r}"
+    if len(products(p)) > 1 and c.schedule in ("pingpong", "ahead") and c.split_k > 1:
+        return f"split_k={c.split_k} must be 1 with schedule={c.schedule!r} and algorithm={p.algorithm!r}"
     return None
 
 
@@ -541,6 +558,18 @@ def plain(p: Problem) -> Problem:
     return replace(p, bias=False, activation="none", residual=False)
 
 
+def residual_steps(p: Problem, c: Config) -> int:
+    """The pipeline steps that bring the residual of a tile whose store is deferred: 64 rows each, in a stage's buffer of B.
+
+    0 where there is no residual, or where they do not fit: the buffer then has other rows or another dtype.
+    """
+    if not p.residual or c.schedule != "deferred" or c.wg_dimension != "m" or c.split_k > 1:
+        return 0
+    fits = c.tile_m == gemm.ROWS * c.compute_warpgroups and c.tile_k == gemm.ROWS and c.tile_n % 128 == 0
+    fits &= not transposed(p)[1] and p.dtype == p.out_dtype and swizzle_bytes(p, c) == 128
+    return c.compute_warpgroups if fits and p.m % 8 == 0 and p.n % gemm.ROWS == 0 and not transposed(p)[0] else 0
+
+
 def cluster_size(c: Config) -> int:
     """Blocks of a cluster."""
     return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
@@ -618,9 +647,12 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     consumers take turns, a residual comes in parts, while the other consumer multiplies.
     """
     stored, tiles = partial_problem(problem, config), gemm.epilogue_tiles(config)
-    received = cluster_size(config) - 1 if config.cluster == "k" else 0
-    whole = stored.residual and not config.takes_turns
-    barriers = config.compute_warpgroups * (1 if whole else SLOTS) if stored.residual else 0
+    received = cluster_size(config) - 1 if config.cluster == "k" else 0  # epilogue tiles, from each other block one
+    if config.schedule == "ahead":
+        received *= tiles // config.split_k
+    loads = stored.residual and not residual_steps(problem, config)
+    whole = loads and not config.takes_turns
+    barriers = config.compute_warpgroups * (1 if whole else SLOTS) if loads else 0
     barriers += config.max_concurrent_steps if config.takes_turns else 0  # each consumer has `full` barriers of its own
     buffers = tiles if whole else min(SLOTS, tiles)
     size = itemsize_of(stored.out_dtype)

@@ -19,7 +19,7 @@ from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import SLOTS, Config, Problem, has_epilogue
+from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows, epilogue_origins
 
 
@@ -115,6 +115,19 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
             load_slot(work, t, refs, out_smem, arrived, number + SLOTS)
 
 
+def load_residual_slab(
+    work: Work, t: jax.Array, residual: Any, slab: int, buffers: Any, stage: jax.Array, arrived: Any
+) -> None:
+    """Producer: starts to load the residual of 64 rows of tile t, of one consumer warpgroup, into a stage's buffer of B.
+
+    In two halves, as a step of k is two copies.
+    """
+    place, half = Place.of(work, t), ROWS // 2
+    for row in (0, half):
+        block = dataclasses.replace(place, share=(ROWS * slab + row, 0)).rows(residual, half)
+        engine.copy_gmem_to_smem(block, buffers.at[stage, pl.ds(row, half)], arrived)
+
+
 def store(
     work: Work,
     t: jax.Array,
@@ -155,12 +168,34 @@ def store(
     )
 
 
-def kept(work: Work, t: jax.Array, acc: Any, refs: Refs) -> tuple[jax.Array, ...]:
-    """Consumer: the epilogue tiles of tile number t in registers, in the output's dtype, for `store_kept`."""
+def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any, cluster_sum: Any) -> None:
+    """Consumer: as `store`, of the epilogue tiles that are this block's share of the sum of a cluster along k."""
+    c, place, blocks, values = work.config, Place.of(work, t), cluster_size(work.config), acc[...]
+    origins = epilogue_origins(c)
+
+    def copy(staged: Any, i: int, j: int) -> None:
+        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+
+    def use(number: int, total: jax.Array) -> None:
+        at = origins[number]
+        if has_epilogue(work.problem):
+            total = _finish(work, refs, place, total, None, at)
+        store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(total, copy, *at)]), number // blocks)
+
+    cluster_sum.add([values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in origins], t, use)
+
+
+def kept(work: Work, t: jax.Array, acc: Any, refs: Refs, residual: Any = None) -> tuple[jax.Array, ...]:
+    """Consumer: the epilogue tiles of tile number t in registers, in the output's dtype, for `store_kept`.
+
+    residual: of the warpgroup's rows, in shared memory.
+    """
     place, values, parts = Place.of(work, t), acc[...], []
+    width = work.config.epilogue_tile_n
     for i, j in epilogue_origins(work.config):
-        part = values[i : i + ROWS, j : j + work.config.epilogue_tile_n]
-        part = _finish(work, refs, place, part, None, (i, j)) if has_epilogue(work.problem) else part
+        part = values[i : i + ROWS, j : j + width]
+        buffer = None if residual is None else residual[:, pl.ds(j // 64 * 64, 64)][:, j % 64 : j % 64 + width]
+        part = _finish(work, refs, place, part, buffer, (i, j)) if has_epilogue(work.problem) else part
         parts.append(part.astype(refs.out.dtype))
     return tuple(parts)
 

@@ -109,6 +109,11 @@ class Place:
         """The row (axis 0) or column at an offset from where this part begins."""
         return self.first[axis] + self.share[axis] + offset
 
+    def rows(self, ref: Any, count: int) -> Any:
+        """The first `count` rows of this part in an array like the output, which tiles divide, over the tile's columns."""
+        rows, columns = pl.ds(self.start(0, 0), count), pl.ds(self.start(1, 0), self.work.config.tile_n)
+        return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
+
     def block(self, ref: Any, i: int, j: int) -> Any:
         """The epilogue tile that begins at row i and column j of this part, in an array like the output."""
         c = self.work.config

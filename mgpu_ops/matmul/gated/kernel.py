@@ -28,7 +28,7 @@ from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.matmul.gated.problem import SLOTS, Config, Problem, as_matmul, buffers, gradient_buffers, of_one
-from mgpu_ops.matmul.kernel import compute_in_turn, load, multiply, stages_of
+from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins
 
@@ -163,7 +163,7 @@ def _stored_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 load(t, number + SLOTS)
 
-    compute_in_turn(work, gpu, (x, w), accumulator, stages, begin, store)
+    compute_ahead(work, gpu, (x, w), accumulator, stages, begin, store)
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

@@ -129,22 +129,56 @@ def draw_schedule(seed: int, schedule: str) -> tuple[Any, Any]:
     m, n, k = 64 * rng.randint(1, 60), 64 * rng.randint(1, 60), 8 * rng.randint(1, 150)
     if rng.random() < 0.5:
         m, n = m - 8, n - 24
-    extra = {"bias": True, "activation": "silu", "residual": schedule == "pingpong"} if rng.random() < 0.3 else {}
+    extra = {"bias": True, "activation": "silu", "residual": schedule != "deferred"} if rng.random() < 0.3 else {}
     problem = P(m, n, k, layout=layout, batch=rng.choice([1, 1, 3]), **extra)
     device = gpu.current()
     fixed = {"schedule": (schedule,), "compute_warpgroups": (2,)}
     fixed |= {"wg_dimension": ("m",)} if schedule == "pingpong" else {"tile_m": (128, 256), "tile_n": (128, 192, 256)}
     space = {**MATMUL.space(problem, device), **fixed, "cluster": ("none", "m", "n"), "split_k": (1, 1, 1, 2)}
+    if schedule == "ahead":
+        space |= {
+            "cluster": ("none", "m", "n", "k", "k"),
+            "split_k": (1, 2, 2, 4),
+            "tile_m": (64, 128),
+            "tile_n": (64, 128, 256),
+        }
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     return problem, next(c for c in drawn if MATMUL.check(problem, c, device) is None)
 
 
-@pytest.mark.parametrize("schedule", ["pingpong", "deferred"])
+@pytest.mark.parametrize("schedule", ["pingpong", "deferred", "ahead"])
 @pytest.mark.parametrize("seed", range(24))
 def test_random_config_of_a_schedule_is_right_everywhere(seed, schedule, assert_matmul):
     problem, config = draw_schedule(seed, schedule)
     arrays = MATMUL.inputs(problem, jax.random.key(seed))
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        P(4096, 4096, 136, residual=True),
+        P(2312, 2112, 1032, batch=2, bias=True, activation="silu", residual=True),
+        P(8, 64, 8, residual=True),
+        P(1000, 8256, 64, dtype="float16", out_dtype="float16", residual=True),
+    ],
+)
+@pytest.mark.parametrize("cluster", ["none", "m"])
+def test_a_deferred_store_of_a_residual_is_right(problem, cluster, assert_matmul):
+    config = MatmulConfig(128, 256, 64, 4, 2, "m", "none", "m", 8, 32, 1, 40, "deferred")
+    if problem.m > 128 and -(-problem.m // 128) % 2 == 0:
+        config = replace(config, cluster=cluster)
+    arrays = MATMUL.inputs(problem, jax.random.key(1))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cluster": "m"}, {"cluster": "k", "split_k": 2}, {"schedule": "deferred"}])
+def test_one_warp_loads(changes, assert_matmul):
+    problem = P(4096, 2112, 1032)
+    config = replace(MatmulConfig(128, 128, 64, 4, 2, "m", "none", "m", 8, 32, 1, 32, "ahead"), **changes)
+    arrays = MATMUL.inputs(problem, jax.random.key(1))
+    for _ in range(3):
+        assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
 def draw_few_rows(seed: int) -> tuple[Any, Any]:

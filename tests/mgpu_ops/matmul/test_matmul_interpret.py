@@ -28,6 +28,7 @@ P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
 DEFERRED = replace(BASE, tile_n=128, max_concurrent_steps=2, schedule="deferred")
+AHEAD = replace(DEFERRED, schedule="ahead")
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
 WIDE_8, ONE_8, FEW_ROWS_8 = (replace(config, tile_k=128) for config in (BASE, ONE, FEW_ROWS))
 
@@ -185,6 +186,29 @@ CASES = {
     "deferred, cluster along n, a batch": (P(200, 512, 128, batch=2), replace(DEFERRED, cluster="n")),
     "deferred, both transposed, wide tiles at the end of rows": (P(200, 328, 136, layout="tt"), DEFERRED),
     "deferred, bias and gelu": (P(450, 136, 264, bias=True, activation="gelu"), DEFERRED),
+    "ahead, many tiles and tails": (P(450, 136, 264), AHEAD),
+    "ahead, one tile, one step": (P(64, 64, 64), replace(AHEAD, tile_m=64, tile_n=64, compute_warpgroups=1)),
+    "ahead, cluster along m, columns shared": (P(450, 320, 200), replace(AHEAD, cluster="m", wg_dimension="n")),
+    "ahead, two blocks share k and the sum": (P(200, 136, 328), replace(AHEAD, cluster="k", split_k=2, epilogue_tile_n=32)),
+    "ahead, four blocks share k unequally, several tiles": (
+        P(400, 264, 328, bias=True, activation="gelu"),
+        replace(AHEAD, cluster="k", split_k=4, epilogue_tile_n=32),
+    ),
+    "ahead, two blocks share k, a batch": (
+        P(72, 136, 328, batch=2),
+        replace(AHEAD, tile_m=64, tile_n=128, compute_warpgroups=1, cluster="k", split_k=2, epilogue_tile_n=64),
+    ),
+    "ahead, transposed": (P(9, 456, 200), replace(FEW_ROWS, schedule="ahead")),
+    "ahead, bias and a residual": (P(200, 136, 264, bias=True, residual=True), AHEAD),
+    "ahead, three parts of k": (P(72, 136, 328), replace(AHEAD, split_k=3, epilogue_tile_n=32)),
+    "deferred, a residual, two tiles a block, a batch": (
+        P(264, 256, 136, batch=2, bias=True, activation="silu", residual=True),
+        replace(DEFERRED, epilogue_tile_n=32),
+    ),
+    "deferred, a residual of one row's tiles, cluster along m": (
+        P(400, 192, 72, residual=True),
+        replace(DEFERRED, cluster="m"),
+    ),
     "deferred, three parts of k": (P(72, 136, 328), replace(DEFERRED, split_k=3, epilogue_tile_n=32)),
     "deferred, 8 bits, scales of rows": (of_8_bits(330, 200, 400, "row"), replace(DEFERRED, tile_k=128)),
     # operands of 8 bits
