@@ -37,7 +37,7 @@ from mgpu_ops.matmul.quantities import bytes_moved
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The values of each Config field, in order. `check` tells which combinations run.
 
-    The transposed product is for few rows, and warpgroups take turns where there are more tiles than blocks.
+    The transposed product is for few rows; warpgroups take turns, or store later, where there are more tiles than blocks.
     """
     p = problem
     few_rows = (*_FEW_ROWS, 64) if p.m <= _MOST_FEW_ROWS else (64,)
@@ -55,7 +55,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_tile_n": (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
-        "schedule": SCHEDULES if many_tiles else SCHEDULES[:1],
+        "schedule": SCHEDULES if many_tiles else ("cooperative", "ahead"),
     }
 
 
@@ -72,6 +72,7 @@ _RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sust
 _LEAST = 0.70  # of the rate is left with the narrowest tiles
 _ONE_WARPGROUP = 0.68  # of the rate is left with one consumer: nothing multiplies while it stores or waits
 _OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
+_AHEAD = 1.01  # times the rate, where the next step's wgmma is in flight
 _SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
 _STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
@@ -113,17 +114,21 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
-    step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / (c.max_concurrent_steps - 1), _loaded(p, c), _STEP_NORM)
+    efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
+    held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
+    step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / max(c.max_concurrent_steps - held, 0.5), _loaded(p, c), _STEP_NORM)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
-    steps = slowdown(max(steps, under_power)) / (_OVERLAPPED if c.schedule != "cooperative" and waves > 1 else 1.0)
+    overlapped = c.schedule in ("pingpong", "deferred") and waves > 1
+    steps = slowdown(max(steps, under_power)) / (_OVERLAPPED if overlapped else 1.0)
     memory = _HBM * _moved(multiplied(problem)) / gpu.memory_bytes_per_s
     if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
         memory *= _SHORT_STEPS
     reduction = _prepared(problem, gpu)
     if c.cluster == "k":
-        reduction += waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu))
+        shares = c.split_k if c.schedule == "ahead" else 1
+        reduction += waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu) / shares)
     elif c.split_k > 1:
         reduction += _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
     return _LAUNCH + _LATENCY + _COLD + gemm.together(_MEMORY_NORM, steps, memory) + reduction
@@ -191,6 +196,7 @@ _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes
 _DEFERRED = (128, 256)  # the tile whose store is deferred
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
+_MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
@@ -212,7 +218,10 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         if found is not None:
             key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule)
             best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
-    return [config for _, config in sorted(best.values(), key=lambda pair: pair[0])]
+    ranked = sorted(best.values(), key=lambda pair: pair[0])
+    ahead = [deepest(problem, config, gpu) for config in _ahead(problem, [config for _, config in ranked], gpu)]
+    ranked += [(cost(problem, config, gpu), config) for config in ahead if config is not None]
+    return [config for _, config in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _shapes(problem: Problem) -> Iterator[Config]:
@@ -252,6 +261,18 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
         if tiles > 2 * gpu.sms:
             yield dataclasses.replace(_shape(tile_m, tile_n, 64), schedule="pingpong")
+
+
+def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Config]:
+    """The best of few tiles, with the next step's wgmma in flight, for problems like those measured."""
+    if problem.residual or itemsize_of(multiplied(problem).dtype) != 2:
+        return
+    for config in ranked[:_MOST_AHEAD]:
+        tiles = problem.batch * math.ceil(problem.m / config.tile_m) * math.ceil(problem.n / config.tile_n) * config.split_k
+        if config.schedule == "cooperative" and config.compute_warpgroups == 2 and tiles <= 4 * gpu.sms:
+            if config.tile_m >= gemm.ROWS and problem.k >= 8 * config.tile_k * config.split_k:
+                steps = _STEPS[-1]
+                yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=steps)
 
 
 def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
