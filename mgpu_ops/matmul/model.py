@@ -269,10 +269,9 @@ def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Con
         return
     for config in ranked[:_MOST_AHEAD]:
         tiles = problem.batch * math.ceil(problem.m / config.tile_m) * math.ceil(problem.n / config.tile_n) * config.split_k
-        if config.schedule == "cooperative" and config.compute_warpgroups == 2 and tiles <= 4 * gpu.sms:
-            if config.tile_m >= gemm.ROWS and problem.k >= 8 * config.tile_k * config.split_k:
-                steps = _STEPS[-1]
-                yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=steps)
+        shared = config.schedule == "cooperative" and config.compute_warpgroups == 2 and config.tile_m >= gemm.ROWS
+        if shared and tiles <= 4 * gpu.sms and problem.k >= 8 * config.tile_k * config.split_k:
+            yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=_STEPS[-1])
 
 
 def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:

@@ -97,6 +97,29 @@ def test_warpgroups_that_take_turns_start_a_step_before_they_wait_for_the_last_o
     assert "HGMMA" not in multiply[1]
 
 
+def test_with_schedule_ahead_blocks_of_a_cluster_share_tile_and_sum_and_have_a_wgmma_in_flight():
+    problem = MatmulProblem(256, 6144, 4096)
+    config = replace(BASE, tile_n=192, schedule="ahead", cluster="k", split_k=2, epilogue_tile_n=32)
+    report = compiled(problem, config)
+    (kernel,) = report.kernels
+    assert (report.spills, report.serialized) == (0, "")
+    assert report.smem_bytes <= smem_bytes(problem, config)
+    assert "st.async" in kernel.ptx
+    assert kernel.sass.count("UTMASTG") == 6  # of six epilogue tiles, each block stores three
+    multiply = kernel.sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    assert len(multiply) == 2  # one main loop, in which the wgmma of the last step are waited for, not those of this one
+    assert "HGMMA" not in multiply[1]
+
+
+def test_the_residual_of_a_deferred_store_takes_no_shared_memory_of_its_own():
+    config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred", epilogue_tile_n=32)
+    problem = MatmulProblem(8192, 4096, 4096, residual=True)
+    report = compiled(problem, config)
+    assert (report.spills, report.serialized) == (0, "")
+    assert smem_bytes(problem, config) == smem_bytes(replace(problem, residual=False), config)
+    assert report.smem_bytes <= smem_bytes(problem, config)
+
+
 @pytest.mark.parametrize("layout", ["nn", pytest.param("nt", marks=thorough.only_in_all), "tn"])
 def test_the_default_of_a_large_product_keeps_a_tile_without_spills(layout):
     problem = MatmulProblem(4096, 14336, 4096, layout=layout)
