@@ -538,17 +538,6 @@ def specialize(
     lax.cond(wg < consumers, consume, others)
 
 
-def in_one_warp(run: Callable[[], None]) -> None:
-    """Runs `run`, which waits for barriers and starts copies, in the first warp of a warpgroup alone.
-
-    A copy is otherwise started by all four, which meet before it and all arrive at its barrier.
-    """
-    if interpreting():
-        run()
-    else:
-        plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
-
-
 def races_found() -> bool:
     """Whether the last interpreted kernel had a data race. Raises RuntimeError where none was interpreted yet."""
     state = _interpreter._races

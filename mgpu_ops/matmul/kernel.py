@@ -378,14 +378,8 @@ def _produce(
             load_slab = functools.partial(load_residual_slab, work, t, residual, slab, stages.b)
             pipeline.fill(t * each_tile + steps + slab, load_slab)
 
-    def load_all() -> None:
-        lax.fori_loop(0, own_tiles, load_tile, None)
-        pipeline_of(jnp.int32(0)).drain(own_tiles * each_tile)  # a block does not end before its last stages are read
-
-    if work.config.memory_registers == 32:
-        engine.in_one_warp(load_all)
-    else:
-        load_all()
+    lax.fori_loop(0, own_tiles, load_tile, None)
+    pipeline_of(jnp.int32(0)).drain(own_tiles * each_tile)  # a block does not end before its last stages are read
 
 
 def compute_ahead(

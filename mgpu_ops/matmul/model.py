@@ -197,6 +197,7 @@ _DEFERRED = (128, 256)  # the tile whose store is deferred
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
 _MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
+_SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
@@ -250,13 +251,16 @@ def _shapes(problem: Problem) -> Iterator[Config]:
 def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles of schedules whose stores run beside the next tile's steps, for problems like those measured.
 
-    These have several tiles a block, each of several steps. A residual would take the place of stages.
+    These have several tiles a block, each of several steps. Where k is short, a step has two lines of it: fewer steps to store in.
     """
-    if problem.k < _LONG_K or problem.residual or itemsize_of(multiplied(problem).dtype) != 2:
+    if problem.k <= _SHORT_K or itemsize_of(multiplied(problem).dtype) != 2:
         return
     tile_m, tile_n = _DEFERRED
     if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
-        yield dataclasses.replace(_shape(tile_m, tile_n, 64), schedule="deferred")
+        tile_k = 128 if problem.k < _LONG_K else 64
+        yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred")
+    if problem.k < _LONG_K or problem.residual:
+        return
     for tile_m, tile_n in _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
         if tiles > 2 * gpu.sms:
@@ -296,11 +300,12 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
 
     Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. But with A transposed and the store
-    deferred these spill. The narrowest too where a step has 256 of k with 8 bits: a third stage is worth more.
+    deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8 bits: a third stage is worth more.
     """
     widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
-    beside_wgmma = config.takes_turns or (config.schedule == "deferred" and not transposed(problem)[0])
+    short_steps = config.tile_k <= _line(problem) and not transposed(problem)[0]
+    beside_wgmma = config.takes_turns or (config.schedule == "deferred" and short_steps)
     narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
     for columns in reversed(widths) if narrow else widths:
         fitting = bisect.bisect_right(_STEPS, 0, key=lambda steps: not _fits(problem, config, gpu, steps, columns))

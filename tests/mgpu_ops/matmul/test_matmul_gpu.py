@@ -172,15 +172,6 @@ def test_a_deferred_store_of_a_residual_is_right(problem, cluster, assert_matmul
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
-@pytest.mark.parametrize("changes", [{}, {"cluster": "m"}, {"cluster": "k", "split_k": 2}, {"schedule": "deferred"}])
-def test_one_warp_loads(changes, assert_matmul):
-    problem = P(4096, 2112, 1032)
-    config = replace(MatmulConfig(128, 128, 64, 4, 2, "m", "none", "m", 8, 32, 1, 32, "ahead"), **changes)
-    arrays = MATMUL.inputs(problem, jax.random.key(1))
-    for _ in range(3):
-        assert_matmul(problem, launch(problem, config, *arrays), *arrays)
-
-
 def draw_few_rows(seed: int) -> tuple[Any, Any]:
     """As `draw`, with few rows and a config that computes the transposed product, or adds up parts of k in a cluster."""
     rng = random.Random(seed)
