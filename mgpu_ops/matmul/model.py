@@ -251,7 +251,7 @@ def _shapes(problem: Problem) -> Iterator[Config]:
 def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles of schedules whose stores run beside the next tile's steps, for problems like those measured.
 
-    These have several tiles a block, each of several steps. Where k is short, a step has two lines of it: fewer steps to store in.
+    These have several tiles a block, each of several steps. Where k is short, a step has two lines of it.
     """
     if problem.k <= _SHORT_K or itemsize_of(multiplied(problem).dtype) != 2:
         return
@@ -300,7 +300,8 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
 
     Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. But with A transposed and the store
-    deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8 bits: a third stage is worth more.
+    deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8
+    bits: a third stage is worth more.
     """
     widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
