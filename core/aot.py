@@ -221,7 +221,7 @@ def elsewhere(gpu: Gpu | str, devices: int = 1) -> tuple[contextlib.AbstractCont
     if _plugin() is None:
         raise AotUnavailable(f"compiling for a GPU needs JAX's CUDA plugin: {extras.install('aot')}")
     _claim(gpu)
-    described = np.array(_topology(gpu, devices).devices)
+    described: np.ndarray = np.array(_topology(gpu, devices).devices)
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:

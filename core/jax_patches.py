@@ -9,6 +9,8 @@
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
 | `compare_unprinted` | layouts are inferred without printing the kernel, with jax 0.11 | all Mosaic GPU kernels |
 | `remember_layouts` | the layouts of warp-level MMA are made once | all Mosaic GPU kernels |
+| `remember_transfers` | whether a layout can be loaded or stored so is found out once | all Mosaic GPU kernels |
+| `index_untraced` | swizzled buffers are indexed without tracing that this changes nothing | all kernels of Pallas Mosaic GPU |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
@@ -31,9 +33,11 @@ import jax
 import numpy as np
 from jax._src import callback as callbacks
 from jax._src import dtypes
+from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax._src.state import indexing
 from jax.experimental.mosaic.gpu import MMALayouts, constraints, dialect_lowering, launch_context, utils
 from jax.experimental.mosaic.gpu import core as mosaic
 from jax.extend.mlir import ir, passmanager
@@ -237,6 +241,44 @@ def remember_layouts() -> None:
         vars(self).update(known[key])
 
     setattr(MMALayouts, "__init__", make_once)  # noqa: B010 - mypy has a type of its own for it
+
+
+# Whether registers of a layout can be transferred to or from shared memory of a layout is found out by generating the code.
+
+
+def remember_transfers() -> None:
+    """It is asked once for each pair of layouts, shape and element."""
+    transferable: Any = constraints.IsTransferableSmemRegisters
+    ask = transferable._is_supported_smem_transfer
+    known: dict[Any, bool] = {}
+
+    @functools.wraps(ask)
+    def ask_once(self: Any, smem_layout: Any, reg_layout: Any) -> bool:
+        key = (utils._infer_arch(), smem_layout, reg_layout, self.shape, self.strides, self.bitwidth, self.optimized)
+        if key not in known:
+            known[key] = ask(self, smem_layout, reg_layout)
+        return known[key]
+
+    transferable._is_supported_smem_transfer = ask_once
+
+
+# --- Indices
+#
+# Pallas moves the index of a ref before its swizzle, by tracing and lowering a function of both: for each use of a buffer, and
+# to no effect, as an index and a swizzle change places as they are.
+
+
+def index_untraced() -> None:
+    """An index and a swizzle change places without a trace."""
+    lower = lowering._lower_fn_with_avals
+
+    @functools.wraps(lower)
+    def lower_function(function: Any, avals: Any) -> Any:
+        if isinstance(avals[0], gpu_core.UnswizzleRef) and isinstance(avals[1], indexing.NDIndexer):
+            return lambda ctx, *transforms: (function(*transforms), function(*avals))
+        return lower(function, avals)
+
+    lowering._lower_fn_with_avals = lower_function
 
 
 # --- Kernels of 32-bit numbers

@@ -73,7 +73,7 @@ def alone(module: Any) -> list[bytes]:
 
     Kernels that reach other GPUs are left out: they do not run in a program of one device.
     """
-    calls: dict[str, Any] = {}
+    calls: dict[bytes, Any] = {}
 
     def visit(op: Any) -> Any:
         if _CONFIG in op.attributes and op.name == "stablehlo.custom_call":
@@ -95,7 +95,7 @@ def _alone(call: Any) -> bytes:
             program.operation.attributes[name] = one
         program.operation.attributes["sym_name"] = ir.StringAttr.get("mgpu_ops_kernel")
         with ir.InsertionPoint(program.body):
-            main = func.FuncOp("main", ([x.type for x in call.operands], [x.type for x in call.results]), visibility="public")
+            main = func.FuncOp("main", ([x.type for x in call.operands], [x.type for x in call.results]))
         block = main.add_entry_block()
         with ir.InsertionPoint(block):
             copy = call.operation.clone()
