@@ -262,6 +262,36 @@ def program(results: Path) -> Iterator[str]:
     yield next(sources(*found))  # the page has pictures of its own
 
 
+_COMPILED = {  # of scripts/compile_times.py
+    "attention": "attention, forward and backward",
+    "attention-segments": "the same with segments",
+    "attention-deterministic": "the same, deterministic",
+    "llama": "a training step of 4 layers",
+}
+_COMPILERS = {"mgpu_ops": "ours", "cudnn": "cuDNN", "tokamax": "tokamax", "xla": "XLA and cuDNN"}
+_COMPILE_STAGES = ("trace", "lower", "compile", "all")
+
+
+def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
+    """Seconds from a function to an executable, by stage, beside those before kernels were compiled at the same time."""
+    now, before = (list(newest(results, f"{gpu}-compile-times{when}")) for when in ("", "-before"))
+    if not now or not before:
+        raise LookupError(f"{results} has no {gpu}-compile-times with its -before")
+    times: list[dict[tuple[str, str, str], float]] = [
+        {(row["case"], row["implementation"], row["stage"]): float(row["seconds"]) for row in rows}
+        for _, rows in (before[-1], now[-1])
+    ]
+    yield "| what | whose | trace, s | lower, s | compile, s | all, s |"
+    yield "|---" * 6 + "|"
+    for case, implementation in dict.fromkeys(key[:2] for key in times[1]):
+        cells = (
+            " -> ".join(f"{of[key]:.2f}" for of in times if (key := (case, implementation, stage)) in of)
+            for stage in _COMPILE_STAGES
+        )
+        yield f"| {_COMPILED[case]} | {_COMPILERS[implementation]} | {' | '.join(cells)} |"
+    yield next(sources(before[-1][0], now[-1][0]))
+
+
 _STEPS = {"llama-step": "training", "llama-fp8-step": "training in 8 bits", "llama-decode": "decoding"}
 
 
@@ -497,6 +527,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "collectives": collectives,
     "program": program,
     "program_kernels": program_kernels,
+    "compile_times": compile_times,
     "h100": h100,
     "summary": summary,
 }

@@ -309,12 +309,25 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     beside_wgmma = config.takes_turns or (config.schedule == "deferred" and short_steps)
     narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
     for columns in reversed(widths) if narrow else widths:
-        fitting = bisect.bisect_right(_STEPS, 0, key=lambda steps: not _fits(problem, config, gpu, steps, columns))
-        if fitting:
-            found = dataclasses.replace(config, max_concurrent_steps=_STEPS[fitting - 1], epilogue_tile_n=columns)
+        if steps := _most_steps(problem, _alike(config), gpu, columns):
+            found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
             if check(problem, found, gpu) is None:  # what refuses it refuses it with fewer steps
                 return found
     return None
+
+
+def _alike(config: Config) -> Config:
+    """The first of the configs that take as much shared memory as this one, whatever shares operands and parts of k."""
+    if config.cluster == "k" or (config.cluster, config.split_k) in (("none", 1), ("none", 2)):
+        return config
+    return dataclasses.replace(config, cluster="none", split_k=min(config.split_k, 2))
+
+
+@functools.lru_cache(maxsize=1024)  # several `candidates` are alike
+def _most_steps(problem: Problem, config: Config, gpu: Gpu, columns: int) -> int:
+    """The most of `_STEPS` whose stages fit into shared memory, 0 for none."""
+    fitting = bisect.bisect_right(_STEPS, 0, key=lambda steps: not _fits(problem, config, gpu, steps, columns))
+    return _STEPS[fitting - 1] if fitting else 0
 
 
 def _fits(problem: Problem, config: Config, gpu: Gpu, steps: int, columns: int) -> bool:
