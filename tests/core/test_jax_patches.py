@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.interpreters import mlir
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering
+from jax._src.state import indexing
 from jax.experimental import io_callback
+from jax.experimental.mosaic import gpu
+from jax.experimental.mosaic.gpu import constraints
 
-from mgpu_ops.core import aot, engine
+import mgpu_ops
+from mgpu_ops.core import aot, engine, jax_patches
+from mgpu_ops.core.gpu import target
 
 PLAIN = """
 import jax, jax.numpy as jnp
@@ -61,3 +70,51 @@ def test_functions_that_other_programs_call_get_jaxs_arrays_as_ever():
     jax.jit(lambda x: io_callback(note, x, x))(jnp.ones(3)).block_until_ready()
     assert engine.kernel  # with all patches
     assert issubclass(given[0], jax.Array)
+
+
+def test_equal_variables_are_all_that_others_lead_to():
+    a, b, c, d, e, f = map(constraints.Variable, "abcdef")
+    pairs = [(a, b), (c, d), (e, f), (d, b)]
+    system = constraints.ConstraintSystem(constraints=[constraints.Equals(*pair) for pair in pairs])
+    equal = {x: set(others) for x, others in jax_patches._equal_variables(system).items()}
+    assert equal == {x: group - {x} for group in ({a, b, c, d}, {e, f}) for x in group}
+    assert equal == {x: set(others) for x, others in constraints.compute_transitively_equal_vars(system).items()}
+
+
+def test_a_layout_of_warp_level_mma_is_made_once_and_is_the_same():
+    fresh, again = gpu.MMALayouts(jnp.bfloat16, m_warps=2), gpu.MMALayouts(jnp.float16, m_warps=2)
+    assert again.lhs is fresh.lhs
+    for other in (gpu.MMALayouts(jnp.bfloat16), gpu.MMALayouts(jnp.int8, m_warps=2)):
+        assert other.lhs != fresh.lhs
+        assert other.rhs != fresh.rhs
+
+
+def test_an_index_changes_places_with_a_swizzle_as_it_is():
+    whole = indexing.NDIndexer.from_indices_shape((slice(None), slice(None)), (8, 64))
+    part = indexing.NDIndexer.from_indices_shape((slice(None), slice(32, 64)), (8, 64))
+    swizzle, aval = gpu_core.UnswizzleRef(128), jax.core.ShapedArray((8, 64), jnp.bfloat16)
+    commute = functools.partial(lowering._commute_transform, aval)
+    with mlir.make_ir_context():
+        assert lowering._lower_fn_with_avals(commute, (swizzle, whole))(None, swizzle, whole) == ((whole, swizzle),) * 2
+        with pytest.raises(ValueError, match="cannot be sliced"):
+            lowering._lower_fn_with_avals(commute, (swizzle, part))(None, swizzle, part)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_whether_a_layout_can_be_stored_is_found_out_once(monkeypatch):
+    asked: list[str] = []
+
+    class Noted(constraints.func.FuncOp):
+        def __init__(self, name: str, *args: Any, **kwargs: Any):
+            asked.append(name)
+            super().__init__(name, *args, **kwargs)
+
+    monkeypatch.setattr(constraints.func, "FuncOp", Noted)
+    x = jax.ShapeDtypeStruct((128, 192), jnp.bfloat16)
+    counts = []
+    for _ in range(2):
+        jax.clear_caches()
+        with target("h100-sxm"):
+            jax.jit(lambda a: mgpu_ops.matmul(a, a.T, backend="mosaic")).trace(x).lower(lowering_platforms=("cuda",))
+        counts.append(asked.count("dummy_transfer_test"))
+    assert counts[1] == counts[0]

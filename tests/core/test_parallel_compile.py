@@ -77,24 +77,22 @@ def test_all_kernels_of_a_program_compile_at_the_same_time_and_once(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("devices", [1, 2])
-def test_each_kernel_has_a_program_of_its_own_that_compiles(devices):
-    function = jax.grad(functools.partial(layers, 1))
-    if devices > 1:
-        mesh = jax.sharding.AbstractMesh((devices,), ("device",))
-        spec = jax.sharding.PartitionSpec()
-        function = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
-    module = lowered(function, X, devices=devices).compiler_ir("stablehlo")
-    kernels = parallel_compile.alone(module)
-    assert len(kernels) == str(module).count("kernel_hash") >= 2
-    assert len(set(kernels)) == len(kernels)
+def test_kernels_of_a_program_of_several_devices_compile_for_one_of_them(monkeypatch):
+    alone: list[bytes] = []
+    find = parallel_compile.alone
+    monkeypatch.setattr(parallel_compile, "alone", lambda module: (alone.extend(found := find(module)), found)[1])
+    mesh, spec = jax.sharding.AbstractMesh((2,), ("device",)), jax.sharding.PartitionSpec()
+    function = jax.shard_map(jax.grad(functools.partial(layers, 1)), mesh=mesh, in_specs=spec, out_specs=spec)
+    program = lowered(function, X, devices=2)
+    program.compile()
+    assert len(set(alone)) == str(program.compiler_ir("stablehlo")).count("kernel_hash") >= 2
 
 
 @needs_compiler
-def test_a_program_that_does_not_compile_says_why(monkeypatch):
+def test_what_is_compiled_ahead_has_no_say_in_whether_a_program_compiles(monkeypatch):
     program = lowered(jax.grad(functools.partial(layers, 1)), X)
     monkeypatch.setattr(parallel_compile, "alone", lambda module: [b"no module", b"none either"])
-    program.compile()  # what is compiled ahead has no say
+    program.compile()
 
 
 def kernels_lowered(monkeypatch: pytest.MonkeyPatch, count: int) -> list[str]:
