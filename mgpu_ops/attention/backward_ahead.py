@@ -1,11 +1,16 @@
-"""The consumers of the dk/dv kernel for head dim 128 with `dq_step="next"`: dq and dk of a q block are computed a step later.
+"""The consumers of the dk/dv kernel with `dq_step="next"`: dq and dk of a q block are computed a step later.
 
-Two warpgroups, each with 64 keys and the gradients of these, as in `backward_narrow.py`. The tensor cores get, in this order,
+Two warpgroups. At head dim 128 each has 64 keys and the gradients of these, as in `backward_narrow.py`. The tensor cores get, in
+this order,
 
     S = k q^T of this q block, dq = dS^T k and dk += dS q of the last one, dP = v dO^T - delta and dv += P dO of this one,
 
 so that they work on dq and dk while a warpgroup computes the weights P, and on dv while it computes dS = P dP. The warpgroups
 need each other's dS for dq alone, and by then each has started its next scores.
+
+At head dim 64 the gradients of 128 keys take the same registers. Each warpgroup has two *parts* of 64 keys, which take turns: the
+last q block above is then the part before, and dq, once a q block, is a product with the own 128 keys, so that the warpgroups
+never meet.
 """
 
 from __future__ import annotations
@@ -25,39 +30,55 @@ from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, Thread
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
-from mgpu_ops.attention.problem import ROWS
+from mgpu_ops.attention.problem import ROWS, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int
 
 
 class _Last(NamedTuple):
-    """The q block of the last step, of which dq and dk are still to be computed: dS is in shared memory."""
+    """The q block of the last step, of which dq and dk (of the last part of keys) are still to be computed from dS."""
 
     stage: jax.Array
     head: Int
     q_block: Int
-    ds: jax.Array | None  # of the own keys, in registers, or None
+    ds: jax.Array | None  # of the last part's keys, in registers, or None: in shared memory
+
+
+def parts(p: BackwardProblem) -> int:
+    """How many times 64 keys each warpgroup has."""
+    return 128 // p.head_dim
+
+
+def accumulators(p: BackwardProblem) -> tuple[tuple[int, int], ...]:
+    """Scores, gradient of the weights, dk and dv of each part, 64 columns of dq."""
+    return (SQUARE, SQUARE, *[(ROWS, p.head_dim)] * (2 * parts(p)), SQUARE)
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:
     """What the consumers do."""
     (together,) = scratch.barriers["between"]
-    scratch.accumulators.scope(lambda *accs: _Consumer(block, lax.axis_index("wg"), together, *accs).run())
+    count = parts(block.p)
+
+    def run(s_acc: Any, dp_acc: Any, *accs: Any) -> None:
+        dk_accs, dv_accs, dq_acc = accs[:count], accs[count : 2 * count], accs[2 * count]
+        _Consumer(block, lax.axis_index("wg"), together, s_acc, dp_acc, dk_accs, dv_accs, dq_acc).run()
+
+    scratch.accumulators.scope(run)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup: 64 keys of each kv block."""
+    """One consumer warpgroup: its parts of 64 keys of each kv block."""
 
     block: ThreadBlock
     number: jax.Array  # of the warpgroup: 0 or 1
     # A barrier for both consumers, of which every other phase says that both have computed dq, so that the place of dS is free,
-    # and the next one that both have written dS.
+    # and the next one that both have written dS. Not used where a warpgroup computes dq of its own keys.
     together: Any
     s_acc: Any
     dp_acc: Any
-    dk_acc: Any
-    dv_acc: Any
+    dk_accs: tuple[Any, ...]  # of each part
+    dv_accs: tuple[Any, ...]
     dq_acc: Any
 
     def run(self) -> None:
@@ -68,7 +89,7 @@ class _Consumer:
         """Adds up dk and dv over all q blocks; the producer meanwhile loads what comes next."""
         block, order = self.block, kv.q_blocks
         members, masks = block.group, block.p.masks(block.c.tile_kv)
-        engine.barrier_arrive(self.together)  # the place of dS is free
+        self._arrive()  # the place of dS is free
         # 1. The first q block, but for its dq and dk.
         last = self._first(kv, masks, done)
         # 2. The others, each with dq and dk of the one before: first those with a mask.
@@ -76,19 +97,24 @@ class _Consumer:
             last = self._loop(kv, masks, 1, last)
         last = self._loop(kv, False, 0, last)
         # 3. dq and dk of the last one.
-        plgpu.barrier_wait(self.together)
-        self._start_dq_and_dk(last)
-        self._add_dq(kv, last)  # while dk is computed
+        self._wait_for_other()
+        self._start_dq(last)
+        self._start_dk(last.stage, self.parts[-1], last.ds)
+        self._add_dq(kv, last, self._seen(kv, last))  # while dk is computed
         engine.wgmma_wait(0)
+        if block.refs.turns is not None:
+            engine.warpgroup_barrier()
+            self._give_turn(kv, last)
         engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
         # 4. The way out.
-        dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
-        plgpu.barrier_wait(self.together)  # both are done with keys and values: the gradients leave from there
-        own = self.wg * ROWS
-        at = kv.at._replace(token=kv.at.token + own)
-        for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
-            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
-        for acc in (self.dk_acc, self.dv_acc):
+        gradients = [(dk_acc[...] * block.x.inputs.options[0], dv_acc[...]) for dk_acc, dv_acc in zip(self.dk_accs, self.dv_accs)]
+        self._wait_for_other()  # both are done with keys and values: the gradients leave from there
+        for part, (dk, dv) in enumerate(gradients):
+            own = self._key_part(part) * ROWS
+            at = kv.at._replace(token=kv.at.token + own)
+            for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
+                block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
+        for acc in (*self.dk_accs, *self.dv_accs):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         block.release_keys()
         return done + (order.masked + order.unmasked) * members
@@ -102,8 +128,9 @@ class _Consumer:
         self._start_scores(tile)
         weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 0), self.wg)
         self._start_dp(tile)
-        ds = self._start_dv(tile, weights)
-        self._hand_over(ds)
+        ds = self._start_dv(tile, 0, weights)
+        self._hand_over(0, ds)
+        ds = self._other_parts(tile, ds)
         engine.wgmma_wait(0)  # nobody needs it, but ptxas serializes where a product runs on into a loop
         return _Last(tile.stage, head, q_block, ds if self.held else None)
 
@@ -127,29 +154,59 @@ class _Consumer:
         tile, head = self._wait(kv, member, q_block, jnp.where(stage == self.block.q_pipeline.stages, 0, stage), masked)
         # 1. The scores of this q block; then, when both have written dS, dq and dk of the last one.
         self._start_scores(tile)
-        plgpu.barrier_wait(self.together)
-        self._start_dq_and_dk(last)
+        self._wait_for_other()
+        self._start_dq(last)
+        self._start_dk(last.stage, self.parts[-1], last.ds)
+        seen = self._seen(kv, last)
         # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves: where dS takes
         # registers, it has to be first, and dk's product with them done before dP takes others.
         s = engine.accumulated(self.s_acc, 2)
         if self.held:
-            self._add_dq(kv, last)
+            self._add_dq(kv, last, seen)
         weights, _ = self.block.weights(tile, s, self.wg)
         if self.held:
-            engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
-            engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
+            self._finish_dk(weights)
         else:
-            self._add_dq(kv, last)
+            self._add_dq(kv, last, seen)
         # 3. dP and dv; while dv is computed, dP becomes dS.
         self._start_dp(tile)
-        ds = self._start_dv(tile, weights)
-        self._hand_over(ds)
+        ds = self._start_dv(tile, 0, weights)
+        self._hand_over(0, ds)
+        self._give_turn(kv, last)
+        if len(self.parts) > 1:
+            engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage], 1)
+            ds = self._other_parts(tile, ds)
         # 4. dv is done, and with it all products with the last q block.
         engine.wgmma_wait(0)
-        engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
+        if len(self.parts) == 1:
+            engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
         return _Last(tile.stage, head, q_block, ds if self.held else None)
 
+    def _other_parts(self, tile: ScoreTile, ds: jax.Array) -> jax.Array:
+        """The parts of the keys but for the first, whose dS is given, each with dk of the one before. Returns the last one's dS."""
+        for part in self.parts[1:]:
+            tile = dataclasses.replace(tile, key_part=self._key_part(part))
+            self._start_scores(tile)
+            self._start_dk(tile.stage, part - 1, ds if self.held else None)
+            weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 1), self.wg)
+            if self.held:
+                self._finish_dk(weights)
+            self._start_dp(tile)
+            ds = self._start_dv(tile, part, weights)
+            self._hand_over(part, ds)
+        return ds
+
     # --- Their parts
+
+    @property
+    def parts(self) -> range:
+        """Of the keys, 64 each."""
+        return range(len(self.dk_accs))
+
+    @property
+    def alone(self) -> bool:
+        """Whether each warpgroup computes dq of its own keys."""
+        return len(self.parts) > 1
 
     @property
     def held(self) -> bool:
@@ -161,59 +218,113 @@ class _Consumer:
         """This warpgroup: see `layouts.opaque`."""
         return opaque(self.number)
 
+    def _key_part(self, part: int) -> Int:
+        """Which 64 keys of the kv block are this warpgroup's part."""
+        return self.wg * len(self.parts) + part if self.alone else self.wg
+
+    def _arrive(self) -> None:
+        """Says to the other warpgroup that this one is so far."""
+        if not self.alone:
+            engine.barrier_arrive(self.together)
+
+    def _wait_for_other(self) -> None:
+        if not self.alone:
+            plgpu.barrier_wait(self.together)
+
     def _wait(self, kv: KvBlock, member: Int, q_block: Int, stage: jax.Array, masked: bool) -> tuple[ScoreTile, Int]:
         """Waits for a q block of a head of the group: the tile of its scores, and the head's number."""
         plgpu.barrier_wait(self.block.q_pipeline.full.at[stage])
         row = q_block * self.block.c.tile_q
-        return ScoreTile(kv, self.wg, stage, 0, row, masked), kv.at.head * self.block.group + member
+        return ScoreTile(kv, self._key_part(0), stage, 0, row, masked), kv.at.head * self.block.group + member
 
     def _start_scores(self, tile: ScoreTile) -> None:
         """Starts S = k q^T."""
         self.s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        self._start_product(self.s_acc, "k", self._rows("q", tile.stage))
+        self._start_product(self.s_acc, "k", tile, self._rows("q", tile.stage))
 
     def _start_dp(self, tile: ScoreTile) -> None:
         """Starts dP = v dO^T - delta."""
         self.dp_acc[...] = self.block.delta(tile)  # with its sign changed
-        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage))
+        self._start_product(self.dp_acc, "v", tile, self._rows("do", tile.stage))
 
-    def _start_product(self, acc: Any, name: str, rows: Any) -> None:
+    def _start_product(self, acc: Any, name: str, tile: ScoreTile, rows: Any) -> None:
         """Starts acc += own keys or values times rows^T, in as many products as there are panels."""
-        own = pl.ds(self.wg * ROWS, ROWS)
+        own = pl.ds(tile.key_part * ROWS if self.alone else self.wg * ROWS, ROWS)
         for panel in self.block.panels:
             columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
             engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
 
-    def _start_dv(self, tile: ScoreTile, weights: jax.Array) -> jax.Array:
+    def _start_dv(self, tile: ScoreTile, part: int, weights: jax.Array) -> jax.Array:
         """Starts dv += P dO. Returns dS, once dP is done; dv's product may go on."""
         dtype = self.block.p.dtype
-        engine.wgmma(self.dv_acc, weights.astype(dtype), self._rows("do", tile.stage))
+        engine.wgmma(self.dv_accs[part], weights.astype(dtype), self._rows("do", tile.stage))
         return (weights * engine.accumulated(self.dp_acc, 1)).astype(dtype)
 
-    def _hand_over(self, ds: jax.Array) -> None:
-        """Writes dS of the own keys, and says so."""
-        plgpu.barrier_wait(self.together)
-        engine.write_tile(ds, self._own_ds())
+    def _hand_over(self, part: int, ds: jax.Array) -> None:
+        """Writes dS of a part of the own keys, and says so."""
+        self._wait_for_other()
+        if self.alone and part == 0:
+            engine.warpgroup_barrier()  # all warps' dq is done, which read dS of the last q block
+        engine.write_tile(ds, self._own_ds(part))
         plgpu.commit_smem()  # wgmma sees what was written
-        engine.barrier_arrive(self.together)
+        self._arrive()
 
-    def _start_dq_and_dk(self, last: _Last) -> None:
-        """Starts dq = dS^T k, of which each warpgroup computes 64 columns, and dk += dS q."""
+    def _start_dq(self, last: _Last) -> None:
+        """Starts dq = dS^T k: 64 columns of it, or that of the own keys."""
         smem = self.block.smem
         self.dq_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[opaque_zero()]), smem["k"].at[self.wg])
-        engine.wgmma(self.dk_acc, self._own_ds() if last.ds is None else last.ds, self._rows("q", last.stage))
+        ds, keys = smem["ds"].at[opaque_zero()], smem["k"].at[0 if self.alone else self.wg]
+        if self.alone:
+            own = pl.ds(self._key_part(0) * ROWS, len(self.parts) * ROWS)
+            ds, keys = ds.at[own], keys.at[own]
+        engine.wgmma(self.dq_acc, engine.transpose_ref(ds), keys)
 
-    def _add_dq(self, kv: KvBlock, last: _Last) -> None:
-        """Waits for dq, and starts adding it to global memory. dk's product may go on."""
+    def _start_dk(self, stage: jax.Array, part: int, ds: jax.Array | None) -> None:
+        """Starts dk += dS q of a part of the own keys."""
+        engine.wgmma(self.dk_accs[part], self._own_ds(part) if ds is None else ds, self._rows("q", stage))
+
+    def _finish_dk(self, weights: jax.Array) -> None:
+        """Waits for dk once the weights are computed."""
+        engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
+        engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
+
+    def _add_dq(self, kv: KvBlock, last: _Last, seen: jax.Array | None) -> None:
+        """Waits for dq, and starts adding it to global memory, when it is this kv block's turn. dk's product may go on."""
         block = self.block
         dq = engine.accumulated(self.dq_acc, 1)
-        engine.barrier_arrive(self.together)
-        tile = (kv.at.batch * (block.refs.lse.shape[2] // ROWS) + last.q_block) * block.p.q_heads + last.head
-        engine.add_fragments(dq, block.refs.dq.at[block.dq_part(kv), tile, self.wg])
+        self._arrive()
+        where = (block.dq_part(kv, self.wg), self._tile(kv, last), 0) if self.alone else (block.dq_part(kv), self._tile(kv, last), self.wg)
+        if seen is not None:
+            engine.await_count(self._turns(kv, last), seen, self._turn(kv, last))
+        engine.add_fragments(dq, block.refs.dq.at[where])
 
-    def _own_ds(self) -> Any:
-        return self.block.smem["ds"].at[opaque_zero(), pl.ds(self.wg * ROWS, ROWS), :]
+    # --- Turns
+
+    def _seen(self, kv: KvBlock, last: _Last) -> jax.Array | None:
+        """How far the turns at the last q block's dq are, by the latest news."""
+        return None if self.block.refs.turns is None else engine.seen_count(self._turns(kv, last))
+
+    def _give_turn(self, kv: KvBlock, last: _Last) -> None:
+        """The last q block's dq is added to: the next kv block's turn."""
+        if self.block.refs.turns is not None:
+            engine.set_count(self._turns(kv, last), self._turn(kv, last) + 1)
+
+    def _turn(self, kv: KvBlock, last: _Last) -> Int:
+        """How many warpgroups add to the same tile of dq before this one."""
+        turn = self.block.turn(kv, opaque(last.q_block))
+        return 2 * turn + self.wg if self.alone else turn
+
+    def _turns(self, kv: KvBlock, last: _Last) -> Any:
+        """Their number, in global memory."""
+        tile = opaque(self._tile(kv, last))
+        return self.block.refs.turns.at[pl.ds(tile if self.alone else 2 * tile + self.wg, 1)]
+
+    def _tile(self, kv: KvBlock, last: _Last) -> Int:
+        """Which tile of 64 rows of a head dq of the last q block is."""
+        return (kv.at.batch * (self.block.refs.lse.shape[2] // ROWS) + last.q_block) * self.block.p.q_heads + last.head
+
+    def _own_ds(self, part: int) -> Any:
+        return self.block.smem["ds"].at[opaque_zero(), pl.ds(self._key_part(part) * ROWS, ROWS), :]
 
     def _rows(self, name: str, stage: jax.Array) -> Any:
         return self.block.smem[name].at[stage]

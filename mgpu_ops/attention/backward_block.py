@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, q_blocks
+from mgpu_ops.attention.mask import BlockOrder, RisingOrder, q_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
@@ -37,7 +38,40 @@ TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
 def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which thread block works on which kv blocks."""
     steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
+    if in_turns(p, c):
+        return _in_order(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
+
+
+def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
+    """Whether thread blocks take turns at adding to dq, in an order that is always the same."""
+    return p.deterministic and c.mode == "fused"
+
+
+def _in_order(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+    """A table as of `tile_scheduler.assign_heads`, for blocks that take turns: nobody waits for a kv block that begins later.
+
+    Kv blocks of one cost take turns in a circle, so that those of a head begin together. Otherwise (causal) the later keys come
+    first, and take less time.
+    """
+    tiles = len(costs)
+    if (costs == costs[0]).all():
+        together = max(1, blocks // tiles)
+        gangs = [range(block, heads * tiles, together * tiles) for block in range(together * tiles)]
+        return tile_scheduler.table(gangs + [()] * (blocks - len(gangs)))
+    section = math.ceil(waves * blocks / tiles)
+    numbers = [
+        head * tiles + tile
+        for first in range(0, heads, section)
+        for tile in range(tiles - 1, -1, -1)
+        for head in range(first, min(first + section, heads))
+    ]
+    busy, assigned = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]
+    for number in numbers:
+        until, block = busy[0]
+        assigned[block].append(number)
+        heapq.heapreplace(busy, (until + int(costs[number % tiles]), block))
+    return tile_scheduler.table(assigned)
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +83,8 @@ class Refs(BackwardRefs):
     # kernel computes it.
     dq: Any
     dbias: Any  # [batch * q_heads, keys, rows] or None
+    # int32 for each tile of dq that warpgroups add to: how many have; or None, where they do not take turns.
+    turns: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +166,9 @@ class ThreadBlock:
 
     def kv_block(self, number: jax.Array) -> KvBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
+        if in_turns(self.p, self.c):
+            blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
+            return KvBlock(at, RisingOrder(blocks, self._first_turn(at) if self.p.right is None else None))
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
@@ -141,6 +180,29 @@ class ThreadBlock:
             return 0  # the first one is another for each kv block
         own, blocks = lax.div(at.token, jnp.int32(self.c.tile_kv)), math.ceil(self.p.kv_tokens / self.c.tile_kv)
         return lax.div(own * order.unmasked, jnp.int32(blocks))
+
+    def _first_turn(self, at: Position) -> Int:
+        """Without a mask: the q block that a kv block begins with. The kv blocks of a head begin apart, in a circle."""
+        start = lax.div(at.token, jnp.int32(self.c.tile_kv)) * self._apart
+        return jnp.where(start < math.ceil(self.p.q_tokens / self.c.tile_q), start, 0)
+
+    @property
+    def _apart(self) -> int:
+        """Without a mask: how many q blocks apart the kv blocks of a head are."""
+        return -(-math.ceil(self.p.q_tokens / self.c.tile_q) // math.ceil(self.p.kv_tokens / self.c.tile_kv))
+
+    def turn(self, kv: KvBlock, q_block: Int) -> Int:
+        """How many kv blocks add to dq of a q block before this one: those of later keys, as these are there first.
+
+        Without a mask, all have their turns in a circle. `check_backward` has seen to it that no kv block is without rows.
+        """
+        own = lax.div(opaque(kv.at.token), jnp.int32(self.c.tile_kv))
+        if self.p.right is None:
+            turn = lax.div(q_block, jnp.int32(self._apart)) - own
+            return jnp.where(turn < 0, turn + math.ceil(self.p.kv_tokens / self.c.tile_kv), turn)
+        row = jnp.minimum((q_block + 1) * self.c.tile_q, self.p.q_tokens) - 1
+        key = jnp.minimum(row + self.p.offset + self.p.right, self.p.kv_tokens - 1)
+        return lax.div(key, jnp.int32(self.c.tile_kv)) - own
 
     # --- The producer
 
@@ -236,9 +298,15 @@ class ThreadBlock:
         dst = self.refs.dq.at[self.dq_part(kv), at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
         engine.add_tile(src, dst)
 
-    def dq_part(self, kv: KvBlock) -> Int:
-        """Which array of dq a kv block adds to. The interpreter cannot add: each kv block has one of its own there."""
-        return lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if interpreting() else 0
+    def dq_part(self, kv: KvBlock, wg: Int | None = None) -> Int:
+        """Which array of dq a kv block adds to. The interpreter cannot add: each kv block has one of its own there.
+
+        wg: the warpgroup, where each adds to all of dq.
+        """
+        if not interpreting():
+            return 0
+        own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+        return own if wg is None else own * CONSUMERS + wg
 
     @regions.region("store")
     def store(self, ref: Any, at: Position, staging: Any, values: jax.Array) -> None:

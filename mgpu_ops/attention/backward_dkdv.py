@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
-from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, schedule
+from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, in_turns, schedule
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -58,7 +58,11 @@ def launch(
         # The interpreter cannot add in global memory: each kv block has an array of its own there.
         by_rows = p.batch, rows, p.q_heads, p.head_dim
         shape = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
-        dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, *shape), jnp.float32))
+        own = tiles * (backward_ahead.parts(p) if c.dq_step == "next" else 1)
+        dq = jax.new_ref(jnp.zeros((own if interpret else 1, *shape), jnp.float32))
+    turns: Any = None
+    if in_turns(p, c):
+        turns = jax.new_ref(jnp.zeros(math.prod(backward_round.tiles_shape(p, rows)[:2]), jnp.int32))
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
 
@@ -79,6 +83,7 @@ def launch(
         optional=optional,
         dq=dq,
         dbias=dbias,
+        turns=turns,
     )
     out_type = rows_like(arrays.k), rows_like(arrays.v)
     dk, dv = run(body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret)
@@ -121,7 +126,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
         smem["ds"] = swizzled(shape, p.dtype, 128 if wide else part.swizzle)  # as the keys, beside which it is an operand
     return BlockSpec(
         consumers=CONSUMERS,
-        accumulators=backward_wide.accumulators(p) if wide else backward_narrow.accumulators(p, fused),
+        accumulators=_accumulators(p, c),
         smem=smem,
         barriers={
             "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
@@ -129,6 +134,12 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
         },
     )
+
+
+def _accumulators(p: BackwardProblem, c: BackwardConfig) -> tuple[tuple[int, int], ...]:
+    if p.head_dim > 128:
+        return backward_wide.accumulators(p)
+    return backward_ahead.accumulators(p) if c.dq_step == "next" else backward_narrow.accumulators(p, c.mode == "fused")
 
 
 def _summed(p: BackwardProblem, dbias: jax.Array, bias: jax.Array) -> jax.Array:

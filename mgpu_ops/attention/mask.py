@@ -150,6 +150,30 @@ class BlockOrder:
         return loop(self.unmasked, self.unmasked_block, False, carry)
 
 
+@dataclasses.dataclass(frozen=True)
+class RisingOrder(BlockOrder):
+    """The blocks of a range from `start` on upwards, round to it: first those with a mask, which are the first ones or all.
+
+    start: counted from the first block of the range, where the range has no mask or none but of keys that are padding; else 0.
+    """
+
+    @property
+    def masked(self) -> Int:
+        first, whole, whole_end, end = self.blocks
+        return jnp.where(whole_end == end, jnp.maximum(whole - first, 1), end - first)
+
+    @property
+    def unmasked(self) -> Int:
+        return self.blocks.end - self.blocks.first - self.masked
+
+    def masked_block(self, i: Int) -> Int:
+        count, at = self.blocks.end - self.blocks.first, i + (0 if self.start is None else self.start)
+        return self.blocks.first + (at if self.start is None else jnp.where(at >= count, at - count, at))
+
+    def unmasked_block(self, i: Int) -> Int:
+        return self.masked_block(self.masked + i)
+
+
 def _blocks(tokens: BlockRange, tile: int, count: int) -> BlockRange:
     """The blocks for ranges of `count` tokens, clipped to those that exist; at least one."""
     most = -(-count // tile)

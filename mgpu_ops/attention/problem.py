@@ -505,15 +505,18 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     wide = d > 128
     if c.mode not in ("fused", "split"):
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
-    if c.mode == "fused" and (p.deterministic or wide):
-        why = "adds to dq in any order" if p.deterministic else f"has no registers for dq of head_dim={p.head_dim}"
-        return f"mode='fused' {why}: use 'split'"
-    tile_kv = ROWS if wide else 2 * ROWS
+    if c.mode == "fused" and wide:
+        return f"mode='fused' has no registers for dq of head_dim={p.head_dim}: use 'split'"
+    if c.mode == "fused" and p.deterministic and (reason := _check_turns(p, c, gpu)):
+        return reason
+    tile_kv = ROWS if wide else 2 * ROWS * (128 // d if c.dq_step == "next" else 1)
     if c.tile_kv != tile_kv:
         return f"tile_kv={c.tile_kv} must be {tile_kv} for head_dim={p.head_dim}: {ROWS} keys of each warpgroup's gradients"
     if c.tile_q not in (ROWS, 2 * ROWS) or (c.tile_q == 2 * ROWS and d > 64):
         return f"tile_q={c.tile_q} must be {ROWS}, or {2 * ROWS} where head_dim is at most 64"
-    if c.mode == "fused" and d == 64 and c.tile_q == ROWS:
+    if c.dq_step == "next" and c.tile_q != ROWS:
+        return f"tile_q={c.tile_q} must be {ROWS} with dq_step='next': a warpgroup has scores of {ROWS} rows"
+    if c.mode == "fused" and c.dq_step == "same" and d == 64 and c.tile_q == ROWS:
         return f"tile_q={c.tile_q} must be {2 * ROWS} with mode='fused' and head_dim={p.head_dim}: dq's rows are shared out"
     if not 1 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
@@ -525,6 +528,21 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return reason
     sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])
     return limits.check_smem(max(sizes), gpu)
+
+
+def _check_turns(p: BackwardProblem, c: BackwardConfig, gpu: Gpu) -> str | None:
+    """Why thread blocks cannot take turns at adding to dq, so that the sums are always in one order, or None."""
+    if (c.dq_step, c.q_order) != ("next", "apart"):
+        return "mode='fused' adds to dq in any order: use 'split', or dq_step='next' with q_order='apart'"
+    if p.lengths or p.segments or p.left is not None:
+        return "mode='fused' with deterministic=True has no order of turns for lengths, segments or a window: use 'split'"
+    blocks = math.ceil(p.kv_tokens / c.tile_kv)
+    if p.right is None:
+        if blocks > gpu.sms:
+            return f"mode='fused' with deterministic=True takes turns among {gpu.sms} kv blocks at most, not {blocks}: use 'split'"
+    elif (blocks - 1) * c.tile_kv - p.offset - p.right >= p.q_tokens:
+        return "mode='fused' with deterministic=True has no turn for keys that no row sees: use 'split'"
+    return None
 
 
 def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
@@ -539,8 +557,8 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         if (c.q_order, c.dk_operand) != ("together", "memory"):
             return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
         return None
-    if c.mode != "fused" or backward_dim(p.head_dim, p.deterministic) != 128:
-        return f"dq_step='next' is for mode='fused' and head_dim=128, not {c.mode!r} and {p.head_dim}: use 'same'"
+    if c.mode != "fused" or backward_dim(p.head_dim, p.deterministic) not in (64, 128):
+        return f"dq_step='next' is for mode='fused' and a head_dim of 64 or 128, not {c.mode!r} and {p.head_dim}: use 'same'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
     if c.max_concurrent_steps < 2:

@@ -27,7 +27,17 @@ from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
 from tests import thorough
 from tests.mgpu_ops.attention import cases
-from tests.mgpu_ops.attention.cases import AHEAD_128, BASE, FUSED_64, FUSED_128, SPLIT_64, SPLIT_128, SPLIT_256, one_step
+from tests.mgpu_ops.attention.cases import (
+    AHEAD_64,
+    AHEAD_128,
+    BASE,
+    FUSED_64,
+    FUSED_128,
+    SPLIT_64,
+    SPLIT_128,
+    SPLIT_256,
+    one_step,
+)
 from tests.mgpu_ops.grouped.ragged import float64
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter
 
@@ -347,6 +357,28 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
     "dq a step later, dk from registers, blocks apart, rows cut": (
         B(2, 200, 260, 2, 1, 128),
         replace(AHEAD_128, q_order="apart", dk_operand="registers"),
+    ),
+    "dq a step later, head_dim of 64, causal, odd lengths, grouped heads": (B(1, 200, 330, 2, 1, 64, causal=True), AHEAD_64),
+    "dq a step later, head_dim of 64, lengths, window, dk from registers": (
+        B(2, 70, 150, 1, 1, 64, causal=True, window_left=40, lengths=True),
+        replace(AHEAD_64, dk_operand="registers"),
+    ),
+    "dq a step later, head_dim of 64, segments, blocks apart, two steps": (
+        B(1, 200, 520, 1, 1, 64, "float16", segments=True),
+        replace(AHEAD_64, q_order="apart", max_concurrent_steps=2),
+    ),
+    # dq added in turns
+    "in turns, causal, fewer rows, grouped heads": (
+        B(1, 200, 330, 2, 1, 128, causal=True, deterministic=True),
+        replace(AHEAD_128, q_order="apart"),
+    ),
+    "in turns, a circle, blocks cut, float16": (
+        B(1, 330, 260, 1, 1, 128, "float16", deterministic=True),
+        replace(AHEAD_128, q_order="apart", dk_operand="registers"),
+    ),
+    "in turns, head_dim of 64, causal": (
+        B(1, 330, 520, 1, 1, 64, causal=True, deterministic=True),
+        replace(AHEAD_64, q_order="apart"),
     ),
     # two kernels, and sums in one order
     "split, odd lengths, grouped heads, three steps": (
