@@ -30,6 +30,7 @@ from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, Thread
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
+from mgpu_ops.attention.mask import TurnOrder
 from mgpu_ops.attention.problem import ROWS, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int
@@ -42,6 +43,7 @@ class _Last(NamedTuple):
     head: Int
     q_block: Int
     ds: jax.Array | None  # of the last part's keys, in registers, or None: in shared memory
+    seen: jax.Array | None = None  # whose turn it was a moment ago at its dq
 
 
 def parts(p: BackwardProblem) -> int:
@@ -93,14 +95,20 @@ class _Consumer:
         # 1. The first q block, but for its dq and dk.
         last = self._first(kv, masks, done)
         # 2. The others, each with dq and dk of the one before: first those with a mask.
-        if masks or members > 1:
-            last = self._loop(kv, masks, 1, last)
-        last = self._loop(kv, False, 0, last)
+        if isinstance(order, TurnOrder):
+            last = self._visits(kv, False, 1, order.unmasked * members, last)
+            if masks:
+                last = self._visits(kv, True, jnp.maximum(order.unmasked * members, 1), order.count * members, last)
+        else:
+            if masks or members > 1:
+                last = self._loop(kv, masks, 1, last)
+            last = self._loop(kv, False, 0, last)
         # 3. dq and dk of the last one.
+        self._await_turn(kv, last)
         self._wait_for_other()
         self._start_dq(last)
         self._start_dk(last.stage, self.parts[-1], last.ds)
-        self._add_dq(kv, last, self._seen(kv, last))  # while dk is computed
+        self._add_dq(kv, last)  # while dk is computed
         engine.wgmma_wait(0)
         if block.refs.turns is not None:
             engine.warpgroup_barrier()
@@ -117,13 +125,14 @@ class _Consumer:
         for acc in (*self.dk_accs, *self.dv_accs):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         block.release_keys()
-        return done + (order.masked + order.unmasked) * members
+        return done + (order.count if isinstance(order, TurnOrder) else order.masked + order.unmasked) * members
 
     # --- Steps
 
     def _first(self, kv: KvBlock, masks: bool, done: jax.Array) -> _Last:
         """The first q block of the first head, but for its dq and dk."""
-        q_block = kv.q_blocks.masked_block(0)
+        order = kv.q_blocks
+        q_block = order.block(0) if isinstance(order, TurnOrder) else order.masked_block(0)
         tile, head = self._wait(kv, 0, q_block, lax.rem(done, jnp.int32(self.block.q_pipeline.stages)), masks)
         self._start_scores(tile)
         weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 0), self.wg)
@@ -131,8 +140,9 @@ class _Consumer:
         ds = self._start_dv(tile, 0, weights)
         self._hand_over(0, ds)
         ds = self._other_parts(tile, ds)
+        this = self._seen(kv, _Last(tile.stage, head, q_block, ds if self.held else None))
         engine.wgmma_wait(0)  # nobody needs it, but ptxas serializes where a product runs on into a loop
-        return _Last(tile.stage, head, q_block, ds if self.held else None)
+        return this
 
     def _loop(self, kv: KvBlock, masked: bool, first: int, last: _Last) -> _Last:
         """The q blocks with a mask of all heads of the group but for the `first` of the first head; or those without."""
@@ -148,26 +158,36 @@ class _Consumer:
         # One loop in another: to divide a step's number by their count would take as long as some products.
         return head(0, last) if members == 1 else lax.fori_loop(0, members, head, last)
 
+    def _visits(self, kv: KvBlock, masked: bool, start: Int, end: Int, last: _Last) -> _Last:
+        """The visits [start, end) of a `TurnOrder`."""
+
+        def visit(i: jax.Array, last: _Last) -> _Last:
+            member, q_block = kv.q_blocks.visit(i, self.block.group)
+            return self._step(kv, masked, member, lambda _: q_block, i, last)
+
+        found: _Last = lax.fori_loop(start, end, visit, last)
+        return found
+
     def _step(self, kv: KvBlock, masked: bool, member: Int, number: Callable[[Int], Int], i: jax.Array, last: _Last) -> _Last:
         """The i-th q block of a head, but for its dq and dk, and those of the last one."""
         q_block, stage = number(i), last.stage + 1
         tile, head = self._wait(kv, member, q_block, jnp.where(stage == self.block.q_pipeline.stages, 0, stage), masked)
         # 1. The scores of this q block; then, when both have written dS, dq and dk of the last one.
+        self._await_turn(kv, last)
         self._start_scores(tile)
         self._wait_for_other()
         self._start_dq(last)
         self._start_dk(last.stage, self.parts[-1], last.ds)
-        seen = self._seen(kv, last)
         # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves: where dS takes
         # registers, it has to be first, and dk's product with them done before dP takes others.
         s = engine.accumulated(self.s_acc, 2)
         if self.held:
-            self._add_dq(kv, last, seen)
+            self._add_dq(kv, last)
         weights, _ = self.block.weights(tile, s, self.wg)
         if self.held:
             self._finish_dk(weights)
         else:
-            self._add_dq(kv, last, seen)
+            self._add_dq(kv, last)
         # 3. dP and dv; while dv is computed, dP becomes dS.
         self._start_dp(tile)
         ds = self._start_dv(tile, 0, weights)
@@ -176,11 +196,12 @@ class _Consumer:
         if len(self.parts) > 1:
             engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage], 1)
             ds = self._other_parts(tile, ds)
+        this = self._seen(kv, _Last(tile.stage, head, q_block, ds if self.held else None))
         # 4. dv is done, and with it all products with the last q block.
         engine.wgmma_wait(0)
         if len(self.parts) == 1:
             engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
-        return _Last(tile.stage, head, q_block, ds if self.held else None)
+        return this
 
     def _other_parts(self, tile: ScoreTile, ds: jax.Array) -> jax.Array:
         """The parts of the keys but for the first, whose dS is given, each with dk of the one before. Returns the last one's dS."""
@@ -288,34 +309,39 @@ class _Consumer:
         engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
         engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
 
-    def _add_dq(self, kv: KvBlock, last: _Last, seen: jax.Array | None) -> None:
+    def _add_dq(self, kv: KvBlock, last: _Last) -> None:
         """Waits for dq, and starts adding it to global memory, when it is this kv block's turn. dk's product may go on."""
         block = self.block
         dq = engine.accumulated(self.dq_acc, 1)
         self._arrive()
         where = (block.dq_part(kv, self.wg), self._tile(kv, last), 0) if self.alone else (block.dq_part(kv), self._tile(kv, last), self.wg)
-        if seen is not None:
-            engine.await_count(self._turns(kv, last), seen, self._turn(kv, last))
         engine.add_fragments(dq, block.refs.dq.at[where])
 
     # --- Turns
 
-    def _seen(self, kv: KvBlock, last: _Last) -> jax.Array | None:
-        """How far the turns at the last q block's dq are, by the latest news."""
-        return None if self.block.refs.turns is None else engine.seen_count(self._turns(kv, last))
+    def _seen(self, kv: KvBlock, last: _Last) -> _Last:
+        """Looks up whose turn it is at the last q block's dq. The load takes a while, beside what the caller does until then."""
+        if self.block.refs.turns is None:
+            return last
+        return last._replace(seen=engine.seen_count(self._turns(kv, last)))
+
+    def _await_turn(self, kv: KvBlock, last: _Last) -> None:
+        """Waits until it is this kv block's turn to add to the last q block's dq."""
+        if last.seen is not None:
+            engine.await_count(self._turns(kv, last), last.seen, self._own_turn(kv)[0])
 
     def _give_turn(self, kv: KvBlock, last: _Last) -> None:
         """The last q block's dq is added to: the next kv block's turn."""
         if self.block.refs.turns is not None:
-            engine.set_count(self._turns(kv, last), self._turn(kv, last) + 1)
+            engine.set_count(self._turns(kv, last), self._own_turn(kv)[1])
 
-    def _turn(self, kv: KvBlock, last: _Last) -> Int:
-        """How many warpgroups add to the same tile of dq before this one."""
-        turn = self.block.turn(kv, opaque(last.q_block))
-        return 2 * turn + self.wg if self.alone else turn
+    def _own_turn(self, kv: KvBlock) -> tuple[Int, Int]:
+        """This warpgroup's number among those that add to one tile of dq, and the next one's."""
+        own, following = self.block.turns(kv)
+        return (2 * own + self.wg, jnp.where(self.wg == 0, 2 * own + 1, 2 * following)) if self.alone else (own, following)
 
     def _turns(self, kv: KvBlock, last: _Last) -> Any:
-        """Their number, in global memory."""
+        """Whose turn it is at the last q block's dq, in global memory."""
         tile = opaque(self._tile(kv, last))
         return self.block.refs.turns.at[pl.ds(tile if self.alone else 2 * tile + self.wg, 1)]
 

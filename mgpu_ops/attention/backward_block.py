@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import whole
+from mgpu_ops.attention import backward_round
+from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, RisingOrder, q_blocks
+from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
@@ -38,8 +38,8 @@ TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
 def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which thread block works on which kv blocks."""
     steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
-    if in_turns(p, c):
-        return _in_order(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
+    if in_turns(p, c) and p.right is None:
+        return _in_circles(len(steps), p.batch * p.kv_heads, blocks)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
 
 
@@ -48,30 +48,25 @@ def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
     return p.deterministic and c.mode == "fused"
 
 
-def _in_order(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
-    """A table as of `tile_scheduler.assign_heads`, for blocks that take turns: nobody waits for a kv block that begins later.
+def _in_circles(tiles: int, heads: int, blocks: int) -> np.ndarray:
+    """A table as of `tile_scheduler.assign_heads`, where the kv blocks of a head take turns in a circle: they begin together."""
+    together = blocks // tiles * tiles
+    assigned = [range(block, heads * tiles, together) for block in range(together)]
+    return tile_scheduler.table(assigned + [()] * (blocks - together))
 
-    Kv blocks of one cost take turns in a circle, so that those of a head begin together. Otherwise (causal) the later keys come
-    first, and take less time.
-    """
-    tiles = len(costs)
-    if (costs == costs[0]).all():
-        together = max(1, blocks // tiles)
-        gangs = [range(block, heads * tiles, together * tiles) for block in range(together * tiles)]
-        return tile_scheduler.table(gangs + [()] * (blocks - len(gangs)))
-    section = math.ceil(waves * blocks / tiles)
-    numbers = [
-        head * tiles + tile
-        for first in range(0, heads, section)
-        for tile in range(tiles - 1, -1, -1)
-        for head in range(first, min(first + section, heads))
-    ]
-    busy, assigned = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]
-    for number in numbers:
-        until, block = busy[0]
-        assigned[block].append(number)
-        heapq.heapreplace(busy, (until + int(costs[number % tiles]), block))
-    return tile_scheduler.table(assigned)
+
+def apart(p: BackwardProblem, c: BackwardConfig) -> int:
+    """In a circle of turns: how many q blocks apart the kv blocks of a head are."""
+    return -(-math.ceil(p.q_tokens / c.tile_q) // math.ceil(p.kv_tokens / c.tile_kv))
+
+
+def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
+    """Which kv block is the first to add to each tile of dq, int32, for `rows` padded query rows."""
+    blocks, columns = backward_round.tiles_shape(p, rows)[0], p.head_dim // PANEL
+    if p.right is not None:
+        return jnp.zeros(blocks * columns, jnp.int32)
+    first = jnp.arange(rows // ROWS, dtype=jnp.int32) // apart(p, c) * (2 // columns)
+    return jnp.broadcast_to(first[None, :, None], (p.batch, rows // ROWS, p.q_heads * columns)).reshape(-1)
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +78,7 @@ class Refs(BackwardRefs):
     # kernel computes it.
     dq: Any
     dbias: Any  # [batch * q_heads, keys, rows] or None
-    # int32 for each tile of dq that warpgroups add to: how many have; or None, where they do not take turns.
+    # int32 for each tile of dq that warpgroups add to: whose turn it is (`first_turns`); or None, where they do not take turns.
     turns: Any = None
 
 
@@ -92,7 +87,7 @@ class KvBlock:
     """A kv block that a thread block keeps: its first key, and the q blocks that visit it, in each head of its group."""
 
     at: Position
-    q_blocks: BlockOrder
+    q_blocks: BlockOrder | TurnOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +163,7 @@ class ThreadBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
-            return KvBlock(at, RisingOrder(blocks, self._first_turn(at) if self.p.right is None else None))
+            return KvBlock(at, TurnOrder(blocks, self._first_turn(at) if self.p.right is None else None))
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
@@ -183,26 +178,15 @@ class ThreadBlock:
 
     def _first_turn(self, at: Position) -> Int:
         """Without a mask: the q block that a kv block begins with. The kv blocks of a head begin apart, in a circle."""
-        start = lax.div(at.token, jnp.int32(self.c.tile_kv)) * self._apart
+        start = lax.div(at.token, jnp.int32(self.c.tile_kv)) * apart(self.p, self.c)
         return jnp.where(start < math.ceil(self.p.q_tokens / self.c.tile_q), start, 0)
 
-    @property
-    def _apart(self) -> int:
-        """Without a mask: how many q blocks apart the kv blocks of a head are."""
-        return -(-math.ceil(self.p.q_tokens / self.c.tile_q) // math.ceil(self.p.kv_tokens / self.c.tile_kv))
-
-    def turn(self, kv: KvBlock, q_block: Int) -> Int:
-        """How many kv blocks add to dq of a q block before this one: those of later keys, as these are there first.
-
-        Without a mask, all have their turns in a circle. `check_backward` has seen to it that no kv block is without rows.
-        """
-        own = lax.div(opaque(kv.at.token), jnp.int32(self.c.tile_kv))
-        if self.p.right is None:
-            turn = lax.div(q_block, jnp.int32(self._apart)) - own
-            return jnp.where(turn < 0, turn + math.ceil(self.p.kv_tokens / self.c.tile_kv), turn)
-        row = jnp.minimum((q_block + 1) * self.c.tile_q, self.p.q_tokens) - 1
-        key = jnp.minimum(row + self.p.offset + self.p.right, self.p.kv_tokens - 1)
-        return lax.div(key, jnp.int32(self.c.tile_kv)) - own
+    def turns(self, kv: KvBlock) -> tuple[Int, Int]:
+        """The number of a kv block, and of the one that adds to dq after it: that of later keys, or without a mask, earlier."""
+        own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+        if self.p.right is not None:
+            return own, own + 1
+        return own, jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
 
     # --- The producer
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
-from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, in_turns, schedule
+from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, first_turns, in_turns, schedule
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -62,7 +62,7 @@ def launch(
         dq = jax.new_ref(jnp.zeros((own if interpret else 1, *shape), jnp.float32))
     turns: Any = None
     if in_turns(p, c):
-        turns = jax.new_ref(jnp.zeros(math.prod(backward_round.tiles_shape(p, rows)[:2]), jnp.int32))
+        turns = jax.new_ref(first_turns(p, c, rows))
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
 

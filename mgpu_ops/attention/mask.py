@@ -151,27 +151,45 @@ class BlockOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class RisingOrder(BlockOrder):
-    """The blocks of a range from `start` on upwards, round to it: first those with a mask, which are the first ones or all.
+class TurnOrder:
+    """The order in which a kv block visits the q blocks of a `BlockRange`, where kv blocks take turns at adding to dq.
 
-    start: counted from the first block of the range, where the range has no mask or none but of keys that are padding; else 0.
+    Those without a mask come first. All heads of a group visit one before the next.
     """
 
+    blocks: BlockRange
+    # None: from the last one to the first. Or, where no row needs a mask but for keys that are padding, which one is the first:
+    # they then run upwards and round to it.
+    start: Int | None
+
     @property
-    def masked(self) -> Int:
-        first, whole, whole_end, end = self.blocks
-        return jnp.where(whole_end == end, jnp.maximum(whole - first, 1), end - first)
+    def count(self) -> Int:
+        return self.blocks.end - self.blocks.first
 
     @property
     def unmasked(self) -> Int:
-        return self.blocks.end - self.blocks.first - self.masked
+        """The number of blocks without a mask: the others may have one."""
+        _, whole, whole_end, end = self.blocks
+        return jnp.where(whole_end == end, end - whole, 0)
 
-    def masked_block(self, i: Int) -> Int:
-        count, at = self.blocks.end - self.blocks.first, i + (0 if self.start is None else self.start)
-        return self.blocks.first + (at if self.start is None else jnp.where(at >= count, at - count, at))
+    def block(self, i: Int) -> Int:
+        """The i-th block."""
+        if self.start is None:
+            return self.blocks.end - 1 - i
+        i = i + self.start
+        return self.blocks.first + jnp.where(i >= self.count, i - self.count, i)
 
-    def unmasked_block(self, i: Int) -> Int:
-        return self.masked_block(self.masked + i)
+    def visit(self, i: Int, members: int) -> tuple[Int, Int]:
+        """The i-th visit: the member of the group, and the block."""
+        return (0, self.block(i)) if members == 1 else (lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members))))
+
+    def for_each(self, step: Callable[..., Any], carry: Any, *, members: int = 1) -> Any:
+        """carry = step(member, block, carry, masked) for all visits; masked is True."""
+
+        def body(i: Any, carry: Any) -> Any:
+            return step(*self.visit(i, members), carry, True)
+
+        return lax.fori_loop(0, self.count * members, body, carry)
 
 
 def _blocks(tokens: BlockRange, tile: int, count: int) -> BlockRange:

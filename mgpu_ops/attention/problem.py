@@ -537,11 +537,8 @@ def _check_turns(p: BackwardProblem, c: BackwardConfig, gpu: Gpu) -> str | None:
     if p.lengths or p.segments or p.left is not None:
         return "mode='fused' with deterministic=True has no order of turns for lengths, segments or a window: use 'split'"
     blocks = math.ceil(p.kv_tokens / c.tile_kv)
-    if p.right is None:
-        if blocks > gpu.sms:
-            return f"mode='fused' with deterministic=True takes turns among {gpu.sms} kv blocks at most, not {blocks}: use 'split'"
-    elif (blocks - 1) * c.tile_kv - p.offset - p.right >= p.q_tokens:
-        return "mode='fused' with deterministic=True has no turn for keys that no row sees: use 'split'"
+    if p.right is None and blocks > gpu.sms:
+        return f"mode='fused' with deterministic=True takes turns among {gpu.sms} kv blocks at most, not {blocks}: use 'split'"
     return None
 
 
