@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -323,8 +324,10 @@ def add_tile(src: Any, dst: Any) -> None:
 FRAGMENTS = 4096  # float32 of a tile [64, 64] of `add_fragments`
 
 
-def add_fragments(values: jax.Array, ref: Any) -> None:
+def add_fragments(values: jax.Array, ref: Any, first: jax.Array | None = None) -> None:
     """ref += values, float32 [64, 64] in wgmma's layout, from registers to `ref` [4096] in global memory, in any order.
+
+    first: where it is not 0, ref = values.
 
     There, the values of a thread lie together: for each 8 columns of a tile, for each thread of the warpgroup, the 2 columns of
     each of its 2 rows, as `load_fragments` reads them. A warp then adds 512 bytes at a time. The interpreter overwrites `ref`.
@@ -333,15 +336,27 @@ def add_fragments(values: jax.Array, ref: Any) -> None:
         ref[...] = values.reshape(4, 2, 8, 8, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(FRAGMENTS)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def add(_: Any, values: Any, ref: Any) -> None:
-        with jax_patches.opaque_threads():
-            start = _of_thread(ref)
-            for eight, words in enumerate(_words_of_thread(values)):
-                add = f"red.relaxed.gpu.global.add.v4.f32 [$0+{2048 * eight}], {{$1, $2, $3, $4}};"
-                mosaic.inline_ptx(add, start, *words, has_side_effects=True)
+    scalar = plgpu.Layout.WG_SPLAT
+    flags = () if first is None else (laid_out(first, scalar),)
 
-    add(laid_out(values, plgpu.Layout.WGMMA), ref)
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[scalar] * len(flags)))
+    def add(_: Any, values: Any, ref: Any, *flags: Any) -> None:
+        with jax_patches.opaque_threads():
+            start, fours = _of_thread(ref), list(_words_of_thread(values))
+            if not flags:
+                for eight, words in enumerate(fours):
+                    add = f"red.relaxed.gpu.global.add.v4.f32 [$0+{2048 * eight}], {{$1, $2, $3, $4}};"
+                    mosaic.inline_ptx(add, start, *words, has_side_effects=True)
+                return
+            words = ("{" + ", ".join(f"${4 * eight + i}" for i in range(1, 5)) + "}" for eight in range(len(fours)))
+            places = [f"[$0+{2048 * eight}], {four};" for eight, four in enumerate(words)]
+            adds = " ".join(f"red.relaxed.gpu.global.add.v4.f32 {place}" for place in places)
+            stores = " ".join(f"st.global.v4.f32 {place}" for place in places)
+            flag = f"${1 + 4 * len(fours)}"
+            code = f"{{ .reg .pred add; setp.eq.u32 add, {flag}, 0; @add bra ADD; {stores} bra DONE; ADD: {adds} DONE: }}"
+            mosaic.inline_ptx(code, start, *itertools.chain(*fours), flags[0].registers.item(), has_side_effects=True)
+
+    add(laid_out(values, plgpu.Layout.WGMMA), ref, *flags)
 
 
 def load_fragments(ref: Any) -> jax.Array:

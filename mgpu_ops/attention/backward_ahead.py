@@ -315,7 +315,10 @@ class _Consumer:
         dq = engine.accumulated(self.dq_acc, 1)
         self._arrive()
         where = (block.dq_part(kv, self.wg), self._tile(kv, last), 0) if self.alone else (block.dq_part(kv), self._tile(kv, last), self.wg)
-        engine.add_fragments(dq, block.refs.dq.at[where])
+        first = block.is_first(kv, last.q_block)
+        if first is not None and self.alone:
+            first = jnp.where(self.wg == 0, first, 0)
+        engine.add_fragments(dq, block.refs.dq.at[where], first)
 
     # --- Turns
 

@@ -60,6 +60,11 @@ def apart(p: BackwardProblem, c: BackwardConfig) -> int:
     return -(-math.ceil(p.q_tokens / c.tile_q) // math.ceil(p.kv_tokens / c.tile_kv))
 
 
+def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
+    """Whether the first kv block that has a turn at a tile of dq stores: dq need not be zeros before. Each tile has one then."""
+    return in_turns(p, c) and (p.right is None or p.offset + p.right > -ROWS)
+
+
 def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
     """Which kv block is the first to add to each tile of dq, int32, for `rows` padded query rows."""
     blocks, columns = backward_round.tiles_shape(p, rows)[0], p.head_dim // PANEL
@@ -129,7 +134,7 @@ class ThreadBlock:
 
     @staticmethod
     def of(p: BackwardProblem, c: BackwardConfig, refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> ThreadBlock:
-        dk, dv = outputs
+        dk, dv, *_ = outputs
         return ThreadBlock(
             p=p,
             c=c,
@@ -187,6 +192,14 @@ class ThreadBlock:
         if self.p.right is not None:
             return own, own + 1
         return own, jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
+
+    def is_first(self, kv: KvBlock, q_block: Int) -> jax.Array | None:
+        """Whether (1 or 0) a kv block is the first that adds to dq of a q block: it stores. None: dq is zeros before."""
+        if not stores_first(self.p, self.c):
+            return None
+        own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+        first = 0 if self.p.right is not None else lax.div(q_block, jnp.int32(apart(self.p, self.c)))
+        return (own == first).astype(jnp.int32)
 
     # --- The producer
 

@@ -12,6 +12,7 @@ arrived, an empty one that both consumers are done with it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
-from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, first_turns, in_turns, schedule
+from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, first_turns, in_turns, schedule, stores_first
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -53,13 +54,17 @@ def launch(
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
     blocks = min(gpu.sms, p.batch * p.kv_heads * tiles)
     dq: Any = None
+    dq_type: Any = None  # where it is an output
     dbias: Any = None
     if c.mode == "fused":
         # The interpreter cannot add in global memory: each kv block has an array of its own there.
         by_rows = p.batch, rows, p.q_heads, p.head_dim
         shape = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
         own = tiles * (backward_ahead.parts(p) if c.dq_step == "next" else 1)
-        dq = jax.new_ref(jnp.zeros((own if interpret else 1, *shape), jnp.float32))
+        if stores_first(p, c) and not interpret:
+            dq_type = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        else:
+            dq = jax.new_ref(jnp.zeros((own if interpret else 1, *shape), jnp.float32))
     turns: Any = None
     if in_turns(p, c):
         turns = jax.new_ref(first_turns(p, c, rows))
@@ -67,6 +72,8 @@ def launch(
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
 
     def body(refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
+        if dq_type is not None:
+            refs = dataclasses.replace(refs, dq=outputs[2])
         block = ThreadBlock.of(p, c, refs, outputs, scratch)
         narrow = backward_ahead if c.dq_step == "next" else backward_narrow
         consumers = backward_wide if p.head_dim > 128 else narrow
@@ -85,10 +92,10 @@ def launch(
         dbias=dbias,
         turns=turns,
     )
-    out_type = rows_like(arrays.k), rows_like(arrays.v)
-    dk, dv = run(body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret)
-    if dq is not None:
-        dq = engine.frozen(dq, arrays.q, arrays.k).sum(0)
+    out_type = rows_like(arrays.k), rows_like(arrays.v), *([] if dq_type is None else [dq_type])
+    dk, dv, *outputs = run(body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret)
+    if c.mode == "fused":
+        dq = (outputs[0] if outputs else engine.frozen(dq, arrays.q, arrays.k)).sum(0)
         if c.dq_step == "next":
             dq = backward_round.launch(p, dq, arrays, interpret)
         else:

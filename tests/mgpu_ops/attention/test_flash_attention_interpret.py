@@ -351,7 +351,7 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         replace(AHEAD_128, max_concurrent_steps=2),
     ),
     "dq a step later, segments, more steps than there are": (
-        B(1, 150, 210, 1, 1, 96, "float16", segments=True),
+        B(1, 150, 210, 1, 1, 112, "float16", segments=True),
         AHEAD_128,
     ),
     "dq a step later, dk from registers, blocks apart, rows cut": (
