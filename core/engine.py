@@ -409,7 +409,9 @@ def seen_count(ref: Any) -> jax.Array:
         return jnp.int32(0)
     scalar = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar)
+    )
     def load(_: Any, ref: Any) -> Any:
         word = ir.IntegerType.get_signless(32)
         get = "ld.relaxed.gpu.global.u32 $0, [$1];"

@@ -1,16 +1,19 @@
 """The consumers of the dk/dv kernel with `dq_step="next"`: dq and dk of a q block are computed a step later.
 
-Two warpgroups. At head dim 128 each has 64 keys and the gradients of these, as in `backward_narrow.py`. The tensor cores get, in
-this order,
+Two warpgroups. At head dim 128 each has 64 keys and the gradients of these, as in `backward_narrow.py`. The tensor cores get,
+in this order,
 
     S = k q^T of this q block, dq = dS^T k and dk += dS q of the last one, dP = v dO^T - delta and dv += P dO of this one,
 
 so that they work on dq and dk while a warpgroup computes the weights P, and on dv while it computes dS = P dP. The warpgroups
 need each other's dS for dq alone, and by then each has started its next scores.
 
-At head dim 64 the gradients of 128 keys take the same registers. Each warpgroup has two *parts* of 64 keys, which take turns: the
-last q block above is then the part before, and dq, once a q block, is a product with the own 128 keys, so that the warpgroups
-never meet.
+At head dim 64 the gradients of 128 keys take the same registers. Each warpgroup has two *parts* of 64 keys, one after the
+other: the last q block above is then the part before, and dq, once a q block, is a product with the own 128 keys, so that the
+warpgroups never meet.
+
+With deterministic=True, a warpgroup adds to a tile of dq when it is its turn (`ThreadBlock.turns`): it looks at the end of a step,
+waits at the beginning of the next one if it has to, and gives the turn on when dS is written, which is when dq has long left.
 """
 
 from __future__ import annotations
@@ -115,7 +118,9 @@ class _Consumer:
             self._give_turn(kv, last)
         engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
         # 4. The way out.
-        gradients = [(dk_acc[...] * block.x.inputs.options[0], dv_acc[...]) for dk_acc, dv_acc in zip(self.dk_accs, self.dv_accs)]
+        gradients = [
+            (dk_acc[...] * block.x.inputs.options[0], dv_acc[...]) for dk_acc, dv_acc in zip(self.dk_accs, self.dv_accs)
+        ]
         self._wait_for_other()  # both are done with keys and values: the gradients leave from there
         for part, (dk, dv) in enumerate(gradients):
             own = self._key_part(part) * ROWS
@@ -204,7 +209,7 @@ class _Consumer:
         return this
 
     def _other_parts(self, tile: ScoreTile, ds: jax.Array) -> jax.Array:
-        """The parts of the keys but for the first, whose dS is given, each with dk of the one before. Returns the last one's dS."""
+        """The parts of the keys but for the first, whose dS is given, each with dk of the one before. Returns the last dS."""
         for part in self.parts[1:]:
             tile = dataclasses.replace(tile, key_part=self._key_part(part))
             self._start_scores(tile)
@@ -314,7 +319,11 @@ class _Consumer:
         block = self.block
         dq = engine.accumulated(self.dq_acc, 1)
         self._arrive()
-        where = (block.dq_part(kv, self.wg), self._tile(kv, last), 0) if self.alone else (block.dq_part(kv), self._tile(kv, last), self.wg)
+        where = (
+            (block.dq_part(kv, self.wg), self._tile(kv, last), 0)
+            if self.alone
+            else (block.dq_part(kv), self._tile(kv, last), self.wg)
+        )
         first = block.is_first(kv, last.q_block)
         if first is not None and self.alone:
             first = jnp.where(self.wg == 0, first, 0)
@@ -323,7 +332,7 @@ class _Consumer:
     # --- Turns
 
     def _seen(self, kv: KvBlock, last: _Last) -> _Last:
-        """Looks up whose turn it is at the last q block's dq. The load takes a while, beside what the caller does until then."""
+        """Looks up whose turn it is at the last q block's dq. The load takes a while, beside what the caller does then."""
         if self.block.refs.turns is None:
             return last
         return last._replace(seen=engine.seen_count(self._turns(kv, last)))

@@ -49,7 +49,7 @@ def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
 
 
 def _in_circles(tiles: int, heads: int, blocks: int) -> np.ndarray:
-    """A table as of `tile_scheduler.assign_heads`, where the kv blocks of a head take turns in a circle: they begin together."""
+    """A table as of `tile_scheduler.assign_heads`, where the kv blocks of a head take turns in a circle and begin together."""
     together = blocks // tiles * tiles
     assigned = [range(block, heads * tiles, together) for block in range(together)]
     return tile_scheduler.table(assigned + [()] * (blocks - together))
@@ -61,7 +61,7 @@ def apart(p: BackwardProblem, c: BackwardConfig) -> int:
 
 
 def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
-    """Whether the first kv block that has a turn at a tile of dq stores: dq need not be zeros before. Each tile has one then."""
+    """Whether the first kv block that has a turn at a tile of dq stores, so that dq need not be zeros. Each tile has one."""
     return in_turns(p, c) and (p.right is None or p.offset + p.right > -ROWS)
 
 

@@ -93,7 +93,9 @@ def launch(
         turns=turns,
     )
     out_type = rows_like(arrays.k), rows_like(arrays.v), *([] if dq_type is None else [dq_type])
-    dk, dv, *outputs = run(body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret)
+    dk, dv, *outputs = run(
+        body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret
+    )
     if c.mode == "fused":
         dq = (outputs[0] if outputs else engine.frozen(dq, arrays.q, arrays.k)).sum(0)
         if c.dq_step == "next":

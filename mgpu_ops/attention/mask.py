@@ -181,7 +181,9 @@ class TurnOrder:
 
     def visit(self, i: Int, members: int) -> tuple[Int, Int]:
         """The i-th visit: the member of the group, and the block."""
-        return (0, self.block(i)) if members == 1 else (lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members))))
+        return (
+            (0, self.block(i)) if members == 1 else (lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members))))
+        )
 
     def for_each(self, step: Callable[..., Any], carry: Any, *, members: int = 1) -> Any:
         """carry = step(member, block, carry, masked) for all visits; masked is True."""
