@@ -12,8 +12,8 @@ At head dim 64 the gradients of 128 keys take the same registers. Each warpgroup
 other: the last q block above is then the part before, and dq, once a q block, is a product with the own 128 keys, so that the
 warpgroups never meet.
 
-With deterministic=True, a warpgroup adds to a tile of dq when it is its turn (`ThreadBlock.turns`): it looks at the end of a step,
-waits at the beginning of the next one if it has to, and gives the turn on when dS is written, which is when dq has long left.
+With deterministic=True, a warpgroup adds to a tile of dq when it is its turn (`ThreadBlock.turns`): it looks at the end of a
+step, waits at the beginning of the next one if it has to, and gives the turn on when dS is written, long after dq has left.
 """
 
 from __future__ import annotations

@@ -433,17 +433,18 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
     del gpu
     d = backward_dim(problem.head_dim, problem.deterministic)
+    next_step = d == 128 or (d == 64 and problem.deterministic)  # at 64 it gains nothing where sums may be in any order
     return {
         "mode": ("fused", "split"),
         "tile_q": (64, 128),
-        "tile_kv": (64, 128),
+        "tile_kv": (64, 128, 256) if next_step and d == 64 else (64, 128),
         "max_concurrent_steps": (1, 2, 3),
         "section_waves": _SECTION_WAVES,
         # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
         "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
-        "dq_step": ("same", "next") if d == 128 else ("same",),
-        "q_order": ("apart", "together") if d == 128 else ("together",),
-        "dk_operand": ("memory", "registers") if d == 128 else ("memory",),
+        "dq_step": ("same", "next") if next_step else ("same",),
+        "q_order": ("apart", "together") if next_step else ("together",),
+        "dk_operand": ("memory", "registers") if next_step else ("memory",),
     }
 
 
@@ -465,9 +466,14 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
-    Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little.
+    Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
+    `deterministic`, the first one of all; long sections where causal kv blocks take turns, so that fewer wait.
     """
     ranked = backward_candidates(problem, gpu)
+    if problem.deterministic:
+        first = ranked[0]
+        in_turns = first.mode == "fused" and problem.right is not None
+        return dataclasses.replace(first, section_waves=_TURNS_SECTION) if in_turns else first
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
     same = next(c for c in fused if c.dq_step == "same")
@@ -477,6 +483,7 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
 # Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, -backward-d128.jsonl, -backward-long.jsonl, and the
 # shipped entries).
 _FUSED_MARGIN = 0.95
+_TURNS_SECTION = 1024
 _REACHED = {  # of the rate of the tensor cores, by mode and head dim
     "fused": {64: 0.653, 80: 0.487, 96: 0.619, 128: 0.72},
     "split": {64: 0.89, 80: 0.654, 96: 0.864, 128: 0.994, 160: 0.785, 192: 0.834, 224: 0.88, 256: 0.956},
@@ -525,7 +532,7 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: i
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
-    if c.dq_step == "next" and c.max_concurrent_steps > 2:
+    if c.dq_step == "next" and c.max_concurrent_steps > 2 and c.tile_kv == 2 * ROWS:
         compute *= _AHEAD + (_HELD if c.dk_operand == "registers" else 0.0)
     return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 
