@@ -455,7 +455,9 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     """
     reason = supports_backward(problem, gpu)
     choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
-    every = (BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values()))
+    every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
+    if problem.deterministic and problem.right is not None:  # in long sections, fewer wait for their turn
+        every = [dataclasses.replace(c, section_waves=_TURNS_SECTION) if c.mode == "fused" else c for c in every]
     legal = [c for c in every if check_backward(problem, c, gpu) is None]
     if reason is not None or not legal:
         reason = reason or "none of the space takes so little shared memory and so few registers"
@@ -467,13 +469,11 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, the first one of all; long sections where causal kv blocks take turns, so that fewer wait.
+    `deterministic`, the first one of all.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
-        first = ranked[0]
-        in_turns = first.mode == "fused" and problem.right is not None
-        return dataclasses.replace(first, section_waves=_TURNS_SECTION) if in_turns else first
+        return ranked[0]
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
     same = next(c for c in fused if c.dq_step == "same")

@@ -109,7 +109,8 @@ def test_a_single_warpgroup_works_on_few_rows(problem: Problem, rows: int) -> No
 def test_a_deterministic_gradient_is_never_a_sum_in_any_order(problem: Problem) -> None:
     exact = backward(problem, deterministic=True)
     if BACKWARD.supports(exact, H200) is None:
-        assert {config.mode for config in BACKWARD.candidates(exact, H200)} == {"split"}
+        in_turns = {(config.dq_step, config.q_order) for config in BACKWARD.candidates(exact, H200) if config.mode == "fused"}
+        assert in_turns <= {("next", "apart")}
 
 
 @pytest.mark.parametrize(
