@@ -8,9 +8,8 @@ in this order,
 so that they work on dq and dk while a warpgroup computes the weights P, and on dv while it computes dS = P dP. The warpgroups
 need each other's dS for dq alone, and by then each has started its next scores.
 
-At head dim 64 the gradients of 128 keys take the same registers. Each warpgroup has two *parts* of 64 keys, one after the
-other: the last q block above is then the part before, and dq, once a q block, is a product with the own 128 keys, so that the
-warpgroups never meet.
+At head dim 64 a q block has 128 rows, in two *halves* of 64, for products as long as at 128. The scores of both are started
+first; while those of the second become weights, dP and dv of the first are computed. Each warpgroup computes dq of one half.
 
 With deterministic=True, a warpgroup adds to a tile of dq when it is its turn (`ThreadBlock.turns`): it looks at the end of a
 step, waits at the beginning of the next one if it has to, and gives the turn on when dS is written, long after dq has left.
@@ -34,56 +33,48 @@ from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
 from mgpu_ops.attention.mask import TurnOrder
-from mgpu_ops.attention.problem import ROWS, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int
 
 
 class _Last(NamedTuple):
-    """The q block of the last step, of which dq and dk (of the last part of keys) are still to be computed from dS."""
+    """The q block of the last step, of which dq and dk are still to be computed from dS."""
 
     stage: jax.Array
     head: Int
     q_block: Int
-    ds: jax.Array | None  # of the last part's keys, in registers, or None: in shared memory
+    ds: jax.Array | None  # of the own keys, in registers, or None: in shared memory
     seen: jax.Array | None = None  # whose turn it was a moment ago at its dq
 
 
-def parts(p: BackwardProblem) -> int:
-    """How many times 64 keys each warpgroup has."""
-    return 128 // p.head_dim
-
-
-def accumulators(p: BackwardProblem) -> tuple[tuple[int, int], ...]:
-    """Scores, gradient of the weights, dk and dv of each part, 64 columns of dq."""
-    return (SQUARE, SQUARE, *[(ROWS, p.head_dim)] * (2 * parts(p)), SQUARE)
+def accumulators(p: BackwardProblem, c: BackwardConfig) -> tuple[tuple[int, int], ...]:
+    """Scores of each half of the rows, gradient of the weights of one, dk, dv, a quarter of dq's tile."""
+    return (*[SQUARE] * (c.tile_q // ROWS), SQUARE, (ROWS, p.head_dim), (ROWS, p.head_dim), SQUARE)
 
 
 def consume(block: ThreadBlock, scratch: Scratch) -> None:
     """What the consumers do."""
     (together,) = scratch.barriers["between"]
-    count = parts(block.p)
-
-    def run(s_acc: Any, dp_acc: Any, *accs: Any) -> None:
-        dk_accs, dv_accs, dq_acc = accs[:count], accs[count : 2 * count], accs[2 * count]
-        _Consumer(block, lax.axis_index("wg"), together, s_acc, dp_acc, dk_accs, dv_accs, dq_acc).run()
-
-    scratch.accumulators.scope(run)
+    halves = block.c.tile_q // ROWS
+    scratch.accumulators.scope(
+        lambda *accs: _Consumer(block, lax.axis_index("wg"), together, accs[:halves], *accs[halves:]).run()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """One consumer warpgroup: its parts of 64 keys of each kv block."""
+    """One consumer warpgroup: 64 keys of each kv block."""
 
     block: ThreadBlock
     number: jax.Array  # of the warpgroup: 0 or 1
     # A barrier for both consumers, of which every other phase says that both have computed dq, so that the place of dS is free,
-    # and the next one that both have written dS. Not used where a warpgroup computes dq of its own keys.
+    # and the next one that both have written dS.
     together: Any
-    s_acc: Any
+    s_accs: tuple[Any, ...]  # of each half of the rows
     dp_acc: Any
-    dk_accs: tuple[Any, ...]  # of each part
-    dv_accs: tuple[Any, ...]
+    dk_acc: Any
+    dv_acc: Any
     dq_acc: Any
 
     def run(self) -> None:
@@ -94,7 +85,7 @@ class _Consumer:
         """Adds up dk and dv over all q blocks; the producer meanwhile loads what comes next."""
         block, order = self.block, kv.q_blocks
         members, masks = block.group, block.p.masks(block.c.tile_kv)
-        self._arrive()  # the place of dS is free
+        engine.barrier_arrive(self.together)  # the place of dS is free
         # 1. The first q block, but for its dq and dk.
         last = self._first(kv, masks, done)
         # 2. The others, each with dq and dk of the one before: first those with a mask.
@@ -108,9 +99,8 @@ class _Consumer:
             last = self._loop(kv, False, 0, last)
         # 3. dq and dk of the last one.
         self._await_turn(kv, last)
-        self._wait_for_other()
-        self._start_dq(last)
-        self._start_dk(last.stage, self.parts[-1], last.ds)
+        plgpu.barrier_wait(self.together)
+        self._start_dq_and_dk(last)
         self._add_dq(kv, last)  # while dk is computed
         engine.wgmma_wait(0)
         if block.refs.turns is not None:
@@ -118,16 +108,13 @@ class _Consumer:
             self._give_turn(kv, last)
         engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
         # 4. The way out.
-        gradients = [
-            (dk_acc[...] * block.x.inputs.options[0], dv_acc[...]) for dk_acc, dv_acc in zip(self.dk_accs, self.dv_accs)
-        ]
-        self._wait_for_other()  # both are done with keys and values: the gradients leave from there
-        for part, (dk, dv) in enumerate(gradients):
-            own = self._key_part(part) * ROWS
-            at = kv.at._replace(token=kv.at.token + own)
-            for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
-                block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
-        for acc in (*self.dk_accs, *self.dv_accs):
+        dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
+        plgpu.barrier_wait(self.together)  # both are done with keys and values: the gradients leave from there
+        own = self.wg * ROWS
+        at = kv.at._replace(token=kv.at.token + own)
+        for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
+            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
+        for acc in (self.dk_acc, self.dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
         block.release_keys()
         return done + (order.count if isinstance(order, TurnOrder) else order.masked + order.unmasked) * members
@@ -140,11 +127,8 @@ class _Consumer:
         q_block = order.block(0) if isinstance(order, TurnOrder) else order.masked_block(0)
         tile, head = self._wait(kv, 0, q_block, lax.rem(done, jnp.int32(self.block.q_pipeline.stages)), masks)
         self._start_scores(tile)
-        weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 0), self.wg)
-        self._start_dp(tile)
-        ds = self._start_dv(tile, 0, weights)
-        self._hand_over(0, ds)
-        ds = self._other_parts(tile, ds)
+        weights = self._weights(tile, 0, len(self.halves) - 1)
+        ds = self._hand_over(tile, weights)
         this = self._seen(kv, _Last(tile.stage, head, q_block, ds if self.held else None))
         engine.wgmma_wait(0)  # nobody needs it, but ptxas serializes where a product runs on into a loop
         return this
@@ -180,59 +164,34 @@ class _Consumer:
         # 1. The scores of this q block; then, when both have written dS, dq and dk of the last one.
         self._await_turn(kv, last)
         self._start_scores(tile)
-        self._wait_for_other()
-        self._start_dq(last)
-        self._start_dk(last.stage, self.parts[-1], last.ds)
+        plgpu.barrier_wait(self.together)
+        self._start_dq_and_dk(last)
         # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves: where dS takes
         # registers, it has to be first, and dk's product with them done before dP takes others.
-        s = engine.accumulated(self.s_acc, 2)
+        s = engine.accumulated(self.s_accs[0], 2 * len(self.halves))
         if self.held:
             self._add_dq(kv, last)
         weights, _ = self.block.weights(tile, s, self.wg)
         if self.held:
-            self._finish_dk(weights)
+            engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
+            engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
         else:
             self._add_dq(kv, last)
         # 3. dP and dv; while dv is computed, dP becomes dS.
-        self._start_dp(tile)
-        ds = self._start_dv(tile, 0, weights)
-        self._hand_over(0, ds)
+        ds = self._hand_over(tile, weights)
         self._give_turn(kv, last)
-        if len(self.parts) > 1:
-            engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage], 1)
-            ds = self._other_parts(tile, ds)
         this = self._seen(kv, _Last(tile.stage, head, q_block, ds if self.held else None))
         # 4. dv is done, and with it all products with the last q block.
         engine.wgmma_wait(0)
-        if len(self.parts) == 1:
-            engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
+        engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
         return this
-
-    def _other_parts(self, tile: ScoreTile, ds: jax.Array) -> jax.Array:
-        """The parts of the keys but for the first, whose dS is given, each with dk of the one before. Returns the last dS."""
-        for part in self.parts[1:]:
-            tile = dataclasses.replace(tile, key_part=self._key_part(part))
-            self._start_scores(tile)
-            self._start_dk(tile.stage, part - 1, ds if self.held else None)
-            weights, _ = self.block.weights(tile, engine.accumulated(self.s_acc, 1), self.wg)
-            if self.held:
-                self._finish_dk(weights)
-            self._start_dp(tile)
-            ds = self._start_dv(tile, part, weights)
-            self._hand_over(part, ds)
-        return ds
 
     # --- Their parts
 
     @property
-    def parts(self) -> range:
-        """Of the keys, 64 each."""
-        return range(len(self.dk_accs))
-
-    @property
-    def alone(self) -> bool:
-        """Whether each warpgroup computes dq of its own keys."""
-        return len(self.parts) > 1
+    def halves(self) -> range:
+        """Of the rows of a q block, 64 each: two, or the one that it has."""
+        return range(len(self.s_accs))
 
     @property
     def held(self) -> bool:
@@ -244,90 +203,78 @@ class _Consumer:
         """This warpgroup: see `layouts.opaque`."""
         return opaque(self.number)
 
-    def _key_part(self, part: int) -> Int:
-        """Which 64 keys of the kv block are this warpgroup's part."""
-        return self.wg * len(self.parts) + part if self.alone else self.wg
-
-    def _arrive(self) -> None:
-        """Says to the other warpgroup that this one is so far."""
-        if not self.alone:
-            engine.barrier_arrive(self.together)
-
-    def _wait_for_other(self) -> None:
-        if not self.alone:
-            plgpu.barrier_wait(self.together)
-
     def _wait(self, kv: KvBlock, member: Int, q_block: Int, stage: jax.Array, masked: bool) -> tuple[ScoreTile, Int]:
         """Waits for a q block of a head of the group: the tile of its scores, and the head's number."""
         plgpu.barrier_wait(self.block.q_pipeline.full.at[stage])
         row = q_block * self.block.c.tile_q
-        return ScoreTile(kv, self._key_part(0), stage, 0, row, masked), kv.at.head * self.block.group + member
+        return ScoreTile(kv, self.wg, stage, 0, row, masked), kv.at.head * self.block.group + member
 
     def _start_scores(self, tile: ScoreTile) -> None:
         """Starts S = k q^T."""
-        self.s_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        self._start_product(self.s_acc, "k", tile, self._rows("q", tile.stage))
+        for half in self.halves:
+            self.s_accs[half][...] = jnp.zeros(SQUARE, jnp.float32)
+            self._start_product(self.s_accs[half], "k", self._rows("q", tile.stage, half))
 
-    def _start_dp(self, tile: ScoreTile) -> None:
+    def _weights(self, tile: ScoreTile, half: int, in_flight: int) -> jax.Array:
+        """The weights of a half of the rows, when all products but the last `in_flight` are done."""
+        weights, _ = self.block.weights(self._half(tile, half), engine.accumulated(self.s_accs[half], in_flight), self.wg)
+        return weights
+
+    def _start_dp(self, tile: ScoreTile, half: int) -> None:
         """Starts dP = v dO^T - delta."""
-        self.dp_acc[...] = self.block.delta(tile)  # with its sign changed
-        self._start_product(self.dp_acc, "v", tile, self._rows("do", tile.stage))
+        self.dp_acc[...] = self.block.delta(self._half(tile, half))  # with its sign changed
+        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage, half))
 
-    def _start_product(self, acc: Any, name: str, tile: ScoreTile, rows: Any) -> None:
+    def _start_product(self, acc: Any, name: str, rows: Any) -> None:
         """Starts acc += own keys or values times rows^T, in as many products as there are panels."""
-        own = pl.ds(tile.key_part * ROWS if self.alone else self.wg * ROWS, ROWS)
+        own = pl.ds(self.wg * ROWS, ROWS)
         for panel in self.block.panels:
             columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
             engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
 
-    def _start_dv(self, tile: ScoreTile, part: int, weights: jax.Array) -> jax.Array:
-        """Starts dv += P dO. Returns dS, once dP is done; dv's product may go on."""
-        dtype = self.block.p.dtype
-        engine.wgmma(self.dv_accs[part], weights.astype(dtype), self._rows("do", tile.stage))
-        return (weights * engine.accumulated(self.dp_acc, 1)).astype(dtype)
+    def _start_dv(self, tile: ScoreTile, half: int, weights: jax.Array) -> None:
+        """Starts dv += P dO."""
+        engine.wgmma(self.dv_acc, weights.astype(self.block.p.dtype), self._rows("do", tile.stage, half))
 
-    def _hand_over(self, part: int, ds: jax.Array) -> None:
-        """Writes dS of a part of the own keys, and says so."""
-        self._wait_for_other()
-        if self.alone and part == 0:
-            engine.warpgroup_barrier()  # all warps' dq is done, which read dS of the last q block
-        engine.write_tile(ds, self._own_ds(part))
+    def _ds(self, weights: jax.Array) -> jax.Array:
+        """dS, once dP is done; dv's product may go on."""
+        return (weights * engine.accumulated(self.dp_acc, 1)).astype(self.block.p.dtype)
+
+    def _hand_over(self, tile: ScoreTile, weights: jax.Array) -> jax.Array:
+        """Starts dP and dv, given the weights of the first half, writes dS of the own keys, and says so. Returns the last dS."""
+        ds: Any = None
+        for half in self.halves:
+            self._start_dp(tile, half)
+            self._start_dv(tile, half, weights)
+            following = self._weights(tile, half + 1, 2) if half + 1 < len(self.halves) else weights
+            if half:
+                engine.write_tile(ds, self._own_ds(half - 1))
+            ds, weights = self._ds(weights), following
+            if half == 0:
+                plgpu.barrier_wait(self.together)
+        engine.write_tile(ds, self._own_ds(self.halves[-1]))
         plgpu.commit_smem()  # wgmma sees what was written
-        self._arrive()
+        engine.barrier_arrive(self.together)
+        return ds
 
-    def _start_dq(self, last: _Last) -> None:
-        """Starts dq = dS^T k: 64 columns of it, or that of the own keys."""
+    def _start_dq_and_dk(self, last: _Last) -> None:
+        """Starts dq = dS^T k, of which each warpgroup computes 64 columns or, where these are all, 64 rows; and dk += dS q."""
         smem = self.block.smem
         self.dq_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        ds, keys = smem["ds"].at[opaque_zero()], smem["k"].at[0 if self.alone else self.wg]
-        if self.alone:
-            own = pl.ds(self._key_part(0) * ROWS, len(self.parts) * ROWS)
-            ds, keys = ds.at[own], keys.at[own]
-        engine.wgmma(self.dq_acc, engine.transpose_ref(ds), keys)
-
-    def _start_dk(self, stage: jax.Array, part: int, ds: jax.Array | None) -> None:
-        """Starts dk += dS q of a part of the own keys."""
-        engine.wgmma(self.dk_accs[part], self._own_ds(part) if ds is None else ds, self._rows("q", stage))
-
-    def _finish_dk(self, weights: jax.Array) -> None:
-        """Waits for dk once the weights are computed."""
-        engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
-        engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
+        half, panel = (opaque_zero(), self.wg) if len(self.halves) == 1 else (self.wg, 0)
+        engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[half]), smem["k"].at[panel])
+        for half in self.halves:
+            engine.wgmma(self.dk_acc, self._own_ds(half) if last.ds is None else last.ds, self._rows("q", last.stage, half))
 
     def _add_dq(self, kv: KvBlock, last: _Last) -> None:
         """Waits for dq, and starts adding it to global memory, when it is this kv block's turn. dk's product may go on."""
         block = self.block
-        dq = engine.accumulated(self.dq_acc, 1)
-        self._arrive()
-        where = (
-            (block.dq_part(kv, self.wg), self._tile(kv, last), 0)
-            if self.alone
-            else (block.dq_part(kv), self._tile(kv, last), self.wg)
+        dq = engine.accumulated(self.dq_acc, len(self.halves))
+        engine.barrier_arrive(self.together)
+        panel = self.wg if len(self.halves) == 1 else 0
+        engine.add_fragments(
+            dq, block.refs.dq.at[block.dq_part(kv), self._tile(kv, last), panel], block.is_first(kv, last.q_block)
         )
-        first = block.is_first(kv, last.q_block)
-        if first is not None and self.alone:
-            first = jnp.where(self.wg == 0, first, 0)
-        engine.add_fragments(dq, block.refs.dq.at[where], first)
 
     # --- Turns
 
@@ -340,29 +287,29 @@ class _Consumer:
     def _await_turn(self, kv: KvBlock, last: _Last) -> None:
         """Waits until it is this kv block's turn to add to the last q block's dq."""
         if last.seen is not None:
-            engine.await_count(self._turns(kv, last), last.seen, self._own_turn(kv)[0])
+            engine.await_count(self._turns(kv, last), last.seen, self.block.turns(kv)[0])
 
     def _give_turn(self, kv: KvBlock, last: _Last) -> None:
         """The last q block's dq is added to: the next kv block's turn."""
         if self.block.refs.turns is not None:
-            engine.set_count(self._turns(kv, last), self._own_turn(kv)[1])
-
-    def _own_turn(self, kv: KvBlock) -> tuple[Int, Int]:
-        """This warpgroup's number among those that add to one tile of dq, and the next one's."""
-        own, following = self.block.turns(kv)
-        return (2 * own + self.wg, jnp.where(self.wg == 0, 2 * own + 1, 2 * following)) if self.alone else (own, following)
+            engine.set_count(self._turns(kv, last), self.block.turns(kv)[1])
 
     def _turns(self, kv: KvBlock, last: _Last) -> Any:
         """Whose turn it is at the last q block's dq, in global memory."""
         tile = opaque(self._tile(kv, last))
-        return self.block.refs.turns.at[pl.ds(tile if self.alone else 2 * tile + self.wg, 1)]
+        return self.block.refs.turns.at[pl.ds(2 * tile + self.wg if len(self.halves) == 1 else tile, 1)]
 
     def _tile(self, kv: KvBlock, last: _Last) -> Int:
-        """Which tile of 64 rows of a head dq of the last q block is."""
-        return (kv.at.batch * (self.block.refs.lse.shape[2] // ROWS) + last.q_block) * self.block.p.q_heads + last.head
+        """Which tile of 64 rows of a head this warpgroup's part of dq of the last q block is."""
+        rows = last.q_block if len(self.halves) == 1 else 2 * last.q_block + self.wg
+        return (kv.at.batch * (self.block.refs.lse.shape[2] // ROWS) + rows) * self.block.p.q_heads + last.head
 
-    def _own_ds(self, part: int) -> Any:
-        return self.block.smem["ds"].at[opaque_zero(), pl.ds(self._key_part(part) * ROWS, ROWS), :]
+    def _half(self, tile: ScoreTile, half: int) -> ScoreTile:
+        return dataclasses.replace(tile, part=half)
 
-    def _rows(self, name: str, stage: jax.Array) -> Any:
-        return self.block.smem[name].at[stage]
+    def _own_ds(self, half: int) -> Any:
+        return self.block.smem["ds"].at[opaque_zero() + half if half else opaque_zero(), pl.ds(self.wg * ROWS, ROWS), :]
+
+    def _rows(self, name: str, stage: jax.Array, half: int) -> Any:
+        rows = self.block.smem[name].at[stage]
+        return rows if len(self.halves) == 1 else rows.at[pl.ds(half * ROWS, ROWS)]

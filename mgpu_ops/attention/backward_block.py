@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention import backward_round
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
@@ -67,11 +66,11 @@ def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
 
 def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
     """Which kv block is the first to add to each tile of dq, int32, for `rows` padded query rows."""
-    blocks, columns = backward_round.tiles_shape(p, rows)[0], p.head_dim // PANEL
-    if p.right is not None:
-        return jnp.zeros(blocks * columns, jnp.int32)
-    first = jnp.arange(rows // ROWS, dtype=jnp.int32) // apart(p, c) * (2 // columns)
-    return jnp.broadcast_to(first[None, :, None], (p.batch, rows // ROWS, p.q_heads * columns)).reshape(-1)
+    tiles = rows // ROWS, p.q_heads * (p.head_dim // PANEL)
+    first = jnp.zeros(tiles[0], jnp.int32)
+    if p.right is None:
+        first = jnp.arange(tiles[0], dtype=jnp.int32) // (c.tile_q // ROWS * apart(p, c))
+    return jnp.broadcast_to(first[None, :, None], (p.batch, *tiles)).reshape(-1)
 
 
 @jax.tree_util.register_dataclass
@@ -295,15 +294,9 @@ class ThreadBlock:
         dst = self.refs.dq.at[self.dq_part(kv), at.batch, pl.ds(at.token, ROWS), at.head, pl.ds(column, src.shape[1])]
         engine.add_tile(src, dst)
 
-    def dq_part(self, kv: KvBlock, wg: Int | None = None) -> Int:
-        """Which array of dq a kv block adds to. The interpreter cannot add: each kv block has one of its own there.
-
-        wg: the warpgroup, where each adds to all of dq.
-        """
-        if not interpreting():
-            return 0
-        own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
-        return own if wg is None else own * CONSUMERS + wg
+    def dq_part(self, kv: KvBlock) -> Int:
+        """Which array of dq a kv block adds to. The interpreter cannot add: each kv block has one of its own there."""
+        return lax.div(kv.at.token, jnp.int32(self.c.tile_kv)) if interpreting() else 0
 
     @regions.region("store")
     def store(self, ref: Any, at: Position, staging: Any, values: jax.Array) -> None:

@@ -60,11 +60,10 @@ def launch(
         # The interpreter cannot add in global memory: each kv block has an array of its own there.
         by_rows = p.batch, rows, p.q_heads, p.head_dim
         shape = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
-        own = tiles * (backward_ahead.parts(p) if c.dq_step == "next" else 1)
         if stores_first(p, c) and not interpret:
             dq_type = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
         else:
-            dq = jax.new_ref(jnp.zeros((own if interpret else 1, *shape), jnp.float32))
+            dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, *shape), jnp.float32))
     turns: Any = None
     if in_turns(p, c):
         turns = jax.new_ref(first_turns(p, c, rows))
@@ -131,7 +130,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
     if fused or p.bias_grad:
         shape: tuple[int, ...] = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
         if c.dq_step == "next":
-            shape = (1, c.tile_kv, PANEL)
+            shape = shape[1:]
         smem["ds"] = swizzled(shape, p.dtype, 128 if wide else part.swizzle)  # as the keys, beside which it is an operand
     return BlockSpec(
         consumers=CONSUMERS,
@@ -148,7 +147,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
 def _accumulators(p: BackwardProblem, c: BackwardConfig) -> tuple[tuple[int, int], ...]:
     if p.head_dim > 128:
         return backward_wide.accumulators(p)
-    return backward_ahead.accumulators(p) if c.dq_step == "next" else backward_narrow.accumulators(p, c.mode == "fused")
+    return backward_ahead.accumulators(p, c) if c.dq_step == "next" else backward_narrow.accumulators(p, c.mode == "fused")
 
 
 def _summed(p: BackwardProblem, dbias: jax.Array, bias: jax.Array) -> jax.Array:

@@ -437,7 +437,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
     return {
         "mode": ("fused", "split"),
         "tile_q": (64, 128),
-        "tile_kv": (64, 128, 256) if next_step and d == 64 else (64, 128),
+        "tile_kv": (64, 128),
         "max_concurrent_steps": (1, 2, 3),
         "section_waves": _SECTION_WAVES,
         # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
@@ -532,7 +532,7 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: i
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
-    if c.dq_step == "next" and c.max_concurrent_steps > 2 and c.tile_kv == 2 * ROWS:
+    if c.dq_step == "next" and c.max_concurrent_steps > 2 and c.tile_q == ROWS:
         compute *= _AHEAD + (_HELD if c.dk_operand == "registers" else 0.0)
     return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 

@@ -509,14 +509,12 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return f"mode='fused' has no registers for dq of head_dim={p.head_dim}: use 'split'"
     if c.mode == "fused" and p.deterministic and (reason := _check_turns(p, c, gpu)):
         return reason
-    tile_kv = ROWS if wide else 2 * ROWS * (128 // d if c.dq_step == "next" else 1)
+    tile_kv = ROWS if wide else 2 * ROWS
     if c.tile_kv != tile_kv:
         return f"tile_kv={c.tile_kv} must be {tile_kv} for head_dim={p.head_dim}: {ROWS} keys of each warpgroup's gradients"
     if c.tile_q not in (ROWS, 2 * ROWS) or (c.tile_q == 2 * ROWS and d > 64):
         return f"tile_q={c.tile_q} must be {ROWS}, or {2 * ROWS} where head_dim is at most 64"
-    if c.dq_step == "next" and c.tile_q != ROWS:
-        return f"tile_q={c.tile_q} must be {ROWS} with dq_step='next': a warpgroup has scores of {ROWS} rows"
-    if c.mode == "fused" and c.dq_step == "same" and d == 64 and c.tile_q == ROWS:
+    if c.mode == "fused" and d == 64 and c.tile_q == ROWS:
         return f"tile_q={c.tile_q} must be {2 * ROWS} with mode='fused' and head_dim={p.head_dim}: dq's rows are shared out"
     if not 1 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 1 to 16"
@@ -556,6 +554,8 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         return None
     if c.mode != "fused" or backward_dim(p.head_dim, p.deterministic) not in (64, 128):
         return f"dq_step='next' is for mode='fused' and a head_dim of 64 or 128, not {c.mode!r} and {p.head_dim}: use 'same'"
+    if c.dk_operand == "registers" and p.head_dim == 64:
+        return "dk_operand='registers' is for head_dim=128: dS of 128 rows takes too many, use 'memory'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
     if c.max_concurrent_steps < 2:

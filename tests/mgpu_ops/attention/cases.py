@@ -38,7 +38,7 @@ FUSED_64 = FlashAttentionBackwardConfig(
 )
 FUSED_128 = dataclasses.replace(FUSED_64, tile_q=64)
 AHEAD_128 = dataclasses.replace(FUSED_128, max_concurrent_steps=3, dq_step="next")
-AHEAD_64 = dataclasses.replace(AHEAD_128, tile_kv=256)
+AHEAD_64 = dataclasses.replace(AHEAD_128, tile_q=128)
 SPLIT_64, SPLIT_128 = (dataclasses.replace(config, mode="split") for config in (FUSED_64, FUSED_128))
 SPLIT_256 = dataclasses.replace(SPLIT_128, tile_kv=64)
 

@@ -30,7 +30,7 @@ def problem_of(*sizes: int, **mask: Any) -> Any:
 
 
 def config_of(head_dim: int, waves: int = 1024) -> Any:
-    return BACKWARD.Config("fused", 64, 256 if head_dim == 64 else 128, 3, waves, 24, "next", "apart")
+    return BACKWARD.Config("fused", 128 if head_dim == 64 else 64, 128, 3, waves, 24, "next", "apart")
 
 
 def thread_block(p: Any, c: Any) -> Any:

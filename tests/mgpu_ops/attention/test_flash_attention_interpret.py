@@ -359,9 +359,9 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         replace(AHEAD_128, q_order="apart", dk_operand="registers"),
     ),
     "dq a step later, head_dim of 64, causal, odd lengths, grouped heads": (B(1, 200, 330, 2, 1, 64, causal=True), AHEAD_64),
-    "dq a step later, head_dim of 64, lengths, window, dk from registers": (
+    "dq a step later, head_dim of 64, lengths, window": (
         B(2, 70, 150, 1, 1, 64, causal=True, window_left=40, lengths=True),
-        replace(AHEAD_64, dk_operand="registers"),
+        AHEAD_64,
     ),
     "dq a step later, head_dim of 64, segments, blocks apart, two steps": (
         B(1, 200, 520, 1, 1, 64, "float16", segments=True),
