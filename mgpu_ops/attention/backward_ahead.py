@@ -90,9 +90,12 @@ class _Consumer:
         last = self._first(kv, masks, done)
         # 2. The others, each with dq and dk of the one before: first those with a mask.
         if isinstance(order, TurnOrder):
-            last = self._visits(kv, False, 1, order.unmasked * members, last)
+            masked, unmasked = order.masked * members, order.unmasked * members
+            if order.window:
+                last = self._visits(kv, True, 1, masked, last)
+            last = self._visits(kv, False, jnp.maximum(masked, 1), unmasked, last)
             if masks:
-                last = self._visits(kv, True, jnp.maximum(order.unmasked * members, 1), order.count * members, last)
+                last = self._visits(kv, True, jnp.maximum(unmasked, 1), order.count * members, last)
         else:
             if masks or members > 1:
                 last = self._loop(kv, masks, 1, last)
@@ -241,7 +244,7 @@ class _Consumer:
         return (weights * engine.accumulated(self.dp_acc, 1)).astype(self.block.p.dtype)
 
     def _hand_over(self, tile: ScoreTile, weights: jax.Array) -> jax.Array:
-        """Starts dP and dv, given the weights of the first half, writes dS of the own keys, and says so. Returns the last dS."""
+        """Starts dP and dv, given the first half's weights, writes dS of the own keys, and says so. Returns the last dS."""
         ds: Any = None
         for half in self.halves:
             self._start_dp(tile, half)

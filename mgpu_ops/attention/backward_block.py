@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks
+from mgpu_ops.attention.mask import BlockOrder, MaskTerms, TurnOrder, q_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
@@ -37,14 +37,31 @@ TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
 def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which thread block works on which kv blocks."""
     steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
-    if in_turns(p, c) and p.right is None:
+    if in_turns(p, c) and in_a_circle(p):
         return _in_circles(len(steps), p.batch * p.kv_heads, blocks)
+    if in_turns(p, c) and p.left is not None:
+        return _rising(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
 
 
 def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
     """Whether thread blocks take turns at adding to dq, in an order that is always the same."""
     return p.deterministic and c.mode == "fused"
+
+
+def _rising(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+    """As `tile_scheduler.assign_heads`, but no kv block of a head begins before those of earlier keys, for which it waits."""
+    tiles = len(costs)
+    section = math.ceil(waves * blocks / tiles)
+    order = [
+        head * tiles + tile
+        for first in range(0, heads, section)
+        for tile in range(tiles)
+        for head in range(first, min(first + section, heads))
+    ]
+    table = tile_scheduler.assign_tiles([float(costs[number % tiles]) for number in order], blocks)
+    table[:, 1:] = np.array(order)[table[:, 1:]]
+    return table
 
 
 def _in_circles(tiles: int, heads: int, blocks: int) -> np.ndarray:
@@ -59,17 +76,26 @@ def apart(p: BackwardProblem, c: BackwardConfig) -> int:
     return -(-math.ceil(p.q_tokens / c.tile_q) // math.ceil(p.kv_tokens / c.tile_kv))
 
 
+def in_a_circle(p: BackwardProblem) -> bool:
+    """Whether all rows see all keys: every kv block of a head then takes its turns in a circle."""
+    return p.left is None and p.right is None
+
+
 def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
     """Whether the first kv block that has a turn at a tile of dq stores, so that dq need not be zeros. Each tile has one."""
-    return in_turns(p, c) and (p.right is None or p.offset + p.right > -ROWS)
+    return in_turns(p, c) and p.left is None and (p.right is None or p.offset + p.right > -ROWS)
 
 
 def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
     """Which kv block is the first to add to each tile of dq, int32, for `rows` padded query rows."""
     tiles = rows // ROWS, p.q_heads * (p.head_dim // PANEL)
-    first = jnp.zeros(tiles[0], jnp.int32)
-    if p.right is None:
-        first = jnp.arange(tiles[0], dtype=jnp.int32) // (c.tile_q // ROWS * apart(p, c))
+    q_block = jnp.arange(tiles[0], dtype=jnp.int32) // (c.tile_q // ROWS)
+    if in_a_circle(p):
+        first = q_block // apart(p, c)
+    else:  # the first kv block that visits it: later ones end later
+        keys = jnp.arange(0, p.kv_tokens, c.tile_kv, dtype=jnp.int32)
+        ends = MaskTerms.of(p, p.q_tokens, p.kv_tokens).q_range(keys, c.tile_kv, c.tile_q).end
+        first = jnp.sum(ends[None, :] <= q_block[:, None], 1, dtype=jnp.int32)
     return jnp.broadcast_to(first[None, :, None], (p.batch, *tiles)).reshape(-1)
 
 
@@ -167,7 +193,9 @@ class ThreadBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
-            return KvBlock(at, TurnOrder(blocks, self._first_turn(at) if self.p.right is None else None))
+            return KvBlock(
+                at, TurnOrder(blocks, self._first_turn(at) if in_a_circle(self.p) else None, self.p.left is not None)
+            )
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
@@ -188,7 +216,7 @@ class ThreadBlock:
     def turns(self, kv: KvBlock) -> tuple[Int, Int]:
         """The number of a kv block, and of the one that adds to dq after it: that of later keys, or without a mask, earlier."""
         own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
-        if self.p.right is not None:
+        if not in_a_circle(self.p):
             return own, own + 1
         return own, jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
 

@@ -154,23 +154,27 @@ class BlockOrder:
 class TurnOrder:
     """The order in which a kv block visits the q blocks of a `BlockRange`, where kv blocks take turns at adding to dq.
 
-    Those without a mask come first. All heads of a group visit one before the next.
+    All heads of a group visit one before the next. The blocks from `masked` to `unmasked` in this order have no mask.
     """
 
     blocks: BlockRange
     # None: from the last one to the first. Or, where no row needs a mask but for keys that are padding, which one is the first:
     # they then run upwards and round to it.
     start: Int | None
+    window: bool  # whether the last blocks may have a mask, but for keys that are padding
 
     @property
     def count(self) -> Int:
         return self.blocks.end - self.blocks.first
 
     @property
+    def masked(self) -> Int:
+        return self.blocks.end - self.blocks.whole_end if self.window else 0
+
+    @property
     def unmasked(self) -> Int:
-        """The number of blocks without a mask: the others may have one."""
         _, whole, whole_end, end = self.blocks
-        return jnp.where(whole_end == end, end - whole, 0)
+        return end - whole if self.window else jnp.where(whole_end == end, end - whole, 0)
 
     def block(self, i: Int) -> Int:
         """The i-th block."""

@@ -456,7 +456,7 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     reason = supports_backward(problem, gpu)
     choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
-    if problem.deterministic and problem.right is not None:  # in long sections, fewer wait for their turn
+    if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
         every = [dataclasses.replace(c, section_waves=_TURNS_SECTION) if c.mode == "fused" else c for c in every]
     legal = [c for c in every if check_backward(problem, c, gpu) is None]
     if reason is not None or not legal:

@@ -53,7 +53,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "backward, in turns": (
         "flash_attention_backward",
         "mha64-4096-causal",
-        {"mode": "fused", "tile_q": 64, "tile_kv": 256, "dq_step": "next", "q_order": "apart"},
+        {"mode": "fused", "tile_q": 128, "max_concurrent_steps": 3, "dq_step": "next", "q_order": "apart"},
     ),
     "backward, split": ("flash_attention_backward", "mha64-4096", {"mode": "split"}),
     "backward, narrow": ("flash_attention_backward", "phi3-mini-4096-causal", {}),

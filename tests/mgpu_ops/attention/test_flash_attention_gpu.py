@@ -415,19 +415,59 @@ def test_random_legal_config_is_right(spec, seed, assert_close):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("steps", "how"), [(2, ("together", "memory")), (3, ("apart", "memory")), (3, ("apart", "registers"))])
-def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(steps, how, kwargs, assert_close):
+@pytest.mark.parametrize(
+    ("head_dim", "steps", "how"),
+    [
+        (128, 2, ("together", "memory")),
+        (128, 3, ("apart", "memory")),
+        (128, 3, ("apart", "registers")),
+        (64, 2, ("apart", "memory")),
+        (64, 3, ("together", "memory")),
+    ],
+)
+def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(head_dim, steps, how, kwargs, assert_close):
     problem = BACKWARD.Problem(
-        **{"batch": 2, "q_tokens": 1000, "kv_tokens": 1300, "q_heads": 4, "kv_heads": 2, "head_dim": 128} | kwargs
+        **{"batch": 2, "q_tokens": 1000, "kv_tokens": 1300, "q_heads": 4, "kv_heads": 2, "head_dim": head_dim} | kwargs
     )
-    later = BACKWARD.Config("fused", 64, 128, steps, 4, 24, "next", *how)
+    tile_q = 8192 // head_dim
+    later = BACKWARD.Config("fused", tile_q, 128, steps, 4, 24, "next", *how)
     arrays = jax.jit(functools.partial(BACKWARD.inputs, problem))(jax.random.key(0))
     found, wanted = (
         jax.jit(functools.partial(BACKWARD.run, problem, config, gpu.current()))(*arrays)
-        for config in (later, BACKWARD.Config("fused", 64, 128, 2, 4, 24))
+        for config in (later, BACKWARD.Config("fused", tile_q, 128, 2, 4, 24))
     )
     for x, y in zip(found, wanted):
         assert_close(float64(x), float64(y), problem.dtype)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "q_tokens": 1777},
+        {"window_right": 100, "align": "top_left"},
+        {"batch": 3, "q_tokens": 130, "dtype": "float16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_in_turns_have_the_same_bits_each_time_and_are_those_of_two_kernels(head_dim, kwargs, assert_close):
+    sizes = {"batch": 2, "q_tokens": 1000, "kv_tokens": 1300, "q_heads": 8, "kv_heads": 2, "head_dim": head_dim}
+    problem = BACKWARD.Problem(**sizes | {"deterministic": True} | kwargs)
+    tile_q = 8192 // head_dim
+    in_turns = BACKWARD.Config("fused", tile_q, 128, 3, 1024, 24, "next", "apart")
+    arrays = jax.jit(functools.partial(BACKWARD.inputs, problem))(jax.random.key(0))
+    run, two = (
+        jax.jit(functools.partial(BACKWARD.run, problem, config, gpu.current()))
+        for config in (in_turns, BACKWARD.Config("split", tile_q, 128, 2, 4, 24))
+    )
+    found, wanted = run(*arrays), two(*arrays)
+    for x, y in zip(found, wanted):
+        assert_close(float64(x), float64(y), problem.dtype)
+    for _ in range(20):
+        for x, y in zip(found, run(*arrays)):
+            np.testing.assert_array_equal(x, y)
 
 
 # --- beside cuDNN: no error more than twice its

@@ -376,6 +376,10 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 330, 260, 1, 1, 128, "float16", deterministic=True),
         replace(AHEAD_128, q_order="apart", dk_operand="registers"),
     ),
+    "in turns, window to both sides, grouped heads": (
+        B(1, 330, 520, 2, 1, 128, window_left=150, window_right=40, deterministic=True),
+        replace(AHEAD_128, q_order="apart"),
+    ),
     "in turns, head_dim of 64, causal": (
         B(1, 330, 520, 1, 1, 64, causal=True, deterministic=True),
         replace(AHEAD_64, q_order="apart"),
