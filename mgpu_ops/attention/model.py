@@ -433,7 +433,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
     del gpu
     d = backward_dim(problem.head_dim, problem.deterministic)
-    next_step = d == 128 or (d == 64 and problem.deterministic)  # at 64 it gains nothing where sums may be in any order
+    next_step = d in (64, 128)
     return {
         "mode": ("fused", "split"),
         "tile_q": (64, 128),
@@ -444,7 +444,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
         "dq_step": ("same", "next") if next_step else ("same",),
         "q_order": ("apart", "together") if next_step else ("together",),
-        "dk_operand": ("memory", "registers") if next_step else ("memory",),
+        "dk_operand": ("memory", "registers") if d == 128 else ("memory",),
     }
 
 
@@ -469,11 +469,12 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, the first one of all.
+    `deterministic`, turns where they were measured to be faster than two kernels: at head dim 128 without a mask.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
-        return ranked[0]
+        in_turns = backward_dim(problem.head_dim, True) == 128 and (problem.left, problem.right) == (None, None)
+        return next(c for c in ranked if in_turns or c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
     same = next(c for c in fused if c.dq_step == "same")
@@ -494,9 +495,10 @@ _ROWS_TILE = 6.9e-6  # likewise of dq
 _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
 _COPIED = 1.81  # times as long as by HBM's rate alone the copies before and after take
-# Of a step's time, where products of two q blocks overlap while a third one loads
-# (results/2026-11-22-h200-flash_attention-backward-d128.txt); and what registers for dS take of that again.
-_AHEAD, _HELD = 0.831, 0.063
+# Of a step's time, by head dim, where products of two q blocks overlap while a third one loads
+# (results/2026-11-22-h200-flash_attention-backward-d128.txt, results/2026-11-23-h200-flash_attention-backward-d64.txt); and what
+# registers for dS take of that again.
+_AHEAD, _HELD = {64: 0.92, 128: 0.831}, 0.063
 
 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
@@ -532,8 +534,8 @@ def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: i
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
-    if c.dq_step == "next" and c.max_concurrent_steps > 2 and c.tile_q == ROWS:
-        compute *= _AHEAD + (_HELD if c.dk_operand == "registers" else 0.0)
+    if c.dq_step == "next" and c.max_concurrent_steps > 2:
+        compute *= _AHEAD[backward_dim(p.head_dim, p.deterministic)] + (_HELD if c.dk_operand == "registers" else 0.0)
     return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 
 

@@ -116,6 +116,18 @@ def test_dq_a_step_later_spills_nothing_in_its_loop_and_its_products_overlap(cau
     assert re.search(LOOP_OF_DK_FROM[dk_operand].replace(".", "[^L]"), found), found
 
 
+@pytest.mark.parametrize("deterministic", thorough.cases([False, True], [True]))
+def test_dq_a_step_later_at_head_dim_64_starts_the_scores_of_both_halves_first_and_overlaps(deterministic):
+    problem, gpu = BACKWARD.Problem(1, 4096, 4096, 4, 4, 64, causal=True, deterministic=deterministic), aot.find("h200")
+    config = BACKWARD.Config("fused", 128, 128, 3, 4, 24, "next", "apart")
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, gpu, *x), *arrays)
+    assert report.serialized == ""
+    found = _order(report.sass).replace("L", "")  # a pointer of the kv block may be loaded
+    # Scores of both halves, dq, dk of both; then dP and dv of the first, then of the second.
+    assert re.search("s{32}W+.*s{4}.*s{4}.*W.*s{4}.*s{4}", found), found
+
+
 def _order(sass: str) -> str:
     """Products with 64 columns (s), with 128 (d), waits (W), exponentials (E), additions to dq (A), loads after a spill (L)."""
     found = re.findall(r"HGMMA\.64x64|HGMMA\.64x128|WARPGROUP\.DEPBAR|MUFU\.EX2|REDG|LDL", sass)
