@@ -496,8 +496,8 @@ _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those tha
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
 _COPIED = 1.81  # times as long as by HBM's rate alone the copies before and after take
 # Of a step's time, by head dim, where products of two q blocks overlap while a third one loads
-# (results/2026-11-22-h200-flash_attention-backward-d128.txt, results/2026-11-23-h200-flash_attention-backward-d64.txt); and what
-# registers for dS take of that again.
+# (results/2026-11-22-h200-flash_attention-backward-d128.txt, results/2026-11-23-h200-flash_attention-backward-d64.txt); and
+# what registers for dS take of that again.
 _AHEAD, _HELD = {64: 0.92, 128: 0.831}, 0.063
 
 
