@@ -76,6 +76,10 @@ class Pipeline:
 
         copy(stage, self._full(stage))
 
+    def filled(self, step: jax.Array) -> None:
+        """Producer, where what fills a stage arrives at no barrier: tells that it is there, for the stage of `step`."""
+        plgpu.barrier_arrive(self._full(lax.rem(step, jnp.int32(self.stages))))
+
     def drain(self, steps: jax.Array) -> None:
         """Producer, at its end: waits until consumers have read all of `steps` steps."""
         for stage in range(self.stages):

@@ -2,6 +2,7 @@
 
 - `load_rows` and `store_rows` copy a window of rows of an array that `rows_view` has marked (`core/tma.py`).
 - `load_pages` copies rows that lie in pages of such an array, which a table in shared memory names.
+- `load_gathered` copies rows that lie anywhere in an array, to the places that `row_places` finds.
 - `load_scattered` and `store_scattered` read and write the rows of a tile in registers, each at an address of its own.
 """
 
@@ -23,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from mgpu_ops.core import inflight, tma
+from mgpu_ops.core import engine, inflight, tma
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.registers import i32, laid_out, row_and_column
 from mgpu_ops.core.tile_scheduler import Int
@@ -99,6 +100,127 @@ def load_pages(src: Any, pages: Pages, count: Int, column: Int, dst: Any, barrie
     lax.fori_loop(0, dst.shape[0] // size, piece, None)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
+
+
+def row_places(indices: Any, row: Int, end: Int, rows: int, src: Any) -> jax.Array:
+    """Where the rows indices[row : row + rows] of src lie, for `load_gathered`: in a thread's registers, once for a tile.
+
+    indices: int32 [m] in global memory, of any values: those out of range count as the nearest row of src.
+    row, end: traced integers, row < end <= m. What comes from `end` on counts as the row before `end`: any row will do there.
+    rows: a multiple of 16. src: a `rows_view`, of at most 2^34 bytes.
+    """
+    last = src.shape[2] - 1
+    if interpreting():
+        at = jnp.minimum(row + lax.broadcasted_iota(jnp.int32, (rows,), 0), end - 1)
+        return jnp.clip(indices[...][at], 0, last)
+    chunks = _CHUNK // jnp.dtype(src.dtype).itemsize  # elements of a chunk
+    scalar, layout = plgpu.Layout.WG_SPLAT, _places_layout(rows)
+    result = plgpu.ShapeDtypeStruct((rows * _CHUNKS,), jnp.dtype(jnp.int32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=result)
+    def find(_: Any, indices: Any, row: Any, end: Any) -> Any:
+        first, chunk = _row_and_chunk()
+        row, before = row.registers.item(), arith.subi(end.registers.item(), i32(1))
+        places = np.empty((rows // _AT_ONCE,), dtype=object)
+        for number in range(places.size):
+            at = arith.minsi(arith.addi(row, arith.addi(first, i32(number * _AT_ONCE))), before)
+            index = mosaic.inline_ptx(
+                "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.b32 $0, [a]; }",
+                mosaic.memref_ptr(indices),
+                at,
+                result_types=ir.IntegerType.get_signless(32),
+                has_side_effects=True,
+            )
+            index = arith.minsi(arith.maxsi(index, i32(0)), i32(last))
+            place = arith.addi(arith.muli(index, i32(src.shape[3] // chunks)), chunk)
+            places[number] = vector.broadcast(ir.VectorType.get((1,), place.type), place)
+        there = mosaic_gpu.WGStridedFragLayout((rows * _CHUNKS,), 1)
+        return mosaic_gpu.FragmentedArray(_registers=places, _layout=there, _is_signed=True)
+
+    found: jax.Array = find(indices, row, end)
+    return found
+
+
+def load_gathered(src: Any, places: jax.Array, column: Int, dst: Any, barrier: Any) -> None:
+    """Starts the copies dst[j, i] = src[row i of places, column + j * panel :][: panel], a group for `wait_gathered`.
+
+    All threads of the warpgroup make them, 16 bytes at a time. Nothing arrives at `barrier` by itself: `wait_gathered`, then
+    arrive there. Columns beyond the end of src's rows become zeros.
+
+    src: a `rows_view` in global memory. column: a multiple of a panel, traced. places: of `row_places`.
+    dst: [panels, rows, panel] in shared memory, panels of one row of the 128-byte swizzle (`operand_transforms`).
+    Source: PTX ISA, "cp.async".
+    """
+    inflight.copies(dst, barrier)
+    panels, rows, width = dst.shape
+    if interpreting():
+        found = jnp.pad(src[0, 0, :, :], ((0, 0), (0, panels * width)))[places]
+        for number in range(panels):
+            start = (jnp.int32(0), jnp.int32(column + number * width))
+            dst[number] = lax.dynamic_slice(found, start, (rows, width))
+        return
+    stage = plgpu.RefType(engine.operand_transforms(width, src.dtype, 128))
+    types = (plgpu.RefType(), _places_layout(rows), plgpu.Layout.WG_SPLAT, stage)
+    plgpu.inline_mgpu(arg_types=types)(functools.partial(_copy_gathered, panels, rows))(src, places, column, dst)
+
+
+def wait_gathered(in_flight: int) -> None:
+    """Waits until all groups of `load_gathered` but the last `in_flight` are in shared memory, for wgmma to read.
+
+    Each thread waits for its own copies; an arrival of all of them then tells that the rows are there.
+    Source: PTX ISA, "cp.async.wait_group", and "fence.proxy.async" between such copies and wgmma.
+    """
+    if interpreting():
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        for text in (f"cp.async.wait_group {in_flight};", "fence.proxy.async.shared::cta;"):
+            mosaic.inline_ptx(text, has_side_effects=True)
+
+    wait()
+
+
+_CHUNK, _CHUNKS = 16, 8  # bytes that one cp.async copies, and how many make a row of the swizzle
+_AT_ONCE = 128 // _CHUNKS  # rows that the threads of a warpgroup copy at a time
+
+
+def _places_layout(rows: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((rows * _CHUNKS,), 1)
+
+
+def _row_and_chunk() -> tuple[Any, Any]:
+    """Of the rows that are copied at a time, the one of this thread, and its chunk of that row."""
+    thread = arith.remui(mosaic.thread_idx(), i32(128))
+    return arith.divui(thread, i32(_CHUNKS)), arith.remui(thread, i32(_CHUNKS))
+
+
+def _copy_gathered(panels: int, rows: int, _: Any, src: Any, places: Any, column: Any, dst: Any) -> None:
+    """`load_gathered`, compiled: chunk c of row r is stored as chunk c ^ (r % 8), as the swizzle has it."""
+    columns, size = ir.MemRefType(src.type).shape[3], mosaic.bitwidth(ir.MemRefType(src.type).element_type) // 8
+    panel = _CHUNK * _CHUNKS // size
+    first, chunk = _row_and_chunk()
+    swizzled = arith.xori(chunk, arith.remui(first, i32(8)))
+    word, address = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    start = mosaic.inline_ptx("mov.u32 $0, $1;", mosaic.memref_ptr(dst), result_types=word)
+    start = arith.addi(start, arith.addi(arith.muli(first, i32(_CHUNK * _CHUNKS)), arith.muli(swizzled, i32(_CHUNK))))
+    column = column.registers.item()
+    for number in range(panels):
+        at = arith.addi(column, i32(number * panel))
+        source = mosaic.inline_ptx(f"mad.wide.u32 $0, $1, {size}, $2;", at, mosaic.memref_ptr(src), result_types=address)
+        rest, counts = "", tuple[Any, ...]()
+        if columns % (panels * panel):  # in the last step, chunks lie beyond the rows' end; of size 0 they are not read
+            own = arith.addi(at, arith.muli(chunk, i32(_CHUNK // size)))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, own, i32(columns))
+            rest, counts = ", $3", (arith.select(inside, i32(_CHUNK), i32(0)),)
+        for i, register in enumerate(places.registers.flat):
+            place = vector.extract(register, dynamic_position=[], static_position=[0])
+            to = (number * rows + i * _AT_ONCE) * _CHUNK * _CHUNKS
+            copy = f"cp.async.cg.shared.global [$0+{to}], [a], {_CHUNK}{rest};"
+            text = f"{{ .reg .u64 a; mad.wide.u32 a, $2, {_CHUNK}, $1; {copy} }}"
+            mosaic.inline_ptx(text, start, source, place, *counts, has_side_effects=True)
+    mosaic.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
 
 def _shared_address(ref: Any) -> jax.Array:

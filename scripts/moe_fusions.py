@@ -38,6 +38,7 @@ def arrays(tokens: int) -> dict[str, Any]:
     weights, chosen = mgpu_ops.moe_route(logits, TOP_K)
     sent = mgpu_ops.moe_dispatch(x, chosen, EXPERTS)
     made |= {"x": x, "weights": weights, "chosen": chosen, **sent._asdict()}
+    made["tokens"] = sent.order // TOP_K
     made["scale"] = weights.reshape(-1)[sent.order]
     made["hidden"], made["results"] = normal(tokens * TOP_K, HIDDEN), normal(tokens * TOP_K, WIDTH)
     return made
@@ -49,6 +50,14 @@ def silu_up(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def gated_apart(rows: Any, both: Any, sizes: Any) -> jax.Array:
     return silu_up(*jnp.split(mgpu_ops.grouped_matmul(rows, both, sizes), 2, axis=1))
+
+
+def in_the_load(x: Any, gate: Any, up: Any, sizes: Any, tokens: Any) -> jax.Array:
+    return mgpu_ops.gated_grouped_matmul(x, gate, up, sizes, row_indices=tokens)
+
+
+def gathered_before(x: Any, gate: Any, up: Any, sizes: Any, tokens: Any) -> jax.Array:
+    return mgpu_ops.gated_grouped_matmul(x.at[tokens].get(mode="promise_in_bounds"), gate, up, sizes)
 
 
 def scaled_sum(hidden: Any, down: Any, sizes: Any, scale: Any, order: Any, positions: Any) -> jax.Array:
@@ -89,6 +98,10 @@ def parts(made: dict[str, Any]) -> dict[str, list[tuple[str, Callable[..., Any],
         "activation(gate) * up in the epilogue": [
             ("fused", mgpu_ops.gated_grouped_matmul, ["rows", "gate", "up", "group_sizes"]),
             ("one product, then XLA", gated_apart, ["rows", "both", "group_sizes"]),
+        ],
+        "rows gathered in the load": [
+            ("in the load", in_the_load, ["x", "gate", "up", "group_sizes", "tokens"]),
+            ("XLA's gather before", gathered_before, ["x", "gate", "up", "group_sizes", "tokens"]),
         ],
         "routing weight as row scale": [
             ("fused", scaled_sum, ["hidden", "down", "group_sizes", "scale", "order", "positions"]),

@@ -80,6 +80,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     "grouped_matmul": [
         {"bias": True, "activation": "silu", "group_offset": True, "row_scale": True, "out_dtype": "float32"},
         {"second": True, "dtype": "float16", "out_dtype": "float16"},
+        {"lhs_rows": 4096, "bias": True, "row_scale": True},
         {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
         {"gated_gradient": True, "row_scale": True, "activation": "silu", "layout": "nt"},
     ],
@@ -89,7 +90,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     ],
     "gated_grouped_matmul": [
         {"group_offset": True, "activation": "gelu", "dtype": "float16", "out_dtype": "float16", "layout": "nt"},
-        {"keep": True},
+        {"keep": True, "lhs_rows": 4096},
         {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
     ],
     "ragged_contraction": [{"group_offset": True, "dtype": "float16", "out_dtype": "float16"}],

@@ -92,12 +92,19 @@ def _grouped_matmul(problem: GroupedMatmulProblem, backend: dispatch.Backend | N
 
 
 def _gated_grouped_matmul(problem: GatedGroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
-    """The public function; for a shard, for the gradients of gate and up, and with scales, the op itself."""
+    """The public function; for a shard, the gradients of gate and up, where these are kept and with scales, the op itself."""
     spec = mgpu_ops.spec_of("gated_grouped_matmul")
-    if problem.gradient or problem.group_offset or problem.scales != "none":
+    if problem.gradient or problem.group_offset or problem.keep or problem.scales != "none":
         return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "spread": problem.spread}
-    return partial(mgpu_ops.gated_grouped_matmul, transpose_w=problem.layout == "nt", backend=backend, **options)
+    options |= {"transpose_w": problem.layout == "nt", "backend": backend}
+
+    def call(
+        lhs: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, row_indices: jax.Array | None = None
+    ) -> jax.Array:
+        return mgpu_ops.gated_grouped_matmul(lhs, gate, up, sizes, row_indices=row_indices, **options)
+
+    return call
 
 
 def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:

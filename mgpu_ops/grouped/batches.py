@@ -19,8 +19,9 @@ from mgpu_ops.core import mesh
 from mgpu_ops.grouped.problem import MAX_ROWS
 from mgpu_ops.grouped.sizes import split
 
-# What the first axis of an array of a product counts. "sizes": what kernels read as the groups' sizes. "others": neither.
-type Kind = Literal["rows", "matrices", "sizes", "others"]
+# What the first axis of an array of a product counts. "sizes": what kernels read as the groups' sizes. "named": rows of which
+# the numbers in "indices" name one for each row. "others": none of these.
+type Kind = Literal["rows", "matrices", "sizes", "named", "indices", "others"]
 
 
 def batchable(
@@ -60,6 +61,7 @@ class _Batch:
     shared: whether all products have the same matrices; entries are then in the order of groups, else of products.
     sizes: of the product of all, int32. taken_from: for each of its rows, which row of the batch it is, counted over all
       products. put_to: for each row of the batch its place there; of no group, one that is zeros.
+    named: how many rows each product has that indices name; 0 where all products have the same ones, or none.
     """
 
     size: int
@@ -68,6 +70,7 @@ class _Batch:
     sizes: jax.Array
     taken_from: jax.Array
     put_to: jax.Array
+    named: int = 0
 
     @classmethod
     def of(
@@ -85,7 +88,7 @@ class _Batch:
         the matrices would have to be copied.
         """
         each = list(zip(arrays, batched, kinds, strict=True))
-        rows, is_batched = next((x, b) for x, b, kind in each if kind == "rows")
+        rows, is_batched = next((x, b) for x, b, kind in each if kind in ("rows", "indices"))
         count = rows.shape[is_batched]
         of_groups = [b for _, b, kind in each if kind == "matrices"]
         shared = result != "matrices" and not any(of_groups)
@@ -95,7 +98,8 @@ class _Batch:
             return None
         sizes, is_batched = next((x, b) for x, b, kind in each if kind == "sizes")
         sizes = sizes if is_batched else jnp.broadcast_to(sizes, (size, *sizes.shape))
-        return cls._of_sizes(sizes, count, shared, group_offset)
+        batch = cls._of_sizes(sizes, count, shared, group_offset)
+        return dataclasses.replace(batch, named=next((x.shape[1] for x, b, kind in each if kind == "named" and b), 0))
 
     @classmethod
     def _of_sizes(cls, sizes: jax.Array, rows: int, shared: bool, group_offset: bool) -> _Batch:
@@ -124,9 +128,13 @@ class _Batch:
         """What the product of all takes in place of an array of the products."""
         if kind == "sizes":
             return self.sizes
-        if kind == "rows":
-            every = x.reshape(-1, *x.shape[2:]) if is_batched else x
-            return every[self.taken_from if is_batched else lax.rem(self.taken_from, jnp.int32(self.rows))]
+        every = x.reshape(-1, *x.shape[2:]) if is_batched else x
+        if kind == "named":
+            return every
+        if kind in ("rows", "indices"):
+            found = every[self.taken_from if is_batched else lax.rem(self.taken_from, jnp.int32(self.rows))]
+            # counted over the rows of all products, where each has its own
+            return found + lax.div(self.taken_from, jnp.int32(self.rows)) * self.named if kind == "indices" else found
         if kind == "others" or self.shared:
             return x
         every = x if is_batched else jnp.broadcast_to(x, (self.size, *x.shape))

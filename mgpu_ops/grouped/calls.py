@@ -90,6 +90,21 @@ def checked_offset(offset: Any, every: int, groups: int, matrices: str = "rhs") 
     return jnp.clip(integers.clipped(offset.reshape(()), every), -groups, every)
 
 
+def checked_row_indices(indices: Any, rows: int) -> jax.Array:
+    """`row_indices` of an lhs of so many rows as int32, or the error that tells what is wrong; traced ones clipped to them."""
+    indices = integers.array("row_indices", indices)
+    if indices.ndim != 1:
+        raise ValueError(f"row_indices has shape {indices.shape}: it is [m], a row of lhs for each row of the result")
+    if not rows and indices.size:
+        raise ValueError(f"row_indices has {indices.size} entries, but lhs has no rows for them to name")
+    if not isinstance(indices, jax.core.Tracer) and indices.size:
+        known = np.asarray(indices)
+        if (wrong := (known < 0) | (known >= rows)).any():
+            at = int(wrong.argmax())
+            raise ValueError(f"row_indices[{at}]={known[at]} is not from 0 to {rows - 1}: lhs has {rows} rows")
+    return jnp.clip(integers.clipped(indices, rows), 0, max(rows - 1, 0))
+
+
 def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
     """`row_scale` as float32, or wider where it is."""
     scale = floats.array(op, "row_scale", scale)

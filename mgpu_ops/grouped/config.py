@@ -73,6 +73,14 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu, dtype: str = "bfloat16",
     )
 
 
+def check_gathered(c: Config) -> str | None:
+    """Why the producer has too few registers to load rows by index, or None. A thread holds the places of tile_m / 16 rows."""
+    least = 40 if c.tile_m <= 128 else 56
+    if c.memory_registers < least:
+        return f"memory_registers={c.memory_registers} must be at least {least} where {c.tile_m} rows come by index"
+    return None
+
+
 def _check_scales(c: Config) -> str | None:
     """Why a config's tiles cannot have scales of blocks, or None."""
     if c.tile_m > 192:

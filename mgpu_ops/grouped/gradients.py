@@ -24,7 +24,7 @@ def _matmul_forward(
     sizes: jax.Array,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
-    *scales: jax.Array | None,
+    *rest: jax.Array | None,
 ) -> Any:
     """With an activation its argument is kept; the activation and the scale are then XLA's."""
     if call.scales != "none" or not {lhs.dtype.name, rhs.dtype.name}.isdisjoint(FLOAT8):
@@ -33,13 +33,17 @@ def _matmul_forward(
             "scale of its own would lose it. Train with mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or hold the arrays "
             "constant with jax.lax.stop_gradient"
         )
+    indices = rest[-1]
+    saved = lhs, rhs, sizes, bias, row_scale, indices
     if call.activation == "none":
-        return grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale), (lhs, rhs, sizes, bias, row_scale, None)
-    linear = grouped_matmul.product(dataclasses.replace(call, activation="none", config=None), lhs, rhs, sizes, bias)
+        out = grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale, row_indices=indices)
+        return out, (*saved, None)
+    plain = dataclasses.replace(call, activation="none", config=None)
+    linear = grouped_matmul.product(plain, lhs, rhs, sizes, bias, row_indices=indices)
     out = activate(call.activation, linear)
     if row_scale is not None:
         out = _scaled(call, out, row_scale, sizes).astype(call.out_dtype)
-    return out, (lhs, rhs, sizes, bias, row_scale, linear)
+    return out, (*saved, linear)
 
 
 def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
@@ -47,8 +51,8 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
 
     Without an activation, dlhs before it is scaled gives the scale's gradient too, as its product with lhs.
     """
-    lhs, rhs, sizes, bias, scale, linear = saved
-    dscale = None
+    given, rhs, sizes, bias, scale, indices, linear = saved
+    lhs, dscale = _rows_at(given, indices), None
     if linear is not None:
         activated, backward = jax.vjp(functools.partial(activate, call.activation), linear)
         if scale is not None:
@@ -70,7 +74,22 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
         else:
             right = g = _scaled(call, g, scale, sizes).astype(name)
     left, right = (right, left) if t else (left, right)
-    return dlhs, _contracted(call, name, left, right, sizes), None, _dbias(call, bias, g, sizes), dscale, None, None
+    drhs, dbias = _contracted(call, name, left, right, sizes), _dbias(call, bias, g, sizes)
+    return _added_at(given, indices, dlhs), drhs, None, dbias, dscale, None, None, None
+
+
+def _rows_at(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
+    """The rows that the indices name, or lhs without any."""
+    return lhs if indices is None else lhs.at[indices].get(mode="promise_in_bounds")
+
+
+def _added_at(lhs: jax.Array, indices: jax.Array | None, drows: jax.Array) -> jax.Array:
+    """The gradient of lhs from that of `_rows_at`, added up in float32 or wider."""
+    if indices is None:
+        return drows
+    wide = jnp.zeros(lhs.shape, np.promote_types(drows.dtype, np.float32))
+    wide, *_ = mesh.same_mesh_axes(wide, drows)
+    return wide.at[indices].add(drows.astype(wide.dtype), mode="promise_in_bounds").astype(lhs.dtype)
 
 
 def _dbias(call: grouped_matmul.Call, bias: jax.Array | None, g: jax.Array, sizes: jax.Array) -> jax.Array | None:
@@ -114,20 +133,22 @@ grouped_matmul.product.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _gated_forward(
-    call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *scales: jax.Array
+    call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array
 ) -> Any:
-    if scales or not {lhs.dtype.name, w_gate.dtype.name}.isdisjoint(FLOAT8):
+    if call.scales != "none" or not {lhs.dtype.name, w_gate.dtype.name}.isdisjoint(FLOAT8):
         raise ValueError(
             f"gated_grouped_matmul of {lhs.dtype} and {w_gate.dtype} with scales={call.scales!r} has no gradient: 8 bits "
             "without a scale of its own would lose it. Train with two mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or "
             "hold the arrays constant with jax.lax.stop_gradient"
         )
-    return gated.gated(call, lhs, w_gate, w_up, sizes), (lhs, w_gate, w_up, sizes)
+    return gated.gated(call, lhs, w_gate, w_up, sizes, *rest), (lhs, w_gate, w_up, sizes, *rest)
 
 
 def _gated_backward(call: gated.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dgate and dup by the kernel; dlhs = dgate w_gate^T + dup w_up^T in one, dw_gate = lhs^T dgate and dw_up = lhs^T dup."""
-    lhs, w_gate, w_up, sizes = saved
+    given, w_gate, w_up, sizes, *rest = saved
+    indices = rest[-1] if call.row_indices else None
+    lhs = _rows_at(given, indices)
     name, t = lhs.dtype.name, call.transpose_w
     dgate, dup = gated.gradients(call, lhs, w_gate, w_up, sizes, g.astype(name))
     plain = grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend, call.group_offset)
@@ -137,7 +158,7 @@ def _gated_backward(call: gated.Call, saved: Any, g: jax.Array) -> tuple[Any, ..
         left, right = (of, lhs) if t else (lhs, of)
         return _contracted(plain, name, left, right, sizes)
 
-    return dlhs, dw(dgate), dw(dup), None
+    return _added_at(given, indices, dlhs), dw(dgate), dw(dup), None, *(None for _ in rest)
 
 
 gated.gated.defvjp(_gated_forward, _gated_backward)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, hand_out, tile_scheduler
@@ -25,7 +26,7 @@ from mgpu_ops.core.gemm import SLOTS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.hand_out import HandOut
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.core.rows import store_rows
+from mgpu_ops.core.rows import store_rows, wait_gathered
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn, OrderedGroups
 from mgpu_ops.grouped.config import Config, consumer_registers, hands_out, panel, storage
 from mgpu_ops.grouped.problem import GroupedProblem
@@ -39,6 +40,7 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
+    row_indices: int32 [m], which rows of lhs are multiplied, or None: the m rows in their order.
     scale_lhs, scale_rhs: of 8-bit floats, or None. With scales of blocks, their stages in shared memory are
       lhs_scale_smem, [stages, blocks of k, rows of a tile and 32 more], and rhs_scale_smem, [stages, blocks of k, 32], of which
       one for each 64 columns.
@@ -54,6 +56,7 @@ class Refs:
     rhs2: Any = None
     bias: Any = None
     row_scale: Any = None
+    row_indices: Any = None
     scale_lhs: Any = None
     scale_rhs: Any = None
     lhs_scale_smem: Any = None
@@ -111,14 +114,17 @@ class Stages(Protocol):
     def position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         """The first row and column of an output tile."""
 
-    def load(
-        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
-    ) -> None:
+    @property
+    def behind(self) -> int:
+        """How many steps later the producer tells that what `load` copies without TMA is there. 0: it copies nothing so."""
+
+    def begin_loads(self, tile: GroupTile) -> tuple[Any, ...]:
+        """Producer, before an output tile: its `position`, and what else its loads need."""
+
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
         """Producer: starts the copies of the tile's `step`-th step into a stage; they arrive on the barrier `full`."""
 
-    def load_further(
-        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: int, stage: jax.Array, full: Any
-    ) -> None:
+    def load_further(self, tile: GroupTile, position: tuple[Any, ...], step: int, stage: jax.Array, full: Any) -> None:
         """Producer: as `load`, for a step that `store` reads."""
 
     def staging(self) -> Any:
@@ -146,7 +152,7 @@ class Stages(Protocol):
 def run_block(kernel: Stages, gpu: Gpu) -> None:
     """One block of a kernel."""
     c, refs = kernel.config, kernel.refs
-    pipeline = Pipeline(c.max_concurrent_steps, *refs.barriers)
+    pipeline, behind = Pipeline(c.max_concurrent_steps, *refs.barriers), kernel.behind
 
     def for_each_tile(body: Callable[[GroupTile, jax.Array], jax.Array], asks: bool = False) -> tuple[jax.Array, jax.Array]:
         """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
@@ -160,14 +166,23 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
 
     def producer() -> None:
         def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
-            position = kernel.position(tile)
+            position = kernel.begin_loads(tile)
+
+            def landed(later: int, step: jax.Array) -> None:
+                """Tells that the rows of the step `later` ones before the last are there, when they are."""
+                wait_gathered(later)
+                pipeline.filled(step)
 
             def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
+                if behind:  # before it waits for an empty stage: consumers may need those rows to empty one
+                    pl.when(i >= behind)(lambda: landed(behind - 1, step - behind))
                 # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
                 pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
                 return step + 1
 
             done = lax.fori_loop(0, kernel.steps(tile), load_step, done)
+            for later in reversed(range(behind)):
+                pl.when(kernel.steps(tile) > later)(functools.partial(landed, later, done - 1 - later))
             for i in range(kernel.further_steps):
                 pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i))
             return done + kernel.further_steps if kernel.further_steps else done

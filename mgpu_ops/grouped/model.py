@@ -28,7 +28,7 @@ def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "raster_width": (1, 2, 4, 8, 16, 32),
         "epilogue_tile_n": (32, 64, 128, 192, 256),
         "epilogue_slots": (1, 2, 4),
-        "memory_registers": (24, 40),
+        "memory_registers": (40, 56) if getattr(problem, "lhs_rows", 0) else (24, 40),
         "schedule": SCHEDULES,
     }
 
@@ -109,6 +109,16 @@ def stored(columns: int, itemsize: int, tile_n: int) -> float:
     if columns * itemsize % _SECTOR:
         return 1.0 + _STORED_ACROSS_SECTORS + _STORED_APART * 64 / tile_n
     return 1.0 + _STORED_ACROSS_LINES * bool(columns * itemsize % _LINE)
+
+
+def gathered(p: Any, c: Config, seconds: float, moved: int, gpu: Gpu) -> float:
+    """The time of a product of so many seconds where its rows come by index: the longer, the fewer stages are on their way.
+
+    One that is bound by what it moves takes no longer.
+    """
+    if not p.lhs_rows or seconds < 2 * moved / (gpu.memory_bytes_per_s * rates.HBM):
+        return seconds
+    return seconds * {2: 1.13, 3: 1.08}.get(c.max_concurrent_steps, 1.05)
 
 
 def cost(

@@ -58,6 +58,16 @@ def supports_sides(p: GroupedProblem, rhs_row: tuple[str, int], tiles: Callable[
     return supports_rows({"lhs": ("k", p.k, size), "rhs": (*rhs_row, size), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
 
 
+MAX_GATHERED = 2**34  # bytes of an lhs whose rows are gathered: a row's place is counted in 16 of them, in 31 bits
+
+
+def supports_gathered(lhs_rows: int, k: int, itemsize: int) -> str | None:
+    """Why the kernels cannot gather rows of an lhs of so many rows of k, or None."""
+    if lhs_rows * k * itemsize > MAX_GATHERED:
+        return f"lhs_rows={lhs_rows} of k={k} are more than {MAX_GATHERED} bytes: gather the rows before"
+    return None
+
+
 def flops(problem: GroupedProblem) -> int:
     """Multiplications and additions of a problem whose groups hold all rows."""
     return 2 * problem.m * problem.n * problem.k

@@ -278,6 +278,7 @@ SOUND = {  # what of it a field may well hold
     "bias_grad": (True,),
     "residual": (True,),
     "keep": (True,),
+    "lhs_rows": (0,),
     "gradient": (True,),
     "stored": (True,),
     "page_size": (0,),

@@ -323,3 +323,11 @@ def test_captured_problems_are_those_of_the_kernels():
     found = mgpu_ops.capture(jax.jit(jax.grad(loss, (0, 1, 2, 3))))(x, *weights)
     counts = {op: sum(use.count for use in found.uses if use.op == op) for op in {use.op for use in found.uses}}
     assert counts == {"gated_grouped_matmul": 1, "grouped_matmul": 3, "ragged_contraction": 3}
+
+
+@pytest.mark.parametrize(("hidden", "lhs_rows"), [(128, 64), (2048, 0)])
+def test_without_gradients_experts_of_few_columns_take_rows_by_index(hidden, lhs_rows):
+    x, _, *weights = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer(64, 64, hidden, 4))
+    found = mgpu_ops.capture(lambda x, *w: moe(x, jnp.zeros((64, 4)), *w, 2))(x, *weights)
+    (first,) = (use.problem for use in found.uses if use.op == "gated_grouped_matmul")
+    assert (first.m, first.lhs_rows) == (128, lhs_rows)

@@ -18,7 +18,7 @@ MODULE = ast.parse((ROOT / "mgpu_ops" / "torch.py").read_text())
 FUNCTIONS = {node.name: node for node in MODULE.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
 NOT_THERE = {  # what tensors' functions leave out
     *("config", "backward_config", "return_lse", "preferred_element_type"),
-    *("precision", "scale_a", "scale_b", "scale_lhs", "scale_rhs", "group_offset", "row_scale", "page_table"),
+    *("precision", "scale_a", "scale_b", "scale_lhs", "scale_rhs", "group_offset", "row_scale", "row_indices", "page_table"),
 }
 
 

@@ -227,6 +227,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "of (gated_)grouped_matmul's right operand where the left is f8: f8e4m3 or f8e5m2",
         },
         "keep": _FLAG | {"help": "of gated_grouped_matmul: gate and up are results too, for the backward pass"},
+        "lhs_rows": _SIZE
+        | {
+            "help": "of grouped_matmul and gated_grouped_matmul: rows of lhs that indices name (default 0: the m rows in order)"
+        },
         "gated_gradient": _FLAG
         | {"help": "of grouped_matmul: the gradients of gate and up from the gradient of a layer's result, in the epilogue"},
         "algorithm": {

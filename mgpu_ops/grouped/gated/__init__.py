@@ -23,7 +23,14 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.grouped.batches import Kind, batchable
-from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_scales, checked_sizes, checked_spread
+from mgpu_ops.grouped.calls import (
+    checked_operands,
+    checked_out_dtype,
+    checked_row_indices,
+    checked_scales,
+    checked_sizes,
+    checked_spread,
+)
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.gated.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.gated.problem import (
@@ -62,6 +69,7 @@ class Call:
     gradient: bool = False
     keep: bool = False
     scales: str = "none"
+    row_indices: bool = False  # the last array
 
 
 def gated_grouped_matmul(
@@ -70,6 +78,7 @@ def gated_grouped_matmul(
     w_up: ArrayLike,
     group_sizes: ArrayLike | Sequence[int],
     *,
+    row_indices: ArrayLike | None = None,
     activation: Activation | None = "silu",
     scale_lhs: ArrayLike | None = None,
     scale_gate: ArrayLike | None = None,
@@ -84,14 +93,17 @@ def gated_grouped_matmul(
     """activation(lhs w_gate) * (lhs w_up) by group in one kernel, accumulated in float32 and rounded once: experts' first half.
 
     out[i, n] = activation(sum_k lhs[i, k] w_gate[g, k, n]) * sum_k lhs[i, k] w_up[g, k, n] for each row i of group g; zeros for
-    rows of no group.
+    rows of no group. With row_indices, lhs[row_indices[i]] is in the place of lhs[i].
 
     Args:
-      lhs: [m, k], rows sorted by group. bfloat16 or float16 for the kernel, or with `transpose_w` float8_e4m3fn or float8_e5m2;
-        other floats run through XLA.
+      lhs: [m, k], rows sorted by group; with row_indices [rows, k], in any order. bfloat16 or float16 for the kernel, or with
+        `transpose_w` float8_e4m3fn or float8_e5m2; other floats run through XLA.
       w_gate, w_up: [groups, k, n], or [groups, n, k] with `transpose_w`, of lhs's dtype; the two 8-bit floats mix, but both
         have one.
       group_sizes, group_offset, spread: as in `grouped_matmul`.
+      row_indices: [m] integers, the row of lhs for each row of the result, sorted by group, each from 0 to rows - 1; a row may
+        come several times. Indices beyond those count as the nearest where they are not known, as under jit. The kernel reads
+        the rows where they are: no sorted copy of them is made.
       activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
       scale_lhs, scale_gate, scale_up: what 8-bit floats were divided by (`mgpu_ops.quantize`), by which gate and up are
         multiplied before the activation, as scale_lhs and scale_rhs in `grouped_matmul`; both weights have scales of one kind.
@@ -106,11 +118,13 @@ def gated_grouped_matmul(
     Works under jit, grad (reverse mode), vmap (one launch, as `grouped_matmul`), scan, checkpoint and shard_map. The gradient
     keeps lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the
     gradients of gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of
-    the weights two calls of `ragged_contraction`. There is no gradient of 8-bit floats.
+    the weights two calls of `ragged_contraction`. There is no gradient of 8-bit floats. With row_indices, the backward pass
+    gathers the rows first, and adds the gradients of a row that comes several times in float32, in any order; `moe` adds them
+    in the order of a token's experts.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown activation,
-        spread or backend, a config that cannot run.
+      ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, known indices of no
+        row, an unknown activation, spread or backend, a config that cannot run.
       TypeError: floats or integers expected and not found.
 
     Source: the kernel's own, in mgpu_ops/grouped/gated/kernel.py; see docs/kernels/moe.md.
@@ -126,11 +140,13 @@ def gated_grouped_matmul(
         raise ValueError(
             f"lhs{lhs.shape} and w_gate{w_gate.shape} differ in k: {lhs.shape[1]} != {k} (transpose_w={transpose_w})"
         )
-    sizes = checked_sizes(name, group_sizes, w_gate.shape[0], lhs.shape[0], group_offset, "w_gate")
+    indices = () if row_indices is None else (checked_row_indices(row_indices, lhs.shape[0]),)
+    rows = indices[0].shape[0] if indices else lhs.shape[0]
+    sizes = checked_sizes(name, group_sizes, w_gate.shape[0], rows, group_offset, "w_gate")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     n = w_gate.shape[1 if transpose_w else 2]
-    kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (lhs.shape[0], n, k), w_gate.shape[0])
+    kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (rows, n, k), w_gate.shape[0])
     call = Call(
         activation=checked_activation(activation),
         transpose_w=bool(transpose_w),
@@ -140,8 +156,9 @@ def gated_grouped_matmul(
         backend=dispatch.requested_backend(backend),
         group_offset=group_offset is not None,
         scales=kind,
+        row_indices=row_indices is not None,
     )
-    return gated(call, *mesh.same_mesh_axes(lhs, w_gate, w_up, sizes, *scales))
+    return gated(call, *mesh.same_mesh_axes(lhs, w_gate, w_up, sizes, *scales, *indices))
 
 
 def _checked_scales(scales: tuple[Any, Any, Any], sides: tuple[int, int, int], groups: int) -> tuple[str, list[jax.Array]]:
@@ -160,21 +177,25 @@ def _checked_scales(scales: tuple[Any, Any, Any], sides: tuple[int, int, int], g
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *scales: jax.Array) -> jax.Array:
-    """`gated_grouped_matmul` of arguments that were checked. `grouped/gradients.py` makes it differentiable."""
-    out: jax.Array = _batchable(call)(lhs, w_gate, w_up, sizes, *scales)
+def gated(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
+    """`gated_grouped_matmul` of arguments that were checked: scales, if any, and then the indices of rows, if any.
+
+    `grouped/gradients.py` makes it differentiable.
+    """
+    out: jax.Array = _batchable(call)(lhs, w_gate, w_up, sizes, *rest)
     return out
 
 
 def kept(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The result, gate and up, all of lhs's dtype, of lhs, w_gate, w_up and sizes."""
-    out, gate, up = _batchable(dataclasses.replace(call, out_dtype=arrays[0].dtype.name, keep=True))(*arrays)
+    """The result, gate and up, all of lhs's dtype, of lhs, w_gate, w_up, sizes and, if any, the indices of rows."""
+    kept = dataclasses.replace(call, out_dtype=arrays[0].dtype.name, keep=True)
+    out, gate, up = _batchable(kept)(*arrays)
     return out, gate, up
 
 
 def gradients(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The gradients of gate and up, of lhs, w_gate, w_up, sizes and the result's gradient, which has lhs's dtype."""
-    again = dataclasses.replace(call, out_dtype=arrays[0].dtype.name, config=None, gradient=True)
+    again = dataclasses.replace(call, out_dtype=arrays[0].dtype.name, config=None, gradient=True, row_indices=False)
     dgate, dup = _batchable(again)(*arrays)
     return dgate, dup
 
@@ -186,18 +207,20 @@ def _batchable(call: Call) -> Any:
     def product(*arrays: jax.Array) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes"]
+    kinds: list[Kind] = ["named" if call.row_indices else "rows", "matrices", "matrices", "sizes"]
     if call.gradient:
         kinds.append("rows")
     if call.scales != "none":
         kinds += ["others" if call.scales == "tensor" else "rows", "matrices", "matrices"]
+    if call.row_indices:
+        kinds.append("indices")
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
     return batchable(product, kinds, "rows", 2 if call.gradient else 3 if call.keep else 1, call.group_offset, plain)
 
 
-def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
+def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array) -> Problem:
     return Problem(
-        m=lhs.shape[0],
+        m=rest[-1].shape[0] if call.row_indices else lhs.shape[0],
         n=w_gate.shape[1 if call.transpose_w else 2],
         k=lhs.shape[1],
         groups=w_gate.shape[0],
@@ -211,6 +234,7 @@ def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Pr
         keep=call.keep,
         rhs_dtype=w_gate.dtype.name,
         scales=call.scales,
+        lhs_rows=lhs.shape[0] if call.row_indices else 0,
     )
 
 
@@ -221,7 +245,6 @@ def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Arr
     contracted = 1 if p.layout == "nt" else 0  # of a matrix, which is not transposed for it
     if p.dtype in FLOAT8:
         return _reference_of_8_bits(p, lhs, (w_gate, w_up), sizes, rest)
-    g = rest
     exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
 
     def multiplied(rows: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -230,11 +253,11 @@ def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Arr
         return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=wide)
 
     def block(outs: tuple[jax.Array, ...], group: Any, rows: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
-        gate, up = (multiplied(lhs[rows], w[group]) for w in (w_gate, w_up))
+        gate, up = (multiplied(lhs[rest[0][rows] if p.lhs_rows else rows], w[group]) for w in (w_gate, w_up))
         values: tuple[jax.Array, ...]
         if p.gradient:
             activated, backward = jax.vjp(functools.partial(activate, p.activation), gate)
-            cotangent = g[0][rows].astype(wide)
+            cotangent = rest[0][rows].astype(wide)
             values = backward(cotangent * up)[0], cotangent * activated
         else:
             values = (activate(p.activation, gate) * up, gate, up)[: results(p)]
@@ -250,8 +273,14 @@ def reference(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Arr
 def _reference_of_8_bits(
     p: Problem, lhs: jax.Array, weights: tuple[jax.Array, jax.Array], sizes: jax.Array, scales: Sequence[jax.Array]
 ) -> jax.Array:
-    """`reference` of 8-bit floats: gate and up as grouped_matmul's in float32, and then the activation."""
-    one = dataclasses.replace(of_one(p), out_dtype="float32")
+    """`reference` of 8-bit floats: gate and up as grouped_matmul's in float32, and then the activation.
+
+    scales: and the indices of rows, if any.
+    """
+    if p.lhs_rows:
+        *scales, indices = scales
+        lhs = lhs[indices]
+    one = dataclasses.replace(of_one(p), out_dtype="float32", lhs_rows=0)
     of_each: list[Sequence[jax.Array]] = [(scales[0], scale) for scale in scales[1:]] if scales else [(), ()]
     gate, up = (product_of_one(one, lhs, w, sizes, *mine) for w, mine in zip(weights, of_each, strict=True))
     out: jax.Array = (activate(p.activation, gate) * up).astype(p.out_dtype)
@@ -261,7 +290,8 @@ def _reference_of_8_bits(
 def dense(problem: Problem, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, *rest: jax.Array) -> Any:
     """As many operations through XLA, of all rows with the matrices of one group: what the kernel is measured against."""
     t = problem.layout == "nt"
-    gate, up = (jnp.matmul(lhs, w[0].mT if t else w[0]) for w in (w_gate, w_up))
+    rows = lhs[rest[1]] if problem.lhs_rows else lhs
+    gate, up = (jnp.matmul(rows, w[0].mT if t else w[0]) for w in (w_gate, w_up))
     if not problem.gradient:
         out = activate(problem.activation, gate) * up
         return (out, gate, up) if problem.keep else out

@@ -62,16 +62,18 @@ class _Stages(GroupedStages):
     def steps(self, tile: GroupTile) -> int:
         return self.steps_of_one
 
-    def load(
-        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
-    ) -> None:
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows of lhs, and as many of the group's two matrices as stored."""
         refs = self.refs
+        gathers = refs.row_indices is not None
         if refs.lhs_scale_smem is not None:
             self.load_scales(tile, position, step, stage, full)
-        self.load_lhs(refs.lhs, tile, position, step, stage, full)
+        if not gathers:
+            self.load_lhs(refs.lhs, tile, position, step, stage, full)
         self.load_rhs(refs.rhs, refs.rhs_smem, tile, position, step, stage, full)
         self.load_rhs(refs.up, refs.up_smem, tile, position, step, stage, full)
+        if gathers:  # which takes longer to start than TMA's copies
+            self.load_lhs(refs.lhs, tile, position, step, stage, full)
 
     def rhs_buffers(self) -> tuple[Any, ...]:
         return self.refs.rhs_smem, self.refs.up_smem
@@ -147,20 +149,20 @@ class _Stages(GroupedStages):
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
     """Runs the kernel on lhs, w_gate and w_up as stored, int32 sizes of any values (with an offset, as `sizes.of_shard` gives
-    them) and, where the problem has them, scales of lhs, w_gate and w_up, or the result's gradient; then there are two results.
+    them) and, where the problem has them, scales of lhs, w_gate and w_up, or the result's gradient; then there are two results;
+    or indices of rows.
     """
     lhs, w_gate, w_up, sizes, *rest = arrays
-    scales, g = (_scales(p, c, rest), []) if p.scales != "none" else ([], rest)
+    scales, further = (_scales(p, c, rest), []) if p.scales != "none" else ([], rest)
     blocks = min(gpu.sms, most_tiles(p, c))
 
     def body(*refs: Any, **scratch: Any) -> None:
         sizes, lhs, gate, up, *rest, counter = kernel.counter_last(c, refs)
         names = ("scale_lhs", "scale_rhs", "scale_up") if scales else ()
+        names += ("g",) * p.gradient + ("row_indices",) * (p.lhs_rows > 0)
         more = dict(zip(names, rest, strict=False))
-        rest = rest[len(names) :]
-        g, *outs = rest if p.gradient else (None, *rest)
-        out, out2, out3 = (*outs, None, None)[:3]
-        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, out3=out3, g=g, counter=counter, **more, **scratch)
+        out, out2, out3 = (*rest[len(names) :], None, None)[:3]
+        refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, out3=out3, counter=counter, **more, **scratch)
         kernel.run_block(_Stages(p, c, blocks, refs_of), gpu)
 
     out = jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype)
@@ -175,7 +177,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         ),
         out_type=(out,) * results(p) if results(p) > 1 else out,
         scratch_types=_scratch(p, c),
-    )(sizes, *kernel.counter(c), rows_view(lhs), w_gate, w_up, *scales, *map(rows_view, g))
+    )(sizes, *kernel.counter(c), rows_view(lhs), w_gate, w_up, *scales, *(map(rows_view, further) if p.gradient else further))
     return jax.tree.map(lambda x: x.reshape(p.m, p.n), tuple(outs) if results(p) > 1 else outs)
 
 
@@ -192,7 +194,8 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     width = panel(p.dtype)
     panels = c.tile_k // width
     tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
-    scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), tile, copies=panels + 2 + 3 * (p.scales == "block"))
+    copies = (1 if p.lhs_rows else panels) + 2 + 3 * (p.scales == "block")
+    scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), tile, copies=copies)
     scratch |= of_8_bits(of_one(p), c)
     scratch["accumulator"] = engine.Accumulators(accumulators(p, c), c.compute_warpgroups)
     scratch["up_smem"] = scratch["rhs_smem"]

@@ -41,7 +41,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows = p.k, p.k if p.layout == "nt" else p.n
     rate = gpu.flops(p.dtype) / gpu.bf16_flops * (_BLOCKS if p.scales == "block" else 1.0)
     seconds = common.cost(p, wide, tiles, steps, (bytes_moved(p) - written, written), rows, gpu, rate=rate) / narrow
-    return max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
+    seconds = max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
+    return common.gathered(p, c, seconds, bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -9,12 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from mgpu_ops.core import fp8, gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
-from mgpu_ops.grouped.config import PANEL, Config, check_tiles, consumer_registers, hands_out, scales_of_a_step
+from mgpu_ops.grouped.config import (
+    PANEL,
+    Config,
+    check_gathered,
+    check_tiles,
+    consumer_registers,
+    hands_out,
+    scales_of_a_step,
+)
 from mgpu_ops.grouped.grouped_matmul import problem as grouped
 from mgpu_ops.grouped.problem import DECODING, LAYERS, MODELS, TRAINING
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
@@ -30,6 +39,7 @@ class Problem:
     keep: gate and up are results, too, of dtype: what a backward pass needs that computes neither again.
     rhs_dtype, scales: of 8-bit floats, as in grouped_matmul: the dtype of both matrices, and the kind of scales. scale_lhs,
       scale_gate and scale_up, by which gate and up are multiplied before the activation, follow the sizes.
+    lhs_rows: rows of lhs, of which m are named by an index each; 0: lhs has the m rows in their order.
     """
 
     m: int
@@ -46,6 +56,7 @@ class Problem:
     keep: bool = False
     rhs_dtype: str = "none"
     scales: str = "none"
+    lhs_rows: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,6 +99,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: {what} the inputs' dtype"
     if p.gradient and p.keep:
         return "gate and up are kept by the forward pass: gradient and keep exclude each other"
+    if p.gradient and p.lhs_rows:
+        return f"lhs_rows={p.lhs_rows} of a gradient: it takes the m rows in their order, gathered before"
     reason = grouped.supports(of_one(p), gpu)
     return reason and reason.replace("store rhs", "store the weights").replace("transpose_rhs", "transpose_w")
 
@@ -99,6 +112,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         supports(p, gpu)
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or grouped.check_windows(of_one(p), c)
+        or (check_gathered(c) if p.lhs_rows else None)
         or _check_last_tile(p, c)
         or _check_scales(p, c)
         or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators_in_all(p, c))
@@ -130,7 +144,8 @@ def _check_scales(p: Problem, c: Config) -> str | None:
 def of_one(p: Problem) -> grouped.Problem:
     """One of both products, as a grouped matmul."""
     one = grouped.Problem(p.m, p.n, p.k, p.groups, p.dtype, p.out_dtype, p.layout)
-    return replace(one, spread=p.spread, group_offset=p.group_offset, rhs_dtype=p.rhs_dtype, scales=p.scales)
+    one = replace(one, spread=p.spread, group_offset=p.group_offset, lhs_rows=p.lhs_rows)
+    return replace(one, rhs_dtype=p.rhs_dtype, scales=p.scales)
 
 
 def results(p: Problem) -> int:
@@ -185,21 +200,30 @@ def flops(problem: Problem) -> int:
 def bytes_moved(problem: Problem) -> int:
     """Each input read once, of the weights only the groups that have rows, and each output written once."""
     p = problem
-    one, lhs, result = grouped.bytes_moved(of_one(p)), p.m * p.k * itemsize_of(p.dtype), p.m * p.n * itemsize_of(p.out_dtype)
+    one, lhs = grouped.bytes_moved(of_one(p)), grouped.bytes_of_lhs(of_one(p))
+    result = p.m * p.n * itemsize_of(p.out_dtype)
     matrices = one - lhs - result - 4 * p.groups - sum(4 * math.prod(x) for x in grouped.scale_shapes(of_one(p))[:1])
     return one + matrices + (results(p) - 1 + p.gradient) * result
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random lhs, w_gate and w_up, so that gate and up are about normal; sizes; the result's gradient where there is one."""
+    """Random lhs, w_gate and w_up, so that gate and up are about normal; sizes; the result's gradient where there is one, or
+    indices of rows.
+    """
     p = problem
     keys = jax.random.split(key, 5)
     shape = (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n)
     if p.dtype in FLOAT8:
-        return _inputs_of_8_bits(p, key)
+        lhs, *rest = _inputs_of_8_bits(replace(p, lhs_rows=0), key)
+        if not p.lhs_rows:
+            return lhs, *rest
+        indices = jax.random.randint(keys[4], (p.m,), 0, p.lhs_rows, "int32")
+        return lhs[np.arange(p.lhs_rows) % max(p.m, 1)], *rest, indices
     weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(max(p.k, 1)) for k in keys[:2]]
-    lhs = jax.random.normal(keys[2], (p.m, p.k), p.dtype)
+    lhs = jax.random.normal(keys[2], (p.lhs_rows or p.m, p.k), p.dtype)
     sizes = (draw_shard if p.group_offset else draw_sizes)(p.spread, p.m, p.groups, keys[3])
+    if p.lhs_rows:
+        return lhs, *weights, sizes, jax.random.randint(keys[4], (p.m,), 0, p.lhs_rows, "int32")
     return lhs, *weights, sizes, *([jax.random.normal(keys[4], (p.m, p.n), p.dtype)] if p.gradient else [])
 
 
@@ -228,5 +252,5 @@ def unmeasured(problem: Problem) -> str | None:
 
 
 def plain(problem: Problem) -> Problem:
-    """The problem whose entries count as this one's: the same of all groups, and nothing kept."""
-    return replace(problem, group_offset=False, keep=False)
+    """The problem whose entries count as this one's: the same of all groups, of rows in their order, and nothing kept."""
+    return replace(problem, group_offset=False, keep=False, lhs_rows=0)

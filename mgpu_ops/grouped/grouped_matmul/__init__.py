@@ -31,6 +31,7 @@ from mgpu_ops.grouped.calls import (
     checked_offset,
     checked_operands,
     checked_out_dtype,
+    checked_row_indices,
     checked_row_scale,
     checked_scales,
     checked_sizes,
@@ -75,6 +76,7 @@ def grouped_matmul(
     rhs: ArrayLike,
     group_sizes: ArrayLike | Sequence[int],
     *,
+    row_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: Activation = "none",
     row_scale: ArrayLike | None = None,
@@ -90,16 +92,19 @@ def grouped_matmul(
     """out[i, n] = activation(sum_k lhs[i, k] rhs[g, k, n] + bias[g, n]) for each row i of group g; zeros for rows of no group.
 
     The first group_sizes[0] rows belong to group 0, the next group_sizes[1] to group 1, and so on, as in `jax.lax.ragged_dot`:
-    the tokens of a mixture of experts, sorted by expert.
+    the tokens of a mixture of experts, sorted by expert. With row_indices, lhs[row_indices[i]] is in the place of lhs[i].
 
     Args:
-      lhs: [m, k]. bfloat16 or float16 for the kernel, or with `transpose_rhs` float8_e4m3fn or float8_e5m2: wgmma reads 8 bits
-        along k only. All else runs through XLA.
+      lhs: [m, k]; with row_indices [rows, k], in any order. bfloat16 or float16 for the kernel, or with `transpose_rhs`
+        float8_e4m3fn or float8_e5m2: wgmma reads 8 bits along k only. All else runs through XLA.
       rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`, of lhs's dtype; the two 8-bit floats mix.
       group_sizes: [groups], integers, in rows; any sizes, 0 included. Their sum may be less than m: the rows beyond are zeros
         in the output, are not read, and cost no arithmetic. Where the sizes are known before the function runs, a negative one
         or a sum above m raises; where they are traced, a negative one counts as 0 and groups end at row m. Nothing is read or
         written out of bounds whatever they are.
+      row_indices: [m] integers, the row of lhs for each row of the result, sorted by group, each from 0 to rows - 1; a row may
+        come several times. Indices beyond those count as the nearest where they are not known, as under jit. The kernel reads
+        16-bit rows where they are: no sorted copy of them is made. Default: lhs has the m rows in their order.
       bias: [groups, n] floats, added in float32. Default: none.
       activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf", applied in float32 before rounding.
       row_scale: [m] floats, by which the rows of the result are multiplied in float32 before rounding, such as the routing
@@ -125,7 +130,8 @@ def grouped_matmul(
 
     Works under jit, grad (reverse mode; lhs's gradient runs this kernel on rhs as stored, rhs's runs `ragged_contraction`;
     with an activation the forward pass then stores its argument; row_scale's gradient takes the rows of lhs and of its
-    gradient, and no further product), vmap, scan and shard_map.
+    gradient, and no further product; with row_indices the backward pass gathers the rows first, and adds the gradients of a row
+    that comes several times in float32, in any order), vmap, scan and shard_map.
 
     vmap is one launch: XLA brings the rows of all products into the order of their groups and puts the results back. Where rhs
     is not mapped, rows of one group come together from all products, and its matrix is read once. A bias or scales that are
@@ -137,8 +143,8 @@ def grouped_matmul(
     `mgpu_ops.fp8_grouped_matmul` of the numbers before `mgpu_ops.quantize` has one.
 
     Raises:
-      ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown
-        activation, spread or backend, a config that cannot run, a gradient that there is not.
+      ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, known indices
+        of no row, an unknown activation, spread or backend, a config that cannot run, a gradient that there is not.
       TypeError: floats or integers expected and not found.
 
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
@@ -149,7 +155,9 @@ def grouped_matmul(
         raise ValueError(
             f"lhs{lhs.shape} and rhs{rhs.shape} differ in k: {lhs.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
         )
-    sizes = checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
+    indices = {} if row_indices is None else {"row_indices": checked_row_indices(row_indices, lhs.shape[0])}
+    m = indices["row_indices"].shape[0] if indices else lhs.shape[0]
+    sizes = checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], m, group_offset)
     if bias is not None:
         bias = jnp.asarray(bias)
         if bias.shape != (rhs.shape[0], n):
@@ -159,10 +167,11 @@ def grouped_matmul(
         bias = bias.astype(np.promote_types(bias.dtype, np.float32))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
-    scales, extra = checked_scales((scale_lhs, scale_rhs), (lhs.shape[0], n, k), rhs.shape[0])
+    scales, extra = checked_scales((scale_lhs, scale_rhs), (m, n, k), rhs.shape[0])
     extra |= {} if bias is None else {"bias": bias}
     if row_scale is not None:
-        extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, lhs.shape[0])
+        extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, m)
+    extra |= indices
     call = Call(
         transpose_rhs=bool(transpose_rhs),
         out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
@@ -261,9 +270,10 @@ def product(
     row_scale: jax.Array | None = None,
     scale_lhs: jax.Array | None = None,
     scale_rhs: jax.Array | None = None,
+    row_indices: jax.Array | None = None,
 ) -> jax.Array:
     """`grouped_matmul` of arguments that were checked. `gradients.py` makes it differentiable."""
-    every = {"scale_lhs": scale_lhs, "scale_rhs": scale_rhs, "bias": bias, "row_scale": row_scale}
+    every = {"scale_lhs": scale_lhs, "scale_rhs": scale_rhs, "bias": bias, "row_scale": row_scale, "row_indices": row_indices}
     extra = {name: x for name, x in every.items() if x is not None}
     return _batchable(call, tuple(extra))(lhs, rhs, sizes, *extra.values())
 
@@ -295,10 +305,12 @@ def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
     """The call as a function of arrays; `extra` names those beside lhs, rhs and sizes."""
 
     def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
-        problem = _problem(call, extra, lhs, rhs)
+        rows = rest[-1].shape[0] if "row_indices" in extra else lhs.shape[0]
+        problem = _problem(call, extra, rows, lhs, rhs)
         return dispatch.run(SPEC, problem, (lhs, rhs, *rest), config=call.config, backend=call.backend)
 
-    kinds: list[Kind] = ["rows", "matrices", "sizes", *(_kind(call, name) for name in extra)]
+    of_lhs: Kind = "named" if "row_indices" in extra else "rows"
+    kinds: list[Kind] = [of_lhs, "matrices", "sizes", *(_kind(call, name) for name in extra)]
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), extra)
     return batchable(product, kinds, "rows", 4 if "gate" in extra else 1, call.group_offset, plain)
 
@@ -307,12 +319,15 @@ def _kind(call: Call, name: str) -> Kind:
     """What the first axis of one of the extra arrays counts."""
     if name in ("bias", "rhs2", "scale_rhs"):
         return "matrices"
+    if name == "row_indices":
+        return "indices"
     return "others" if name == "scale_lhs" and call.scales == "tensor" else "rows"
 
 
-def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -> Problem:
+def _problem(call: Call, extra: Sequence[str], rows: int, lhs: jax.Array, rhs: jax.Array) -> Problem:
+    """Of a result of so many rows."""
     return Problem(
-        m=lhs.shape[0],
+        m=rows,
         n=rhs.shape[1 if call.transpose_rhs else 2],
         k=lhs.shape[1],
         groups=rhs.shape[0],
@@ -328,6 +343,7 @@ def _problem(call: Call, extra: Sequence[str], lhs: jax.Array, rhs: jax.Array) -
         rhs_dtype=rhs.dtype.name,
         scales=call.scales,
         gated_gradient="gate" in extra,
+        lhs_rows=lhs.shape[0] if "row_indices" in extra else 0,
     )
 
 
@@ -343,7 +359,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
     exact = gpus.current() is None or p.rhs_dtype != "none" or p.scales == "block"
 
     def multiplied(lhs: jax.Array, rhs: jax.Array, group: Any, rows: jax.Array) -> jax.Array:
-        a, b = lhs[rows], rhs[group]
+        a, b = lhs[extra["row_indices"][rows] if p.lhs_rows else rows], rhs[group]
         if exact:
             a, b = a.astype(wide), b.astype(wide)
         if p.scales == "block":  # the numbers themselves, in float32
@@ -411,6 +427,8 @@ def _reference_of_gated(
 
 def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *rest: jax.Array) -> jax.Array:
     """A plain matmul through XLA of as many operations: what a grouped one is measured against."""
+    if problem.lhs_rows:
+        lhs = lhs[rest[-1]]
     return jnp.matmul(lhs, rhs[0].mT if problem.layout == "nt" else rhs[0])
 
 

@@ -27,7 +27,7 @@ from mgpu_ops.core.epilogue import along, store_tile
 from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.rows import load_rows, rows_view, store_rows
+from mgpu_ops.core.rows import load_gathered, load_rows, row_places, rows_view, store_rows
 from mgpu_ops.core.scaled import Sums, add_scaled
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
@@ -100,15 +100,28 @@ class GroupedStages:
         p, c = self.problem, self.config
         return p.layout == "nn" and tma.last_start(p.n, c.tile_n, panel(p.dtype)) is not None
 
-    def load(
-        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
-    ) -> None:
+    @property
+    def behind(self) -> int:
+        return 0 if self.refs.row_indices is None else min(self.config.max_concurrent_steps - 1, 3)
+
+    def begin_loads(self, tile: GroupTile) -> tuple[Any, ...]:
+        """The position, and with row indices where the tile's rows of lhs lie."""
+        refs, position = self.refs, self.position(tile)
+        if refs.row_indices is None:
+            return position
+        return *position, row_places(refs.row_indices, position[0], tile.end, self.config.tile_m, refs.lhs)
+
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows of lhs, and as many of the group's rhs as stored; of two products, one by one."""
         refs = self.refs
 
         def load_one(lhs: Any, rhs: Any, step: jax.Array) -> None:
-            self.load_lhs(lhs, tile, position, step, stage, full)
+            gathers = refs.row_indices is not None
+            if not gathers:
+                self.load_lhs(lhs, tile, position, step, stage, full)
             self.load_rhs(rhs, refs.rhs_smem, tile, position, step, stage, full)
+            if gathers:  # which takes longer to start than TMA's copies
+                self.load_lhs(lhs, tile, position, step, stage, full)
 
         if refs.lhs_scale_smem is not None:
             self.load_scales(tile, position, step, stage, full)
@@ -122,6 +135,9 @@ class GroupedStages:
     def load_lhs(self, lhs: Any, tile: GroupTile, position: Any, step: jax.Array, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows, in panels of one swizzle row."""
         c, width = self.config, panel(self.problem.dtype)
+        if self.refs.row_indices is not None:
+            load_gathered(lhs, position[2], step * c.tile_k, self.refs.lhs_smem.at[stage], full)
+            return
         for number in range(c.tile_k // width):
             first = step * c.tile_k + number * width
             load_rows(lhs, position[0], tile.end, first, self.refs.lhs_smem.at[stage, number], full)
@@ -295,7 +311,7 @@ def most_tiles(p: Any, c: Config) -> int:
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
     """Runs the kernel on lhs, rhs as stored, int32 sizes of any values (with an offset, as `sizes.of_shard` gives them) and,
-    where the problem has them, lhs and rhs of a second product, scales, a bias [groups, n] and a row scale [m].
+    where the problem has them, lhs and rhs of a second product, scales, a bias [groups, n], a row scale and row indices [m].
     """
     lhs, rhs, sizes, *rest = arrays
     extra = by_name(p, rest)
@@ -315,7 +331,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     width = panel(p.dtype)
     panels = c.tile_k // width
-    copies = panels + 1 + 2 * (p.scales == "block")
+    copies = (1 if p.lhs_rows else panels) + 1 + 2 * (p.scales == "block")
     rhs_tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
     out = engine.kernel(
         body,

@@ -32,7 +32,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     written = bytes_written(p)
     read = (bytes_moved(p) - written) * (_SHORT_STEPS if p.dtype in FLOAT8 and c.tile_k == BLOCK else 1.0)
     rows = p.k, p.k if p.layout == "nt" else p.n
-    return common.cost(p, c, tiles, (1 + p.second) * math.ceil(p.k / c.tile_k), (read, written), rows, gpu, rate)
+    steps = (1 + p.second) * math.ceil(p.k / c.tile_k)
+    return common.gathered(p, c, common.cost(p, c, tiles, steps, (read, written), rows, gpu, rate), bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -18,7 +18,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, check_smem, itemsize_of, supports_dtypes, supports_gpu
 from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_last_tile, check_tiles, panel
+from mgpu_ops.grouped.config import PANEL, Config, check_gathered, check_last_tile, check_tiles, panel
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -47,6 +47,7 @@ class Problem:
       scale_rhs[groups, n / 128, k / 128], rounded up, where the product of each 128 of k is scaled and then added up.
     gated_gradient: whether the product is the gradient u of gated hidden activations activation(gate) * up, before the row
       scale. gate and up, [m, n], then follow the sizes, and there are four results (`gradient_kernel.py`).
+    lhs_rows: rows of lhs, of which m are named by an index each; 0: lhs has the m rows in their order.
     """
 
     m: int
@@ -65,6 +66,7 @@ class Problem:
     rhs_dtype: str = "none"
     scales: str = "none"
     gated_gradient: bool = False
+    lhs_rows: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,6 +99,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"activation {p.activation!r} is not one of {', '.join(ACTIVATIONS)}"
     if p.gated_gradient and (reason := _supports_gated_gradient(p)):
         return reason
+    if p.lhs_rows and (reason := _supports_gathered(p)):
+        return reason
     rhs_row = ("k", p.k) if p.layout == "nt" else ("n", p.n)
     return _supports_operands(p, gpu) or common.supports_sides(
         p, rhs_row, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS)
@@ -128,6 +132,13 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
+def _supports_gathered(p: Problem) -> str | None:
+    """Why the kernel cannot load rows by index, or None."""
+    if p.dtype in FLOAT8 or p.scales != "none" or p.second or p.gated_gradient:
+        return f"lhs_rows={p.lhs_rows}: rows are gathered for one product of 16-bit floats; gather them before"
+    return common.supports_gathered(p.lhs_rows, p.k, itemsize_of(p.dtype))
+
+
 def _supports_gated_gradient(p: Problem) -> str | None:
     """Why a problem cannot be the gradient of gated hidden activations, or None."""
     if p.layout != "nt" or not p.row_scale or p.bias or p.second:
@@ -144,6 +155,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         supports(p, gpu)
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or check_windows(p, c)
+        or (check_gathered(c) if p.lhs_rows else None)
         or _check_gated_gradient(p, c)
         or check_smem(smem_bytes(p, c), gpu)
     )
@@ -200,7 +212,8 @@ def bytes_moved(problem: Problem) -> int:
     """Each input read once, of rhs only the groups that have rows, and each output written once."""
     p = problem
     used = min(p.groups, p.m) if p.spread != "sparse" else max(1, min(p.groups // 2, p.m))
-    operands = (1 + p.second) * (p.m * p.k + used * p.k * p.n) * itemsize_of(p.dtype) + 4 * p.groups * (1 + p.n * p.bias)
+    operands = bytes_of_lhs(p) + used * p.k * p.n * itemsize_of(p.dtype)
+    operands = (1 + p.second) * operands + 4 * p.groups * (1 + p.n * p.bias)
     operands += 4 * p.m * p.row_scale + 4 * sum(map(math.prod, scale_shapes(p)))
     gate_and_up = 2 * p.m * p.n * itemsize_of(p.dtype) * p.gated_gradient
     return operands + gate_and_up + bytes_written(p) + 4 * p.m * p.gated_gradient
@@ -212,14 +225,20 @@ def bytes_written(problem: Problem) -> int:
     return (3 if p.gated_gradient else 1) * p.m * p.n * itemsize_of(p.out_dtype)
 
 
+def bytes_of_lhs(p: Problem) -> int:
+    """The rows of lhs that are read, each once, and their indices."""
+    rows = min(p.m, p.lhs_rows) if p.lhs_rows else p.m
+    return rows * p.k * itemsize_of(p.dtype) + (4 * p.m if p.lhs_rows else 0)
+
+
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal lhs and rhs, sizes spread as the problem says, and scales, a bias and a row scale where it has them.
+    """Random normal lhs and rhs, sizes spread as the problem says; scales, bias, row scale and indices where it has them.
 
     Numbers of 8 bits are rounded. Scales are from 1/2 to 2, those of rhs divided by the square root of k.
     """
     p = problem
     key_l, key_r, key_s, key_b = jax.random.split(key, 4)
-    lhs = _normal(key_l, (p.m, p.k), p.dtype)
+    lhs = _normal(key_l, (p.lhs_rows or p.m, p.k), p.dtype)
     rhs = _normal(key_r, (p.groups, p.n, p.k) if p.layout == "nt" else (p.groups, p.k, p.n), dtype_of_rhs(p))
     sizes = draw_shard(p.spread, p.m, p.groups, key_s) if p.group_offset else draw_sizes(p.spread, p.m, p.groups, key_s)
     bias = [jax.random.normal(key_b, (p.groups, p.n), jnp.float32)] if p.bias else []
@@ -233,7 +252,9 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
         second = [jax.random.normal(key, (p.m, p.n), p.dtype) for key in jax.random.split(jax.random.fold_in(key, 5))]
     factors = zip(scale_shapes(p), (1.0, 1.0 / math.sqrt(p.k or 1)), jax.random.split(jax.random.fold_in(key, 6)), strict=False)
     scales = (2.0 ** jax.random.uniform(key, x, jnp.float32, -1.0, 1.0) * factor for x, factor, key in factors)
-    return lhs, rhs, sizes, *second, *scales, *bias, *scale
+    key_i = jax.random.fold_in(key, 7)
+    indices = [jax.random.randint(key_i, (p.m,), 0, p.lhs_rows, jnp.int32)] if p.lhs_rows else []
+    return lhs, rhs, sizes, *second, *scales, *bias, *scale, *indices
 
 
 def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -269,11 +290,14 @@ def by_name(problem: Problem, extra: Sequence[Any]) -> dict[str, Any]:
     """The arrays that follow the sizes, by name."""
     names = ["lhs2", "rhs2"] * problem.second + ["scale_lhs", "scale_rhs"] * (problem.scales != "none")
     names += ["gate", "up"] * problem.gated_gradient
-    names += ["bias"] * problem.bias + ["row_scale"] * problem.row_scale
+    names += ["bias"] * problem.bias + ["row_scale"] * problem.row_scale + ["row_indices"] * (problem.lhs_rows > 0)
     return dict(zip(names, extra, strict=True))
 
 
 def plain(problem: Problem) -> Problem:
-    """The problem whose entries count as this one's: one product of all groups, neither scaled nor of gated activations."""
+    """The problem whose entries count as this one's: one product of all groups and of rows in their order, neither scaled nor
+    of gated activations.
+    """
     activation = "none" if problem.gated_gradient else problem.activation
-    return replace(problem, group_offset=False, row_scale=False, second=False, gated_gradient=False, activation=activation)
+    without = {"group_offset": False, "row_scale": False, "second": False, "gated_gradient": False, "lhs_rows": 0}
+    return replace(problem, activation=activation, **without)

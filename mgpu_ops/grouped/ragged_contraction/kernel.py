@@ -80,9 +80,14 @@ class _Stages:
         )
         return row, column
 
-    def load(
-        self, tile: GroupTile, position: tuple[jax.Array, jax.Array], step: jax.Array, stage: jax.Array, full: Any
-    ) -> None:
+    @property
+    def behind(self) -> int:
+        return 0
+
+    def begin_loads(self, tile: GroupTile) -> tuple[Any, ...]:
+        return self.position(tile)
+
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
         """tile_k of the group's rows of both operands: of lhs the tile's k, of rhs the tile's n."""
         refs = self.refs
         sides = zip(

@@ -41,6 +41,21 @@ def rows(*shape: int) -> jax.Array:
     return jnp.where(jnp.arange(24)[None, :, None] < used[:, None, None], x, jnp.nan)
 
 
+@pytest.mark.parametrize("axes", [(0, None, 0, 0), (None, None, 0, 0), (0, 0, None, 0), (None, 0, 0, None)], ids=str)
+def test_products_of_rows_by_index_are_one_too(axes, assert_near):
+    each = normal(0, 3, 20, 16, dtype=F32), normal(1, 3, 3, 16, 40, dtype=F32), SIZES
+    indices = jnp.asarray(np.random.default_rng(0).integers(0, 20, (3, 24)), jnp.int32)
+    arrays = tuple(x if axis == 0 else x[0] for x, axis in zip((*each[:2], indices, SIZES), axes, strict=True))
+    for f in (
+        lambda lhs, rhs, indices, sizes: grouped_matmul(lhs, rhs, sizes, row_indices=indices),
+        lambda lhs, rhs, indices, sizes: gated_grouped_matmul(lhs, rhs, rhs, sizes, row_indices=indices),
+    ):
+        mapped = jax.vmap(f, axes)
+        assert_near(mapped(*arrays), one_by_one(f, axes, arrays), 1e-5)
+        (problem,) = problems_of(mapped, *arrays)
+        assert (problem.m, problem.lhs_rows) == (72, 60 if axes[0] == 0 else 20)
+
+
 def test_products_with_the_same_matrices_are_one_in_which_the_rows_of_a_group_come_together(assert_near):
     lhs, rhs = rows(3, 24, 16), normal(1, 3, 16, 40, dtype=F32)
     mapped = jax.vmap(grouped_matmul, (0, None, 0))

@@ -71,11 +71,36 @@ def test_group_offset_takes_a_shards_groups(offset, assert_near):
     assert_near(out, wanted, TOLERANCE[BF16])
 
 
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_row_indices_take_rows_in_any_order_as_often_as_named(backend, assert_near):
+    lhs, gate, up = operands(24, 40, 24, 3)
+    indices = np.random.default_rng(0).integers(0, 24, 72)
+    lhs = lhs.at[5].set(jnp.nan)
+    indices[indices == 5] = 6
+    out = gated_grouped_matmul(lhs, gate, up, [30, 0, 41], row_indices=indices, backend=backend)
+    assert_near(out, truth(np.nan_to_num(lhs)[indices], gate, up, [30, 0, 41]), TOLERANCE[BF16])
+    np.testing.assert_array_equal(out[71:], 0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
+def test_traced_indices_of_no_row_count_as_the_nearest(dtype):
+    lhs, gate, up = operands(8, 16, 16, 2)
+    low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    with jax.enable_x64(dtype == "int64"):
+        indices = np.array([low, 0, 3, 7, high, 100], dtype)
+        out = jax.jit(lambda i: gated_grouped_matmul(lhs, gate, up, [2, 4], row_indices=i))(indices)
+    wanted = gated_grouped_matmul(lhs, gate, up, [2, 4], row_indices=[0, 0, 3, 7, 7, 7])
+    np.testing.assert_array_equal(out, wanted)
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=str)
 def test_dimensions_of_zero(shape):
     m, n, k = shape
-    out = gated_grouped_matmul(jnp.ones((m, k), BF16), *[jnp.ones((2, k, n), BF16)] * 2, [m // 2, 0])
-    np.testing.assert_array_equal(out, np.zeros((m, n)))
+    lhs, matrices = jnp.ones((m, k), BF16), [jnp.ones((2, k, n), BF16)] * 2
+    np.testing.assert_array_equal(gated_grouped_matmul(lhs, *matrices, [m // 2, 0]), np.zeros((m, n)))
+    for indices in (np.arange(m), np.zeros(0, int)):
+        out = gated_grouped_matmul(lhs, *matrices, [len(indices) // 2, 0], row_indices=indices)
+        np.testing.assert_array_equal(out, np.zeros((len(indices), n)))
 
 
 def test_nan_stays_in_its_rows_and_in_its_group():
@@ -98,18 +123,24 @@ CASES = {
     "silu": {},
     "gelu, transposed": {"activation": "gelu", "transpose_w": True},
     "bilinear, shard": {"activation": "none", "group_offset": 1},
+    "gathered rows": {"row_indices": np.random.default_rng(0).integers(0, 40, 72)},
 }
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
-@pytest.mark.parametrize("name", thorough.cases(CASES, ["gelu, transposed", "bilinear, shard"]))
+@pytest.mark.parametrize("name", thorough.cases(CASES, ["gelu, transposed", "bilinear, shard", "gathered rows"]))
 def test_gradients_are_those_of_plain_jax(name, backend, assert_near):
     kwargs = {"activation": "silu", **CASES[name]}
     arrays = operands(72, 40, 24, 3, transpose_w="transpose_w" in kwargs)
     sizes = [7, 30, 0, 31, 4] if "group_offset" in kwargs else [30, 0, 33]
+    if (indices := kwargs.get("row_indices")) is not None:
+        arrays = arrays[0][:40], *arrays[1:]
     ours = gradients(lambda *a: gated_grouped_matmul(*a, sizes, backend=backend, **kwargs), arrays)
+    kwargs.pop("row_indices", None)
     kwargs["transpose_rhs"] = kwargs.pop("transpose_w", False)
-    wanted = gradients(functools.partial(plain, sizes, **kwargs), tuple(x.astype(F32) for x in arrays))
+    take = (lambda x: x) if indices is None else (lambda x: x[indices])
+    of_plain = lambda lhs, *w: plain(sizes, take(lhs), *w, **kwargs)  # noqa: E731
+    wanted = gradients(of_plain, tuple(x.astype(F32) for x in arrays))
     for x, y, argument in zip(ours, wanted, arrays, strict=True):
         assert x.dtype == argument.dtype
         assert_near(x, y, 2e-2)  # the cotangent and both gradients in between are rounded to bfloat16
@@ -172,6 +203,12 @@ INTERPRETED: dict[str, tuple[Any, Any, Any]] = {
         replace(TWO, tile_n=128, epilogue_slots=2),
         (ODD, WILD),
     ),
+    "rows gathered, tails": (P(150, 72, 72, 4, lhs_rows=37), BASE, (ODD, WILD, (0, 0, 0, 0))),
+    "rows gathered, kept, shard, steps of 128, more rows than are named": (
+        P(150, 64, 128, 3, layout="nt", group_offset=True, keep=True, lhs_rows=200),
+        replace(TWO, tile_k=128),
+        (SHARD,),
+    ),
     "gradient, tails": (P(150, 72, 72, 4, gradient=True), BASE, (ODD, WILD)),
     "gradient, rows shared, two epilogue tiles, one buffer": (
         P(150, 128, 136, 4, gradient=True, activation="relu"),
@@ -188,19 +225,28 @@ INTERPRETED: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    thorough.cases(INTERPRETED, ["rows shared, gelu, float32 out", "gradient, rows shared, two epilogue tiles, one buffer"]),
+    thorough.cases(
+        INTERPRETED,
+        [
+            "rows shared, gelu, float32 out",
+            "gradient, rows shared, two epilogue tiles, one buffer",
+            "rows gathered, kept, shard, steps of 128, more rows than are named",
+        ],
+    ),
 )
 def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_near):
     problem, config, all_sizes = INTERPRETED[name]
     p = problem
     assert SPEC.check(p, config, FEW_SMS) is None
-    clean, gate, up, _, *of_result = (np.asarray(x) for x in SPEC.inputs(p, jax.random.key(0)))
+    clean, gate, up, _, *further = (np.asarray(x) for x in SPEC.inputs(p, jax.random.key(0)))
     run = jax.jit(functools.partial(SPEC.run, p, config, FEW_SMS, interpret=True))
     for sizes in all_sizes:
         spans = ragged.spans_of(p, sizes)
         row = np.arange(p.m)
         outside = (row < spans[0].start) | (row >= spans[-1].stop)
-        lhs, *g = (np.where(outside[:, None], np.nan, x).astype(x.dtype) for x in (clean, *of_result))  # not read
+        unread = ~np.isin(np.arange(p.lhs_rows), further[0][~outside]) if p.lhs_rows else outside
+        lhs = np.where(unread[:, None], np.nan, clean).astype(clean.dtype)
+        g = further if p.lhs_rows else [np.where(outside[:, None], np.nan, x).astype(x.dtype) for x in further]
         with quiet_interpreter():
             outs = run(lhs, gate, up, np.array(sizes, np.int32), *g)
         assert not engine.races_found()
@@ -212,7 +258,11 @@ def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_near):
 
 
 @needs_compiler
-@pytest.mark.parametrize("results", [{}, {"gradient": True}, {"keep": True}], ids=["result", "gradients", "kept"])
+@pytest.mark.parametrize(
+    "results",
+    [{}, {"gradient": True}, {"keep": True}, {"keep": True, "lhs_rows": 2048}],
+    ids=["result", "gradients", "kept", "gathered"],
+)
 @pytest.mark.parametrize("layout", thorough.cases(["nn", "nt"], ["nn"]))
 def test_default_compiles_without_spills_into_the_bytes_that_check_counts(results, layout):
     problem = P(8192, 1280, 2560, 8, layout=layout, **results)
@@ -242,6 +292,21 @@ LHS, RHS = jnp.ones((8, 16), BF16), jnp.ones((2, 16, 8), BF16)
             ValueError,
             "group_offset=1 is not from 0 to 0: group_sizes has 2 groups, of which w_gate has 2",
         ),
+        (
+            (LHS, RHS, RHS, [3, 5]),
+            {"row_indices": [0, 1, 8, 2, -1]},
+            ValueError,
+            r"row_indices\[2\]=8 is not from 0 to 7: lhs has 8 rows",
+        ),
+        ((LHS, RHS, RHS, [1, 1]), {"row_indices": [[0, 1]]}, ValueError, r"row_indices has shape \(1, 2\): it is \[m\]"),
+        (
+            (LHS, RHS, RHS, [1, 1]),
+            {"row_indices": [0.0, 1.0]},
+            TypeError,
+            "row_indices has dtype float64: it must hold integers",
+        ),
+        ((LHS[:0], RHS, RHS, [0, 0]), {"row_indices": [0]}, ValueError, "row_indices has 1 entries, but lhs has no rows"),
+        ((LHS, RHS, RHS, [3, 5]), {"row_indices": [0, 1]}, ValueError, "group_sizes sum to 8, more than the 2 rows"),
         ((LHS, RHS, RHS, [3, 5]), {"activation": "swish"}, ValueError, "activation='swish' is not one of"),
         ((LHS, RHS, RHS, [3, 5]), {"config": 3}, TypeError, "config is 3: pass a mgpu_ops.GroupedMatmulConfig"),
         ((LHS, RHS, RHS, [3, 5]), {"backend": "mosaic"}, ValueError, "cannot run gated_grouped_matmul.*no NVIDIA GPU"),
@@ -256,6 +321,13 @@ def test_check_counts_both_accumulators():
     config = replace(BASE, tile_m=128, tile_n=256, compute_warpgroups=2)
     assert "accumulator takes 256 registers" in str(SPEC.check(P(512, 256, 256, 4), config, H200))
     assert SPEC.check(P(512, 256, 256, 4), replace(config, tile_n=128), H200) is None
+
+
+def test_check_counts_the_places_of_rows_by_index():
+    config = replace(BASE, memory_registers=24)
+    assert SPEC.check(P(512, 256, 256, 4), config, H200) is None
+    reason = SPEC.check(P(512, 256, 256, 4, lhs_rows=64), config, H200)
+    assert reason == "memory_registers=24 must be at least 40 where 64 rows come by index"
 
 
 @needs_compiler

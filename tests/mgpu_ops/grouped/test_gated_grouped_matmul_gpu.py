@@ -43,6 +43,8 @@ def draw(seed: int) -> tuple[Any, Any]:
     )
     if not gradient and rng.random() < 0.5:
         problem = replace(problem, keep=True, out_dtype=dtype)
+    if not gradient and seed % 4:
+        problem = replace(problem, lhs_rows=rng.randint(1, 2000))
     device = gpu.current()
     space = SPEC.space(problem, device)
     drawn = (GroupedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
@@ -54,7 +56,7 @@ def test_random_legal_config_is_right(seed, assert_near):
     problem, config = draw(seed)
     p = problem
     rng = np.random.default_rng(seed)
-    clean, gate, up, _, *of_result = (np.asarray(x) for x in SPEC.inputs(p, jax.random.key(seed)))
+    clean, gate, up, _, *further = (np.asarray(x) for x in SPEC.inputs(p, jax.random.key(seed)))
     run = jax.jit(functools.partial(SPEC.run, p, config, gpu.current()))
     reference = jax.jit(functools.partial(SPEC.reference, p))
     for _ in range(3):
@@ -62,7 +64,9 @@ def test_random_legal_config_is_right(seed, assert_near):
         sizes = rng.multinomial(rng.integers(0, p.m + 1), shares / shares.sum()).astype(np.int32)
         spans, row = ragged.spans_of(p, sizes), np.arange(p.m)
         outside = (row < spans[0].start) | (row >= spans[-1].stop)
-        lhs, *g = (np.where(outside[:, None], np.nan, x).astype(x.dtype) for x in (clean, *of_result))  # not read
+        unread = ~np.isin(np.arange(p.lhs_rows), further[0][~outside]) if p.lhs_rows else outside
+        lhs = np.where(unread[:, None], np.nan, clean).astype(clean.dtype)
+        g = further if p.lhs_rows else [np.where(outside[:, None], np.nan, x).astype(x.dtype) for x in further]
         outs, wanted = run(lhs, gate, up, sizes, *g), reference(lhs, gate, up, sizes, *g)
         for out, value in zip(jax.tree.leaves(outs), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(np.asarray(out)[outside], 0)

@@ -53,7 +53,7 @@ def operands(problem: Any) -> tuple[np.ndarray, ...]:
     """lhs, rhs and perhaps a bias and a row scale."""
     spec = GROUPED if isinstance(problem, P) else CONTRACTION
     lhs, rhs, _, *bias = inputs(spec, problem)
-    return tuple(np.asarray(x) for x in (lhs, rhs, *bias))
+    return tuple(np.array(x) for x in (lhs, rhs, *bias))
 
 
 def assert_right(problem: Any, run: Any, sizes: Sequence[int], assert_grouped: Any) -> None:
@@ -185,6 +185,34 @@ def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_grouped):
     run = compiled(problem, config)
     for sizes in all_sizes:
         assert_right(problem, run, sizes, assert_grouped)
+
+
+GATHERED: dict[str, tuple[Any, Any, Sequence[int]]] = {  # rows of lhs by index
+    "tails in m, n and k": (P(150, 72, 72, 4, lhs_rows=37), BASE, WILD),
+    "scaled, biased rows of a shard, two warpgroups, three steps of 128": (
+        P(150, 136, 128, 3, layout="nt", bias=True, row_scale=True, group_offset=True, activation="relu", lhs_rows=300),
+        replace(TWO, tile_k=128, max_concurrent_steps=3),
+        (33, 1, 0, 71),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", thorough.cases(GATHERED, ["scaled, biased rows of a shard, two warpgroups, three steps of 128"])
+)
+def test_rows_taken_by_index_give_the_bits_of_rows_gathered_before(name):
+    problem, config, sizes = GATHERED[name]
+    *arrays, indices = operands(problem)
+    lhs, *rest = ragged.poisoned(replace(problem, lhs_rows=0), sizes, arrays[0][indices], *arrays[1:])
+    groups = ragged.spans_of(problem, sizes)
+    named = np.isin(np.arange(problem.lhs_rows), indices[groups[0].start : groups[-1].stop])
+    anywhere = np.where(named[:, None], arrays[0], np.nan).astype(lhs.dtype)
+    indices[: groups[0].start], indices[groups[-1].stop :] = -(2**31), 2**31 - 1  # of no group: they name nothing
+    rhs, *rest = rest
+    out = compiled(problem, config)(anywhere, rhs, np.array(sizes, np.int32), *rest, indices)
+    assert not engine.races_found()
+    wanted = compiled(replace(problem, lhs_rows=0), config)(lhs, rhs, np.array(sizes, np.int32), *rest)
+    np.testing.assert_array_equal(out, wanted)
 
 
 def kinds_of_sizes() -> st.SearchStrategy[int]:

@@ -230,6 +230,25 @@ def test_row_scale_multiplies_the_rows_of_groups_in_float32(bias, activation, as
     assert_near(out, wanted, TOLERANCE[BF16])
 
 
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_row_indices_take_rows_in_any_order_as_often_as_named(activation, assert_near):
+    """Values, and all gradients: those of the rows gathered before."""
+    lhs, rhs = normal(0, 24, 16, dtype=F32), normal(1, 3, 16, 8, dtype=F32)
+    extra = {"bias": normal(2, 3, 8, dtype=F32), "row_scale": normal(3, 60, dtype=F32)}
+    indices, sizes = np.random.default_rng(0).integers(0, 20, 60), [30, 0, 29]
+
+    def ours(lhs: jax.Array, rhs: jax.Array, extra: Any) -> jax.Array:
+        return grouped_matmul(lhs, rhs, sizes, row_indices=indices, activation=activation, **extra)
+
+    def before(lhs: jax.Array, rhs: jax.Array, extra: Any) -> jax.Array:
+        return grouped_matmul(lhs[indices], rhs, sizes, activation=activation, **extra)
+
+    np.testing.assert_array_equal(ours(lhs.at[20:].set(jnp.nan), rhs, extra), before(lhs, rhs, extra))
+    cotangent = normal(4, 60, 8, dtype=F32)
+    for x, y in zip(*(jax.tree.leaves(jax.vjp(f, lhs, rhs, extra)[1](cotangent)) for f in (ours, before)), strict=True):
+        assert_near(x, y, 1e-5)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3, np.array([2]), jnp.int32(2)], ids=str)
 def test_group_offset_multiplies_the_rows_of_a_shards_groups_and_no_others(offset, assert_near):
     sizes = np.array([9, 0, 30, 12, 20])
@@ -695,6 +714,7 @@ TWO = np.array([3, 5])
         (S((8,), BF16), RHS, TWO, {}, ValueError, r"lhs has shape \(8,\): grouped_matmul takes rank 2; use jax.vmap"),
         (LHS, S((16, 8), BF16), TWO, {}, ValueError, r"rhs has shape \(16, 8\): grouped_matmul takes rank 3; use jax.vmap"),
         (LHS, S((2, 24, 8), BF16), TWO, {}, ValueError, r"lhs\(8, 16\) and rhs\(2, 24, 8\) differ in k: 16 != 24.*=False"),
+        (LHS, RHS, TWO, {"row_indices": [0, 8]}, ValueError, r"row_indices\[1\]=8 is not from 0 to 7: lhs has 8 rows"),
         (LHS, RHS, TWO, {"transpose_rhs": True}, ValueError, r"differ in k: 16 != 8 \(transpose_rhs=True\)"),
         (LHS, S((2, 16, 8), F16), TWO, {}, ValueError, "lhs is bfloat16 and rhs is float16: cast one with .astype"),
         (S((8, 16), "int32"), RHS, TWO, {}, TypeError, "lhs has dtype int32: grouped_matmul takes floats; cast it first"),
@@ -781,6 +801,11 @@ WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
         (P(64, 60, 64, 2, layout="nt"), "n=60 needs 16-byte rows of the output .*: pad to 64 or pass backend='xla'"),
         (P(64, 66, 64, 2, out_dtype="float32", layout="nt"), "n=66 needs 16-byte rows of the output .*: pad to 68"),
         (P(2**28, 64, 64, 2), "m=268435456 rows are more than 268435200: split them, or pass backend='xla'"),
+        (
+            P(64, 64, 64, 2, lhs_rows=2**28),
+            "lhs_rows=268435456 of k=64 are more than 17179869184 bytes: gather the rows before",
+        ),
+        (P(64, 64, 64, 2, second=True, lhs_rows=8), "lhs_rows=8: rows are gathered for one product of 16-bit floats"),
         (P(2**20, 2**24, 64, 2**14), "8589934592 tiles of 64 x 64 are more than 2147483392: split the groups"),
     ],
 )
