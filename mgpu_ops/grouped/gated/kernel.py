@@ -158,8 +158,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(*refs: Any, **scratch: Any) -> None:
         sizes, lhs, gate, up, *rest, counter = kernel.counter_last(c, refs)
-        names = ("scale_lhs", "scale_rhs", "scale_up") if scales else ()
-        names += ("g",) * p.gradient + ("row_indices",) * (p.lhs_rows > 0)
+        names = ["scale_lhs", "scale_rhs", "scale_up"] if scales else []
+        names += ["g"] * p.gradient + ["row_indices"] * (p.lhs_rows > 0)
         more = dict(zip(names, rest, strict=False))
         out, out2, out3 = (*rest[len(names) :], None, None)[:3]
         refs_of = _Refs(sizes, lhs, gate, out, up=up, out2=out2, out3=out3, counter=counter, **more, **scratch)

@@ -299,5 +299,5 @@ def plain(problem: Problem) -> Problem:
     of gated activations.
     """
     activation = "none" if problem.gated_gradient else problem.activation
-    without = {"group_offset": False, "row_scale": False, "second": False, "gated_gradient": False, "lhs_rows": 0}
-    return replace(problem, activation=activation, **without)
+    plain = replace(problem, group_offset=False, row_scale=False, second=False, gated_gradient=False, activation=activation)
+    return replace(plain, lhs_rows=0)
