@@ -146,6 +146,7 @@ class Storage:
     b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
     hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and barriers.
+    vector: how many float32 numbers are kept beside all of it.
     """
 
     config: Tiled
@@ -157,6 +158,7 @@ class Storage:
     itemsize: int = 2
     scales: tuple[int, ...] = ()
     hands_out: bool = False
+    vector: int = 0
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -177,6 +179,8 @@ class Storage:
         if self.hands_out:
             buffers.append(((limits.ALIGNMENT,), 1))  # of which it uses little
             barriers += 2 * SLOTS
+        if self.vector:
+            buffers.append(((self.vector,), 4))
         return limits.block_bytes(buffers, barriers)
 
 

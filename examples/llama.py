@@ -4,9 +4,10 @@
     python examples/llama.py --backend fp8 --steps 100
     python examples/llama.py --bench --csv results/2026-01-31-h200-llama.csv   # times steps of Llama-3 8B's layers, on a GPU
 
-The three backends share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this library in
-16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in bfloat16, and the
-optimizer's are float32. Rotary embeddings are left to XLA's fusions.
+The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
+library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
+bfloat16, and the optimizer's are float32. Those of decoding (`SERVING`) are "xla", "mgpu_ops" in 16 bits, and "int8", whose
+layers have weights of 8 bits. Rotary embeddings are left to XLA's fusions.
 
 A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
 Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.
@@ -88,7 +89,6 @@ class Backend:
     gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
     mlp: (silu(x w_gate) * (x w_up)) w_down + residual, of which gate and up are kept for the backward pass.
     attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
-    look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
     norm: RMS norm of x [tokens, width] with a weight [width]; with return_x=True that and x, for what goes around it.
     """
@@ -97,14 +97,16 @@ class Backend:
     gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     mlp: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
 
 
+EPSILON = 1e-5  # of norms
+
+
 def _xla_norm(x: jax.Array, weight: jax.Array, return_x: bool = False) -> Any:
     wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPSILON)
     normal = (scaled * weight).astype(x.dtype)
     return (normal, x) if return_x else normal
 
@@ -136,10 +138,6 @@ def _product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> j
     return mgpu_ops.matmul(x, w, residual=residual)
 
 
-def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-    return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
-
-
 def _gated_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array) -> jax.Array:
     return mgpu_ops.gated_mlp(x, w_gate, w_up, w_down, residual=residual)
 
@@ -157,9 +155,8 @@ OURS = Backend(
     mgpu_ops.gated_matmul,
     _gated_mlp,
     functools.partial(mgpu_ops.flash_attention, causal=True),
-    _look_up,
     mgpu_ops.cross_entropy,
-    functools.partial(mgpu_ops.rms_norm, epsilon=1e-5),
+    functools.partial(mgpu_ops.rms_norm, epsilon=EPSILON),
 )
 BACKENDS = {
     # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
@@ -167,7 +164,6 @@ BACKENDS = {
         _xla_product,
         _xla_gated,
         functools.partial(_mlp, _xla_product),
-        _xla_attention,
         _xla_attention,
         functools.partial(mgpu_ops.cross_entropy, backend="xla"),
         _xla_norm,
@@ -192,12 +188,9 @@ def rope(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
 
-def heads(
-    model: Model, backend: Backend, layer: Params, normal: jax.Array, batch: int, positions: jax.Array
-) -> list[jax.Array]:
-    """q, k and v of a layer, [batch, tokens, heads, head_dim] each, for its normalised x [batch * tokens, width]."""
+def heads(model: Model, qkv: jax.Array, batch: int, positions: jax.Array) -> list[jax.Array]:
+    """q, k and v of a layer, [batch, tokens, heads, head_dim] each, of what its first product yields for [batch * tokens]."""
     m = model
-    qkv = backend.product(normal, layer["qkv"])
     qkv = qkv.reshape(batch, -1, m.heads + 2 * m.kv_heads, m.head_dim)
     q, k, v = jnp.split(qkv, (m.heads, m.heads + m.kv_heads), 2)
     return [rope(m, q, positions), rope(m, k, positions), v]
@@ -206,24 +199,9 @@ def heads(
 def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
     """x plus the gated layer. Without `recompute`, gate and up are kept for the backward pass: faster, with more memory."""
     normal, x = backend.norm(x, layer["ffn_norm"], return_x=True)
-    if "gate_up" in layer:
-        gate, up = jnp.split(backend.product(normal, layer["gate_up"]), 2, -1)
-        hidden = jax.nn.silu(gate) * up
-    elif recompute:
-        hidden = backend.gated(normal, layer["gate"], layer["up"])
-    else:
-        return backend.mlp(normal, layer["gate"], layer["up"], layer["down"], x)
-    return backend.product(hidden, layer["down"], x)
-
-
-def joined(params: Params) -> Params:
-    """With gate and up as one matrix, which suits products of few tokens. The gradients of many would be joined by a copy."""
-
-    def join(layer: Params) -> Params:
-        others = {name: w for name, w in layer.items() if name not in ("gate", "up")}
-        return others | {"gate_up": jnp.concatenate([layer["gate"], layer["up"]], 1)}
-
-    return params | {"layers": [join(layer) for layer in params["layers"]]}
+    if recompute:
+        return backend.product(backend.gated(normal, layer["gate"], layer["up"]), layer["down"], x)
+    return backend.mlp(normal, layer["gate"], layer["up"], layer["down"], x)
 
 
 def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, recompute: bool = False) -> jax.Array:
@@ -233,7 +211,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
     x = params["embedding"][tokens[:, :-1].reshape(-1)]
     for layer in params["layers"]:
         normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
-        attended = backend.attention(*heads(model, backend, layer, normal, batch, positions))
+        attended = backend.attention(*heads(model, backend.product(normal, layer["qkv"]), batch, positions))
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
         x = ffn(backend, layer, x, recompute)
     logits = _head(backend, params, x)
@@ -258,27 +236,131 @@ def empty_cache(model: Model, batch: int, tokens: int) -> Cache:
     return [(jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)) for _ in range(model.layers)]
 
 
+# --- Decoding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """The functions in which backends of decoding differ.
+
+    prepared: trained weights, in bfloat16, as the other functions take them: a layer's by name, and the head.
+    product: x w + residual, with a layer's weight.
+    normed: norm(x) w: of x, a layer or the model, and the names of the norm and of w in it.
+    gated: silu(norm(x) w_gate) * (norm(x) w_up), of x and a layer.
+    look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
+    """
+
+    prepared: Callable[[Params], Params]
+    product: Callable[[jax.Array, Any, jax.Array], jax.Array]
+    normed: Callable[[jax.Array, Params, str, str], jax.Array]
+    gated: Callable[[jax.Array, Params], jax.Array]
+    look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _of_layers(params: Params, change: Callable[[Params], Params]) -> Params:
+    return params | {"layers": [change(layer) for layer in params["layers"]]}
+
+
+def joined(params: Params) -> Params:
+    """With gate and up as one matrix, which suits products of few tokens. The gradients of many would be joined by a copy."""
+
+    def join(layer: Params) -> Params:
+        others = {name: w for name, w in layer.items() if name not in ("gate", "up")}
+        return others | {"gate_up": jnp.concatenate([layer["gate"], layer["up"]], 1)}
+
+    return _of_layers(params, join)
+
+
+def folded(params: Params) -> Params:
+    """With the norms' weights as factors of rows of what they go into: products then divide by the root mean square alone."""
+
+    def fold(of: Params, norm: str, *names: str) -> Params:
+        rows = of[norm].astype(jnp.float32)[:, None]
+        return of | {name: (of[name] * rows).astype(of[name].dtype) for name in names}
+
+    layers = _of_layers(params, lambda layer: fold(fold(layer, "attention_norm", "qkv"), "ffn_norm", "gate", "up"))
+    return fold(layers, "norm", "head")
+
+
+def in_int8(params: Params) -> Params:
+    """With the layers' weights as int8 [n, k], and a scale for each column, whose largest is 127. The head has 16 bits."""
+
+    def quantized(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wide = w.astype(jnp.float32).T
+        scales = jnp.maximum(jnp.max(jnp.abs(wide), 1), 1e-30) / 127
+        return jnp.round(wide / scales[:, None]).astype(jnp.int8), scales
+
+    def change(layer: Params) -> Params:
+        return {name: w if name.endswith("norm") else quantized(w) for name, w in layer.items()}
+
+    return _of_layers(joined(params), change)
+
+
+def _silu_of_both(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, -1)
+    return jax.nn.silu(gate) * up
+
+
+def _xla_normed(x: jax.Array, of: Params, norm: str, name: str) -> jax.Array:
+    return _xla_norm(x, of[norm]) @ of[name]
+
+
+def _xla_gated_joined(x: jax.Array, layer: Params) -> jax.Array:
+    return _silu_of_both(_xla_normed(x, layer, "ffn_norm", "gate_up"))
+
+
+def _normed(x: jax.Array, of: Params, _: str, name: str) -> jax.Array:
+    return mgpu_ops.matmul(x, of[name], rms_epsilon=EPSILON)
+
+
+def _normed_gated(x: jax.Array, layer: Params) -> jax.Array:
+    return mgpu_ops.gated_matmul(x, layer["gate"], layer["up"], rms_epsilon=EPSILON)
+
+
+def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
+
+
+def _int8_product(x: jax.Array, w: Any, residual: jax.Array | None = None) -> jax.Array:
+    if not isinstance(w, tuple):
+        return _product(x, w, residual)
+    out = mgpu_ops.quantized_matmul(x, *w, transpose_w=True)
+    return out if residual is None else out + residual
+
+
+def _int8_normed(x: jax.Array, of: Params, norm: str, name: str) -> jax.Array:
+    return _int8_product(mgpu_ops.rms_norm(x, of[norm], epsilon=EPSILON), of[name])
+
+
+def _int8_gated(x: jax.Array, layer: Params) -> jax.Array:
+    return _silu_of_both(_int8_normed(x, layer, "ffn_norm", "gate_up"))
+
+
+SERVING = {
+    "xla": Serving(joined, _xla_product, _xla_normed, _xla_gated_joined, _xla_attention),
+    "mgpu_ops": Serving(folded, _product, _normed, _normed_gated, _look_up),
+    "int8": Serving(in_int8, _int8_product, _int8_normed, _int8_gated, _look_up),
+}
+
+
 def decode(
-    model: Model, backend: Backend, params: Params, cache: Cache, tokens: jax.Array, position: jax.Array
+    model: Model, backend: Serving, params: Params, cache: Cache, tokens: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """The logits after one more token for each sequence, tokens [batch], and the cache with its keys and values."""
+    """The logits after one more token for each sequence, tokens [batch], and the cache with its keys and values.
+
+    params: as the backend has `prepared` them.
+    """
     batch = tokens.shape[0]
     lengths = jnp.full(batch, position + 1, jnp.int32)
     x = params["embedding"][tokens]
     grown = []
     for layer, known in zip(params["layers"], cache, strict=True):
-        normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
-        q, *new = heads(model, backend, layer, normal, batch, position[None])
+        q, *new = heads(model, backend.normed(x, layer, "attention_norm", "qkv"), batch, position[None])
         k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
-        x = ffn(backend, layer, x, recompute=False)
-    return _head(backend, params, x), grown
-
-
-def serving(backend: Backend) -> Backend:
-    """The functions of decoding, in 16 bits: to quantize the weights at each step would take longer than to multiply them."""
-    return backend if backend.product is _xla_product else OURS
+        x = backend.product(backend.gated(x, layer), layer["down"], x)
+    return backend.normed(x, params, "norm", "head"), grown
 
 
 # --- Training on sums -------------------------------------------------------------------------------------------------
@@ -326,9 +408,9 @@ def _in_bfloat16(params: Params) -> Params:
 
 def write(model: Model, name: str, params: Params, prompt: str, count: int) -> str:
     """The prompt and the likeliest `count` characters after it, one token at a time."""
-    backend = serving(BACKENDS[name])
+    backend = SERVING.get(name, SERVING["mgpu_ops"])  # to quantize weights at each step would take longer than to multiply them
     step = jax.jit(functools.partial(decode, model, backend), donate_argnums=(1,))
-    weights = jax.jit(lambda params: joined(_in_bfloat16(params)))(params)
+    weights = jax.jit(lambda params: backend.prepared(_in_bfloat16(params)))(params)
     written = list(prompt.encode())
     cache = empty_cache(model, 1, len(written) + count)
     for position in range(len(written) + count - 1):
@@ -341,10 +423,10 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
 # --- Times on a GPU ---------------------------------------------------------------------------------------------------
 
 
-# Which results are rows of an op, and as whose: fp8 is ours too, beside the same steps of XLA in 16 bits.
+# Which results are rows of an op, and as whose: fp8 and int8 are ours too, beside the same steps of XLA in 16 bits.
 OPS = {
     "step": {"llama-step": {"xla": "xla", "mgpu_ops": "mgpu_ops"}, "llama-fp8-step": {"xla": "xla", "fp8": "mgpu_ops"}},
-    "decode": {"llama-decode": {"xla": "xla", "mgpu_ops": "mgpu_ops"}},
+    "decode": {"llama-decode": {"xla": "xla", "mgpu_ops": "mgpu_ops"}, "llama-int8-decode": {"xla": "xla", "int8": "mgpu_ops"}},
 }
 
 
@@ -375,13 +457,16 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
 
 def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:
     """A step of decoding for `batch` sequences of `cached` tokens each, the new one among them; logits are compared."""
-    params, tokens = jax.jit(joined)(_weights(model)), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
+    weights, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
+    params = {name: jax.jit(SERVING[name].prepared)(weights) for name in backends}
     empty = empty_cache(model, batch, cached)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
     position = jnp.int32(cached - 1)
-    steps = {name: jax.jit(functools.partial(decode, model, BACKENDS[name]), donate_argnums=(1,)) for name in backends}
-    programs = bench.compiled(steps, dict.fromkeys(steps, (params, cache, tokens, position)))
-    calls = {name: _Decoding(programs[name].step, params, jax.tree.map(jnp.copy, cache), tokens, position) for name in backends}
+    steps = {name: jax.jit(functools.partial(decode, model, SERVING[name]), donate_argnums=(1,)) for name in backends}
+    programs = bench.compiled(steps, {name: (params[name], cache, tokens, position) for name in backends})
+    calls = {
+        name: _Decoding(programs[name].step, params[name], jax.tree.map(jnp.copy, cache), tokens, position) for name in backends
+    }
     logits = {name: {"logits": call().astype(jnp.float32)} for name, call in calls.items()}
     errors = {name: float(_apart(of, logits[backends[0]])) for name, of in logits.items()}
     print(", ".join(f"{name}: logits {error:.4f} of their size apart" for name, error in errors.items()), flush=True)
@@ -445,8 +530,9 @@ def step() -> tuple[jax.Array, Params]:
 
 def decoding() -> list[jax.Array]:
     """Steps of decoding with 1, 16 and 64 sequences of 4096 tokens: `mgpu-tune capture examples.llama:decoding`."""
-    params = jax.jit(lambda: joined(init(LLAMA3_8B, jax.random.key(0), jnp.bfloat16)))()
-    one = jax.jit(functools.partial(decode, LLAMA3_8B, OURS))
+    backend = SERVING["mgpu_ops"]
+    params = jax.jit(lambda: backend.prepared(init(LLAMA3_8B, jax.random.key(0), jnp.bfloat16)))()
+    one = jax.jit(functools.partial(decode, LLAMA3_8B, backend))
     caches = {batch: empty_cache(LLAMA3_8B, batch, 4096) for batch in (1, 16, 64)}
     return [one(params, cache, jnp.zeros(n, jnp.int32), jnp.int32(4095))[0] for n, cache in caches.items()]
 
@@ -466,10 +552,11 @@ _positive.__name__, _numbers.__name__ = "positive integer", "list of positive in
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small language model on sums, or time steps of a large one.")
-    parser.add_argument("--backend", choices=list(BACKENDS), default="mgpu_ops", help="for training (default: mgpu_ops)")
+    every = list(BACKENDS | SERVING)
+    parser.add_argument("--backend", choices=every, default="mgpu_ops", help="int8 is of decoding (default: mgpu_ops)")
     parser.add_argument("--steps", type=_positive, default=60, help="of training")
     parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="that are timed; the others are compared with the first")
+    parser.add_argument("--backends", default=",".join(every), help="that are timed; the others are compared with the first")
     parser.add_argument("--model", choices=["llama3-8b", "small"], default="llama3-8b", help="that is timed")
     parser.add_argument("--layers", type=_positive, help="of it (default: 4, small: 2)")
     parser.add_argument("--vocabulary", type=_positive, help="of it (default: 16384, small: 128)")
@@ -485,7 +572,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.bench:
         _bench(parser, args)
         return
-    params, losses = train(Model(), args.backend, args.steps)
+    params, losses = train(Model(), args.backend if args.backend in BACKENDS else "mgpu_ops", args.steps)
     for number, value in enumerate(losses, 1):
         print(f"step {number:3}  loss {value:.4f}")
     print(write(Model(), args.backend, params, "3+4=", 12))
@@ -495,8 +582,8 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from mgpu_ops.tuning.bench.program import Bench  # the tuner's extra is needed for this alone
 
     backends = args.backends.split(",")
-    if unknown := set(backends) - set(BACKENDS):
-        parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS)}")
+    if unknown := set(backends) - {*BACKENDS, *SERVING}:
+        parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS | SERVING)}")
     for name in ("csv", "profile"):
         if getattr(args, name) is not None and gpus.current() is None:
             parser.error(f"--{name} {getattr(args, name)} is of a GPU, and none is in use: leave it out to see the times")
@@ -505,9 +592,9 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     model = dataclasses.replace(model, **given)
     bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
     for tokens in args.tokens:
-        bench_step(bench, model, backends, tokens, args.recompute)
+        bench_step(bench, model, [name for name in backends if name in BACKENDS] or ["mgpu_ops"], tokens, args.recompute)
     for batch in args.batches:
-        bench_decode(bench, model, [name for name in backends if name != "fp8"] or ["mgpu_ops"], batch, args.cache)
+        bench_decode(bench, model, [name for name in backends if name in SERVING] or ["mgpu_ops"], batch, args.cache)
 
 
 if __name__ == "__main__":

@@ -292,7 +292,12 @@ def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
     yield next(sources(before[-1][0], now[-1][0]))
 
 
-_STEPS = {"llama-step": "training", "llama-fp8-step": "training in 8 bits", "llama-decode": "decoding"}
+_STEPS = {
+    "llama-step": "training",
+    "llama-fp8-step": "training in 8 bits",
+    "llama-decode": "decoding",
+    "llama-int8-decode": "decoding, weights in 8 bits",
+}
 
 
 def _order_of_step(item: tuple[tuple[str, str], Any]) -> tuple[int, str, list[int]]:

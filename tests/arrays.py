@@ -19,7 +19,12 @@ def normal(seed: int, *shape: int, dtype: Any = "float32") -> jax.Array:
 def inputs(spec: Any, problem: Any, seed: int = 0) -> tuple[jax.Array, ...]:
     """Arrays like those of `spec.inputs`: normal floats; integers, which are sizes of groups, are zero."""
     shapes = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
+    positive = getattr(problem, "normalised", False)  # epsilon, [1] and the only array of its shape
     return tuple(
-        normal(seed + number, *x.shape, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
+        jnp.full(1, 0.25, x.dtype)
+        if positive and x.shape == (1,)
+        else normal(seed + number, *x.shape, dtype=x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else jnp.zeros(x.shape, x.dtype)
         for number, x in enumerate(shapes)
     )

@@ -329,7 +329,7 @@ _CROWDED = 1.12  # times as long a block takes, where there are fewer clusters o
 _UNEVEN = 0.2  # times as much longer HBM takes as blocks are missing to give all SMs the same number of them
 _WAITS = 0.3e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
 _PAGES = 0.15e-6  # s more of a step that starts copies of pages
-_UNEQUAL = 0.2  # of a block's time: how much later than the others the last block ends, where each entry has its length
+_UNEQUAL = 0.07  # of a block's time: how much later than the others the last block ends, where each entry has its length
 
 
 def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:

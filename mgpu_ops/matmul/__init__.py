@@ -26,8 +26,8 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
-from mgpu_ops.matmul.arguments import checked_arrays, checked_out_dtype
-from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
+from mgpu_ops.matmul.arguments import checked_arrays, checked_epsilon, checked_out_dtype
+from mgpu_ops.matmul.epilogue import by_name, names, normalised, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
     SHAPES,
@@ -60,10 +60,13 @@ class _Call:
     residual: bool = False
     scales: str = "none"
     algorithm: str = "none"
+    normalised: bool = False
 
     def plain(self, **changes: Any) -> _Call:
         """A product without an epilogue, with the database's config."""
-        return dataclasses.replace(self, config=None, activation="none", bias=False, residual=False, **changes)
+        return dataclasses.replace(
+            self, config=None, activation="none", bias=False, residual=False, normalised=False, **changes
+        )
 
 
 def matmul(
@@ -75,6 +78,7 @@ def matmul(
     residual: ArrayLike | None = None,
     scale_a: ArrayLike | None = None,
     scale_b: ArrayLike | None = None,
+    rms_epsilon: float | None = None,
     out_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
@@ -99,6 +103,9 @@ def matmul(
       bias: [n] floats. Default: none.
       activation: "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf" of float32 values. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
+      rms_epsilon: a number of at least 0: each row of A is first divided by sqrt(mean over k of A^2 + rms_epsilon). That is an
+        RMS norm in front, whose weight is a factor of B's rows, `weight[:, None] * b`. The kernel finds the squares while it
+        multiplies. Default: no norm.
       out_dtype: of the result; a's dtype by default, bfloat16 for 8-bit floats and for int8 with scales, int32 for int8
         without an epilogue. "float32" keeps the accumulator as it is.
       preferred_element_type: another name for out_dtype, as in `jax.numpy.matmul`.
@@ -162,7 +169,12 @@ def matmul(
         bias is not None,
         residual is not None,
         algorithm=algorithms.algorithm_of(precision, arrays["a"].dtype.name),
+        normalised=rms_epsilon is not None,
     )
+    if rms_epsilon is not None:
+        if transpose_a or "scale_a" in arrays or "scale_b" in arrays:
+            raise ValueError("rms_epsilon divides rows of A stored as [..., m, k], without scales: leave one of them out")
+        arrays["epsilon"] = checked_epsilon(rms_epsilon, arrays["a"])
     return products(call, **arrays)
 
 
@@ -174,6 +186,7 @@ def products(
     scale_b: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    epsilon: jax.Array | None = None,
 ) -> jax.Array:
     """`matmul` of operands of any rank: as one product of more rows, or as a batch of products."""
     if (call.transpose_a and a.ndim == 1) or (call.transpose_b and b.ndim == 1):
@@ -195,7 +208,7 @@ def products(
         residual = like_the_result(residual, shape, call.out_dtype).reshape(*lead, m, n)
     kind, (scale_a, scale_b) = checked_scales((scale_a, scale_b), (m, n, k_a), (wide_a.shape[:-2], wide_b.shape[:-2]))
     call = dataclasses.replace(call, scales=kind)
-    operands = [x for x in (wide_a, wide_b, scale_a, scale_b, bias, residual) if x is not None]
+    operands = [x for x in (wide_a, wide_b, scale_a, scale_b, epsilon, bias, residual) if x is not None]
     if not lead:
         return _matmul(call, *mesh.same_mesh_axes(*operands)).reshape(shape)
     size = math.prod(lead)
@@ -240,6 +253,8 @@ def _matmul(call: _Call, *arrays: jax.Array) -> jax.Array:
 
 def _forward(call: _Call, *arrays: jax.Array) -> Any:
     """The result, and what the backward pass needs: A, B, and with an activation its argument."""
+    if call.normalised:
+        return _matmul(call, *arrays), arrays
     a, b, *extra = arrays
     if call.scales != "none" or not {a.dtype.name, b.dtype.name}.isdisjoint({*FLOAT8, "int8"}):
         raise ValueError(
@@ -260,6 +275,8 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
 
     dB is taken to be that of a weight, and computed first.
     """
+    if call.normalised:
+        return _normalised_backward(call, saved, g)
     a, b, bias, linear = saved
     dresidual = (g,) if call.residual else ()
     if linear is not None:
@@ -275,6 +292,15 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     db, g = order.weights_first(db, g)
     da = product(b, g, tb, True) if ta else product(g, b, False, not tb)
     return da, db, *dbias, *dresidual
+
+
+def _normalised_backward(call: _Call, arrays: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, ...]:
+    """Through A's rows as XLA normalises them, which nothing was kept of."""
+    a, b, epsilon, *extra = arrays
+    rows, back = jax.vjp(normalised, a, epsilon)
+    later = dataclasses.replace(call, normalised=False, config=None)
+    drows, *rest = jax.vjp(functools.partial(_matmul, later), rows, b, *extra)[1](g)
+    return *back(drows)[:1], rest[0], jnp.zeros_like(epsilon), *rest[1:]
 
 
 _matmul.defvjp(_forward, _backward)
@@ -330,7 +356,7 @@ def _is_more_rows(call: _Call, batched: Sequence[bool], arrays: Sequence[jax.Arr
 
 def _shapeless(call: _Call) -> Problem:
     """A problem with the names and ranks of the call's arrays."""
-    return Problem(1, 1, 1, bias=call.bias, residual=call.residual, scales=call.scales)
+    return Problem(1, 1, 1, bias=call.bias, residual=call.residual, scales=call.scales, normalised=call.normalised)
 
 
 def _problem(call: _Call, arrays: Sequence[jax.Array]) -> Problem:
@@ -352,6 +378,7 @@ def _problem(call: _Call, arrays: Sequence[jax.Array]) -> Problem:
         b.dtype.name,
         call.scales,
         call.algorithm,
+        call.normalised,
     )
     batches = (x.shape[0] for x, rank in zip(arrays, ranks(problem), strict=True) if x.ndim > rank)
     return dataclasses.replace(problem, batch=max(batches, default=1))
@@ -365,6 +392,8 @@ def reference(problem: Problem, a: jax.Array, b: jax.Array, *extra: jax.Array) -
     """
     a_t, b_t = transposed(problem)
     by = by_name(problem, extra)
+    if problem.normalised:
+        a = normalised(a, by["epsilon"])
     if problem.scales == "block":
         a, b = lax.optimization_barrier((a, b))  # a GPU's XLA would leave out a rounding to 8 bits before a widening
         a = scaled(a.mT if a_t else a, by["scale_a"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -24,6 +25,17 @@ def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
     if len(dtypes) == 2 and not dtypes <= {*FLOAT8}:
         raise ValueError(f"a is {arrays['a'].dtype} and b is {arrays['b'].dtype}: cast one with .astype")
     return arrays
+
+
+def checked_epsilon(epsilon: float, a: jax.Array) -> jax.Array:
+    """epsilon as the kernel takes it, float32 [1]. Raises for one that is no number of at least 0, and for A of 8 bits."""
+    if isinstance(epsilon, jax.core.Tracer) or not isinstance(epsilon, int | float | np.number):
+        raise TypeError(f"rms_epsilon={epsilon!r:.80} is no Python number")
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"rms_epsilon={epsilon!r} must be a finite number of at least 0")
+    if a.dtype.name in FLOAT8 or not jnp.issubdtype(a.dtype, jnp.floating):
+        raise ValueError(f"rms_epsilon divides rows of floats of 16 bits and more, not of {a.dtype}")
+    return jnp.full((1,), epsilon, jnp.float32)
 
 
 def _is_int8(name: str, x: Any) -> bool:

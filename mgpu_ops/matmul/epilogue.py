@@ -17,12 +17,12 @@ from mgpu_ops.matmul.quantities import scale_shapes
 def names(p: Problem) -> tuple[str, ...]:
     """The names of a product's arrays, in their order."""
     scales = ("scale_a", "scale_b") if p.scales != "none" else ()
-    return ("a", "b", *scales, *("bias",) * p.bias, *("residual",) * p.residual)
+    return ("a", "b", *scales, *("epsilon",) * p.normalised, *("bias",) * p.bias, *("residual",) * p.residual)
 
 
 def ranks(p: Problem) -> tuple[int, ...]:
-    """The ranks of a product's arrays without the batch dimension: A, B, and where it has them scales, bias and residual."""
-    return (2, 2, *map(len, scale_shapes(p))) + (1,) * p.bias + (2,) * p.residual
+    """The ranks of a product's arrays without the batch dimension: A, B, and what it has of scales, epsilon, bias, residual."""
+    return (2, 2, *map(len, scale_shapes(p))) + (1,) * p.normalised + (1,) * p.bias + (2,) * p.residual
 
 
 def by_name(p: Problem, extra: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -35,13 +35,15 @@ def with_epilogue(
     product: jax.Array,
     scale_a: jax.Array | None = None,
     scale_b: jax.Array | None = None,
+    epsilon: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """The epilogue of a product [..., m, n], in the product's dtype, rounded to out_dtype in the end.
 
-    Scales of blocks are no part of it: they are factors of parts of the product (`scaled`).
+    Scales of blocks are no part of it: they are factors of parts of the product (`scaled`). Nor is epsilon, of A's rows.
     """
+    del epsilon
     if p.out_dtype != "int32" and jnp.issubdtype(product.dtype, jnp.integer):
         product = product.astype(np.float32)
     if scale_a is not None and scale_b is not None and scales_sums(p):
@@ -53,6 +55,12 @@ def with_epilogue(
     if residual is not None:
         product = product + residual.astype(product.dtype)
     return product.astype(p.out_dtype)
+
+
+def normalised(a: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """The rows of A divided by their root mean square, in float32, rounded to A's dtype."""
+    wide = a.astype(np.promote_types(a.dtype, np.float32))
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)).astype(a.dtype)
 
 
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:

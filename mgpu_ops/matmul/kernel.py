@@ -168,8 +168,25 @@ def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
     )
 
 
+def square_rows(c: Config, acc: Any, a_smem: Any) -> None:
+    """Consumer: starts acc += A tile @ A tile^T, of this warpgroup's rows: their squares are on its diagonal.
+
+    With few rows the tensor cores wait for memory anyway.
+    """
+    rows, _ = tile_scheduler.warpgroup_origin(c)
+    if warpgroup_tile(c)[0] < c.tile_m:
+        a_smem = a_smem.at[pl.ds(rows, ROWS), :]
+    engine.wgmma(acc, a_smem, engine.transpose_ref(a_smem))
+
+
 def _kernel(
-    work: Work, *refs: Any, accumulator: Any, out_smem: Any, cluster_sum: Any = None, residual_arrived: Any = None
+    work: Work,
+    *refs: Any,
+    accumulator: Any,
+    out_smem: Any,
+    cluster_sum: Any = None,
+    residual_arrived: Any = None,
+    factors_smem: Any = None,
 ) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
@@ -193,6 +210,8 @@ def _kernel(
             add_scaled(work, accs, a_smem, b_smem, *scale_smem)
         else:
             multiply(p, c, accs[0], a_smem, b_smem)
+        if p.normalised:
+            square_rows(c, accs[1], a_smem)
         engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
         if len(products(p)) > 1:
             _drop_what_is_not_finite(work, accs[0], tile_of(work, t), k)
@@ -201,7 +220,8 @@ def _kernel(
         @pl.when(k == steps - 1)
         def _() -> None:
             sums = Sums.of(c, accs) if scale_smem else None
-            store(work, t, sums or accs[0], of, **epilogue)
+            norm = {"rows_squared": accs[1], "factors_smem": factors_smem} if p.normalised else {}
+            store(work, t, sums or accs[0], of, **epilogue, **norm)
             for acc in sums.accs if sums else accs:
                 acc[...] = jnp.zeros(acc.shape, acc.dtype)
 
@@ -519,4 +539,6 @@ def _scratch(work: Work) -> dict[str, Any]:
         )
     elif c.cluster == "k":
         scratch["cluster_sum"] = ClusterSum((rows, columns), c.compute_warpgroups, cluster_size(c), "cluster")
+        if p.normalised:
+            scratch["factors_smem"] = plgpu.SMEM((c.compute_warpgroups, ROWS), jnp.float32)
     return scratch

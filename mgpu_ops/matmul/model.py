@@ -82,6 +82,7 @@ _LATENCY = 0.81e-6  # s from a TMA request to its data
 _LAUNCH = 1.17e-6  # s
 _COLD = 0.3e-6  # s more, in products of a few microseconds, until operands that are not in L2 arrive
 _PARTS = 3.0  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
 _SUM = 0.23e-6  # s that a sum in a cluster takes,
 _SUM_OWN, _SUM_PART = 2.2, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
 _HBM = 1.08  # of the time at the datasheet's rate,
@@ -113,6 +114,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency = _RATE * gemm.efficiency(c, _LEAST) * gpu.flops(p.dtype) / gpu.bf16_flops
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
+    if p.normalised:  # rows times themselves beside each product
+        columns = gemm.warpgroup_tile(c)[1]
+        efficiency *= columns / (columns + gemm.ROWS)
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
@@ -130,7 +134,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         shares = c.split_k if c.schedule == "ahead" else 1
         reduction += waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu) / shares)
     elif c.split_k > 1:
-        reduction += _LAUNCH + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
+        reduction += (
+            _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
+        )
     return _LAUNCH + _LATENCY + _COLD + gemm.together(_MEMORY_NORM, steps, memory) + reduction
 
 

@@ -50,6 +50,7 @@ class Problem:
       "row", scale_a[m] and scale_b[n]; "block", scale_a[m, k / 128] and scale_b[n / 128, k / 128], rounded up, where the
       product of each 128 of k is scaled and then added up.
     algorithm: how float32 is multiplied, of `algorithms.PRESETS`; "tf32" where none is given. "none" for other dtypes.
+    normalised: rows of A are divided by their root mean square, sqrt(mean over k of A^2 + epsilon), epsilon[1] float32.
     """
 
     m: int
@@ -65,6 +66,7 @@ class Problem:
     b_dtype: str = "none"
     scales: str = "none"
     algorithm: str = "none"
+    normalised: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -167,6 +169,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
     if reason := _supports_operands(problem, gpu):
         return reason
+    if reason := _supports_norm(problem):
+        return reason
     if problem.activation not in ACTIVATIONS:
         return f"activation {problem.activation!r} is not one of {', '.join(ACTIVATIONS)}"
     if problem.layout not in LAYOUTS:
@@ -208,6 +212,13 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
     if p.scales not in SCALES:
         return f"scales={p.scales!r} is not one of {', '.join(SCALES)}"
     return _supports_layout(p, "floats")
+
+
+def _supports_norm(p: Problem) -> str | None:
+    """Why the kernel cannot divide A's rows by their root mean square, or None."""
+    if p.normalised and (p.dtype not in DTYPES or p.layout[:1] != "n" or p.batch > 1):
+        return f"normalised rows of {p.dtype} in layout {p.layout}, batch {p.batch}: the kernel has those of one A of 16 bits"
+    return None
 
 
 def _supports_float32(p: Problem) -> str | None:
@@ -259,6 +270,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or check_turns(config)
         or _check_deferred(problem, config)
         or _check_shares(problem, config)
+        or check_norm(problem.normalised, config)
         or _check_blocks(problem, config)
         or _check_integers(problem, config)
         or _check_parts(problem, config)
@@ -329,6 +341,27 @@ def _check_shares(p: Problem, c: Config) -> str | None:
         tiles = gemm.epilogue_tiles(c)
         if tiles % c.split_k:
             return f"{tiles} epilogue tiles of a warpgroup must be a multiple of the {c.split_k} blocks that share them"
+    return None
+
+
+def check_norm(normalised: bool, c: Config) -> str | None:
+    """A warpgroup multiplies 64 whole rows of A by themselves, which gives the sums of their squares.
+
+    Those of parts of k are added up in a cluster, as an epilogue tile is.
+    """
+    if not normalised:
+        return None
+    for refused, what in (
+        (c.schedule != "cooperative", f"schedule={c.schedule!r}"),
+        (c.split_k > 1 and c.cluster != "k", f"split_k={c.split_k}"),
+        (c.cluster == "k" and c.epilogue_tile_n != gemm.ROWS, f"epilogue_tile_n={c.epilogue_tile_n}"),
+        (c.tile_m // (c.compute_warpgroups if c.wg_dimension == "m" else 1) != gemm.ROWS, f"tile_m={c.tile_m}"),
+    ):
+        if refused:
+            return (
+                f"{what}: with normalised rows a warpgroup has {gemm.ROWS} of them, schedule='cooperative', and parts of k are "
+                f"added up with cluster='k' and epilogue_tile_n={gemm.ROWS}"
+            )
     return None
 
 
@@ -545,7 +578,7 @@ def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
 
 def has_epilogue(p: Problem) -> bool:
     """Whether anything is done with a product before it is stored."""
-    return p.bias or p.residual or p.activation != "none" or scales_sums(p)
+    return p.bias or p.residual or p.activation != "none" or p.normalised or scales_sums(p)
 
 
 def scales_sums(p: Problem) -> bool:
@@ -612,13 +645,15 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
 
 def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
-    """The shapes of a consumer warpgroup's accumulators."""
-    return fp8.accumulators(c, p.scales)
+    """The shapes of a consumer warpgroup's accumulators; where rows are normalised, the last is of rows times themselves."""
+    return (*fp8.accumulators(c, p.scales), *((gemm.ROWS, gemm.ROWS),) * p.normalised)
 
 
 def _accumulators_in_all(p: Problem, c: Config) -> float:
     """What they take, in accumulators of a warpgroup's part of the tile, with what is kept of the tile before."""
     kept = itemsize_of(partial_problem(p, c).out_dtype) / 4 if c.schedule == "deferred" else 0.0
+    if p.normalised:
+        kept += gemm.ROWS**2 / math.prod(gemm.warpgroup_tile(c))
     return fp8.accumulators_in_all(c, p.scales) + kept
 
 
@@ -657,7 +692,9 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     buffers = tiles if whole else min(SLOTS, tiles)
     size = itemsize_of(stored.out_dtype)
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()
-    return gemm.Storage(config, buffers, size, received, barriers, itemsize=itemsize_of(problem.dtype), scales=scales)
+    vector = config.compute_warpgroups * gemm.ROWS if problem.normalised and received else 0
+    itemsize = itemsize_of(problem.dtype)
+    return gemm.Storage(config, buffers, size, received, barriers, itemsize=itemsize, scales=scales, vector=vector)
 
 
 def _scales_of_a_step(c: Config) -> tuple[int, int]:

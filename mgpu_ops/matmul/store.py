@@ -36,6 +36,7 @@ class Refs:
     out: Any
     scale_a: Any = None
     scale_b: Any = None
+    epsilon: Any = None
     bias: Any = None
     residual: Any = None
 
@@ -63,6 +64,8 @@ def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int
         found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
     if p.scales == "block":
         found += scales_for_tma(extra["scale_a"], extra["scale_b"], rows[1])
+    if p.normalised:
+        found.append(extra["epsilon"])
     if p.bias:
         found.append(padded(extra["bias"], columns))
     if p.residual:
@@ -137,22 +140,43 @@ def store(
     out_smem: Any,
     cluster_sum: Any = None,
     residual_arrived: Any = None,
+    rows_squared: Any = None,
+    factors_smem: Any = None,
 ) -> None:
     """Consumer: rounds what the epilogue makes of the accumulator of tile number t to the output's dtype and stores it.
 
     TMA clips what lies outside the array. In a cluster along k the first block stores the sum of all blocks' accumulators.
+    rows_squared: the accumulator of A's rows times themselves, where they are normalised. factors_smem: [warpgroups, 64], where
+      the first block of a cluster along k keeps the rows' factors.
     """
     p, c, place = work.problem, work.config, Place.of(work, t)
+
+    norms, factors = int(rows_squared is not None), None
+    if rows_squared is not None and cluster_sum is None:
+        factors = row_factors(rows_squared[...], p.k, refs.epsilon)
+    elif rows_squared is not None:
+
+        def keep(total: jax.Array) -> None:
+            factors_smem[lax.axis_index("wg")] = row_factors(total, p.k, refs.epsilon)
+            engine.warpgroup_barrier()
+
+        cluster_sum.add(rows_squared[...], t * (epilogue_tiles(c) + norms), keep)
 
     def copy(staged: Any, i: int, j: int) -> None:
         plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
 
     def finish(part: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
+        if rows_squared is not None:
+            of_rows = factors
+            if cluster_sum is not None:
+                own = factors_smem.at[lax.axis_index("wg")]
+                of_rows = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            part *= lax.broadcast_in_dim(of_rows, part.shape, (0,))
         return _finish(work, refs, place, part, buffer, (i, j))
 
     # The cluster's accumulators are added up an epilogue tile at a time: there is room for one of each block.
     def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
-        cluster_sum.add(part, t * epilogue_tiles(c) + number, store)
+        cluster_sum.add(part, t * (epilogue_tiles(c) + norms) + (norms + number), store)
 
     if refs.residual is not None:
         if_it_stores(c, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
@@ -166,6 +190,14 @@ def store(
         add=None if cluster_sum is None else add,
         finish=finish if has_epilogue(p) else None,
     )
+
+
+def row_factors(rows_squared: jax.Array, k: int, epsilon: Any) -> jax.Array:
+    """1 / sqrt(mean of squares + epsilon) of 64 rows, from their product with themselves, whose diagonal has the sums."""
+    shape, layout = rows_squared.shape, plgpu.Layout.WGMMA
+    row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
+    squares = jnp.sum(jnp.where(row == column, rows_squared, 0.0), 1)
+    return lax.rsqrt(squares * (1.0 / k) + epsilon[0])
 
 
 def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any, cluster_sum: Any) -> None:

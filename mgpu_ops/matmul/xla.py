@@ -40,7 +40,8 @@ _NORM = 3.8  # arithmetic and HBM overlap (`gemm.together`)
 _TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.49))  # rows, columns, and what is left of the rate
 _SUM_LAUNCH = 0.2e-6  # s of the kernel that adds up the parts of k
 _SUM_RATE = 0.47  # of HBM's rate, at which float32 parts are written and read
-_ADD_RATE = 0.89  # of HBM's rate, at which a kernel after the product adds a residual to it
+_ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel after the product that adds a residual to it, and of HBM's rate
+_NORMALISED, _NORMALISED_RATE = 2.5e-6, 0.47  # s of the kernels that normalise rows, and of HBM's rate at which they do
 _PADDED = 4.3  # times the time of HBM take the copies and the product after them
 
 # When XLA splits k: by the tile that its heuristic reckons with, and what adding up the parts costs it in steps of k.
@@ -62,7 +63,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
     added = 0.0
     if p.residual:  # it reads the product and the residual, and writes their sum
-        added = 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
+        added = _ADD_LAUNCH + 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
         p = replace(p, residual=False)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
@@ -73,6 +74,9 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
     if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
+    if p.normalised:
+        read_and_written = 2 * p.batch * p.m * p.k * itemsize_of(p.dtype)
+        seconds += _NORMALISED + read_and_written / (_NORMALISED_RATE * gpu.memory_bytes_per_s)
     launch = _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 

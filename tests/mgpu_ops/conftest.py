@@ -31,6 +31,8 @@ def _assert_matmul(problem: Any, out: Any, a: Any, b: Any, *extra: Any) -> None:
     arrays = iter(map(float64, extra))
     if problem.scales != "none":
         a, b = _dequantized(problem, a, b, next(arrays), next(arrays))
+    if problem.normalised:
+        a = a / np.sqrt(np.mean(a**2, -1, keepdims=True) + next(arrays))
     wanted = a @ b
     wanted = ragged.ACTIVATIONS[problem.activation](wanted + next(arrays) if problem.bias else wanted)
     wanted = wanted + next(arrays) if problem.residual else wanted

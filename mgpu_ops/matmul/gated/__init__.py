@@ -23,7 +23,8 @@ from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
-from mgpu_ops.matmul.arguments import float_dtype
+from mgpu_ops.matmul.arguments import checked_epsilon, float_dtype
+from mgpu_ops.matmul.epilogue import normalised
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
     SHAPES,
@@ -54,6 +55,7 @@ class Call:
     backend: dispatch.Backend | None
     gradient: bool = False
     stored: bool = False
+    normalised: bool = False
 
 
 def gated_matmul(
@@ -62,6 +64,7 @@ def gated_matmul(
     w_up: ArrayLike,
     *,
     activation: Activation | None = "silu",
+    rms_epsilon: float | None = None,
     out_dtype: DTypeLike | None = None,
     transpose_w: bool = False,
     config: Config | None = None,
@@ -75,6 +78,7 @@ def gated_matmul(
       x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
       w_gate, w_up: [k, n], or [n, k] with `transpose_w`, of x's dtype.
       activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
+      rms_epsilon: where given, each row of x is first divided by sqrt(mean over k of x^2 + rms_epsilon), as in `matmul`.
       out_dtype: of the result; x's dtype by default, or "float32".
       transpose_w: both weights are stored transposed; they are read in place, not copied.
       config: runs the forward kernel with this Config instead of the database's.
@@ -114,24 +118,30 @@ def gated_matmul(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
     wanted = dispatch.requested_backend(backend)
-    call = Call(checked_activation(activation), bool(transpose_w), out.name, config, wanted)
+    call = Call(checked_activation(activation), bool(transpose_w), out.name, config, wanted, normalised=rms_epsilon is not None)
     m = int(np.prod(rows.shape[:-1], dtype=np.int64))
-    return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), gate, up)).reshape(*rows.shape[:-1], n)
+    epsilon = [] if rms_epsilon is None else [checked_epsilon(rms_epsilon, rows)]
+    return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), gate, up, *epsilon)).reshape(*rows.shape[:-1], n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(call: Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
-    out: jax.Array = batchable(call)(x, w_gate, w_up)
+def _gated(call: Call, *arrays: jax.Array) -> jax.Array:
+    """Of x, w_gate and w_up, and epsilon where x is normalised."""
+    out: jax.Array = batchable(call)(*arrays)
     return out
 
 
-def _forward(call: Call, x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> Any:
-    return _gated(call, x, w_gate, w_up), (x, w_gate, w_up)
+def _forward(call: Call, *arrays: jax.Array) -> Any:
+    return _gated(call, *arrays), arrays
 
 
 def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     """dgate and dup by the kernel; dx = dgate w_gate^T + dup w_up^T, dw_gate = x^T dgate and dw_up = x^T dup by matmul's."""
-    x, w_gate, w_up = saved
+    x, w_gate, w_up, *epsilon = saved
+    if epsilon:  # through x's rows as XLA normalises them
+        rows, back = jax.vjp(normalised, x, *epsilon)
+        drows, *dw = _backward(dataclasses.replace(call, normalised=False), (rows, w_gate, w_up), g)
+        return *back(drows)[:1], *dw, jnp.zeros_like(*epsilon)
     again = dataclasses.replace(call, out_dtype=x.dtype.name, config=None, gradient=True)
     dgate, dup = batchable(again)(x, w_gate, w_up, g.astype(x.dtype))
     t = call.transpose_w
@@ -160,7 +170,7 @@ def batchable(call: Call) -> Any:
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         marks = (True, True) if call.gradient or call.stored else True
-        end = 2 if call.stored else 3
+        end = (2 if call.stored else 3) + call.normalised
         if not any(batched[1:end]) and all((batched[0], *batched[end:])):  # one product with more rows
             x, *weights = arrays[:end]
             out = run(x.reshape(-1, x.shape[-1]), *weights, *(y.reshape(-1, y.shape[-1]) for y in arrays[end:]))
@@ -180,7 +190,18 @@ def batchable(call: Call) -> Any:
 def _problem(call: Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
     n = w_gate.shape[0 if call.transpose_w else 1]
     layout = "nt" if call.transpose_w else "nn"
-    return Problem(x.shape[0], n, x.shape[1], x.dtype.name, call.out_dtype, layout, call.activation, call.gradient, call.stored)
+    return Problem(
+        x.shape[0],
+        n,
+        x.shape[1],
+        x.dtype.name,
+        call.out_dtype,
+        layout,
+        call.activation,
+        call.gradient,
+        call.stored,
+        call.normalised,
+    )
 
 
 def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *g: jax.Array) -> Any:
@@ -191,6 +212,8 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
     p = problem
     if p.stored:
         return _of_stored(p, x, w_gate, w_up, *g)
+    if p.normalised:
+        x, g = normalised(x, *g), ()
     wide = np.promote_types(p.dtype, np.float32)
     kept = jnp.dtype(p.dtype) if p.dtype == p.out_dtype and gpus.current() is not None else wide
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others

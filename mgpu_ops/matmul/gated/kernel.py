@@ -28,8 +28,9 @@ from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.matmul.gated.problem import SLOTS, Config, Problem, as_matmul, buffers, gradient_buffers, of_one
-from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, stages_of
+from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, square_rows, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
+from mgpu_ops.matmul.store import row_factors
 from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins
 
 
@@ -39,12 +40,14 @@ class _Block:
 
     outs: the result, or the gradients of gate and up. g: the result's gradient, or None; it is loaded into `g_smem`, which has
     a buffer for each epilogue tile and on whose barrier it has `g_arrived`. out_smem: up to two buffers of each warpgroup.
+    epsilon: of the norm of x's rows, or None.
     """
 
     problem: Problem
     work: Work
     outs: tuple[Any, ...]
     out_smem: Any
+    epsilon: Any = None
     g: Any = None
     g_smem: Any = None
     g_arrived: Any = None
@@ -56,8 +59,11 @@ class _Block:
         for number, (i, j) in enumerate(epilogue_origins(self.work.config)):
             engine.copy_gmem_to_smem(place.block(self.g, i, j), self.g_smem.at[wg, number], self.g_arrived.at[wg])
 
-    def store(self, t: jax.Array, gate: jax.Array, up: jax.Array) -> None:
-        """Consumer: makes of both sums what tile number t stores."""
+    def store(self, t: jax.Array, gate: jax.Array, up: jax.Array, rows_squared: Any = None) -> None:
+        """Consumer: makes of both sums what tile number t stores, divided by the norm of x's rows where there is one."""
+        if rows_squared is not None:
+            factors = row_factors(rows_squared[...], self.problem.k, self.epsilon)
+            gate, up = (x * lax.broadcast_in_dim(factors, x.shape, (0,)) for x in (gate, up))
         (out,), place = self.outs, Place.of(self.work, t)
 
         def copy(staged: Any, i: int, j: int) -> None:
@@ -79,15 +85,16 @@ class _Block:
 def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest: Any, accumulators: Any, **smem: Any) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
-    g, outs = (rest[0], rest[1:]) if problem.gradient else (None, rest)
-    block = _Block(problem, work, outs, g=g, **smem)
+    given, outs = rest[: problem.gradient + problem.normalised], rest[problem.gradient + problem.normalised :]
+    of_problem = dict(zip(("epsilon",) if problem.normalised else ("g",), given, strict=False))
+    block = _Block(problem, work, outs, **of_problem, **smem)
     steps = k_steps(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
 
     # As in matmul's kernel: the producer loads ahead, also over the end of an output tile.
     def step(indices: tuple[jax.Array, jax.Array], x_smem: Any, gate_smem: Any, up_smem: Any, accs: Any) -> Any:
         t, k = indices
-        gate, up = accs
+        gate, up, *rows_squared = accs
         if problem.gradient:  # it arrives while the second half of k is multiplied
 
             @pl.when(k == steps // 2)
@@ -96,15 +103,17 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
 
         multiply(p, c, gate, x_smem, gate_smem)
         multiply(p, c, up, x_smem, up_smem)
+        for squares in rows_squared:
+            square_rows(c, squares, x_smem)
         engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
 
         # After the last step of k both sums are complete. The copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
         def _() -> None:
             store = block.store_gradients if problem.gradient else block.store
-            store(t, gate[...], up[...])
-            gate[...] = jnp.zeros(gate.shape, jnp.float32)
-            up[...] = jnp.zeros(up.shape, jnp.float32)
+            store(t, gate[...], up[...], *rows_squared)
+            for acc in accs:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         return accs
 
@@ -176,7 +185,7 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), transposed=False)
     shape = (1, 1, p.m, p.n) if ends_with_rows(p, c) else (p.m, p.n)
     out = jax.ShapeDtypeStruct(shape, p.out_dtype)
-    operands = 2 if problem.stored else 3
+    operands = (2 if problem.stored else 3) + problem.normalised
     gradients = [g.reshape(shape) for g in arrays[operands:]]
     two = problem.gradient or problem.stored
     results = engine.kernel(
@@ -212,7 +221,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
             "arrived": plgpu.Barrier(num_arrivals=given, num_barriers=SLOTS * c.compute_warpgroups),
         }
     scratch = {
-        "accumulators": engine.Accumulators((warpgroup_tile(c),) * 2, c.compute_warpgroups),
+        "accumulators": engine.Accumulators((warpgroup_tile(c),) * 2 + ((ROWS, ROWS),) * p.normalised, c.compute_warpgroups),
         "out_smem": staging(buffers(p, c) - gradient_buffers(p, c)),
     }
     if p.gradient:

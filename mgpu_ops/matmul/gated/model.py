@@ -36,6 +36,9 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 
 _NARROWEST = 0.73  # of the rate is left to the narrowest wgmma, as in matmul's model
+# Of few rows, in a step of decoding (results/2026-11-23-h200-llama-decode-sets.jsonl).
+_FEW_ROWS = 1.5e-6  # s more
+_COMBINED = 1e-6  # s of the kernel of XLA that makes the result of gate and up, beside its bytes
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -47,11 +50,15 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     if problem.stored:
         moved = bytes_moved(problem) / gpu.memory_bytes_per_s
         return max(matmul.cost(of_one(problem), as_matmul(config), gpu), 1.01 * moved)
-    one, both = as_matmul(config), dataclasses.replace(of_one(problem), n=2 * problem.n)
+    one = as_matmul(config)
+    both = dataclasses.replace(of_one(problem), n=2 * problem.n, normalised=problem.normalised)
     wide = dataclasses.replace(one, tile_n=2 * config.tile_n)
     narrow = gemm.efficiency(wide, _NARROWEST) / gemm.efficiency(one, _NARROWEST)
+    more = 0.0
+    if problem.m <= gemm.ROWS and not problem.gradient:  # which wait for memory
+        narrow, more = 1.0, _FEW_ROWS
     memory, of_both = (size / gpu.memory_bytes_per_s for size in (bytes_moved(problem), matmul_bytes(both)))
-    return max(narrow * matmul.cost(both, wide, gpu) + (memory - of_both) / 2, 1.01 * memory)
+    return max(more + narrow * matmul.cost(both, wide, gpu) + (memory - of_both) / 2, 1.01 * memory)
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
@@ -59,9 +66,9 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float:
     if problem.stored:  # by two kernels for the gradient
         p = of_one(problem)
         return xla.cost(p, gpu) + (7 if problem.gradient else 3) * p.m * p.n * itemsize_of(p.dtype) / gpu.memory_bytes_per_s
-    both = dataclasses.replace(of_one(problem), n=2 * problem.n)
+    both = dataclasses.replace(of_one(problem), n=2 * problem.n, normalised=problem.normalised)
     combined = (5 if problem.gradient else 3) * problem.m * problem.n * itemsize_of(problem.out_dtype)
-    return xla.cost(both, gpu) + combined / gpu.memory_bytes_per_s
+    return xla.cost(both, gpu) + _COMBINED + combined / gpu.memory_bytes_per_s
 
 
 _IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))  # with a stored gate

@@ -49,14 +49,17 @@ def arrays_of(problem: P) -> list[jax.Array]:
     if problem.stored:
         x, w, *given = inputs(GATED, problem)
         return [x, (w / np.sqrt(problem.k)).astype(w.dtype), *given]
-    x, *weights, g = inputs(GATED, replace(problem, gradient=True))
-    return [x, *((w / np.sqrt(problem.k)).astype(w.dtype) for w in weights), g][: 4 if problem.gradient else 3]
+    x, *weights, last = inputs(GATED, problem if problem.normalised else replace(problem, gradient=True))
+    weights = [(w / np.sqrt(problem.k)).astype(w.dtype) for w in weights]
+    return [x, *weights, last][: 4 if problem.gradient or problem.normalised else 3]
 
 
 def truth(problem: P, *arrays: Any) -> tuple[np.ndarray, ...]:
     """The result, or the gradients of gate and up, in float64; with a stored gate also up."""
     x, *weights = (np.asarray(a).astype(np.float64) for a in arrays)
     weights, rest = (weights[:1], weights[1:]) if problem.stored else (weights[:2], weights[2:])
+    if problem.normalised:
+        x = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + rest[0])
     products = [x @ (w.T if problem.layout == "nt" else w) for w in weights]
     if problem.stored:  # of gate, up and g
         gate, up, g = rest[0], (rest[1] if problem.gradient else products[0]), products
@@ -88,6 +91,11 @@ CASES = {
     "x shared in a cluster, transposed weights": (P(100, 256, 192, layout="nt"), replace(ONE, cluster="n")),
     "float32": (P(200, 136, 136, out_dtype="float32", activation="gelu_erf"), replace(ONE, epilogue_tile_n=32)),
     "float16, three epilogue tiles": (P(72, 192, 136, "float16", "float16"), replace(ONE, tile_n=192)),
+    "normalised rows": (P(37, 136, 72, normalised=True), ONE),
+    "normalised rows, two warpgroups share columns": (
+        P(64, 256, 192, normalised=True),
+        replace(BASE, tile_m=64, tile_n=128, wg_dimension="n"),
+    ),
     "gradient, tails, one warpgroup": (P(200, 136, 72, gradient=True), ONE),
     "gradient, several tiles": (P(450, 320, 192, gradient=True, activation="gelu"), replace(BASE, tile_n=128)),
     "gradient, more epilogue tiles than buffers": (

@@ -25,6 +25,8 @@ F32 = jnp.float32
 def truth(problem: Any, *arrays: jax.Array) -> Any:
     """In float32, of exact products."""
     x, w_gate, w_up, *g = (a.astype(F32) for a in arrays)
+    if problem.normalised:
+        x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + g[0])
     product = functools.partial(jnp.matmul, precision="highest")
     gate, up = (product(x, w.mT if problem.layout == "nt" else w) for w in (w_gate, w_up))
     activated, vjp = jax.vjp(functools.partial(activate, problem.activation), gate)
@@ -53,6 +55,20 @@ def test_any_legal_config_is_right_everywhere(seed, assert_near):
     for out, wanted in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(truth(problem, *arrays)), strict=True):
         assert out.dtype == problem.out_dtype
         assert_near(out, wanted, GATED.tolerance(problem))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_normalised_rows_are_right_everywhere(seed, assert_near):
+    rng, device = random.Random(seed), gpu.current()
+    n, k = 256 * rng.randint(1, 16), 128 * rng.randint(1, 16)
+    problem = P(rng.choice([1, 5, 16, 64, 100]), n, k, layout=rng.choice(["nn", "nt"]), normalised=True)
+    space = GATED.space(problem, device)
+    drawn = (GatedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
+    config = next(c for c in drawn if GATED.check(problem, c, device) is None)
+    arrays = jax.jit(functools.partial(GATED.inputs, problem))(jax.random.key(seed))
+    run = jax.jit(functools.partial(GATED.run, problem, config, device)).lower(*arrays).compile()
+    jnp.full(4 * max(2**20, problem.m * problem.n), jnp.nan, problem.out_dtype).block_until_ready()
+    assert_near(run(*arrays), truth(problem, *arrays), GATED.tolerance(problem))
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-128", "llama3-8b-4096", "gemma2-9b-4096"])

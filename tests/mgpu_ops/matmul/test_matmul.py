@@ -288,6 +288,34 @@ def test_gradients_of_an_epilogue_through_shard_map(assert_near):
         assert_near(x, y, 2e-2)
 
 
+def with_norm(a: jax.Array, b: jax.Array, bias: jax.Array, residual: jax.Array) -> jax.Array:
+    rows = a.astype(F32)
+    rows = rows / jnp.sqrt(jnp.mean(rows * rows, -1, keepdims=True) + 0.25)
+    return jnp.matmul(rows, b.astype(F32), precision="highest") + bias.astype(F32) + residual.astype(F32)
+
+
+def ours_with_norm(*arrays: jax.Array, backend: str = "xla") -> jax.Array:
+    a, b, bias, residual = arrays
+    return matmul(a, b, bias=bias, residual=residual, rms_epsilon=0.25, backend=backend)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+def test_rows_are_divided_by_their_root_mean_square_before_the_product(lead, assert_near):
+    assert_near(ours_with_norm(*layer(*lead)), with_norm(*layer(*lead)), 1.5 * tolerance(BF16))
+
+
+def test_gradients_of_a_product_of_normalised_rows_are_those_in_float32(assert_near):
+    arrays, weights = layer(), normal(4, 72, 136, dtype=F32)
+
+    def gradients(f: Callable[..., jax.Array], *args: jax.Array) -> Any:
+        return jax.jit(jax.grad(lambda *args: (f(*args).astype(F32) * weights).sum(), argnums=(0, 1, 2, 3)))(*args)
+
+    wanted = gradients(with_norm, *(x.astype(F32) for x in arrays))
+    for x, y, argument in zip(gradients(ours_with_norm, *arrays), wanted, arrays):
+        assert x.dtype == argument.dtype
+        assert_near(x, y, 2e-2)
+
+
 @pytest.mark.parametrize("m", [128, 4096])
 def test_what_was_measured_for_a_plain_product_counts_for_it_with_an_epilogue(m):
     """The config, and whether XLA is faster: not what models say of them."""
@@ -791,6 +819,15 @@ X = jax.ShapeDtypeStruct
             {"out_dtype": F32, "preferred_element_type": BF16},
             ValueError,
             "out_dtype=float32 and preferred_element_type=bfloat16 are one argument",
+        ),
+        (X((8, 8), BF16), X((8, 8), BF16), {"rms_epsilon": -1.0}, ValueError, "rms_epsilon=-1.0 must be a finite number of at"),
+        (X((8, 8), BF16), X((8, 8), BF16), {"rms_epsilon": "x"}, TypeError, "rms_epsilon='x' is no Python number"),
+        (
+            X((8, 8), BF16),
+            X((8, 8), BF16),
+            {"rms_epsilon": 1, "transpose_a": True},
+            ValueError,
+            "m, k., without scales",
         ),
         (X((8, 16), BF16), X((24, 8), BF16), {}, ValueError, r"\(8, 16\).*\(24, 8\).*k: 16 != 24"),
         (

@@ -372,3 +372,24 @@ def test_measured_times_are_positive_and_larger_for_more_work():
     small, large = map(measure.median_us, samples)
     assert large > 8 * small  # 64 times the work; the small one does not fill the GPU
     assert large > MATMUL.flops(P(4096, 4096, 4096)) / device.bf16_flops * 1e6
+
+
+def few_rows(seed: int) -> tuple[Any, Any]:
+    """A product of normalised rows, most of them few, with a legal config."""
+    rng = random.Random(seed)
+    m, n, k = rng.choice([1, 2, 7, 16, 33, 64, 100, 300]), 8 * rng.randint(1, 300), 8 * rng.randint(1, 300)
+    if rng.random() < 0.6:
+        n, k = -(-n // 256) * 256, -(-k // 512) * 512
+    dtype = rng.choice(["bfloat16", "float16"])
+    more = {"bias": rng.random() < 0.3, "residual": rng.random() < 0.5, "activation": rng.choice(["none", "gelu"])}
+    problem = P(m, n, k, dtype, dtype, layout=rng.choice(["nn", "nt"]), normalised=True, **more)
+    space = MATMUL.space(problem, gpu.current()) | {"schedule": ("cooperative",), "epilogue_tile_n": (32, 64, 64)}
+    drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
+    return problem, next(c for c in drawn if MATMUL.check(problem, c, gpu.current()) is None)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_normalised_rows_are_right_everywhere(seed, assert_matmul):
+    problem, config = few_rows(seed)
+    arrays = jax.jit(functools.partial(MATMUL.inputs, problem))(jax.random.key(seed))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)

@@ -61,6 +61,17 @@ CASES = {
     "33 rows": (P(33, 136, 200), ONE),
     "201 rows, wide tiles": (P(201, 320, 64), BASE),
     "one short step of k": (P(72, 72, 8), ONE),
+    # normalised rows
+    "normalised rows, tails": (P(37, 136, 200, normalised=True), ONE),
+    "normalised rows, two warpgroups share columns": (
+        P(64, 256, 192, normalised=True, **ALL),
+        replace(BASE, tile_m=64, wg_dimension="n"),
+    ),
+    "normalised rows, parts of k, several tiles": (
+        P(64, 256, 192, normalised=True, residual=True),
+        replace(BASE, tile_m=64, tile_n=128, wg_dimension="n", cluster="k", split_k=2, epilogue_tile_n=64),
+    ),
+    "normalised rows, two warpgroups share rows, several tiles": (P(300, 320, 136, normalised=True), BASE),
     # several tiles a block
     "pipeline wraps over many tiles": (P(450, 136, 136), replace(ONE, max_concurrent_steps=2)),
     "pipeline longer than all steps": (P(200, 136, 72), replace(ONE, max_concurrent_steps=12)),
