@@ -34,7 +34,8 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
     "float32": 0.054,
 }
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
-_MEMORY = 0.94  # of HBM's rate
+_MEMORY = 0.94  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
+_MEMORY_64 = 0.88
 _STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128
 _NORM = 3.8  # arithmetic and HBM overlap (`gemm.together`)
 _TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.49))  # rows, columns, and what is left of the rate
@@ -70,7 +71,9 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in tiles)
     arithmetic = slowdown(arithmetic)
-    seconds = gemm.together(_NORM, arithmetic + summed, memory / _MEMORY) + _widening(p, gpu)
+    seconds = gemm.together(_NORM, arithmetic + summed, memory / (_MEMORY_64 if 32 < p.m <= 64 else _MEMORY)) + _widening(
+        p, gpu
+    )
     aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
     if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
         seconds = max(seconds, _PADDED * memory)
