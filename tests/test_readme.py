@@ -319,3 +319,21 @@ def test_the_readme_reads_in_two_minutes() -> None:
 def test_every_file_of_core_is_described() -> None:
     described = re.findall(r"^\| `(core/\w+\.py)` \|", TEXTS["docs/architecture.md"], re.MULTILINE)
     assert sorted(described) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("[!_]*.py"))
+
+
+def test_compile_times_are_told_by_stage_before_and_now(tmp_path: Path) -> None:
+    def measured(name: str, *rows: tuple[str, str, float]) -> None:
+        with (tmp_path / f"2025-01-02-h200-{name}.csv").open("w", newline="") as stream:
+            stages = [
+                (*row[:2], stage, row[2] * n) for row in rows for n, stage in enumerate(("trace", "lower", "compile", "all"))
+            ]
+            csv.writer(stream).writerows([("case", "implementation", "stage", "seconds"), *stages])
+
+    measured("compile-times-before", ("llama", "mgpu_ops", 2.0))
+    with pytest.raises(LookupError, match="compile-times"):
+        list(figures.compile_times(tmp_path))
+    measured("compile-times", ("llama", "mgpu_ops", 1.0), ("llama", "xla", 3.0))
+    assert list(figures.compile_times(tmp_path))[2:-1] == [
+        "| a training step of 4 layers | ours | 0.00 -> 0.00 | 2.00 -> 1.00 | 4.00 -> 2.00 | 6.00 -> 3.00 |",
+        "| a training step of 4 layers | XLA and cuDNN | 0.00 | 3.00 | 6.00 | 9.00 |",
+    ]

@@ -172,3 +172,14 @@ def test_the_tuner_may_choose_every_candidate_for_few_rows(sizes):
     space = SPEC.space(p, H200)
     for config in SPEC.candidates(p, H200):
         assert {field: value for field, value in vars(config).items() if value not in space[field]} == {}
+
+
+@pytest.mark.parametrize(
+    "p", [Problem(4096, 4096, 4096), Problem(16, 4096, 4096), replace(F8, m=4096), replace(P, residual=True)]
+)
+def test_no_candidate_has_room_for_more_steps(p):
+    steps = SPEC.space(p, H200)["max_concurrent_steps"]
+    for config in SPEC.candidates(p, H200):
+        assert problem.smem_bytes(p, config) <= H200.smem_per_block
+        for more in (n for n in steps if n > config.max_concurrent_steps):
+            assert problem.smem_bytes(p, replace(config, max_concurrent_steps=more)) > H200.smem_per_block, config
