@@ -16,7 +16,6 @@ from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
 from mgpu_ops.grouped.config import (
-    PANEL,
     Config,
     check_gathered,
     check_tiles,
@@ -113,18 +112,10 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or grouped.check_windows(of_one(p), c)
         or (check_gathered(c) if p.lhs_rows else None)
-        or _check_last_tile(p, c)
         or _check_scales(p, c)
         or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators_in_all(p, c))
         or limits.check_smem(smem_bytes(p, c), gpu)
     )
-
-
-def _check_last_tile(p: Problem, c: Config) -> str | None:
-    """Why the last tile of a row cannot end with it, which was not measured on a GPU, or None."""
-    if p.layout == "nn" and p.n % PANEL and c.tile_n != PANEL:
-        return f"tile_n={c.tile_n} must be {PANEL} because n={p.n} is no multiple of {PANEL}: wider tiles were not measured"
-    return None
 
 
 _MOST_REGISTERS = 128  # of a thread for sums and products with scales of blocks: with 192, all that were compiled spilled

@@ -53,8 +53,21 @@ def draw(seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_legal_config_is_right(seed, assert_near):
-    problem, config = draw(seed)
-    p = problem
+    assert_right(*draw(seed), seed, assert_near)
+
+
+@pytest.mark.parametrize("kind", [{}, {"keep": True}, {"gradient": True}, {"gradient": True, "group_offset": True}], ids=str)
+@pytest.mark.parametrize("n", [136, 712])
+def test_wide_tiles_of_rows_that_swizzle_tiles_do_not_divide_are_right(n, kind, assert_near):
+    """The last tile ends with the row and overlaps the one before."""
+    problem = P(900, n, 200, 7, **kind)
+    wide = replace(ragged.BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
+    assert SPEC.check(problem, wide, gpu.current()) is None
+    assert_right(problem, wide, n, assert_near)
+
+
+def assert_right(p: Any, config: Any, seed: int, assert_near: Any) -> None:
+    """For three draws of sizes; rows of no group, which are NaN, are not read and their results are zero."""
     rng = np.random.default_rng(seed)
     clean, gate, up, _, *further = (np.asarray(x) for x in SPEC.inputs(p, jax.random.key(seed)))
     run = jax.jit(functools.partial(SPEC.run, p, config, gpu.current()))
