@@ -229,22 +229,29 @@ def _baselines(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
     return Modelled(f"{op}'s baseline", source, theirs, ours, len(pairs))
 
 
-def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
-    """What a call without an entry gains: with the config that the model chooses, or the baseline, as `winner` has it."""
-    gains, kernels = [], 0
+def gains(of_set: Sequence[Measured]) -> list[tuple[bool, float]]:
+    """Of each call without an entry: whether it runs the kernel, as `winner` has it, and the baseline's time over its own."""
+    found = []
     for one in of_set:
         config, us = min(one.times, key=lambda pair: one.spec.cost(one.problem, pair[0], H200))
         baseline = baseline_of(one.spec, one.problem)
         times = winner.expected(one.spec, one.problem, config, H200, baseline)
         if times is None or one.baseline_us is None:
             continue
-        runs_kernel = times.winner == "kernel" or baseline.differs is not None
-        kernels += runs_kernel
-        gains.append(one.baseline_us / us if runs_kernel else 1.0)
-    mean = np.exp(np.mean(np.log(gains)))
+        kernel = times.winner == "kernel" or baseline.differs is not None
+        found.append((kernel, one.baseline_us / us if kernel else 1.0))
+    return found
+
+
+def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
+    """What a call without an entry gains: with the config that the model chooses, or the baseline."""
+    found = gains(of_set)
+    ratios = [ratio for _, ratio in found]
+    mean = np.exp(np.mean(np.log(ratios)))
     return (
-        f"{op}, {source}: a call without an entry runs the kernel in {kernels} of {len(gains)} problems; the baseline's time "
-        f"over its own: mean {mean:.3f}, worst {min(gains):.3f}, below 0.97 in {sum(x < 0.97 for x in gains)}"
+        f"{op}, {source}: a call without an entry runs the kernel in {sum(kernel for kernel, _ in found)} of {len(found)} "
+        f"problems; the baseline's time over its own: mean {mean:.3f}, worst {min(ratios):.3f}, "
+        f"below 0.97 in {sum(ratio < 0.97 for ratio in ratios)}"
     )
 
 

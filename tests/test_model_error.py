@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from mgpu_ops import SPECS, MatmulProblem
 from scripts import model_error
 from scripts.model_error import H200, Measured
@@ -67,6 +69,24 @@ def test_a_call_without_an_entry_gains_what_the_kernel_gains_where_it_is_expecte
     found.append(Measured("matmul", "made up", plain, [(spec.default(plain, H200), 200.0)], 100.0))
     assert "runs the kernel in 1 of 2 problems" in (told := model_error.calls("matmul", "made up", found))
     assert told.endswith("mean 2.000, worst 1.000, below 0.97 in 0")
+
+
+@pytest.mark.parametrize(
+    ("op", "source", "least", "mean"),
+    [
+        ("matmul", "drawn again, cold", 0.97, 1.09),
+        ("matmul", "deferred, cold", 0.97, 1.00),
+        ("flash_attention", "drawn", 0.92, 1.3),
+        ("flash_attention_backward", "drawn", 0.99, 1.17),
+        ("flash_attention_backward", "head dim 128", 1.07, 1.11),
+        ("flash_attention_backward", "long", 0.99, 1.10),
+        ("flash_attention_backward", "suite anywhere", 0.98, 1.13),  # none of these is fitted to
+    ],
+)
+def test_a_call_without_an_entry_does_not_lose_to_the_baseline(op: str, source: str, least: float, mean: float) -> None:
+    ratios = [ratio for _, ratio in model_error.gains(model_error.by_source(model_error.measured())[op, source])]
+    assert min(ratios) >= least
+    assert math.prod(ratios) ** (1 / len(ratios)) >= mean
 
 
 def _any(op: str) -> object:

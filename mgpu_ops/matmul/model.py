@@ -73,6 +73,7 @@ _LEAST = 0.70  # of the rate is left with the narrowest tiles
 _ONE_WARPGROUP = 0.68  # of the rate is left with one consumer: nothing multiplies while it stores or waits
 _OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
 _AHEAD = 1.01  # times the rate, where the next step's wgmma is in flight
+_NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its tile longer all the same: products of short k
 _SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
 _STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
@@ -156,12 +157,12 @@ def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float) ->
     """Seconds that a block takes for its tiles, of so many steps each.
 
     Where warpgroups take turns, a store runs beside the other's steps, but for the last. Where it is deferred, beside the next
-    tile's.
+    tile's. Not all of it is hidden then.
     """
     if c.schedule == "deferred":
-        return waves * max(steps * step, store) + store
+        return waves * (max(steps * step, store) + _NOT_HIDDEN[c.schedule] * store) + store
     if c.takes_turns:
-        return waves * max(steps * step, (steps * step + store) / 2) + store
+        return waves * (max(steps * step, (steps * step + store) / 2) + _NOT_HIDDEN[c.schedule] * store) + store
     return waves * (steps * step + store)
 
 
