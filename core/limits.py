@@ -123,9 +123,14 @@ def consumer_registers(consumers: int, producer_registers: int, gpu: Gpu, helper
     The `consumers` warpgroups share what the one producer warpgroup leaves, and a helper if there is one. At the launch, all
     warpgroups get equally many registers, a multiple of 8 a thread; setmaxnreg then moves them to consumers.
     """
-    warpgroups = consumers + 1 + (helper_registers > 0)
-    launched = gpu.registers_per_sm // WARPGROUP // warpgroups // 8 * 8 * warpgroups
+    launched = launched_registers(consumers, gpu, helper_registers) * (consumers + 1 + (helper_registers > 0))
     return min(240, (launched - producer_registers - helper_registers) // consumers // 8 * 8)
+
+
+def launched_registers(consumers: int, gpu: Gpu, helper_registers: int = 0) -> int:
+    """Registers of each thread at the launch, as in `consumer_registers`: what ptxas compiles the kernel for."""
+    warpgroups = consumers + 1 + (helper_registers > 0)
+    return gpu.registers_per_sm // WARPGROUP // warpgroups // 8 * 8
 
 
 # --- Shared memory

@@ -49,20 +49,21 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
-# Instructions of the compiled main loop (docs/kernels/quantized_matmul.md), and rates that fit what was measured.
+# Fitted to an H200 (results/2026-11-22-h200-quantized_matmul-w8.csv, -w4.csv and -rows.jsonl), from the instructions of the compiled
+# main loop (docs/kernels/quantized_matmul.md).
 _UPCAST = {
-    "weights": {"int8": 2.7, "int4": 2.4},
-    "x": {"int8": 1.4, "int4": 1.35},
-}  # for each of a thread's weights, with wgmma
-_UNIT, _STEP = 20.0, 40.0  # beside for each 64 x 128 weights, and for each step
-_SCALED = 0.5  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
-_ISSUED = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.6}  # instructions a clock that so many warpgroups issue
-_SMEM = 100.0  # bytes a clock that an SM's shared memory reads or writes
-_RATE = 0.7  # of the tensor cores' rate, whose left operand comes from registers
-_SUM = 0.6e-6  # s that adding up the sums of warpgroups, or of two blocks, takes a tile
-_STORE = 0.6e-6  # s that storing a tile takes
+    "weights": {"int8": 3.1, "int4": 2.2},
+    "x": {"int8": 2.0, "int4": 1.1},
+}  # instructions for each of a thread's weights, with wgmma
+_UNIT, _STEP = 20.0, 30.0  # beside for each 64 x 128 weights, and for each step
+_SCALED = 0.88  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
+_ISSUED = {1: 1.2, 2: 1.6, 3: 1.74, 4: 1.9}  # instructions a clock that so many warpgroups issue
+_SMEM = 109.0  # bytes a clock that an SM's shared memory reads or writes
+_RATE = 0.84  # of the tensor cores' rate, whose left operand comes from registers
+_SUM = 0.64e-6  # s that adding up the sums of warpgroups, or of two blocks, takes a tile
+_STORE = 0.47e-6  # s that storing a tile takes
 _WIDENING = 2.0  # times the time of HBM take XLA's kernels that write the weights in 16 bits
-_NORM = 3.0  # arithmetic, loads and HBM overlap (`gemm.together`)
+_NORM = 11.0  # arithmetic, loads and HBM overlap (`gemm.together`)
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -117,8 +118,17 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of quantized_matmul fits {problem} on {gpu.name}: {reason}")
-    found = (deepest(problem, config, gpu) for config in _shapes(problem))
+    found = (deepest(problem, config, gpu) for config in _shapes(problem) if not _is_short_of_registers(problem, config))
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
+
+
+def _is_short_of_registers(p: Problem, c: Config) -> bool:
+    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps of many rows."""
+    if c.exchange != "x" or c.tile_m < 48:
+        return False
+    if c.compute_warpgroups > 2:
+        return c.tile_k > 128
+    return p.group_size > 0 and (c.tile_k > 256 or c.tile_n * c.tile_k > 128 * 256)
 
 
 DIVISIONS = ((2, "n"), (3, "n"), (4, "n"), (2, "k"), (4, "k"))  # consumer warpgroups, and what they share

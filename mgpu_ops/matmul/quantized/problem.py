@@ -110,6 +110,7 @@ W_DTYPES = ("int8", "int4")
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 _TILE_K = (128, 256, 512)
 _WARPGROUPS = (1, 2, 3, 4)
+_OF_WGMMA = 30  # registers beside its sum, as ptxas says
 _ADDRESSES = {"weights": 48, "x": 32}  # registers of a consumer thread for addresses, weights as loaded, and scales, about
 
 
@@ -153,15 +154,13 @@ def supports_operands(p: Problem, gpu: Gpu, transpose: str = "transpose_w") -> s
     return supports_rows(rows)
 
 
-_MEASURED_ROWS = 200
+_MEASURED_ROWS = 2048
 
 
 def unmeasured(problem: Problem) -> str | None:
     """Why XLA runs a problem that the kernel could, until it was measured; or None."""
     if problem.m > _MEASURED_ROWS:
         return f"the kernel was measured with up to {_MEASURED_ROWS} rows, not with m={problem.m}: backend='mosaic' runs it"
-    if problem.w_dtype == "int4" and problem.k % 256:
-        return f"int4 was compared on a GPU with k in multiples of 256, not with k={problem.k}: backend='mosaic' runs it"
     return None
 
 
@@ -256,6 +255,12 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
         return (
             f"{count} sums take {count * accumulator} registers a thread, and weights and addresses about {others} more, but "
             f"{registers} are left: use smaller tiles or fewer consumer warpgroups"
+        )
+    launched = limits.launched_registers(c.compute_warpgroups, gpu, helper_registers(c))
+    if accumulator + _OF_WGMMA > launched:
+        return (
+            f"a wgmma of tile_m={c.tile_m} takes {accumulator + _OF_WGMMA} registers a thread, which ptxas must have for all warps, "
+            f"but {launched} are left: use a smaller tile_m, fewer consumer warpgroups or exchange='weights'"
         )
     return None
 

@@ -297,12 +297,25 @@ def test_what_the_kernel_cannot_run_is_told(problem, text):
 
 
 def test_a_call_for_few_rows_runs_the_kernel_and_one_for_many_xla():
-    few = mgpu_ops.explain("quantized_matmul", {"m": 16, "n": 4096, "k": 14336}, gpu="h200")
-    many = mgpu_ops.explain("quantized_matmul", {"m": 8192, "n": 4096, "k": 14336}, gpu="h200")
+    few, some, many, most = (
+        mgpu_ops.explain("quantized_matmul", {"m": m, "n": 4096, "k": 14336, "w_dtype": "int4"}, gpu="h200")
+        for m in (16, 512, 2048, 8192)
+    )
     assert "runs      the kernel" in few
-    assert "was measured with up to 200 rows, not with m=8192" in many
+    assert "runs      the kernel" in some
+    assert "runs      XLA: kernel " in many  # by the models
+    assert "was measured with up to 2048 rows, not with m=8192" in most
 
 
-def test_a_call_of_int4_whose_last_row_of_256_is_half_runs_xla():
+def test_a_call_of_int4_whose_last_row_of_256_is_half_runs_the_kernel():
     told = mgpu_ops.explain("quantized_matmul", {"m": 16, "n": 4096, "k": 14336 + 128, "w_dtype": "int4"}, gpu="h200")
-    assert "multiples of 256, not with k=14464" in told
+    assert "runs      the kernel" in told
+
+
+def test_a_wgmma_that_needs_more_registers_than_all_warps_are_launched_with_is_refused():
+    config = QuantizedMatmulConfig(256, 128, 128, 2, 2, "n", "none", 1, 40, "x")
+    reason = OP.check(P(1024, 4096, 4096), config, H200)
+    assert reason is not None
+    assert "a wgmma of tile_m=256 takes 158 registers a thread" in reason
+    assert "but 128 are left" in reason
+    assert OP.check(P(1024, 4096, 4096), replace(config, exchange="weights"), H200) is None
