@@ -49,8 +49,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
-# Fitted to an H200 (results/2026-11-22-h200-quantized_matmul-w8.csv, -w4.csv and -rows.jsonl), from the instructions of the compiled
-# main loop (docs/kernels/quantized_matmul.md).
+# Fitted to an H200 (results/2026-11-22-h200-quantized_matmul-w8.csv, -w4.csv and -rows.jsonl), from the instructions of the
+# compiled main loop (docs/kernels/quantized_matmul.md).
 _UPCAST = {
     "weights": {"int8": 3.1, "int4": 2.2},
     "x": {"int8": 2.0, "int4": 1.1},

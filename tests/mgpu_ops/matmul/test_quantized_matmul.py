@@ -317,5 +317,5 @@ def test_a_wgmma_that_needs_more_registers_than_all_warps_are_launched_with_is_r
     reason = OP.check(P(1024, 4096, 4096), config, H200)
     assert reason is not None
     assert "a wgmma of tile_m=256 takes 158 registers a thread" in reason
-    assert "but 128 are left" in reason
+    assert "launched with, but 128 are left" in reason
     assert OP.check(P(1024, 4096, 4096), replace(config, exchange="weights"), H200) is None
