@@ -259,7 +259,7 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
     launched = limits.launched_registers(c.compute_warpgroups, gpu, helper_registers(c))
     if accumulator + _OF_WGMMA > launched:
         return (
-            f"a wgmma of tile_m={c.tile_m} takes {accumulator + _OF_WGMMA} registers a thread, which all warps must be launched "
+            f"a wgmma of tile_m={c.tile_m} takes {accumulator + _OF_WGMMA} registers a thread, which all warps are launched "
             f"with, but {launched} are left: use a smaller tile_m, fewer consumer warpgroups or exchange='weights'"
         )
     return None
