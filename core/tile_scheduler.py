@@ -65,10 +65,10 @@ def assign_tiles(costs: Sequence[float], blocks: int) -> np.ndarray:
         until, block = busy[0]
         assigned[block].append(number)
         heapq.heapreplace(busy, (until + cost, block))
-    return table(assigned)
+    return table_of(assigned)
 
 
-def table(assigned: Sequence[Any]) -> np.ndarray:
+def table_of(assigned: Sequence[Any]) -> np.ndarray:
     """int32 [blocks, 1 + most tiles of a block], as `AssignedTiles` reads it, from the numbers of each block's tiles."""
     table = np.zeros((len(assigned), 1 + max(map(len, assigned))), np.int32)
     for block, numbers in enumerate(assigned):
@@ -102,7 +102,7 @@ def assign_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.n
         for block, share in zip(np.argsort(loads, kind="stable"), np.argsort(-work, kind="stable"), strict=True):
             assigned[block].append(first * tiles + shares[share])
             loads[block] += work[share]
-    return table([np.concatenate(numbers) for numbers in assigned])
+    return table_of([np.concatenate(numbers) for numbers in assigned])
 
 
 def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> np.ndarray:

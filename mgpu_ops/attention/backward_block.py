@@ -68,7 +68,7 @@ def _in_circles(tiles: int, heads: int, blocks: int) -> np.ndarray:
     """A table as of `tile_scheduler.assign_heads`, where the kv blocks of a head take turns in a circle and begin together."""
     together = blocks // tiles * tiles
     assigned = [range(block, heads * tiles, together) for block in range(together)]
-    return tile_scheduler.table(assigned + [()] * (blocks - together))
+    return tile_scheduler.table_of(assigned + [()] * (blocks - together))
 
 
 def apart(p: BackwardProblem, c: BackwardConfig) -> int:

@@ -43,7 +43,12 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),
     "forward": ("flash_attention", "mistral-7b-16384-window", {}),
     "decoding": ("flash_attention", "llama3-8b-decode-16x8192", {}),
-    "backward, fused": ("flash_attention_backward", "mha64-4096", {"mode": "fused"}),
+    "backward, fused": (
+        "flash_attention_backward",
+        "mha64-4096",
+        {"mode": "fused", "dq_step": "same", "q_order": "together"},
+    ),
+    "backward, dq in the next step, halves of rows": ("flash_attention_backward", "mha64-4096", {"dq_step": "next"}),
     "backward, dq in the next step": ("flash_attention_backward", "mha128-4096", {"mode": "fused", "dq_step": "next"}),
     "backward, dk from registers": (
         "flash_attention_backward",
@@ -55,7 +60,11 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
         "mha64-4096-causal",
         {"mode": "fused", "tile_q": 128, "max_concurrent_steps": 3, "dq_step": "next", "q_order": "apart"},
     ),
-    "backward, split": ("flash_attention_backward", "mha64-4096", {"mode": "split"}),
+    "backward, split": (
+        "flash_attention_backward",
+        "mha64-4096",
+        {"mode": "split", "dq_step": "same", "q_order": "together"},
+    ),
     "backward, narrow": ("flash_attention_backward", "phi3-mini-4096-causal", {}),
     "backward, narrow, split": ("flash_attention_backward", "phi3-mini-4096-causal", {"mode": "split"}),
     "backward, wide": ("flash_attention_backward", "gemma2-9b-8192-causal", {}),
