@@ -39,21 +39,27 @@ def compile_at_once() -> None:
     compile_program = compiler.backend_compile_and_load
 
     @functools.wraps(compile_program)
-    def compile_with_kernels(backend: Any, module: Any, devices: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_with_kernels(backend: Any, module: Any, executable_devices: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(compile_program, backend)
         kernels = alone(module) if _lowered and not any(name.startswith(_DUMPS) for name in os.environ) else []
-        with _compiling(functools.partial(compile_program, backend), kernels, devices):
-            return compile_program(backend, module, devices, options, *args, **kwargs)
+        with _compiling(run, kernels, _of_process(backend, executable_devices)) if kernels else contextlib.nullcontext():
+            return run(module, executable_devices, *args, **kwargs)
 
     compiler.backend_compile_and_load = compile_with_kernels
 
 
+def _of_process(backend: Any, devices: Any) -> list[Any]:
+    """Those of `devices` that this process of a job has."""
+    return [device for device in devices if device.process_index == backend.process_index()]
+
+
 @contextlib.contextmanager
-def _compiling(compile_program: Any, kernels: list[bytes], devices: Any) -> Iterator[None]:
+def _compiling(compile_program: Any, kernels: list[bytes], devices: list[Any]) -> Iterator[None]:
     """Compiles each of `kernels` meanwhile, for the first of `devices`. XLA raises what fails, when it comes to it."""
-    if not kernels:
+    if not devices:
         yield
         return
-    device = next(iter(devices))
+    device = devices[0]
     options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[[device.id]])
     own = xla_client.DeviceList((device,))
 
