@@ -39,6 +39,7 @@ ATTENTION = {
     "long": "2026-11-22-h200-flash_attention-backward-long.jsonl",
 }
 GROUPED = "2026-11-22-h200-grouped_matmul-anywhere.jsonl"
+QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
 QUANTIZED = ("2026-11-22-h200-quantized_matmul-w4.csv", "2026-11-22-h200-quantized_matmul-w8.csv")
 H200 = gpu.find("h200")
 
@@ -69,6 +70,7 @@ def measured() -> list[Measured]:
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
         *_grouped(),
+        *_quantized(),
         *_benched("quantized_matmul", "layers of Llama 3", *QUANTIZED),
     ]
 
@@ -146,6 +148,17 @@ def _grouped() -> Iterator[Measured]:
         spec = SPECS[entry["op"]]
         pairs = [(spec.Config(**config), entry["us"][key]) for key, config in entry["configs"].items()]
         yield Measured(entry["op"], "suite anywhere", spec.Problem(**entry["problem"]), pairs, entry["us"].get("xla"))
+
+
+def _quantized() -> Iterator[Measured]:
+    """Weights of 8 and 4 bits, and from 16 to 1024 rows, with a cold L2, beside XLA; without what is refused now."""
+    spec = SPECS["quantized_matmul"]
+    for line in (RESULTS / QUANTIZED_ROWS).read_text().splitlines():
+        entry = json.loads(line)
+        problem = spec.Problem(**entry["problem"])
+        pairs = [(spec.Config(**config), entry["us"][key]) for key, config in entry["configs"].items()]
+        pairs = [(c, us) for c, us in pairs if spec.check(problem, c, H200) is None]
+        yield Measured("quantized_matmul", "many rows", problem, pairs, entry["us"]["xla"])
 
 
 def _benched(op: str, source: str, *names: str) -> Iterator[Measured]:
