@@ -270,8 +270,8 @@ def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
 
 # --- The picture
 
-_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030")
-_MARKERS = "os^Dv"
+_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030", "#555555")
+_MARKERS = "os^Dv<"
 _ACROSS = 3
 
 
@@ -305,7 +305,7 @@ def _draw(ax: Any, op: str, of_op: Sequence[Modelled]) -> None:
     ends = np.array([every.min() / 1.2, every.max() * 1.2])
     for factor in (0.8, 1.0, 1.25):
         ax.plot(ends, factor * ends, color="#444444", lw=1.0, ls="-" if factor == 1.0 else ":", zorder=1)
-    for one, colour, marker in zip(of_op, _COLOURS, _MARKERS):
+    for one, colour, marker in zip(of_op, _COLOURS[: len(of_op)], _MARKERS[: len(of_op)], strict=True):
         look = {"color": colour, "marker": marker, "ms": 3, "mew": 0, "alpha": 0.45, "ls": "", "rasterized": True}
         ax.plot(one.measured, one.modelled, label=f"{one.source} ({len(one.measured)})", **look)
     ax.set_xscale("log")
