@@ -150,8 +150,8 @@ def store(
       the first block of a cluster along k keeps the rows' factors.
     """
     p, c, place = work.problem, work.config, Place.of(work, t)
-
-    norms, factors = int(rows_squared is not None), None
+    factors: Any = None
+    norms = int(rows_squared is not None)
     if rows_squared is not None and cluster_sum is None:
         factors = row_factors(rows_squared[...], p.k, refs.epsilon)
     elif rows_squared is not None:

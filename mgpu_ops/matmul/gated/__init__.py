@@ -140,8 +140,8 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     x, w_gate, w_up, *epsilon = saved
     if epsilon:  # through x's rows as XLA normalises them
         rows, back = jax.vjp(normalised, x, *epsilon)
-        drows, *dw = _backward(dataclasses.replace(call, normalised=False), (rows, w_gate, w_up), g)
-        return *back(drows)[:1], *dw, jnp.zeros_like(*epsilon)
+        drows, *of_weights = _backward(dataclasses.replace(call, normalised=False), (rows, w_gate, w_up), g)
+        return *back(drows)[:1], *of_weights, jnp.zeros_like(*epsilon)
     again = dataclasses.replace(call, out_dtype=x.dtype.name, config=None, gradient=True)
     dgate, dup = batchable(again)(x, w_gate, w_up, g.astype(x.dtype))
     t = call.transpose_w
