@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import launch_context, utils
@@ -328,6 +329,10 @@ def _tile_by_tile(smem: ir.Value, lead: Sequence[Any], row: ir.Value, column: ir
         scf.YieldOp([])
 
 
+@overload
+def block_start(index: jax.Array, width: int, length: int, dtype: DTypeLike, swizzle: int) -> jax.Array: ...
+@overload
+def block_start(index: Int, width: int, length: int, dtype: DTypeLike, swizzle: int) -> Int: ...
 def block_start(index: Int, width: int, length: int, dtype: DTypeLike, swizzle: int) -> Int:
     """The first element of block `index` when `copy_gmem_to_smem` copies a row of `length` in blocks of `width`.
 

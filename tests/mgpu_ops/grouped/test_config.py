@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mgpu_ops import spec_of
+from mgpu_ops import GroupedMatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import gemm, gpu
 from mgpu_ops.grouped.config import check_tiles, consumer_registers
-from tests.mgpu_ops.grouped.ragged import BASE
+from tests.mgpu_ops.grouped.ragged import BASE, assert_compiles, needs_compiler
 
 H200 = gpu.find("h200")
 
@@ -78,3 +78,31 @@ def test_a_config_for_twice_as_many_rows_columns_or_groups_is_farther(op, field)
     spec = spec_of(op)
     problem = spec.Problem(4096, 2048, 1024, 8)
     assert spec.distance(problem, replace(problem, **{field: 2 * getattr(problem, field)})) == 1
+
+
+# --- rows that swizzle tiles do not divide
+
+RAGGED = {
+    "grouped_matmul": GroupedMatmulProblem(15580, 7880, 2472, 16),
+    "ragged_contraction": RaggedContractionProblem(2584, 2960, 2360, 6),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("op", RAGGED)
+def test_the_default_has_wide_tiles_where_rows_are_no_multiples_of_64_and_compiles_without_spills(op):
+    spec, problem = spec_of(op), RAGGED[op]
+    config = spec.default(problem, H200)
+    assert gemm.warpgroup_tile(config)[1] > 64
+    assert_compiles(spec, problem, config)
+
+
+def test_a_contraction_whose_rows_begin_within_sectors_has_the_widest_tiles():
+    """Stores of 14 groups of 12256 x 7992 took 3064, 1939 and 1531 us with tiles of 64, 128 and 256 columns."""
+    spec, problem = spec_of("ragged_contraction"), RaggedContractionProblem(44, 7992, 12256, 14, spread="even")
+    assert spec.default(problem, H200).tile_n == 256
+    times = [
+        spec.cost(problem, replace(BASE, tile_m=128, tile_n=n, compute_warpgroups=2, max_concurrent_steps=4), H200)
+        for n in (64, 128, 256)
+    ]
+    assert times == sorted(times, reverse=True)
