@@ -348,8 +348,8 @@ def add_fragments(values: jax.Array, ref: Any, first: jax.Array | None = None) -
                     add = f"red.relaxed.gpu.global.add.v4.f32 [$0+{2048 * eight}], {{$1, $2, $3, $4}};"
                     mosaic.inline_ptx(add, start, *words, has_side_effects=True)
                 return
-            words = ("{" + ", ".join(f"${4 * eight + i}" for i in range(1, 5)) + "}" for eight in range(len(fours)))
-            places = [f"[$0+{2048 * eight}], {four};" for eight, four in enumerate(words)]
+            names = ("{" + ", ".join(f"${4 * eight + i}" for i in range(1, 5)) + "}" for eight in range(len(fours)))
+            places = [f"[$0+{2048 * eight}], {four};" for eight, four in enumerate(names)]
             adds = " ".join(f"red.relaxed.gpu.global.add.v4.f32 {place}" for place in places)
             stores = " ".join(f"st.global.v4.f32 {place}" for place in places)
             flag = f"${1 + 4 * len(fours)}"
@@ -422,7 +422,7 @@ def seen_count(ref: Any) -> jax.Array:
     return found
 
 
-def await_count(ref: Any, seen: jax.Array, count: jax.Array) -> None:
+def await_count(ref: Any, seen: jax.Array, count: Any) -> None:
     """Waits until the count in `ref` is `count`: what another block has added to global memory before is then there.
 
     seen: of `seen_count`. The interpreter, which runs a block after the other, does not wait.
@@ -450,7 +450,7 @@ def await_count(ref: Any, seen: jax.Array, count: jax.Array) -> None:
     wait(ref, laid_out(seen, scalar), laid_out(count, scalar))
 
 
-def set_count(ref: Any, count: jax.Array) -> None:
+def set_count(ref: Any, count: Any) -> None:
     """ref[0] = count, once all that the warpgroup has added to global memory before its last barrier is there."""
     if interpreting():
         return

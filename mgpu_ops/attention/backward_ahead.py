@@ -32,7 +32,7 @@ from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, Thread
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
-from mgpu_ops.attention.mask import TurnOrder
+from mgpu_ops.attention.mask import BlockOrder, TurnOrder
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import engine
 from mgpu_ops.core.tile_scheduler import Int
@@ -139,6 +139,7 @@ class _Consumer:
     def _loop(self, kv: KvBlock, masked: bool, first: int, last: _Last) -> _Last:
         """The q blocks with a mask of all heads of the group but for the `first` of the first head; or those without."""
         order, members = kv.q_blocks, self.block.group
+        assert isinstance(order, BlockOrder)
         count, number = (order.masked, order.masked_block) if first else (order.unmasked, order.unmasked_block)
 
         def head(member: Int, last: _Last) -> _Last:
@@ -153,8 +154,11 @@ class _Consumer:
     def _visits(self, kv: KvBlock, masked: bool, start: Int, end: Int, last: _Last) -> _Last:
         """The visits [start, end) of a `TurnOrder`."""
 
+        order = kv.q_blocks
+        assert isinstance(order, TurnOrder)
+
         def visit(i: jax.Array, last: _Last) -> _Last:
-            member, q_block = kv.q_blocks.visit(i, self.block.group)
+            member, q_block = order.visit(i, self.block.group)
             return self._step(kv, masked, member, lambda _: q_block, i, last)
 
         found: _Last = lax.fori_loop(start, end, visit, last)
@@ -264,8 +268,8 @@ class _Consumer:
         """Starts dq = dS^T k, of which each warpgroup computes 64 columns or, where these are all, 64 rows; and dk += dS q."""
         smem = self.block.smem
         self.dq_acc[...] = jnp.zeros(SQUARE, jnp.float32)
-        half, panel = (opaque_zero(), self.wg) if len(self.halves) == 1 else (self.wg, 0)
-        engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[half]), smem["k"].at[panel])
+        rows, panel = (opaque_zero(), self.wg) if len(self.halves) == 1 else (self.wg, 0)
+        engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[rows]), smem["k"].at[panel])
         for half in self.halves:
             engine.wgmma(self.dk_acc, self._own_ds(half) if last.ds is None else last.ds, self._rows("q", last.stage, half))
 
@@ -302,10 +306,11 @@ class _Consumer:
         tile = opaque(self._tile(kv, last))
         return self.block.refs.turns.at[pl.ds(2 * tile + self.wg if len(self.halves) == 1 else tile, 1)]
 
-    def _tile(self, kv: KvBlock, last: _Last) -> Int:
+    def _tile(self, kv: KvBlock, last: _Last) -> jax.Array:
         """Which tile of 64 rows of a head this warpgroup's part of dq of the last q block is."""
         rows = last.q_block if len(self.halves) == 1 else 2 * last.q_block + self.wg
-        return (kv.at.batch * (self.block.refs.lse.shape[2] // ROWS) + rows) * self.block.p.q_heads + last.head
+        tile: jax.Array = (kv.at.batch * (self.block.refs.lse.shape[2] // ROWS) + rows) * self.block.p.q_heads + last.head
+        return tile
 
     def _half(self, tile: ScoreTile, half: int) -> ScoreTile:
         return dataclasses.replace(tile, part=half)

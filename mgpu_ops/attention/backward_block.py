@@ -94,7 +94,7 @@ def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
         first = q_block // apart(p, c)
     else:  # the first kv block that visits it: later ones end later
         keys = jnp.arange(0, p.kv_tokens, c.tile_kv, dtype=jnp.int32)
-        ends = MaskTerms.of(p, p.q_tokens, p.kv_tokens).q_range(keys, c.tile_kv, c.tile_q).end
+        ends: Any = MaskTerms.of(p, p.q_tokens, p.kv_tokens).q_range(keys, c.tile_kv, c.tile_q).end
         first = jnp.sum(ends[None, :] <= q_block[:, None], 1, dtype=jnp.int32)
     return jnp.broadcast_to(first[None, :, None], (p.batch, *tiles)).reshape(-1)
 

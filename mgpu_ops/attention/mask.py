@@ -189,11 +189,11 @@ class TurnOrder:
             (0, self.block(i)) if members == 1 else (lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members))))
         )
 
-    def for_each(self, step: Callable[..., Any], carry: Any, *, members: int = 1) -> Any:
-        """carry = step(member, block, carry, masked) for all visits; masked is True."""
+    def for_each(self, step: Callable[..., Any], carry: Any, *, masks: bool = True, members: int = 1) -> Any:
+        """carry = step(member, block, carry, masks) for all visits."""
 
         def body(i: Any, carry: Any) -> Any:
-            return step(*self.visit(i, members), carry, True)
+            return step(*self.visit(i, members), carry, masks)
 
         return lax.fori_loop(0, self.count * members, body, carry)
 
