@@ -53,14 +53,16 @@ def newest(results: Path, what: str) -> Iterator[tuple[Path, list[Row]]]:
                 yield path, list(csv.DictReader(stream))
 
 
-def problems(results: Path, what: str) -> list[Problem]:
-    """Of the benchmarks `what`, each problem from the newest file that has it. LookupError where there is none."""
+def problems(results: Path, what: str, *others: str) -> list[Problem]:
+    """Of the benchmarks `what`, each problem from the newest file that has it and `others`. LookupError where there is none."""
     found: dict[tuple[str, str], Problem] = {}
     for path, rows in newest(results, what):
         here: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
             here.setdefault((row["op"], row["problem"]), {})[row["impl"]] = row
         for key, impls in here.items():
+            if not {*others} <= impls.keys():
+                continue
             name, shape = key[1].split()[:2]
             found[key] = Problem(name, tuple(int(n) for n in shape.split("x")), path, impls)
     if not found:
@@ -135,8 +137,10 @@ def matmul(results: Path) -> Iterator[str]:
         yield line(f"{what}, m >= 2048", "XLA (cuBLAS)", [p for p in found if p.shape[0] >= 2048], "xla")
         for m in sorted({p.shape[0] for p in found if p.shape[0] < 2048}):
             yield line(f"{what}, m = {m}", "XLA (cuBLAS)", [p for p in found if p.shape[0] == m], "xla")
-    yield line("forward", "JAX's sample kernel, tuned", forward, "jax-pallas")
-    yield from sources(*files(forward, both))
+    sampled, drawn = problems(results, r"h200-matmul", "jax-pallas"), problems(results, r"h200-matmul-anywhere")
+    yield line("forward", "JAX's sample kernel, tuned", sampled, "jax-pallas")
+    yield line("forward, drawn problems, nothing stored", "XLA (cuBLAS)", drawn, "xla")
+    yield from sources(*files(forward, both, sampled, drawn))
 
 
 def grouped_matmul(results: Path) -> Iterator[str]:
@@ -422,6 +426,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("grouped matmul, gradient of weights", "JAX's kernel", weights, "jax-pallas")
     yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
+    yield strip("matmul, drawn problems, nothing stored", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
     yield from training_steps(results)
@@ -464,7 +469,7 @@ def summary(results: Path) -> Iterator[str]:
 
 
 _PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
-    ("One NVIDIA H200", (0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.4, 2.8)),
+    ("One NVIDIA H200", (0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.4, 3.2)),
     ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)),
 )
 _WIDTH, _LEFT, _RIGHT, _ROW = 640, 24, 616, 46  # pixels
