@@ -30,9 +30,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         rate *= _TWO_STAGES if c.tile_k > BLOCK and c.max_concurrent_steps == 2 else 1.0
     written = bytes_written(p)
     read = (bytes_moved(p) - written) * (_SHORT_STEPS if p.dtype in FLOAT8 and c.tile_k == BLOCK else 1.0)
-    rows = p.k, p.k if p.layout == "nt" else p.n
+    lengths = p.k, p.k if p.layout == "nt" else p.n
     steps = (1 + p.second) * math.ceil(p.k / c.tile_k)
-    return common.gathered(p, c, common.cost(p, c, tiles, steps, (read, written), rows, gpu, rate), bytes_moved(p), gpu)
+    return common.gathered(p, c, common.cost(p, c, tiles, steps, (read, written), lengths, gpu, rate), bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
