@@ -47,7 +47,6 @@ from mgpu_ops.grouped.gated.problem import (
     smem_bytes,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.grouped.grouped_matmul import reference as product_of_one
 from mgpu_ops.grouped.sizes import Spread, for_each_block
@@ -334,7 +333,6 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     plain=plain,
-    unmeasured=unmeasured,
     baseline=_baseline,
 )
 

@@ -235,13 +235,6 @@ def tolerance(problem: Problem) -> float:
     return rounding + 3 * fp8.accumulation_error(p.dtype, p.k, p.scales)  # of both sums
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.dtype in FLOAT8:
-        return "gated products of 8-bit floats have not run on a GPU yet: backend='mosaic' runs the kernel"
-    return None
-
-
 def plain(problem: Problem) -> Problem:
     """The problem whose entries count as this one's: the same of all groups, of rows in their order, and nothing kept."""
     return replace(problem, group_offset=False, keep=False, lhs_rows=0)
