@@ -3,7 +3,7 @@
 Two modes (`BackwardConfig.mode`):
 
 - "fused": the dk/dv kernel (`backward_dkdv.py`) computes dq too, five products for a tile of scores. It adds to dq in global
-  memory, so that the order of the sums in dq varies from run to run.
+  memory, so that the order of the sums in dq varies from run to run, unless thread blocks take turns (`backward_ahead.py`).
 - "split": the dk/dv kernel, and one for dq alone (`backward_dq.py`): seven products, all sums always in one order.
 
 Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.reduce.async.bulk.tensor).

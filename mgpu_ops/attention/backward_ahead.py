@@ -278,10 +278,9 @@ class _Consumer:
         block = self.block
         dq = engine.accumulated(self.dq_acc, len(self.halves))
         engine.barrier_arrive(self.together)
-        panel = self.wg if len(self.halves) == 1 else 0
-        engine.add_fragments(
-            dq, block.refs.dq.at[block.dq_part(kv), self._tile(kv, last), panel], block.is_first(kv, last.q_block)
-        )
+        part, tile = block.dq_part(kv), self._tile(kv, last)
+        place = block.refs.dq.at[part, tile, self.wg if len(self.halves) == 1 else 0]
+        engine.add_fragments(dq, place, block.is_first(kv, last.q_block))
 
     # --- Turns
 

@@ -6,8 +6,8 @@ registers, with P and dS as operands from registers. dq = dS^T k is added to dq 
 with `dq_step="next"` from registers.
 
 One producer warpgroup loads (`backward_block.py`) while two consumers compute: `backward_narrow.py` for head dims up to 128,
-`backward_ahead.py` for 128 with `dq_step="next"`, `backward_wide.py` above. A full barrier says that a stage's copies have
-arrived, an empty one that both consumers are done with it.
+`backward_ahead.py` for 64 and 128 with `dq_step="next"`, `backward_wide.py` above. A full barrier says that a stage's copies
+have arrived, an empty one that both consumers are done with it.
 """
 
 from __future__ import annotations

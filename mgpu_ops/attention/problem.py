@@ -147,7 +147,8 @@ class BackwardConfig:
     max_concurrent_steps: stages of the pipeline of q blocks and their gradients.
     section_waves, memory_registers: as in `Config`.
     dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
-      another q block become weights. "next" is for head dim 128 and mode "fused", without a bias or a soft cap.
+      another q block become weights. "next" is for head dims 64 and 128 and mode "fused", without a bias or a soft cap. With
+      `deterministic`, thread blocks then take turns at adding to dq; mode "fused" is for it in no other way.
     q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
       or "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
