@@ -13,7 +13,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of
 from mgpu_ops.grouped import model as grouped
 from mgpu_ops.matmul.quantized import model as quantized
-from mgpu_ops.matmul.quantized.problem import Config, smem_bytes
+from mgpu_ops.matmul.quantized.problem import Config
 from mgpu_ops.quantized_grouped.problem import Problem, bytes_moved, check, supports, used_groups
 
 
@@ -38,7 +38,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of quantized_grouped_matmul fits {problem} on {gpu.name}: {reason}")
-    found = (_deepest(problem, config, gpu) for config in _shapes(problem))
+    found = (quantized.deepest(problem, config, gpu, check) for config in _shapes(problem))
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 
 
@@ -54,15 +54,6 @@ def _shapes(p: Problem) -> Iterator[Config]:
     choices = itertools.product(tile_ms, (64, 128, 192, 256), (128, 256, 512), quantized.DIVISIONS, ("weights", "x"))
     for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), exchange in choices:
         yield Config(tile_m, tile_n, tile_k, quantized.STEPS[-1], warpgroups, wg_dimension, "none", 1, 40, exchange)
-
-
-def _deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """The config with as many steps as fit. A deeper pipeline is never slower."""
-    for steps in reversed(quantized.STEPS):
-        found = dataclasses.replace(config, max_concurrent_steps=steps)
-        if smem_bytes(problem, found) <= gpu.smem_per_block:
-            return found if check(problem, found, gpu) is None else None
-    return None
 
 
 @functools.lru_cache(maxsize=256)  # `resolve` compares each near entry with it

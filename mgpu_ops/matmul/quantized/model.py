@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mgpu_ops.core import gemm, rates
@@ -146,8 +146,8 @@ def _shapes(problem: Problem) -> Iterator[Config]:
         yield Config(tile_m, tile_n, tile_k, STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
 
 
-def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """The config with as many steps as fit. A deeper pipeline is never slower."""
+def deepest(problem: Any, config: Config, gpu: Gpu, check: Callable[[Any, Config, Gpu], str | None] = check) -> Config | None:
+    """The config with as many steps as fit, if it passes `check`. A deeper pipeline is never slower."""
     for steps in reversed(STEPS):
         found = dataclasses.replace(config, max_concurrent_steps=steps)
         if smem_bytes(problem, found) <= gpu.smem_per_block:
