@@ -151,13 +151,14 @@ def from_device(device: Any) -> Gpu | None:
 
     A Hopper that is not in the table (H800, a MIG slice) is described by the entry of the longest
     name that begins its device_kind, else by the one nearest in SM count. Its name, key and SM
-    count are its own, and the tensor-core rate is scaled with the SMs.
+    count are its own, and the tensor-core rate is scaled with the SMs. One of the table that tells of
+    fewer SMs than it has, as a process with a share of a GPU may see it, has those alone.
     """
-    kind = device.device_kind
+    kind, sms = device.device_kind, _sms(device)
     for gpu in GPUS:
         if kind in gpu.kinds:
-            return gpu
-    return _unlisted(kind, _sms(device)) if _is_hopper(device) else None
+            return gpu if sms is None or sms >= gpu.sms else _with_sms(gpu, sms)
+    return _unlisted(kind, sms) if _is_hopper(device) else None
 
 
 def _sms(device: Any) -> int | None:
@@ -179,16 +180,13 @@ def _unlisted(kind: str, sms: int | None) -> Gpu:
         hoppers,
         key=lambda g: (-len(g.name) * kind.startswith(g.name), abs(g.sms - (sms or g.sms))),
     )
-    sms = sms or near.sms
-    return dataclasses.replace(
-        near,
-        key=re.sub(r"[^a-z0-9]+", "-", kind.lower().removeprefix("nvidia")).strip("-"),
-        name=kind,
-        kinds=(kind,),
-        sms=sms,
-        bf16_flops=near.bf16_flops * sms / near.sms,
-        source=f"SM count from the device; the rest assumed from {near.name}",
-    )
+    key = re.sub(r"[^a-z0-9]+", "-", kind.lower().removeprefix("nvidia")).strip("-")
+    return dataclasses.replace(_with_sms(near, sms or near.sms), key=key, name=kind, kinds=(kind,))
+
+
+def _with_sms(gpu: Gpu, sms: int) -> Gpu:
+    source = f"SM count from the device; the rest assumed from {gpu.name}"
+    return dataclasses.replace(gpu, sms=sms, bf16_flops=gpu.bf16_flops * sms / gpu.sms, source=source)
 
 
 # A user context is part of jax.jit's trace key: another target traces a function again.

@@ -71,6 +71,12 @@ def test_every_listed_kind_is_recognised_on_concrete_and_abstract_devices(g, con
     assert all(gpu.from_device(make(kind, g.sms)) == g for kind in g.kinds)
 
 
+@pytest.mark.parametrize("make", [device, abstract])
+def test_a_known_gpu_with_a_share_of_its_sms_has_no_more_blocks_than_that(make):
+    found, whole = gpu.from_device(make("NVIDIA H200", 66)), gpu.find("h200")
+    assert (found.key, found.sms, found.bf16_flops) == ("h200", 66, whole.bf16_flops / 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "sms", "like"),
     [
