@@ -215,6 +215,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
         "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
         "second": _FLAG | {"help": "of grouped_matmul: add the product of a second pair of operands"},
+        "normalised": _FLAG | {"help": "of matmul and gated_matmul: divide rows of x by their root mean square"},
         "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of matmul's right operand: the other f8 than --dtype"},
         "scales": {
             "choices": ("none", "tensor", "row", "block"),

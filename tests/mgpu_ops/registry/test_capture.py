@@ -117,12 +117,12 @@ def test_checkpoint_counts_what_it_computes_again():
     assert counts(capture(jax.jit(jax.grad(total(jax.checkpoint(block)))))(W, W))[square] == 4
 
 
-def test_vmap_of_matmul_is_one_launch_and_of_grouped_matmul_one_each():
+def test_vmap_of_matmul_and_of_grouped_matmul_is_one_launch():
     assert counts(capture(jax.vmap(matmul))(shaped(3, M, K), shaped(3, K, N))) == {MatmulProblem(M, N, K, batch=3): 1}
     assert counts(capture(jax.vmap(matmul, (0, None)))(shaped(3, M, K), B)) == {MatmulProblem(3 * M, N, K): 1}
     sizes = shaped(3, 4, dtype=jnp.int32)
     many = capture(jax.vmap(mgpu_ops.grouped_matmul))(shaped(3, M, K), shaped(3, 4, K, N), sizes)
-    assert counts(many) == {GroupedMatmulProblem(M, N, K, 4): 3}
+    assert counts(many) == {GroupedMatmulProblem(3 * M, N, K, 12): 1}
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
