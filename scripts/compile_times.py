@@ -2,7 +2,7 @@
 
     python scripts/compile_times.py                                    # on a machine with a GPU, for that one
     python scripts/compile_times.py --gpu h200                         # on any machine: the kernels alone, ours only
-    python scripts/compile_times.py --case attention --case llama --output results/2026-01-31-h200-compile-times.csv
+    python scripts/compile_times.py --case attention --case llama --output results/2026-01-31-h200-compile-times.jsonl
 
 Each measurement is a process of its own, which has compiled nothing before and reads no persistent cache. Of a stage it tells
 seconds by the clock, and of CPUs: those of the process and of what it started, such as ptxas. On a machine that others use too
@@ -15,7 +15,6 @@ included; "compile".
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import functools
@@ -211,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--implementation", action="append", choices=["mgpu_ops", "cudnn", "tokamax", "xla"], help="only this")
     parser.add_argument("--gpu", help="compile for this GPU, which is not here")
     parser.add_argument("--repeat", type=int, default=3, help="processes of each (default: 3)")
-    parser.add_argument("--output", type=Path, help="write the times to this CSV file too")
+    parser.add_argument("--output", type=Path, help="write the times to this file too, one line of JSON for each stage")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one:
@@ -232,10 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import csv
 import html
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -278,12 +279,12 @@ _COMPILE_STAGES = ("trace", "lower", "compile", "all")
 
 def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
     """Seconds from a function to an executable, by stage, beside those before kernels were compiled at the same time."""
-    now, before = (list(newest(results, f"{gpu}-compile-times{when}")) for when in ("", "-before"))
+    now, before = (sorted(results.glob(f"????-??-??-{gpu}-compile-times{when}.jsonl")) for when in ("", "-before"))
     if not now or not before:
         raise LookupError(f"{results} has no {gpu}-compile-times with its -before")
     times: list[dict[tuple[str, str, str], float]] = [
-        {(row["case"], row["implementation"], row["stage"]): float(row["seconds"]) for row in rows}
-        for _, rows in (before[-1], now[-1])
+        {(row["case"], row["implementation"], row["stage"]): row["seconds"] for row in map(json.loads, lines.splitlines())}
+        for lines in (before[-1].read_text(encoding="utf-8"), now[-1].read_text(encoding="utf-8"))
     ]
     yield "| what | whose | trace, s | lower, s | compile, s | all, s |"
     yield "|---" * 6 + "|"
@@ -293,7 +294,7 @@ def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
             for stage in _COMPILE_STAGES
         )
         yield f"| {_COMPILED[case]} | {_COMPILERS[implementation]} | {' | '.join(cells)} |"
-    yield next(sources(before[-1][0], now[-1][0]))
+    yield next(sources(before[-1], now[-1]))
 
 
 _STEPS = {

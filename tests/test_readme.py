@@ -7,6 +7,7 @@ import contextlib
 import csv
 import importlib.util
 import io
+import json
 import pkgutil
 import re
 import runpy
@@ -323,11 +324,12 @@ def test_every_file_of_core_is_described() -> None:
 
 def test_compile_times_are_told_by_stage_before_and_now(tmp_path: Path) -> None:
     def measured(name: str, *rows: tuple[str, str, float]) -> None:
-        with (tmp_path / f"2025-01-02-h200-{name}.csv").open("w", newline="") as stream:
-            stages = [
-                (*row[:2], stage, row[2] * n) for row in rows for n, stage in enumerate(("trace", "lower", "compile", "all"))
-            ]
-            csv.writer(stream).writerows([("case", "implementation", "stage", "seconds"), *stages])
+        stages = [
+            {"case": case, "implementation": implementation, "stage": stage, "seconds": seconds * n}
+            for case, implementation, seconds in rows
+            for n, stage in enumerate(("trace", "lower", "compile", "all"))
+        ]
+        (tmp_path / f"2025-01-02-h200-{name}.jsonl").write_text("\n".join(map(json.dumps, stages)))
 
     measured("compile-times-before", ("llama", "mgpu_ops", 2.0))
     with pytest.raises(LookupError, match="compile-times"):

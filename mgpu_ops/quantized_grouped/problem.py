@@ -24,8 +24,16 @@ from mgpu_ops.matmul.quantized.problem import PANEL, Config, check_config, suppo
 class Problem(quantized.Problem):
     """out[i, n] = sum_k x[i, k] (w[g, n, k] - zero_points[g, k / group_size, n]) scales[g, k / group_size, n], i in group g.
 
-    The other fields are those of `QuantizedMatmulProblem`, of each group: m are the rows of all groups, and group_size, of
-    0, 32, 64 or 128, are neighbours along k that share a scale.
+    Of each group as in `QuantizedMatmulProblem`:
+
+    m, n, k: rows of all groups (tokens), columns of the result, and what is summed over.
+    w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
+    group_size: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does (scales [groups, n]).
+    zero_points: whether zero points of the scales' shape are subtracted from the weights.
+    dtype: of x, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: how weights are stored, "nt" as [groups, n, k], "nn" as [groups, k, n].
+    scale_dtype: of scales and zero points, "float32", "bfloat16" or "float16".
 
     groups: how many matrices there are, each with the scales of its own.
     spread: how the m rows are spread over the groups, as in `GroupedMatmulProblem`; it decides which config runs, and never the
