@@ -27,6 +27,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_epsilon, checked_out_dtype
+from mgpu_ops.matmul.checks import check, supports
 from mgpu_ops.matmul.epilogue import by_name, names, normalised, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
@@ -34,10 +35,8 @@ from mgpu_ops.matmul.problem import (
     SUITES,
     Config,
     Problem,
-    check,
     plain,
     smem_bytes,
-    supports,
     transposed,
 )
 from mgpu_ops.matmul.quantities import bytes_moved, flops, inputs, tolerance

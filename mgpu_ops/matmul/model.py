@@ -15,19 +15,17 @@ from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
 from mgpu_ops.matmul import algorithms
+from mgpu_ops.matmul.checks import SCHEDULES, check, supports
 from mgpu_ops.matmul.problem import (
-    SCHEDULES,
     Config,
     Problem,
     as_computed,
-    check,
     computes_transposed,
     k_steps,
     multiplied,
     partial_problem,
     products,
     smem_bytes,
-    supports,
     swizzle_bytes,
     transposed,
 )

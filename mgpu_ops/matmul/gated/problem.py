@@ -15,6 +15,7 @@ from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.matmul import checks
 from mgpu_ops.matmul import problem as matmul
 from mgpu_ops.matmul.quantities import EPSILON
 from mgpu_ops.models import MODELS
@@ -133,7 +134,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: with a stored gate all arrays have the inputs' dtype"
     if reason := supports_sizes(p, ("m", "n", "k")):
         return reason
-    if reason := matmul.supports_work(p, 1, gpu, "the rows"):
+    if reason := checks.supports_work(p, 1, gpu, "the rows"):
         return reason
     weights = ("k", p.k, 2) if p.layout == "nt" else ("n", p.n, 2)
     output = ("n", p.n, itemsize_of(p.out_dtype))
@@ -154,9 +155,9 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return reason
     p, c = of_one(problem), as_matmul(config)
     return (
-        matmul.check_norm(problem.normalised, c)
-        or matmul.check_schedule(p, c)
-        or matmul.check_counts(p, c, gpu)
+        checks.check_norm(problem.normalised, c)
+        or checks.check_schedule(p, c)
+        or checks.check_counts(p, c, gpu)
         or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=_accumulators_in_all(problem, c))
         or limits.check_smem(smem_bytes(problem, config), gpu)
     )
@@ -170,7 +171,7 @@ def _check_turns(p: Problem, c: Config) -> str | None:
     if c.takes_turns != p.stored:
         wanted = "pingpong" if p.stored else "cooperative"
         return f"schedule={c.schedule!r} must be {wanted!r} {'with' if p.stored else 'without'} a stored gate"
-    return matmul.check_turns(as_matmul(c))
+    return checks.check_turns(as_matmul(c))
 
 
 # --- What a config takes --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from mgpu_ops.core import limits
 from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
-from mgpu_ops.matmul import problem as matmul
+from mgpu_ops.matmul import checks
 from mgpu_ops.models import MODELS
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ _ADDRESSES = {"weights": 48, "x": 32}  # registers of a consumer thread for addr
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
     p = problem
-    if reason := supports_operands(p, gpu) or matmul.supports_work(p, 1, gpu, "the rows"):
+    if reason := supports_operands(p, gpu) or checks.supports_work(p, 1, gpu, "the rows"):
         return reason
     if p.out_dtype == "float32" and p.m > 8 and p.m % 8:
         return f"m={p.m} rows in float32 are no multiple of 8: ask for out_dtype={p.dtype}, pad them, or use backend='xla'"

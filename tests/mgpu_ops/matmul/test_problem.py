@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mgpu_ops.core import gpu
-from mgpu_ops.matmul import SPEC, problem
+from mgpu_ops.matmul import SPEC, checks, problem
 from mgpu_ops.matmul.problem import Problem
 from tests.configs import BASE
 
@@ -120,7 +120,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
     ids=str,
 )
 def test_a_config_runs_or_the_reason_names_the_field_the_value_and_the_rule(p, changes, reason):
-    found = problem.check(p, replace(BASE, **changes), H200)
+    found = checks.check(p, replace(BASE, **changes), H200)
     if reason is None:
         assert found is None
     else:
