@@ -130,6 +130,7 @@ class Measured:
         self._stopped = threading.Event()
         self._closed = False
         self._opened: worker.Open | None = None
+        self._prepared: dict[tuple[str, Problem], compile_pool.Candidates] = {}
         self._pool, self._own = pool or compile_pool.Pool(), pool is None
         self._pids: set[int] = set()  # of all workers so far: one that was killed may be on the GPU a moment longer
         self._watch = neighbours.Watch(self._name, lambda: self._pids, self._note) if self._name else None
@@ -141,9 +142,18 @@ class Measured:
             raise
         self.gpu, self.versions, self._topology = ready.gpu, ready.versions, ready.topology
 
+    def prepare(self, spec: OpSpec, problem: Problem, configs: Sequence[Config]) -> None:
+        """Starts to compile candidates of a problem that is opened later. Then they are under way."""
+        self._prepared[spec.name, problem] = found = compile_pool.Candidates(
+            self._pool, spec, problem, self.gpu, self._topology
+        )
+        for config in configs:
+            found.submit(config)
+
     def open(self, spec: OpSpec, problem: Problem, seed: int) -> None:
         self._opened = None
-        self._candidates = compile_pool.Candidates(self._pool, spec, problem, self.gpu, self._topology)
+        prepared = self._prepared.pop((spec.name, problem), None)
+        self._candidates = prepared or compile_pool.Candidates(self._pool, spec, problem, self.gpu, self._topology)
         self._passed: dict[Config, Executable] = {}
         reply = self._ask(_OPEN, worker.Open(spec.name, problem, seed))
         if not isinstance(reply, worker.Opened):

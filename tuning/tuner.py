@@ -365,11 +365,12 @@ def _fastest_first(done: Sequence[Trial]) -> list[Trial]:
     return sorted((t for t in done if t.outcome.kind == "ok"), key=lambda t: t.outcome.us or 0.0)
 
 
-def _entry(spec: OpSpec, problem: Problem, device: Device, best: _Best, done: Sequence[Trial], seed: int) -> Entry:
-    """The entry that stores the best config, with the evidence for it."""
-    samples, baseline = best.times.samples, best.times.baseline
+def entry_of(
+    spec: OpSpec, problem: Problem, device: Device, config: Config, times: Final, error: float | None, trials: int, seed: int
+) -> Entry:
+    """The entry that stores a config of an open problem, with the evidence for it. `times` are of one run."""
+    samples, baseline = times.samples, times.baseline
     default = spec.default(problem, device.gpu)
-    outcomes = {t.config: t.outcome for t in _fastest_first(done)}
     evidence = Evidence(
         kind=device.kind,  # type: ignore[arg-type]
         gpu=device.gpu.name,
@@ -378,17 +379,23 @@ def _entry(spec: OpSpec, problem: Problem, device: Device, best: _Best, done: Se
         jaxlib=str(device.versions["jaxlib"]),
         cuda=device.versions["cuda"],
         kernel_version=spec.version,
-        median_us=_round(measure.median_us(samples[best.config])),
-        spread_us=_round(measure.spread_us(samples[best.config])),
+        median_us=_round(measure.median_us(samples[config])),
+        spread_us=_round(measure.spread_us(samples[config])),
         default_us=_round(measure.median_us(samples[default])) if default in samples else None,
         baseline=device.baseline if baseline else None,
         baseline_us=_round(measure.median_us(baseline)) if baseline else None,
-        error=outcomes[best.config].error,
-        trials=len(done),
+        error=error,
+        trials=trials,
         seed=seed,
         date=datetime.date.today().isoformat(),
     )
-    return database.to_entry(problem, best.config, evidence)
+    return database.to_entry(problem, config, evidence)
+
+
+def _entry(spec: OpSpec, problem: Problem, device: Device, best: _Best, done: Sequence[Trial], seed: int) -> Entry:
+    """The entry that stores the best config."""
+    errors = {t.config: t.outcome.error for t in _fastest_first(done)}
+    return entry_of(spec, problem, device, best.config, best.times, errors[best.config], len(done), seed)
 
 
 def _round(us: float) -> float:

@@ -203,6 +203,17 @@ def test_a_problem_opened_anew_forgets_candidates_of_the_one_before(start: Start
         device.next()
 
 
+def test_candidates_of_a_problem_that_comes_later_compile_in_advance_and_are_under_way_once_it_is_open(start: Start) -> None:
+    device, later = start(), dataclasses.replace(PROBLEM, m=1024)
+    device.prepare(MATMUL, later, ["ok1", "ok2"])  # type: ignore[list-item]
+    assert [task.config for task in device._pool.tasks] == ["ok1", "ok2"]  # type: ignore[attr-defined]
+    assert judge(device, "ok") == [("ok", "ok")]
+    device.open(MATMUL, later, 0)
+    assert [device.next()[0] for _ in range(2)] == ["ok1", "ok2"]
+    with pytest.raises(LookupError):
+        device.next()
+
+
 def test_a_candidate_that_hangs_is_a_timeout_and_the_rest_are_judged(start: Start, log: Path) -> None:
     device = start(timeout=2.0)
     configs = ["ok1", "hang", "ok2", "ok3"]
