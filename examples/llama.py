@@ -3,6 +3,7 @@
     python examples/llama.py                            # trains a small model on any machine, and lets it write
     python examples/llama.py --backend fp8 --steps 100
     python examples/llama.py --bench --csv results/2026-01-31-h200-llama.csv   # times steps of Llama-3 8B's layers, on a GPU
+    python examples/llama.py --bench --width 2048 --heads 16 --kv-heads 4 --hidden 5632      # of a model of other sizes
 
 The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
 library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
@@ -50,6 +51,14 @@ class Model:
 
 # Four layers of Llama-3 8B's 32, and an eighth of its vocabulary: so the head's share of a step is that of the whole model.
 LLAMA3_8B = Model(4096, 4, 32, 8, 128, 14336, 16384)
+MODELS = {"llama3-8b": LLAMA3_8B, "small": Model()}
+SIZES = {  # of a layer, and what they are
+    "width": "of rows between layers",
+    "heads": "of queries",
+    "kv_heads": "of keys and values",
+    "head_dim": "width of a head",
+    "hidden": "width of a gated layer",
+}
 
 
 def init(model: Model, key: jax.Array, dtype: Any = jnp.float32) -> Params:
@@ -488,9 +497,10 @@ def _multiplied(model: Model) -> int:
 
 
 def _label(model: Model) -> str:
-    """Of the model, its layers and its vocabulary."""
-    of = "llama3-8b" if model.width == LLAMA3_8B.width else "small"
-    return f"{of}-{model.layers}-layers-{model.vocabulary}"
+    """Of the model, its layers and its vocabulary; one of other sizes is width x heads x kv_heads x head_dim x hidden."""
+    sizes = [getattr(model, name) for name in SIZES]
+    named = (name for name, known in MODELS.items() if sizes == [getattr(known, size) for size in SIZES])
+    return f"{next(named, 'x'.join(map(str, sizes)))}-{model.layers}-layers-{model.vocabulary}"
 
 
 def _loss_of(step: Callable[..., Any], *arguments: Any) -> jax.Array:
@@ -557,7 +567,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=_positive, default=60, help="of training")
     parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
     parser.add_argument("--backends", default=",".join(every), help="that are timed; the others are compared with the first")
-    parser.add_argument("--model", choices=["llama3-8b", "small"], default="llama3-8b", help="that is timed")
+    parser.add_argument("--model", choices=list(MODELS), default="llama3-8b", help="that is timed, with the sizes that follow")
+    for name, what in SIZES.items():
+        default = ", ".join(f"{model}: {getattr(sizes, name)}" for model, sizes in MODELS.items())
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, help=f"{what} (default: {default})")
     parser.add_argument("--layers", type=_positive, help="of it (default: 4, small: 2)")
     parser.add_argument("--vocabulary", type=_positive, help="of it (default: 16384, small: 128)")
     parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="of a step, e.g. 8192,32768; empty: none")
@@ -587,9 +600,14 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name in ("csv", "profile"):
         if getattr(args, name) is not None and gpus.current() is None:
             parser.error(f"--{name} {getattr(args, name)} is of a GPU, and none is in use: leave it out to see the times")
-    model = Model() if args.model == "small" else LLAMA3_8B
-    given = {name: getattr(args, name) for name in ("layers", "vocabulary") if getattr(args, name) is not None}
-    model = dataclasses.replace(model, **given)
+    names = [*SIZES, "layers", "vocabulary"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    model = dataclasses.replace(MODELS[args.model], **given)
+    if model.heads % model.kv_heads or model.head_dim % 2:
+        parser.error(
+            f"--heads {model.heads} --kv-heads {model.kv_heads} --head-dim {model.head_dim}: heads are a multiple of kv-heads, "
+            "and head-dim is even"
+        )
     bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
     for tokens in args.tokens:
         bench_step(bench, model, [name for name in backends if name in BACKENDS] or ["mgpu_ops"], tokens, args.recompute)

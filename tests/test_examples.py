@@ -143,13 +143,14 @@ def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name):
 
 
 @pytest.mark.parametrize("backends", ["xla", pytest.param("xla,mgpu_ops", marks=thorough.only_in_all)])
-def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends, capsys, monkeypatch):
-    monkeypatch.setattr(llama, "Model", lambda: LLAMA)
+def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends, capsys):
     arguments = ["--bench", "--model", "small", "--backends", backends, "--rounds", "1"]
+    for name in ("width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(LLAMA, name))]
     llama.main([*arguments, "--tokens", "16", "--batches", "2", "--cache", "8", "--recompute"])
     said = capsys.readouterr().out
     assert re.search(r"xla: loss \d\.\d+, gradients 0\.0000 of their size apart", said)
-    for title in ("llama-step small-1-layers-128-16-recompute", "llama-decode small-1-layers-128-2x8"):
+    for title in ("llama-step 32x2x1x16x48-1-layers-128-16-recompute", "llama-decode 32x2x1x16x48-1-layers-128-2x8"):
         assert re.search(rf"{title}: ms, x of xla.*\n  xla  +\d+\.\d+ +1\.000 ", said)
     assert len(re.findall(r"\n  mgpu_ops( +\d+\.\d+){4}\n", said)) == 2 * (backends != "xla")
 
@@ -162,6 +163,7 @@ def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends,
         (["--profile", "folder"], "--profile folder is of a GPU, and none is in use"),
         (["--tokens", "0"], "argument --tokens: invalid list of positive integers value: '0'"),
         (["--layers", "-1"], "argument --layers: invalid positive integer value: '-1'"),
+        (["--heads", "12"], "--heads 12 --kv-heads 8 --head-dim 128: heads are a multiple of kv-heads"),
     ],
 )
 def test_a_benchmark_of_steps_says_what_it_cannot_do(arguments, told, capsys):
