@@ -277,7 +277,8 @@ def _ragged(
 
     A block of one panel lies in shared memory as plain rows: one copy without tiles, which TMA clips at the array's true end.
     Several panels interleave every 8 rows and come in tiles (`_in_tiles`), which do not reach the array's last rows where they
-    are no multiple of 8: a block that holds some of these comes one tile at a time, clipped (`_tile_by_tile`).
+    are no multiple of 8: a block that holds some of these comes one tile at a time, clipped (`_tile_by_tile`). Where a block is
+    wider than a row, its tiles hold what follows the row in memory, and so whatever: `last_start`.
     """
     _, panels, _, panel = smem.type.shape
     if panels == 1:
@@ -285,16 +286,19 @@ def _ragged(
         return
     *_, m, n = gmem.type.shape
     width = panels * panel
-    if not to_smem or width > n:
-        raise NotImplementedError(f"a copy of blocks {width} wide and an array of rows of {n}: see `last_start`")
+    if not to_smem:
+        raise NotImplementedError(f"a store of blocks {width} wide to an array of rows of {n}: see `last_start`")
     *lead, rows, columns = gmem_slice
-    kinds = _in_tiles(n, columns, tiling)
-    whole = _ends_by(rows, m // tiling[0] * tiling[0]) if m % tiling[0] else None
+    if width > n:
+        kinds, end = [(_TilesBeyond(tiling, panels), columns, None)], _rows_in_tiles(m, n, width, tiling[0])
+    else:
+        kinds, end = _in_tiles(n, columns, tiling), m // tiling[0] * tiling[0]
+    whole = _ends_by(rows, end) if end < m else None
     for transform, at, only in kinds:
         copy(smem, (*lead, rows, at), (transform,), _both(only, whole))
     if whole is not None:
         with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
-            first = arith.minui(columns.base, _index(n - width)) if n % tiling[1] else columns.base
+            first = arith.minui(columns.base, _index(n - width)) if n % tiling[1] and width < n else columns.base
             _tile_by_tile(smem, lead, rows.base, first, copy)
             scf.YieldOp([])
 
@@ -367,10 +371,10 @@ def _opaque(count: int) -> ir.Value:
 def last_start(length: int, width: int, panel: int) -> int | None:
     """Where the last block of a row of `length` begins, if not at a multiple of its `width`: see `_ragged`.
 
-    Blocks of several panels never reach beyond a row that panels do not divide. None: as any other, and what lies beyond the
-    array reads as zeros.
+    Blocks of several panels never reach beyond a longer row that panels do not divide. None: as any other. What lies beyond the
+    array then reads as zeros, but in a block of several panels, longer than such a row, as any values.
     """
-    return length - width if width > panel and length > panel and length % panel else None
+    return length - width if panel < width <= length and length % panel else None
 
 
 def _index(x: int) -> ir.Value:
@@ -418,6 +422,44 @@ class _TilesToTheEnd(launch_context.MemRefTransform):
         return self._tiles.transform_gmem_shape((*lead, columns - columns % self.tiling[1]))
 
     def batch(self, leading_rank: int) -> _TilesToTheEnd:
+        return self
+
+
+def _rows_in_tiles(rows: int, length: int, width: int, tile: int) -> int:
+    """The end of the last whole tile of rows after which an array has as many elements as a block is wider than a row."""
+    return max(0, rows - -(-(width - length) // length)) // tile * tile
+
+
+@dataclasses.dataclass(frozen=True)
+class _TilesBeyond(launch_context.MemRefTransform):
+    """Views an array in tiles, more panels of them than a row has: the last ones hold what follows the row, the next rows.
+
+    A copy must end where as much of the array follows (`_rows_in_tiles`).
+    """
+
+    tiling: tuple[int, int]
+    panels: int
+
+    @property
+    def _tiles(self) -> Any:
+        return launch_context.TileTransform(self.tiling, launch_context.Rounding.DOWN)
+
+    def apply(self, ref: ir.Value) -> ir.Value:
+        ty = ir.MemRefType(ref.type)
+        *lead, row, _ = ty.get_strides_and_offset()[0]
+        return _view(ref, self.transform_gmem_shape(ty.shape), [*lead, self.tiling[0] * row, self.tiling[1], row, 1])
+
+    def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+        return self._tiles.transform_index(idx)
+
+    def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self._tiles.transform_shape(shape)
+
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        *lead, rows, _ = shape
+        return (*lead, max(1, rows // self.tiling[0]), self.panels, *self.tiling)
+
+    def batch(self, leading_rank: int) -> _TilesBeyond:
         return self
 
 

@@ -161,12 +161,11 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if not computes_transposed(config):
         return _check(*as_computed(problem, config), gpu, _check_ragged_output)
     if config.epilogue_tile_n != gemm.ROWS:
-        return (
-            f"epilogue_tile_n={config.epilogue_tile_n} must be {gemm.ROWS}, with tile_m={config.tile_m} less than {gemm.ROWS}"
-        )
+        what = f"tile_m={config.tile_m}, no multiple of {gemm.ROWS}"
+        return f"epilogue_tile_n={config.epilogue_tile_n} must be {gemm.ROWS} with {what}"
     stored = partial_problem(problem, config)  # an epilogue tile is transposed again, and stored in one piece
     reason = _check(*as_computed(problem, config), gpu, lambda p, c: _check_ragged_output(stored, config))
-    return reason and f"{reason} (tile_m={config.tile_m} is less than {gemm.ROWS}: m and n, A and B change places)"
+    return reason and f"{reason} (tile_m={config.tile_m} is no multiple of {gemm.ROWS}: m and n, A and B change places)"
 
 
 SCHEDULES = (*gemm.SCHEDULES, "deferred", "ahead")
@@ -190,7 +189,7 @@ def check_turns(c: Config) -> str | None:
             wanted = " or ".join(map(repr, allowed))
             return f"{field}={getattr(c, field)!r} must be {wanted} with schedule='pingpong', {why}"
     if computes_transposed(c):
-        return f"tile_m={c.tile_m} must be at least {gemm.ROWS} with schedule='pingpong'"
+        return f"tile_m={c.tile_m} must be a multiple of {gemm.ROWS} with schedule='pingpong'"
     return None
 
 
@@ -203,7 +202,7 @@ def _check_deferred(p: Problem, c: Config) -> str | None:
         (p.residual and not residual_steps(p, c), "this residual (see Config.schedule)"),
         (p.scales == "block", "scales of blocks"),
         (len(products(p)) > 1, f"algorithm={p.algorithm!r}"),
-        (computes_transposed(c), f"tile_m={c.tile_m} below {gemm.ROWS}"),
+        (computes_transposed(c), f"tile_m={c.tile_m}, no multiple of {gemm.ROWS}"),
     ):
         if refused:
             return f"schedule='deferred' does not run with {what}: use 'cooperative'"
@@ -215,7 +214,7 @@ def _check_shares(p: Problem, c: Config) -> str | None:
     if c.schedule != "ahead" or c.cluster != "k":
         return None
     if p.residual or computes_transposed(c):
-        what = "a residual" if p.residual else f"tile_m={c.tile_m} below {gemm.ROWS}"
+        what = "a residual" if p.residual else f"tile_m={c.tile_m}, no multiple of {gemm.ROWS}"
         return f"schedule='ahead' with cluster='k' does not run with {what}: use 'cooperative'"
     if c.split_k in (2, 4, 8) and gemm.check_tile(c) is None and gemm.check_epilogue(c, 8) is None:
         tiles = gemm.epilogue_tiles(c)
@@ -367,7 +366,8 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
     """TMA copies blocks of operands that swizzle tiles do not divide: each one swizzle tile wide, or as `core/tma.py` can.
 
     core/tma.py takes wider blocks along m or n, not along k: the last block of a row ends with the row, so it overlaps the
-    one before. Where rows are no multiple of 8, it copies the last ones tile by tile, which takes producer registers.
+    one before. Where rows are no multiple of 8, or shorter than a block, it copies the last ones tile by tile, which takes
+    producer registers.
     """
     few_registers = c.memory_registers < 40 or c.cluster != "none"
     a_t, b_t = transposed(p)
@@ -379,7 +379,8 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
     for name, (rows, length), width, field in operands:
         if _tiles_divide(rows, length, tile) or width == tile:
             continue
-        if field == "tile_k" or width > length or length >= _LONGEST_RAGGED or (rows % 8 and few_registers):
+        by_tile = rows % 8 or width > length  # the last rows come so
+        if field == "tile_k" or length >= _LONGEST_RAGGED or (by_tile and few_registers):
             return (
                 f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
                 f"not a multiple of 8 x {tile}"

@@ -278,7 +278,7 @@ def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Con
         return
     for config in ranked[:_MOST_AHEAD]:
         tiles = problem.batch * math.ceil(problem.m / config.tile_m) * math.ceil(problem.n / config.tile_n) * config.split_k
-        shared = config.schedule == "cooperative" and config.compute_warpgroups == 2 and config.tile_m >= gemm.ROWS
+        shared = config.schedule == "cooperative" and config.compute_warpgroups == 2 and not computes_transposed(config)
         if shared and tiles <= 4 * gpu.sms and problem.k >= 8 * config.tile_k * config.split_k:
             yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=_STEPS[-1])
 
@@ -308,7 +308,7 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8
     bits: a third stage is worth more.
     """
-    widths = (64, 32) if config.tile_m >= gemm.ROWS else (64,)
+    widths = (64,) if computes_transposed(config) else (64, 32, 16)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
     short_steps = config.tile_k <= _line(problem) and not transposed(problem)[0]
     beside_wgmma = config.takes_turns or (config.schedule == "deferred" and short_steps)

@@ -76,8 +76,8 @@ class Problem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result, except the order of float32 sums over k.
 
-    tile_m, tile_n: rows and columns of the output tile of a block. With tile_m below 64 the kernel computes the transposed
-      product, out^T = B^T A^T: wgmma's 64 rows are then columns of the output, and a few rows of A fill a tile.
+    tile_m, tile_n: rows and columns of the output tile of a block. With a tile_m that is no multiple of 64 the kernel computes
+      the transposed product, out^T = B^T A^T: wgmma's 64 rows are then columns of the output, and rows of A come in eights.
     tile_k: depth of one pipeline step.
     max_concurrent_steps: stages of the pipeline in shared memory.
     compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
@@ -168,7 +168,7 @@ def transposed(problem: Problem) -> tuple[bool, bool]:
 
 def computes_transposed(c: Config) -> bool:
     """Whether the kernel computes out^T = B^T A^T."""
-    return c.tile_m < gemm.ROWS
+    return c.tile_m % gemm.ROWS != 0
 
 
 def products(p: Problem) -> tuple[tuple[int, int], ...]:

@@ -193,6 +193,39 @@ def test_random_config_for_few_rows_is_right_everywhere(seed, assert_matmul):
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
+def draw_fitted(seed: int) -> tuple[Any, Any]:
+    """As `draw`, with a tile of other sides than powers of two: of the transposed product, or wider than rows of A or B."""
+    rng, device = random.Random(seed), gpu.current()
+    while True:
+        layout = rng.choice(["nn", "nt", "tn", "tt"])
+        m, n, k = (8 * rng.randint(1, limit) for limit in (32, 150, 150))
+        problem = P(m, n, k, out_dtype=rng.choice(["bfloat16", "float32"]), layout=layout, batch=rng.choice([1, 1, 3]))
+        space = {**MATMUL.space(problem, device), "tile_m": range(64, 257, 8), "epilogue_tile_n": (16, 32, 64)}
+        space |= {"tile_n": range(64, 257, 16), "schedule": ("cooperative", "ahead")}
+        drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(20_000))
+        fitted = (c for c in drawn if c.tile_m % 64 or c.tile_n % 64 or (layout[0] == "t" and c.tile_m > m))
+        for config in fitted:
+            if MATMUL.check(problem, config, device) is None:
+                return problem, config
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tile_fitted_to_the_problem_is_right_everywhere(seed, assert_matmul):
+    problem, config = draw_fitted(seed)
+    arrays = MATMUL.inputs(problem, jax.random.key(seed))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
+@pytest.mark.parametrize("sizes", [(72, 136, 72), (104, 136, 1720), (8, 72, 128), (248, 136, 64), (72, 72, 8)])
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+def test_tiles_wider_than_a_row_are_right_everywhere(sizes, layout, assert_matmul):
+    problem = P(*sizes, layout=layout, batch=2)
+    tile_n = 256 if layout == "tt" and problem.m < 128 else 64 * -(-problem.n // 64)
+    config = MatmulConfig(128 if problem.m < 128 else 256, tile_n, 64, 2, 2, "m", "none", "m", 8, 64, 1, 40)
+    arrays = MATMUL.inputs(problem, jax.random.key(0))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
 @pytest.mark.parametrize("sizes", [(2, 6144, 256), (8, 128, 424), (1184, 64, 128), (5, 64, 64)])
 def test_tiles_that_reach_beyond_an_array_of_one_swizzle_tile_store_nothing_there(sizes, assert_matmul):
     problem = P(*sizes)

@@ -57,6 +57,8 @@ CASES = {
     "wide tiles at the end of rows of A": (P(200, 264, 136, layout="tt"), BASE),
     "wide tiles, both operands ragged, k no multiple of 8": (P(264, 328, 131, layout="tn"), replace(BASE, tile_n=192)),
     "wide tiles shared in a cluster": (P(200, 328, 136), replace(BASE, cluster="m", tile_n=128)),
+    "tiles wider than rows of A": (P(72, 136, 72, layout="tn"), replace(BASE, epilogue_tile_n=64, tile_n=64)),
+    "tiles wider than rows of B, narrow epilogue tiles": (P(72, 80, 72), replace(BASE, tile_n=128)),
     "one row": (P(1, 136, 72), ONE),
     "33 rows": (P(33, 136, 200), ONE),
     "201 rows, wide tiles": (P(201, 320, 64), BASE),
@@ -137,6 +139,10 @@ CASES = {
         replace(FEW_ROWS, tile_m=32, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
     ),
     "transposed, warpgroups share rows": (P(40, 136, 72), replace(FEW_ROWS, tile_m=48, compute_warpgroups=2)),
+    "transposed, 104 rows a tile": (
+        P(200, 136, 72, layout="nt"),
+        replace(FEW_ROWS, tile_m=104, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
+    ),
     "transposed, A transposed": (P(40, 200, 136, layout="tn"), replace(FEW_ROWS, tile_m=32)),
     "transposed, both transposed, raster along n": (
         P(40, 328, 128, layout="tt"),

@@ -63,7 +63,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (P, {"schedule": "pingpong", "wg_dimension": "n"}, "wg_dimension='n' must be 'm' with schedule='pingpong', as no side"),
         (P, {"schedule": "pingpong", "compute_warpgroups": 1}, "compute_warpgroups=1 must be 2 with schedule='pingpong'"),
         (P, {"schedule": "pingpong", "cluster": "k", "split_k": 2}, "cluster='k' must be 'none' or 'm' or 'n' with schedule="),
-        (P, {"schedule": "pingpong", "tile_m": 32}, "tile_m=32 must be at least 64 with schedule='pingpong'"),
+        (P, {"schedule": "pingpong", "tile_m": 32}, "tile_m=32 must be a multiple of 64 with schedule='pingpong'"),
         (P, {"schedule": "pingpong", "tile_n": 256}, "accumulator takes 256 registers a thread"),
         (P, {"schedule": "deferred", "tile_n": 256}, None),
         (replace(P, out_dtype="float32"), {"schedule": "deferred", "tile_n": 256}, "accumulator takes 256 registers a thread"),
@@ -79,7 +79,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
             "schedule='deferred' does not run with this residual",
         ),
         (replace(P, k=512), {"schedule": "deferred", "cluster": "k", "split_k": 2}, "schedule='deferred' does not run with cl"),
-        (P, {"schedule": "deferred", "tile_m": 32}, "schedule='deferred' does not run with tile_m=32 below 64"),
+        (P, {"schedule": "deferred", "tile_m": 32}, "schedule='deferred' does not run with tile_m=32, no multiple of 64"),
         (P, {"schedule": "ahead", "cluster": "k", "split_k": 2}, None),
         (P, {"schedule": "ahead", "cluster": "k", "split_k": 4}, "2 epilogue tiles of a warpgroup must be a multiple of the 4"),
         (
