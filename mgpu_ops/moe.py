@@ -23,6 +23,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.calls import checked_operands, checked_sizes, checked_spread
+from mgpu_ops.grouped.rows import rows_at
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.registry import dispatch
 
@@ -407,11 +408,8 @@ def _check_top_k(top_k: int, experts: int) -> None:
 
 @jax.custom_vjp
 def _rows_of_tokens(x: jax.Array, token: jax.Array, positions: jax.Array) -> jax.Array:
-    """x[token]. Of 16 bits, two numbers are gathered as one, which takes XLA three quarters of the time."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.shape[1] % 2:
-        return x.at[token].get(mode="promise_in_bounds")
-    pairs = lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // 2, 2), jnp.uint32)
-    return lax.bitcast_convert_type(pairs.at[token].get(mode="promise_in_bounds"), x.dtype).reshape(token.size, x.shape[1])
+    """x[token]."""
+    return rows_at(x, token)
 
 
 @jax.custom_vjp

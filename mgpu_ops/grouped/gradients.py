@@ -14,6 +14,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import activate
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
+from mgpu_ops.grouped.rows import rows_at, sums_at
 from mgpu_ops.grouped.sizes import in_a_group, split
 
 
@@ -80,16 +81,12 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
 
 def _rows_at(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
     """The rows that the indices name, or lhs without any."""
-    return lhs if indices is None else lhs.at[indices].get(mode="promise_in_bounds")
+    return lhs if indices is None else rows_at(lhs, indices)
 
 
 def _added_at(lhs: jax.Array, indices: jax.Array | None, drows: jax.Array) -> jax.Array:
-    """The gradient of lhs from that of `_rows_at`, added up in float32 or wider."""
-    if indices is None:
-        return drows
-    wide = jnp.zeros(lhs.shape, np.promote_types(drows.dtype, np.float32))
-    wide, *_ = mesh.same_mesh_axes(wide, drows)
-    return wide.at[indices].add(drows.astype(wide.dtype), mode="promise_in_bounds").astype(lhs.dtype)
+    """The gradient of lhs from that of `_rows_at`, added up in float32 or wider, in a fixed order."""
+    return drows if indices is None else sums_at(drows, indices, lhs.shape[0]).astype(lhs.dtype)
 
 
 def _dbias(call: grouped_matmul.Call, bias: jax.Array | None, g: jax.Array, sizes: jax.Array) -> jax.Array | None:

@@ -118,8 +118,8 @@ def gated_grouped_matmul(
     keeps lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the
     gradients of gate and up, two arrays [m, n] of lhs's dtype. The gradient of lhs is then one grouped matmul of both, those of
     the weights two calls of `ragged_contraction`. There is no gradient of 8-bit floats. With row_indices, the backward pass
-    gathers the rows first, and adds the gradients of a row that comes several times in float32, in any order; `moe` adds them
-    in the order of a token's experts.
+    gathers the rows first, and adds the gradients of a row that comes several times in float32, in an order that the
+    indices fix.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, known indices of no

@@ -132,7 +132,7 @@ def grouped_matmul(
     Works under jit, grad (reverse mode; lhs's gradient runs this kernel on rhs as stored, rhs's runs `ragged_contraction`;
     with an activation the forward pass then stores its argument; row_scale's gradient takes the rows of lhs and of its
     gradient, and no further product; with row_indices the backward pass gathers the rows first, and adds the gradients of a row
-    that comes several times in float32, in any order), vmap, scan and shard_map.
+    that comes several times in float32, in an order that the indices fix), vmap, scan and shard_map.
 
     vmap is one launch: XLA brings the rows of all products into the order of their groups and puts the results back. Where rhs
     is not mapped, rows of one group come together from all products, and its matrix is read once. A bias or scales that are
