@@ -31,8 +31,11 @@ from mgpu_ops.tuning.bench.settings import (
     TuningContext,
     as_text,
     best_setting,
+    compiled,
     fastest,
 )
+from mgpu_ops.tuning.measure import median_us
+from mgpu_ops.tuning.terminal import brief
 
 Grouped = GroupedMatmulProblem | RaggedContractionProblem
 
@@ -543,8 +546,24 @@ def _tokamax_window(problem: FlashAttentionProblem) -> tuple[int, int]:
 # --- A whole layer of experts -----------------------------------------------------------------------------------------
 
 
-def _tokamax_layer(context: TuningContext) -> Prepared:
-    """Of tokamax's kernels, each product tuned by itself: gate and up in one, and down, with their gradients."""
+def _faster(context: TuningContext) -> Prepared:
+    """A grouped matmul by the faster of JAX's kernel and tokamax's, each tuned in half of the time."""
+    found, errors = [], []
+    for prepare in (_jax_grouped, _tokamax):
+        try:
+            found.append(prepare(dataclasses.replace(context, seconds=context.seconds / 2)))
+        except ValueError as error:
+            errors.append(brief(error))
+    if not found:
+        raise ValueError(f"neither kernel runs: {'; '.join(errors)}")
+    samples = context.timer([compiled(function, context.arrays) for function, _ in found], context.gpu, 3)
+    return min(zip(found, map(median_us, samples), strict=True), key=lambda pair: pair[1])[0]
+
+
+def _layer_of(
+    grouped: Callable[[TuningContext], Prepared], contraction: Callable[[TuningContext], Prepared], context: TuningContext
+) -> Prepared:
+    """Of others' kernels, each product tuned by itself: gate and up in one, and down, with their gradients."""
     p = context.problem
     x, logits, gate_up, down = context.arrays
     _, experts = mgpu_ops.moe_route(logits, p.top_k)
@@ -553,7 +572,7 @@ def _tokamax_layer(context: TuningContext) -> Prepared:
     parts = []
     for problem, arrays in ((p.gate_up, (rows, gate_up, sizes)), (p.down, (hidden, down, sizes))):
         one = dataclasses.replace(context, problem=problem, arrays=arrays, seconds=context.seconds / 2)
-        parts.append(_with_backward(_tokamax, _tokamax, one))
+        parts.append(_with_backward(grouped, contraction, one))
     (first, first_text), (second, second_text) = parts
     return partial(layers.composed, p, first, second), f"{first_text} || {second_text}"
 
@@ -562,11 +581,17 @@ def _tokamax_layer_unavailable(problem: layers.Problem, gpu: Gpu) -> str | None:
     return _tokamax_unavailable(problem.gate_up, gpu)
 
 
+def _faster_unavailable(problem: layers.Problem, gpu: Gpu) -> str | None:
+    """tokamax's gradient of weights is wrong with the compiler there is, so that JAX's kernel has to run."""
+    return _jax_unavailable("transposed_ragged_dot_mgpu", problem.gate_up, gpu) or _tokamax_layer_unavailable(problem, gpu)
+
+
 _FUSED: dict[str, Any] = {"differentiable": True, "arrays": layers.fused, "answers": layers.unfused}
 
 COMPETITORS: dict[str, dict[str, Competitor]] = {
     "moe": {
-        "tokamax": Competitor(_tokamax_layer_unavailable, _tokamax_layer, tuned=True, **_FUSED),
+        "fastest-parts": Competitor(_faster_unavailable, partial(_layer_of, _faster, _jax_contraction), tuned=True, **_FUSED),
+        "tokamax": Competitor(_tokamax_layer_unavailable, partial(_layer_of, _tokamax, _tokamax), tuned=True, **_FUSED),
         "tokamax-default": Competitor(_tokamax_layer_unavailable, partial(_under_jit, layers.composed_of_tokamax), **_FUSED),
         "lax": Competitor(layers.expanded_bytes, partial(_under_jit, layers.composed_of_lax), **_FUSED),
     },

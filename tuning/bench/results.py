@@ -224,8 +224,10 @@ def tolerance(spec: OpSpec, problem: Problem, grad: bool) -> float:
     Its rounding moves delta = sum(out * d out), and with it queries of few visible keys, whose gradient is small.
     """
     limits = [spec.tolerance(problem)]
-    if grad and spec.name == "moe":  # that of the logits is zero but for the experts chosen: its errors are held against less
-        limits.append(2 * spec.tolerance(problem))
+    if grad and spec.name == "moe":
+        # That of the logits is zero but for the experts chosen, so that its errors are held against an rms that is smaller by
+        # sqrt(experts / top_k).
+        limits.append(max(2.0, math.sqrt(problem.groups / problem.top_k)) * spec.tolerance(problem))
     backward = mgpu_ops.SPECS.get(f"{spec.name}_backward")
     if grad and backward is not None:
         limits.append(2 * backward.tolerance(problem))

@@ -57,7 +57,13 @@ def draw(seed: int) -> tuple[Any, Any]:
 def drawn_indices(rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
     """In any order, in order, in reverse, one for all, or a few often."""
     found = rng.integers(0, rows, count)
-    kinds = [found, np.sort(found), np.sort(found)[::-1], np.full(count, found[0]), found[rng.integers(0, min(3, count), count)]]
+    kinds = [
+        found,
+        np.sort(found),
+        np.sort(found)[::-1],
+        np.full(count, found[0]),
+        found[rng.integers(0, min(3, count), count)],
+    ]
     return kinds[rng.integers(len(kinds))].astype(np.int32)
 
 

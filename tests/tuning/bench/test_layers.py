@@ -12,6 +12,7 @@ import pytest
 
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.tuning.bench import implementations, layers, report, results, runner
+from mgpu_ops.tuning.bench.settings import Precompiled, TuningContext
 from mgpu_ops.tuning.labels import label, problem_of
 from tests.tuning.bench.test_runner import timer, warm
 
@@ -63,6 +64,23 @@ def test_lax_is_not_run_where_it_would_expand_its_operands_beyond_memory() -> No
     lax = implementations.COMPETITORS["moe"]["lax"]
     assert "expands its operands" in str(lax.unavailable(layers.SHAPES["d2560-e64-16384"], H200))
     assert lax.unavailable(SMALL["small"], H200) is None
+
+
+@pytest.mark.parametrize(("jaxs", "tokamaxs", "wanted"), [(2.0, 3.0, "jax"), (3.0, 2.0, "tokamax"), (None, 2.0, "tokamax")])
+def test_the_fastest_parts_are_the_faster_of_the_kernels_that_run(
+    jaxs: float | None, tokamaxs: float, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: dict[str, float] = {"jax": jaxs or 0.0, "tokamax": tokamaxs}
+    context = TuningContext(None, H200, (np.ones(3),), lambda calls, gpu, rounds: [[times[str(call())]] for call in calls])
+
+    def prepare(name: str) -> implementations.Prepared:
+        if not times[name]:
+            raise ValueError("none of 2 settings compiles")
+        return Precompiled(lambda x: x, context.arrays, lambda: name), name
+
+    monkeypatch.setattr(implementations, "_jax_grouped", lambda context: prepare("jax"))
+    monkeypatch.setattr(implementations, "_tokamax", lambda context: prepare("tokamax"))
+    assert implementations._faster(context)[1] == wanted
 
 
 def test_answers_of_fused_weights_are_split_for_the_comparison() -> None:
