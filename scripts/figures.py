@@ -225,10 +225,11 @@ def cross_entropy(results: Path) -> Iterator[str]:
 
 
 def moe(results: Path) -> Iterator[str]:
-    layers = problems(results, "h200-moe")
+    layers, grads = problems(results, "h200-moe"), problems(results, r"h200-moe\+grad")
     yield from HEAD
     yield line("whole layer, forward", "tokamax's products, untuned, and XLA", layers, "tokamax-default")
-    yield from sources(*files(layers))
+    yield line("whole layer, forward + backward", "arithmetic at the datasheet's rate", grads, "roofline")
+    yield from sources(*files(layers, grads))
 
 
 def steps_of_programs(results: Path, gpu: str = "h200") -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
