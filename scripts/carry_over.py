@@ -29,6 +29,7 @@ from mgpu_ops.registry.database import Entry
 from mgpu_ops.registry.spec import Config, OpSpec, Problem, baseline_of
 from mgpu_ops.registry.winner import Winner
 from mgpu_ops.tuning import measure, ranking
+from mgpu_ops.tuning.cli.check_in import evidence_faults
 from mgpu_ops.tuning.compile_pool import Pool
 from mgpu_ops.tuning.device import Device, Measured
 from mgpu_ops.tuning.labels import label
@@ -116,7 +117,8 @@ def measured(spec: OpSpec, one: Stored, configs: Sequence[Config], device: Devic
     if not right:
         return Measurement(Final({}, []), failed, None)
     us = {c: o.us or 0.0 for c, o in right.items()}
-    times = device.finals([c for c in right if c == one.config or us[c] <= _NEAR * min(us.values())], SECONDS)
+    kept = (one.config, spec.default(one.problem, device.gpu))
+    times = device.finals([c for c in right if c in kept or us[c] <= _NEAR * min(us.values())], SECONDS)
     if not times.samples:
         return Measurement(times, failed, None)
     best = ranking.winner(times.samples, one.config, _SEED)
@@ -125,7 +127,9 @@ def measured(spec: OpSpec, one: Stored, configs: Sequence[Config], device: Devic
 
 
 def _worth_it(spec: OpSpec, one: Stored, times: Final, entry: Entry, best: Config) -> bool:
-    """Whether the stored config failed here or is slower, or the other of kernel and baseline is the faster."""
+    """Whether the stored config failed here or is slower, or the other of kernel and baseline is the faster: for sure."""
+    if any(evidence_faults(entry)):
+        return False
     if one.config not in times.samples:
         return True
     gain = measure.median_us(times.samples[one.config]) / measure.median_us(times.samples[best]) - 1

@@ -34,16 +34,20 @@ def test_a_config_that_is_faster_here_gets_an_entry_with_all_times_of_the_run() 
 def test_a_config_that_is_as_fast_as_another_here_stays(others: float) -> None:
     found = measured({HELD: 100.0, OPTIMUM: others})
     assert found.entry is None
-    assert set(found.times.samples) == {HELD, OPTIMUM} if others < 120 else {HELD}
+    assert set(found.times.samples) == ({HELD, OPTIMUM} if others < 120 else {HELD})
 
 
 def test_where_xla_ran_by_the_familys_entry_and_the_kernel_is_faster_here_there_is_an_entry() -> None:
-    assert measured({HELD: 100.0, OPTIMUM: 100.0}, runs="xla").entry is not None
-    assert measured({HELD: 160.0, OPTIMUM: 160.0}, runs="xla").entry is None
+    assert measured({HELD: 100.0, DEFAULT: 100.0}, runs="xla").entry is not None
+    assert measured({HELD: 160.0, DEFAULT: 160.0}, runs="xla").entry is None
+
+
+def test_a_gain_without_the_default_beside_it_is_no_entry_that_others_could_rely_on() -> None:
+    assert measured({HELD: 110.0, DEFAULT: Outcome("crash"), OPTIMUM: 100.0}).entry is None
 
 
 def test_where_the_familys_config_fails_here_the_fastest_other_is_stored() -> None:
-    found = measured({HELD: Outcome("wrong", detail="error 1 exceeds 0"), OPTIMUM: 100.0})
+    found = measured({HELD: Outcome("wrong", detail="error 1 exceeds 0"), OPTIMUM: 100.0, DEFAULT: 110.0})
     assert found.entry is not None
     assert found.failed == {HELD: "wrong: error 1 exceeds 0"}
     assert measured({HELD: Outcome("crash"), OPTIMUM: Outcome("crash")}).entry is None

@@ -71,11 +71,12 @@ def _beyond_validate(path: Path, folder: Path) -> Iterator[str]:
     if path.relative_to(folder) != place:
         yield f"no call looks here: move it to {place}"
     for entry in file.entries:
-        for fault in _faults(entry):
+        for fault in evidence_faults(entry):
             yield f"{database.title(entry)}: {fault}"
 
 
-def _faults(entry: Entry) -> Iterator[str]:
+def evidence_faults(entry: Entry) -> Iterator[str]:
+    """What the evidence of an entry lacks, so that others cannot rely on it."""
     e = entry.evidence
     if e.kind == "modelled":
         yield "modelled, not measured: tune it on the GPU"
