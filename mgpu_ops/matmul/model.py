@@ -308,12 +308,13 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8
     bits: a third stage is worth more.
     """
-    widths = (64,) if computes_transposed(config) else (64, 32, 16)
+    widths = (64,) if computes_transposed(config) else (64, 32)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
     short_steps = config.tile_k <= _line(problem) and not transposed(problem)[0]
     beside_wgmma = config.takes_turns or (config.schedule == "deferred" and short_steps)
     narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
-    for columns in reversed(widths) if narrow else widths:
+    narrowest = () if computes_transposed(config) else (16,)  # for a part of fewer columns than 32
+    for columns in (*(reversed(widths) if narrow else widths), *narrowest):
         if steps := _most_steps(problem, _alike(config), gpu, columns):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
             if check(problem, found, gpu) is None:  # what refuses it refuses it with fewer steps
