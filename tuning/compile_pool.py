@@ -128,7 +128,7 @@ class Candidates:
         self._pool.submit(self._task(config=config)).add_done_callback(lambda future: self._done.put((config, future)))
 
     def next(self) -> tuple[Config, Executable | Outcome]:
-        """The next that is through. One that spills is refused, but for the default, which runs where nothing is stored."""
+        """The next that is through. One that spills in a loop is refused, but for the default: it runs where nothing is stored."""
         if not self._in_flight:
             raise LookupError("no candidate is under way")
         found = self._done.get()
@@ -144,7 +144,7 @@ class Candidates:
             for warning in set(made.warnings) - _said:  # each process of the pool has it to say
                 _said.add(warning)
                 _log.warning("%s", warning)
-        if isinstance(made, Executable) and made.spills and config != self._default:
+        if isinstance(made, Executable) and made.spills > self.spec.spills_outside_loops(config) and config != self._default:
             return config, Outcome("compile", detail=f"{made.spills} bytes of registers spill")
         return config, made
 

@@ -44,6 +44,7 @@ from mgpu_ops.attention.problem import (
     BackwardProblem,
     Config,
     Problem,
+    backward_spills_outside_loops,
     check,
     check_backward,
     supports,
@@ -467,4 +468,5 @@ BACKWARD = OpSpec(
     baseline=cudnn.backward_baseline,
     baseline_cost=cudnn_model.backward_cost,
     modelled_margin=0.98,
+    spills_outside_loops=backward_spills_outside_loops,
 )

@@ -76,6 +76,9 @@ class OpSpec:
     baseline_cost: Callable[[Any, Gpu], float | None] | None = None  # modelled seconds of the baseline; None: no model
     modelled_margin: float = 0.95  # by the models, the baseline runs unless the kernel takes less than so much of its time
     unmeasured: Callable[[Any], str | None] = lambda problem: None  # why calls run XLA until the kernel was measured, or None
+    spills_outside_loops: Callable[[Any], int] = lambda config: (
+        0
+    )  # bytes a thread that a config may spill, as no loop reads them
     leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel
     plain: Callable[[Any], Any] = lambda problem: problem  # a problem whose entries count as this one's, if it has none itself
     devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then

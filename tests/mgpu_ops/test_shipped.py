@@ -175,14 +175,6 @@ def test_a_matmul_that_xla_won_is_xlas_own_and_the_kernel_runs_for_who_names_it(
     assert ran == [found.config]
 
 
-def kept_outside_of_loops(config: Any) -> int:
-    """Bytes of spills: dq a step later keeps a few numbers of a kv block in local memory, none that its main loop uses.
-
-    So it was measured; test_flash_attention_sass.py holds the loop.
-    """
-    return 448 if getattr(config, "dq_step", "same") == "next" else 0
-
-
 def assert_compiles(spec: Any, problem: Any, config: Any, device: Any) -> None:
     assert spec.check(problem, config, device) is None
     arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
@@ -190,7 +182,7 @@ def assert_compiles(spec: Any, problem: Any, config: Any, device: Any) -> None:
     devices = spec.devices(problem)
     report = aot.compile_for(device, run, *arrays, devices=devices)
     assert report.kernels
-    assert report.spills <= kept_outside_of_loops(config)
+    assert report.spills <= spec.spills_outside_loops(config)
     assert report.serialized == ""
     ll = devices > 1 and config.algorithm.startswith("ll_")  # where data go through registers, not TMA
     of_one_gpu = "UTMALDG" if spec.name in ("cross_entropy", "rms_norm") else "HGMMA"
@@ -222,7 +214,7 @@ SPILLS_OF_A_NEWER_PTXAS = {
 def test_shipped_config_compiles_without_spills(name):
     op, problem, config, gpu_key = KERNELS[name]
     spec, device = spec_of(op), gpu.find(gpu_key)
-    assert_builds(spec, problem, config, device, SPILLS_OF_A_NEWER_PTXAS.get(name, kept_outside_of_loops(config)))
+    assert_builds(spec, problem, config, device, SPILLS_OF_A_NEWER_PTXAS.get(name, spec.spills_outside_loops(config)))
 
 
 @needs_compiler

@@ -172,6 +172,14 @@ def test_what_does_not_compile_or_spills_never_reaches_the_gpu(start: Start, log
     assert "judge" not in log.read_text()
 
 
+def test_what_spills_where_no_loop_reads_it_is_measured(start: Start) -> None:
+    device = start()
+    device.open(dataclasses.replace(MATMUL, spills_outside_loops=lambda config: 48), PROBLEM, 0)
+    assert judge(device, "spills") == [("spills", "ok")]
+    device.open(dataclasses.replace(MATMUL, spills_outside_loops=lambda config: 47), PROBLEM, 0)
+    assert judge(device, "spills") == [("spills", "compile")]
+
+
 def test_the_default_is_measured_even_if_it_spills(start: Start) -> None:
     """It is what runs where nothing is stored: whatever is stored must be known to be faster."""
     default = MATMUL.default(PROBLEM, GPU)

@@ -223,15 +223,14 @@ def tolerance(spec: OpSpec, problem: Problem, grad: bool) -> float:
     reference is given the forward output as it is stored, while forward and backward together compare with a float32 output.
     Its rounding moves delta = sum(out * d out), and with it queries of few visible keys, whose gradient is small.
     """
-    limits = [spec.tolerance(problem)]
+    limits, fields = [spec.tolerance(problem)], dataclasses.asdict(problem)
     if grad and spec.name == "moe":
         # That of the logits is zero but for the experts chosen, so that its errors are held against an rms that is smaller by
         # sqrt(experts / top_k).
-        limits.append(max(2.0, math.sqrt(problem.groups / problem.top_k)) * spec.tolerance(problem))
+        limits.append(max(2.0, math.sqrt(fields["groups"] / fields["top_k"])) * spec.tolerance(problem))
     backward = mgpu_ops.SPECS.get(f"{spec.name}_backward")
     if grad and backward is not None:
         limits.append(2 * backward.tolerance(problem))
-    fields = dataclasses.asdict(problem)
     if grad and "out_dtype" in fields:
         limits.append(spec.tolerance(dataclasses.replace(problem, out_dtype=fields["dtype"])))
     return max(limits)

@@ -96,7 +96,7 @@ def _kernel(job: TuningJob, gpu: Gpu, function: str) -> dict[str, Any]:
         say(f"         does not compile: {brief(e)}")
         say(f"         {_advice(chosen, function)}")
         return found | {"error": brief(e)}
-    _tell(report, chosen, function)
+    _tell(report, spec.spills_outside_loops(chosen.config), chosen, function)
     fields = ("name", "registers", "spill_stores", "spill_loads", "smem_bytes", "serialized")
     return found | {"kernels": [{field: getattr(kernel, field) for field in fields} for kernel in report.kernels]}
 
@@ -110,13 +110,13 @@ def _sum(compiled: Sequence[Mapping[str, Any]]) -> str:
     return f"in all {us:.1f} us of kernels by the ops' models{without}"
 
 
-def _tell(report: Report, chosen: Resolution, function: str) -> None:
+def _tell(report: Report, allowed: int, chosen: Resolution, function: str) -> None:
     for kernel in report.kernels:
         spills = kernel.spill_stores + kernel.spill_loads
         spilled = f"{spills} bytes a thread spilled" if spills else "no spills"
         smem = f"{kernel.smem_bytes / 1024:.1f} KiB of shared memory"
         say(f"         {kernel.name}: {kernel.registers} registers, {spilled}, {smem}")
-    if report.spills or report.serialized:
+    if report.spills > allowed or report.serialized:
         slow = f"ptxas serialises its tensor cores ({report.serialized})" if report.serialized else "it spills registers"
         say(f"         it runs, but slowly: {slow}. {_advice(chosen, function)}")
     if not report.kernels:
