@@ -128,7 +128,7 @@ class Candidates:
         self._pool.submit(self._task(config=config)).add_done_callback(lambda future: self._done.put((config, future)))
 
     def next(self) -> tuple[Config, Executable | Outcome]:
-        """The next that is through. One that spills in a loop is refused, not the default, which runs where nothing is stored."""
+        """The next that is through. One that spills in a loop is refused, but for the default, which calls may run."""
         if not self._in_flight:
             raise LookupError("no candidate is under way")
         found = self._done.get()
