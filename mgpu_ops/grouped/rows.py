@@ -65,10 +65,12 @@ def _pass(rows: jax.Array, each: jax.Array, place: Callable[[jax.Array], jax.Arr
     first = (number - _before(sums_of)[index]) * _AT_ONCE  # within the rows of the index
     left = jnp.where(number < sums_of.sum(dtype=jnp.int32), each[index] - first, 0)
     start = jnp.where(left > 0, _before(each)[index] + first, 0)
-    wide = np.promote_types(rows.dtype, np.float32)
+    wide, nth = np.promote_types(rows.dtype, np.float32), jnp.arange(_AT_ONCE, dtype=jnp.int32)[:, None]
+    # XLA would work out the places of a row's elements for each of them again.
+    places, left = lax.optimization_barrier((place(start + jnp.where(nth < left, nth, 0)), left))
 
     def row(i: int) -> jax.Array:
-        found = rows.at[place(start + jnp.where(i < left, i, 0))].get(mode="promise_in_bounds")
+        found = rows.at[places[i]].get(mode="promise_in_bounds")
         return jnp.where((i < left)[:, None], found.astype(wide), 0)
 
     return functools.reduce(jnp.add, map(row, range(_AT_ONCE))), sums_of

@@ -51,7 +51,6 @@ from mgpu_ops.grouped.grouped_matmul.problem import (
     plain,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.grouped.sizes import Spread, for_each_block, of_shard
 from mgpu_ops.registry import dispatch
@@ -464,7 +463,6 @@ SPEC = OpSpec(
     tolerance=tolerance,
     baseline=lambda problem: Baseline("dense", dense, differs="it multiplies all rows by one matrix"),
     plain=plain,
-    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "grouped_matmul", "launch", "ragged_dot", "reference"]

@@ -294,13 +294,6 @@ def by_name(problem: Problem, extra: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, extra, strict=True))
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.lhs_rows:
-        return "grouped_matmul with row_indices has not run on a GPU yet: backend='mosaic' runs the kernel"
-    return None
-
-
 def plain(problem: Problem) -> Problem:
     """The problem whose entries count as this one's: one product of all groups and of rows in their order, neither scaled nor
     of gated activations.

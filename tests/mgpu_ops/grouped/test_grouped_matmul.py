@@ -249,6 +249,12 @@ def test_row_indices_take_rows_in_any_order_as_often_as_named(activation, assert
         assert_near(x, y, 1e-5)
 
 
+def test_rows_by_index_are_the_kernels_on_a_gpu():
+    told = mgpu_ops.explain("grouped_matmul", {"m": 1024, "n": 512, "k": 512, "groups": 8, "lhs_rows": 300}, gpu="h200")
+    assert "tile_m=" in told
+    assert "backend='mosaic'" not in told
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3, np.array([2]), jnp.int32(2)], ids=str)
 def test_group_offset_multiplies_the_rows_of_a_shards_groups_and_no_others(offset, assert_near):
     sizes = np.array([9, 0, 30, 12, 20])
