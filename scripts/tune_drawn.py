@@ -1,12 +1,12 @@
 """Tunes matmul's suite `anywhere` beside XLA, about a second and a half of a Hopper GPU for each problem.
 
-    python scripts/tune_drawn.py --output results/DATE-GPU-matmul-anywhere-tuned.csv [--part 0/2] [--seconds 90]
+    python scripts/tune_drawn.py --output results/DATE-GPU-matmul-anywhere-tuned.csv [--part 0/2] [--names 0,24] [--seconds 90]
 
 `mgpu-tune run matmul --suite anywhere` searches longer and stores entries. This shows what the kernel reaches on problems that
 nobody chose, and stores none. Of each problem the default and the most promising configs by the model compile in processes
 without a GPU, and are timed in turn with XLA. Then the fastest is timed beside XLA alone, and these two times are written as
 `mgpu-tune bench` writes them; all configs' times go to a file of the same name that ends in .jsonl. Rows of problems that the
-CSV file has already are kept, so that parts of the suite may be measured one after the other.
+CSV file has already are kept, but for those measured again, so that parts of the suite may be measured one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,21 @@ def told_of(name: str, problem: MatmulProblem, found: Tuned) -> str:
     )
 
 
+def named(problems: Mapping[str, MatmulProblem], names: str) -> dict[str, MatmulProblem]:
+    """Those of a suite that are asked for, in that order; all for "". ValueError for a name that there is not."""
+    asked = [name for name in names.split(",") if name]
+    short = {name.rpartition("-")[2]: name for name in problems}
+    if unknown := [name for name in asked if name not in problems and name not in short]:
+        raise ValueError(f"no problem {', '.join(unknown)} in the suite: --names takes names such as {next(iter(problems))}")
+    return {short.get(name, name): problems[short.get(name, name)] for name in asked} if asked else dict(problems)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--suite", default="anywhere")
     parser.add_argument("--part", default="0/1", help="which part of the problems, as 0/2 and 1/2")
+    parser.add_argument("--names", default="", help="only these problems, by name or by what follows its last '-', as 0,24")
     parser.add_argument("--configs", type=int, default=CONFIGS, help="of each problem")
     parser.add_argument("--seconds", type=float, default=300.0, help="stop after this time")
     arguments = parser.parse_args()
@@ -172,8 +182,12 @@ def main() -> None:
         if gpu is None:
             parser.error("this machine has no Hopper GPU")
         part, parts = map(int, arguments.part.split("/"))
+        try:
+            problems = named(suites.problems(MATMUL, arguments.suite), arguments.names)
+        except ValueError as error:
+            parser.error(str(error))
         topology, queued = aot.attached(), []
-        for name, problem in list(suites.problems(MATMUL, arguments.suite).items())[part::parts]:
+        for name, problem in list(problems.items())[part::parts]:
             configs = promising(problem, gpu, arguments.configs)
             queued.append((name, problem, [(c, pool.submit(CompileJob("matmul", problem, c, gpu, topology))) for c in configs]))
         _measure(queued, arguments.output, stamp_of("matmul", gpu), lambda: time.monotonic() - start < arguments.seconds)

@@ -19,6 +19,14 @@ from scripts import tune_drawn
 MATMUL, H200 = spec_of("matmul"), gpu.find("h200")
 
 
+def test_problems_are_asked_for_by_name_or_number():
+    suite = {f"anywhere-{i}": MatmulProblem(8 * i, 64, 64) for i in (1, 2, 3)}
+    assert list(tune_drawn.named(suite, "3,anywhere-1")) == ["anywhere-3", "anywhere-1"]
+    assert tune_drawn.named(suite, "") == suite
+    with pytest.raises(ValueError, match="no problem 4 in the suite"):
+        tune_drawn.named(suite, "4")
+
+
 @pytest.mark.parametrize("name", ["anywhere-0", "anywhere-6", "anywhere-20", "anywhere-90"])
 def test_the_default_and_the_most_promising_configs_of_different_tiles_are_tried(name: str) -> None:
     problem: Any = suites.problems(MATMUL, "anywhere")[name]
