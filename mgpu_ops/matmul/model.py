@@ -38,11 +38,13 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     The transposed product is for few rows; warpgroups take turns, or store later, where there are more tiles than blocks.
     """
     p = problem
-    few_rows = (*_FEW_ROWS, 64) if p.m <= _MOST_FEW_ROWS else (64,)
+    fitted = list(_fitted(problem, gpu))
+    rows = {m for m, _ in fitted} | {64, 128, 192, 256} | set(_FEW_ROWS if p.m <= _MOST_FEW_ROWS else ())
+    columns = {n for _, n in fitted} | {64, 96, 128, 160, 192, 224, 256}
     many_tiles = p.batch * math.ceil(p.m / 128) * math.ceil(p.n / 128) > gpu.sms
     return {
-        "tile_m": (*few_rows, 128, 192, 256),
-        "tile_n": (64, 96, 128, 160, 192, 224, 256),
+        "tile_m": tuple(sorted(rows)),
+        "tile_n": tuple(sorted(columns)),
         "tile_k": (_line(problem), 2 * _line(problem)),
         "max_concurrent_steps": _STEPS,
         "compute_warpgroups": (1, 2),
@@ -201,6 +203,8 @@ _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes
 _DEFERRED = (128, 256)  # the tile whose store is deferred
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
+_MOST_PARTS = 4  # tiles of fitted rows that a problem's rows are
+_MOST_WAVES = 3  # of tiles of fitted columns
 _MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
 _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
@@ -219,7 +223,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
     best: dict[tuple[Any, ...], tuple[float, Config]] = {}
-    for config in itertools.chain(_shapes(problem), _overlapped(problem, gpu)):
+    for config in itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu)):
         found = deepest(problem, config, gpu)
         if found is not None:
             key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule)
@@ -230,7 +234,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     return [config for _, config in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _shapes(problem: Problem) -> Iterator[Config]:
+def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles, and how they are divided, with as many steps as any of them may have."""
     few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)
     line = _line(problem)
@@ -239,11 +243,13 @@ def _shapes(problem: Problem) -> Iterator[Config]:
         tiles += [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
     else:
         tiles += [(m, n, line) for m, n in _TILES]
-    for tile_m, tile_n, tile_k in tiles:
-        for warpgroups, wg_dimension in _DIVISIONS:
+    divided = [(tile, _DIVISIONS, _SPLITS) for tile in tiles]
+    divided += [((m, n, line), _DIVISIONS[:2], _SPLITS[:3]) for m, n in _fitted(problem, gpu)]
+    for (tile_m, tile_n, tile_k), divisions, splits in divided:
+        for warpgroups, wg_dimension in divisions:
             if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
                 continue
-            for cluster, split_k in _SPLITS:
+            for cluster, split_k in splits:
                 yield dataclasses.replace(
                     _shape(tile_m, tile_n, tile_k),
                     compute_warpgroups=warpgroups,
@@ -251,6 +257,34 @@ def _shapes(problem: Problem) -> Iterator[Config]:
                     cluster=cluster,
                     split_k=split_k,
                 )
+
+
+def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
+    """Rows and columns of tiles that follow from the problem's sides: those along wgmma's N, which come in eights.
+
+    Rows of the transposed product that few tiles have in common; columns with which all tiles are one to three whole waves.
+    """
+    p = problem
+    if itemsize_of(multiplied(p).dtype) != 2:
+        return
+    a_t, b_t = transposed(p)
+    if not a_t:
+        for parts in range(1, _MOST_PARTS + 1):
+            rows = _up(math.ceil(p.m / parts), 8)
+            if rows % gemm.ROWS and _FEW_ROWS[-1] < rows < 256:
+                yield from ((rows, columns) for columns in (64, 128, 192, 256))
+    if b_t:
+        for tile_m in (64, 128, 192, 256):
+            for waves in range(1, _MOST_WAVES + 1):
+                across = gpu.sms * waves // (p.batch * math.ceil(p.m / tile_m))
+                columns = _up(math.ceil(p.n / across), 16) if across else 0
+                if columns % gemm.ROWS and gemm.ROWS < columns < 256 and tile_m < p.m + gemm.ROWS:
+                    yield tile_m, columns
+
+
+def _up(size: int, unit: int) -> int:
+    """The next multiple of unit."""
+    return -(-size // unit) * unit
 
 
 def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:

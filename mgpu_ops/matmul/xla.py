@@ -19,10 +19,10 @@ from mgpu_ops.matmul.problem import Problem
 from mgpu_ops.matmul.quantities import bytes_moved
 
 # Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
-_LAUNCH = 2.95e-6  # s
+_LAUNCH = 3.33e-6  # s
 _TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
-_RATE = 0.87  # of the datasheet's FLOP/s
-_LAUNCH_8_BITS = 2.6e-6  # s more with operands of 8 bits
+_RATE = 0.869  # of the datasheet's FLOP/s
+_LAUNCH_8_BITS = 2.2e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
 _LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
 _TILES_PARTS = ((256, 128, 1.0), (128, 128, 0.7))
@@ -34,21 +34,24 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
     "float32": 0.054,
 }
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
-_MEMORY = 0.94  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
-_MEMORY_64 = 0.88
-_STORE = 0.54e-6  # s for the first loads and the store of a tile of 128 x 128
-_NORM = 3.8  # arithmetic and HBM overlap (`gemm.together`)
-_TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.49))  # rows, columns, and what is left of the rate
-_SUM_LAUNCH = 0.2e-6  # s of the kernel that adds up the parts of k
-_SUM_RATE = 0.47  # of HBM's rate, at which float32 parts are written and read
+_MEMORY = 0.952  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
+_MEMORY_64 = 0.929
+_STORE = 0.4e-6  # s for the first loads and the store of a tile of 128 x 128
+_NORM = 3.4  # arithmetic and HBM overlap (`gemm.together`)
+_TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.95))  # rows, columns, and what is left of the rate
+_SUM_LAUNCH = 1.05e-6  # s of the kernel that adds up the parts of k
+_SUM_RATE = 0.714  # of HBM's rate, at which float32 parts are written and read
 _ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel after the product that adds a residual to it, and of HBM's rate
 _NORMALISED, _NORMALISED_RATE = 2.5e-6, 0.47  # s of the kernels that normalise rows, and of HBM's rate at which they do
-_PADDED = 4.3  # times the time of HBM take the copies and the product after them
+_PAD_LAUNCH = 0.74e-6  # s of a kernel that copies an operand to an array with a longer k,
+_PAD_TIMES = 3.2  # and times the operand's bytes at HBM's rate, with what it costs the product that its copy is not in L2
 
-# When XLA splits k: by the tile that its heuristic reckons with, and what adding up the parts costs it in steps of k.
-_SPLIT_TILE = (64, 192)
-_SPLIT_STEPS = 1000.0
-_SPLIT_STEPS_PER_ELEMENT = 2e-4  # of the parts
+# When XLA splits k: the costs that its heuristic has for Hopper, in units of its own (`ChooseSplitK` in openxla/xla). Of 457
+# problems compiled by jax 0.11.2 for an H200, it predicts the parts of all.
+_SPLIT_TILE = 128  # rows and columns
+_SPLIT_FLOP, _SPLIT_BYTE = 100.0, 0.194136  # of a tile's arithmetic, of a wave; and of what is read and written
+_SPLIT_SUM, _SPLIT_SUM_BYTE = 4.36e7, 193.1384  # of a kernel that adds up parts, and of each byte that it reads and writes
+_SPLIT_FLOPS = {"tf32_x3": 12, "bf16_x3": 12, "bf16_x6": 20, "bf16_x9": 28}  # for each element, by algorithm; else 2
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 _ALIGNED = 8  # elements of 16 bits in 16 bytes
 
@@ -57,7 +60,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time of XLA in seconds, |...| as in `model.cost`.
 
     time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile, + sum with a residual;
-    of a tiny product a constant; with a k that must be padded, at least `_PADDED` times the time of HBM.
+    of a tiny product a constant; with a k that must be padded, + the copies of both operands.
     """
     if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
         return _TINY_SECONDS
@@ -76,7 +79,8 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     )
     aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
     if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
-        seconds = max(seconds, _PADDED * memory)
+        operands = p.batch * (p.m + p.n) * p.k * itemsize_of(p.dtype)
+        seconds += 2 * _PAD_LAUNCH + _PAD_TIMES * operands / gpu.memory_bytes_per_s
     if p.normalised:
         read_and_written = 2 * p.batch * p.m * p.k * itemsize_of(p.dtype)
         seconds += _NORMALISED + read_and_written / (_NORMALISED_RATE * gpu.memory_bytes_per_s)
@@ -106,13 +110,20 @@ def _widening(p: Problem, gpu: Gpu) -> float:
 
 
 def split_k(problem: Problem, gpu: Gpu) -> int:
-    """Into how many parts XLA probably splits k: it weighs a GPU full of shorter tiles against adding up the parts."""
+    """Into how many parts XLA splits k: it weighs a GPU full of shorter tiles against adding up the parts."""
     p = problem
-    rows, columns = _SPLIT_TILE
-    tiles = p.batch * math.ceil(p.m / rows) * math.ceil(p.n / columns)
+    rows, columns = min(p.m, _SPLIT_TILE), min(p.n, _SPLIT_TILE)
+    tiles = p.batch * math.ceil(p.m / _SPLIT_TILE) * math.ceil(p.n / _SPLIT_TILE)
+    at_once = gpu.sms * _SPLIT_TILE**2 / (rows * columns)
+    flops = _SPLIT_FLOPS.get(algorithms.of_xla(p.algorithm, p.m, p.n), 2)
+    read, out = p.batch * (p.m + p.n) * p.k * itemsize_of(p.dtype), p.batch * p.m * p.n
 
-    def steps(parts: int) -> float:
-        added = _SPLIT_STEPS + _SPLIT_STEPS_PER_ELEMENT * p.batch * parts * p.m * p.n if parts > 1 else 0.0
-        return max(1.0, tiles * parts / gpu.sms) * p.k / parts + added
+    def seconds(parts: int) -> float:  # in units of its own
+        k = math.ceil(p.k / parts)
+        arithmetic = _SPLIT_FLOP * flops * rows * columns * k * max(1.0, tiles * parts / at_once)
+        if parts == 1:
+            return max(arithmetic, _SPLIT_BYTE * (read + out * itemsize_of(p.out_dtype)))
+        added = _SPLIT_SUM_BYTE * out * (4 * parts + itemsize_of(p.out_dtype))
+        return max(arithmetic, _SPLIT_BYTE * (read + 4 * parts * out)) + _SPLIT_SUM + added
 
-    return min(_SPLITS, key=steps)
+    return min(_SPLITS, key=seconds)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mgpu_ops.core import gpu
-from mgpu_ops.matmul import SPEC, checks, problem
+from mgpu_ops.matmul import SPEC, checks, problem, xla
 from mgpu_ops.matmul.problem import Problem
 from tests.configs import BASE
 
@@ -20,7 +22,8 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
 @pytest.mark.parametrize(
     ("p", "changes", "reason"),
     [
-        (P, {"tile_m": 129}, "a warpgroup's 64 rows of tile_m=129 must be a multiple of 64"),
+        (P, {"tile_m": 192}, "a warpgroup's 96 rows of tile_m=192 must be a multiple of 64"),
+        (P, {"tile_m": 129, "epilogue_tile_n": 64}, "tile_m=129 is no multiple of 64: m and n, A and B change places"),
         (P, {"raster_dimension": "k"}, r"raster_dimension='k' is not one of \('m', 'n'\)"),
         (P, {"raster_width": 0}, "raster_width=0 must be at least 1"),
         (P, {"split_k": 9}, "split_k=9 must be from 1 to the 8 steps of k=512"),
@@ -167,9 +170,10 @@ def test_stages_of_scales_begin_where_tma_can_write(tile_m):
     assert all(numbers * 4 % 128 == 0 for numbers in found)
 
 
-@pytest.mark.parametrize("sizes", [(16, 4096, 4096), (16, 4096, 14336), (24, 4096, 14336)])
-def test_the_tuner_may_choose_every_candidate_for_few_rows(sizes):
-    p = Problem(*sizes)
+@pytest.mark.parametrize(
+    "p", [Problem(16, 4096, 4096), Problem(24, 4096, 14336), Problem(90, 10160, 1112, layout="nt"), Problem(275, 2704, 8256)]
+)
+def test_the_tuner_may_choose_every_candidate_for_few_rows(p):
     space = SPEC.space(p, H200)
     for config in SPEC.candidates(p, H200):
         assert {field: value for field, value in vars(config).items() if value not in space[field]} == {}
@@ -184,3 +188,12 @@ def test_no_candidate_has_room_for_more_steps(p):
         assert problem.smem_bytes(p, config) <= H200.smem_per_block
         for more in (n for n in steps if n > config.max_concurrent_steps):
             assert problem.smem_bytes(p, replace(config, max_concurrent_steps=more)) > H200.smem_per_block, config
+
+
+def test_the_parts_of_k_that_xla_makes_are_those_of_its_compiled_programs():
+    """results/2026-11-23-h200-xla-parts.jsonl has those of drawn products, compiled for an H200 by jax 0.11.2."""
+    lines = (Path(__file__).parents[3] / "results" / "2026-11-23-h200-xla-parts.jsonl").read_text().splitlines()
+    programs = [json.loads(line) for line in lines]
+    wrong = [one for one in programs if xla.split_k(Problem(**one["problem"]), H200) != one["parts"]]
+    assert wrong == []
+    assert {one["parts"] for one in programs} >= {1, 2, 4, 8, 16, 32, 64}
