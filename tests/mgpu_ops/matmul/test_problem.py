@@ -23,7 +23,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
     ("p", "changes", "reason"),
     [
         (P, {"tile_m": 192}, "a warpgroup's 96 rows of tile_m=192 must be a multiple of 64"),
-        (P, {"tile_m": 129, "epilogue_tile_n": 64}, "tile_m=129 is no multiple of 64: m and n, A and B change places"),
+        (P, {"tile_m": 129}, "a warpgroup's 64 rows of tile_m=129 must be a multiple of 64"),
         (P, {"raster_dimension": "k"}, r"raster_dimension='k' is not one of \('m', 'n'\)"),
         (P, {"raster_width": 0}, "raster_width=0 must be at least 1"),
         (P, {"split_k": 9}, "split_k=9 must be from 1 to the 8 steps of k=512"),
