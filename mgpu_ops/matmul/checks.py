@@ -33,6 +33,7 @@ from mgpu_ops.matmul.problem import (
     k_steps,
     largest_swizzle,
     multiplied,
+    neighbours,
     panel,
     partial_problem,
     products,
@@ -170,7 +171,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 SCHEDULES = (*gemm.SCHEDULES, "deferred", "ahead")
 _CHOICES = {
-    "cluster": ("none", "m", "n", "k"),
+    "cluster": ("none", "m", "n", "m4", "n4", "k"),
     "raster_dimension": ("m", "n"),
     "schedule": SCHEDULES,
 }
@@ -183,7 +184,7 @@ def check_turns(c: Config) -> str | None:
     for field, allowed, why in (
         ("compute_warpgroups", (2,), "which take turns"),
         ("wg_dimension", ("m",), "as no side of a tile is shared"),
-        ("cluster", ("none", "m", "n"), "as the blocks of a cluster along k add up one tile at a time"),
+        ("cluster", ("none", "m", "n", "m4", "n4"), "as the blocks of a cluster along k add up one tile at a time"),
     ):
         if getattr(c, field) not in allowed:
             wanted = " or ".join(map(repr, allowed))
@@ -324,9 +325,14 @@ _INTEGER_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # wgmma's N
 
 
 def _check_shared(p: Problem, c: Config) -> str | None:
-    """Each of the two blocks of a cluster along m or n can load half of the operand that they share."""
+    """Each block of a cluster along m or n can load its part of the operand that they share."""
     a_t, b_t = transposed(p)
-    rows = {"n": c.tile_k if a_t else c.tile_m, "m": c.tile_n if b_t else c.tile_k}.get(c.cluster, 0)
+    down, across = neighbours(c)
+    rows = (c.tile_k if a_t else c.tile_m) if across > 1 else (c.tile_n if b_t else c.tile_k) if down > 1 else 0
+    if cluster_size(c) == 4 and rows % 32:
+        return (
+            f"cluster={c.cluster!r} shares tiles of {rows} rows: they must be a multiple of 32, of which four blocks load parts"
+        )
     if rows // 8 % 2 and rows > 8:
         return (
             f"cluster={c.cluster!r} shares tiles of {rows} rows: they must be a multiple of 16, which two blocks load in halves"

@@ -46,6 +46,7 @@ from mgpu_ops.matmul.problem import (
     consumer_registers,
     dtype_of_b,
     k_steps,
+    neighbours,
     partial_problem,
     products,
     residual_steps,
@@ -79,6 +80,7 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
     p, c = work.problem, work.config
     a_t, b_t = transposed(p)
     swizzle = swizzle_bytes(p, c)
+    down, across = neighbours(c)
 
     def spec(ref: Any, tile: tuple[int, int], index: Callable[[Tile, jax.Array], tuple[Int, Int]], shared: bool) -> Any:
         batched = ref.ndim == 3
@@ -105,8 +107,8 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
 
     a_tile, b_tile = _operand_tiles(p, c)
     return [
-        spec(a_ref, a_tile, a_index, shared=c.cluster == "n"),
-        *(spec(b_ref, b_tile, b_index, shared=c.cluster == "m") for b_ref in b_refs),
+        spec(a_ref, a_tile, a_index, shared=across > 1),
+        *(spec(b_ref, b_tile, b_index, shared=down > 1) for b_ref in b_refs),
     ]
 
 

@@ -20,9 +20,11 @@ from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     as_computed,
+    cluster_size,
     computes_transposed,
     k_steps,
     multiplied,
+    neighbours,
     partial_problem,
     products,
     smem_bytes,
@@ -49,7 +51,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "max_concurrent_steps": _STEPS,
         "compute_warpgroups": (1, 2),
         "wg_dimension": ("m", "n"),
-        "cluster": ("none", "m", "n", "k"),
+        "cluster": ("none", "m", "n", "m4", "n4", "k"),
         "raster_dimension": ("m", "n"),
         "raster_width": (1, 2, 4, 8, 16),
         "epilogue_tile_n": (16, 32, 64, 128) if any(n % 32 for n in columns) else (32, 64, 128),
@@ -77,8 +79,11 @@ _NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its 
 _SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
 _STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
-_ACROSS_LINES = 1.52  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
-_MULTICAST = 0.79  # of the time is left to loads of an operand that two blocks share
+# Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
+# row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
+_ACROSS_LINES = {128: 1.0, 64: 1.52, 32: 1.52, 16: 1.52}
+_STORE_ACROSS = {128: 1.0, 64: 1.0, 32: 1.0, 16: 1.0}  # as long take the stores of such rows of the output
+_MULTICAST = {1: 1.0, 2: 0.79, 4: 0.62}  # of the time is left to loads of an operand that so many blocks share
 _LATENCY = 0.81e-6  # s from a TMA request to its data
 _LAUNCH = 1.17e-6  # s
 _COLD = 0.3e-6  # s more, in products of a few microseconds, until operands that are not in L2 arrive
@@ -87,7 +92,7 @@ _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a r
 _SUM = 0.23e-6  # s that a sum in a cluster takes,
 _SUM_OWN, _SUM_PART = 2.2, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
 _HBM = 1.08  # of the time at the datasheet's rate,
-_HBM_ACROSS_LINES = 1.19  # and times as long for an operand whose rows do not begin at 128-byte lines
+_HBM_ACROSS_LINES = {128: 1.0, 64: 1.19, 32: 1.19, 16: 1.19}  # and times as long for an operand of such rows
 _STEP_NORM = 4.6  # arithmetic, loads and latency of a step overlap nearly wholly,
 _MEMORY_NORM = 3.05  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
@@ -111,7 +116,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """
     p, c = as_computed(partial_problem(problem, config), config)
     tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    waves = math.ceil(tiles / (resident_clusters(c.split_k, gpu) if c.cluster == "k" else gpu.sms))
+    down, across = neighbours(c)
+    clusters = p.batch * math.ceil(math.ceil(p.m / c.tile_m) / down) * math.ceil(math.ceil(p.n / c.tile_n) / across)
+    waves = math.ceil(clusters / resident_clusters(cluster_size(c), gpu))
     efficiency = _RATE * gemm.efficiency(c, _LEAST) * gpu.flops(p.dtype) / gpu.bf16_flops
     efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
@@ -122,7 +129,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
     step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / max(c.max_concurrent_steps - held, 0.5), _loaded(p, c), _STEP_NORM)
-    store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
+    store = (
+        _STORE
+        * _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))]
+        * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
+    )
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     overlapped = c.schedule in ("pingpong", "deferred") and waves > 1
@@ -173,25 +184,31 @@ def slowdown(seconds: float) -> float:
 
 def _moved(p: Problem) -> float:
     """What is read and written counts as, in bytes, for a problem `multiplied`: operands once for each product of parts."""
-    a, b = (len(products(p)) * (_HBM_ACROSS_LINES if across else 1.0) for across in _across_lines(p))
+    a, b = (len(products(p)) * _HBM_ACROSS_LINES[aligned] for aligned in _alignments(p))
     more = (a - 1.0) * p.m + (b - 1.0) * p.n
     return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * more
 
 
 def _loaded(p: Problem, c: Config) -> float:
     """What the loads of a pipeline step count as, in bytes: rows across lines take longer, shared operands less long."""
-    a_across, b_across = _across_lines(p)
-    shared = _MULTICAST if itemsize_of(p.dtype) == 2 else _MULTICAST_8[c.tile_m * c.tile_n < 128 * 192]
-    a = c.tile_m * (_ACROSS_LINES if a_across else 1.0) * (shared if c.cluster == "n" else 1.0)
-    b = c.tile_n * (_ACROSS_LINES if b_across else 1.0) * (shared if c.cluster == "m" else 1.0)
+    a_aligned, b_aligned = _alignments(p)
+    down, across = neighbours(c)
+    shared = _MULTICAST if itemsize_of(p.dtype) == 2 else {1: 1.0, 2: _MULTICAST_8[c.tile_m * c.tile_n < 128 * 192], 4: 1.0}
+    a = c.tile_m * _ACROSS_LINES[a_aligned] * shared[across]
+    b = c.tile_n * _ACROSS_LINES[b_aligned] * shared[down]
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * (a + b)
 
 
-def _across_lines(p: Problem) -> tuple[bool, bool]:
-    """Whether rows of A and of B begin in the middle of 128-byte lines."""
+def _alignments(p: Problem) -> tuple[int, int]:
+    """What the first bytes of rows of A and of B are multiples of, 128 at most."""
     a_t, b_t = transposed(p)
-    line = 128 // itemsize_of(p.dtype)
-    return bool((p.m if a_t else p.k) % line), bool((p.k if b_t else p.n) % line)
+    size = itemsize_of(p.dtype)
+    return _aligned((p.m if a_t else p.k) * size), _aligned((p.k if b_t else p.n) * size)
+
+
+def _aligned(row_bytes: int) -> int:
+    """What all rows begin at multiples of, of 128, 64, 32 and 16 bytes."""
+    return max(16, math.gcd(row_bytes, 128))
 
 
 _TILES = (

@@ -82,7 +82,8 @@ class Config:
     max_concurrent_steps: stages of the pipeline in shared memory.
     compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
     wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
-    cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast); "k": `split_k`
+    cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast); "m4" or "n4": four
+      blocks, of which the last ones have no tile where tiles along it are no multiple of four; "k": `split_k`
       blocks, 2, 4 or 8, compute parts of k of one tile and add them up through distributed shared memory.
     raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
     raster_width: see raster_dimension.
@@ -198,7 +199,7 @@ def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
     if not computes_transposed(c):
         return p, c
     a_t, b_t = transposed(p)
-    swapped = {"m": "n", "n": "m"}
+    swapped = {"m": "n", "n": "m", "m4": "n4", "n4": "m4"}
     c = replace(
         c,
         tile_m=c.tile_n,
@@ -240,7 +241,13 @@ def residual_steps(p: Problem, c: Config) -> int:
 
 def cluster_size(c: Config) -> int:
     """Blocks of a cluster."""
-    return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
+    return {"none": 1, "k": c.split_k, "m4": 4, "n4": 4}.get(c.cluster, 2)
+
+
+def neighbours(c: Config) -> tuple[int, int]:
+    """How many tiles along m and along n a cluster has, whose blocks load the operand that they share once."""
+    size = cluster_size(c)
+    return (size if c.cluster in ("m", "m4") else 1), (size if c.cluster in ("n", "n4") else 1)
 
 
 def partial_problem(p: Problem, c: Config) -> Problem:

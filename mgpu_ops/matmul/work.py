@@ -15,7 +15,7 @@ from mgpu_ops.core import tile_scheduler, tma
 from mgpu_ops.core.epilogue import tile_origins
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.matmul.problem import Config, Problem, k_steps, panel, swizzle_bytes, transposed
+from mgpu_ops.matmul.problem import Config, Problem, k_steps, neighbours, panel, swizzle_bytes, transposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Tile:
 def tile_of(work: Work, step: jax.Array) -> Tile:
     """This block's output tile number `step`, or its part of one.
 
-    The two blocks of a cluster along m or n take tiles next to each other. Those of a cluster along k take one tile, and each
-    its part of k.
+    The blocks of a cluster along m or n take tiles next to each other, of which some may lie beyond the last. Those of a
+    cluster along k take one tile, and each its part of k.
     """
     p, c = work.problem, work.config
     rows, columns = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
-    rows //= 2 if c.cluster == "m" else 1
-    columns //= 2 if c.cluster == "n" else 1
+    down, across = neighbours(c)
+    rows, columns = math.ceil(rows / down), math.ceil(columns / across)
     # The number of a cluster of tiles: product after product, and within one in the order of `raster`.
     index = step * work.blocks + lax.axis_index("block")
     batch, index = (
@@ -59,10 +59,10 @@ def tile_of(work: Work, step: jax.Array) -> Tile:
         else (jnp.int32(0), index)
     )
     row, column = tile_scheduler.raster(index, (rows, columns), 0 if c.raster_dimension == "m" else 1, c.raster_width)
-    if c.cluster == "m":
-        row = row * 2 + lax.axis_index("cluster")
-    if c.cluster == "n":
-        column = column * 2 + lax.axis_index("cluster")
+    if down > 1:
+        row = row * down + lax.axis_index("cluster")
+    if across > 1:
+        column = column * across + lax.axis_index("cluster")
     part = jnp.int32(0)
     if c.cluster == "k":
         part = lax.axis_index("cluster")
@@ -139,6 +139,6 @@ def ends_with_rows(p: Problem, c: Config) -> bool:
 
 
 def clusters_of_tiles(p: Problem, c: Config) -> int:
-    """How many output tiles, or pairs of them in clusters along m or n, there are."""
-    tiles = p.batch * math.ceil(p.m / c.tile_m) * math.ceil(p.n / c.tile_n)
-    return tiles // (2 if c.cluster in ("m", "n") else 1)
+    """How many output tiles, or rows or columns of some in clusters along m or n, there are."""
+    down, across = neighbours(c)
+    return p.batch * math.ceil(math.ceil(p.m / c.tile_m) / down) * math.ceil(math.ceil(p.n / c.tile_n) / across)

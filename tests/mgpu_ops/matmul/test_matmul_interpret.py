@@ -59,6 +59,11 @@ CASES = {
     "wide tiles shared in a cluster": (P(200, 328, 136), replace(BASE, cluster="m", tile_n=128)),
     "tiles wider than rows of A": (P(72, 136, 72, layout="tn"), replace(BASE, epilogue_tile_n=64, tile_n=64)),
     "tiles wider than rows of B, narrow epilogue tiles": (P(72, 80, 72), replace(BASE, tile_n=128)),
+    "four blocks of a cluster along m, tiles beyond the last": (P(360, 136, 136), replace(ONE, cluster="m4")),
+    "four blocks of a cluster along n, transposed, A transposed": (
+        P(40, 456, 136, layout="tn"),
+        replace(FEW_ROWS, tile_m=32, cluster="n4", schedule="ahead"),
+    ),
     "one row": (P(1, 136, 72), ONE),
     "33 rows": (P(33, 136, 200), ONE),
     "201 rows, wide tiles": (P(201, 320, 64), BASE),

@@ -34,6 +34,9 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
             {"tile_m": 24, "cluster": "n", "epilogue_tile_n": 64, "compute_warpgroups": 1},
             "shares tiles of 24 rows: .* a multiple of 16",
         ),
+        (P, {"cluster": "m4"}, None),
+        (replace(P, m=640), {"cluster": "m4"}, None),  # some blocks have no tile
+        (replace(P, layout="nt"), {"cluster": "m4", "tile_n": 144, "epilogue_tile_n": 16}, "144 rows: .* a multiple of 32"),
         (P, {"tile_k": 48}, "tile_k=48 and the operand tiles' rows must be multiples of 32 .* one common swizzle"),
         (replace(P, layout="tn"), {"tile_m": 128, "wg_dimension": "m"}, None),
         (replace(P, n=520), {"epilogue_tile_n": 128}, "epilogue_tile_n=128 must be 64, .* the output is 512 x 520"),
@@ -66,7 +69,11 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (P, {"schedule": "stream"}, r"schedule='stream' is not one of \('cooperative', 'pingpong', 'deferred', 'ahead'\)"),
         (P, {"schedule": "pingpong", "wg_dimension": "n"}, "wg_dimension='n' must be 'm' with schedule='pingpong', as no side"),
         (P, {"schedule": "pingpong", "compute_warpgroups": 1}, "compute_warpgroups=1 must be 2 with schedule='pingpong'"),
-        (P, {"schedule": "pingpong", "cluster": "k", "split_k": 2}, "cluster='k' must be 'none' or 'm' or 'n' with schedule="),
+        (
+            P,
+            {"schedule": "pingpong", "cluster": "k", "split_k": 2},
+            "cluster='k' must be 'none' or 'm' or 'n' or 'm4' or 'n4' with schedule=",
+        ),
         (P, {"schedule": "pingpong", "tile_m": 32}, "tile_m=32 must be a multiple of 64 with schedule='pingpong'"),
         (P, {"schedule": "pingpong", "tile_n": 256}, "accumulator takes 256 registers a thread"),
         (P, {"schedule": "deferred", "tile_n": 256}, None),
