@@ -111,7 +111,8 @@ class Arguments:
     @property
     def hides_tokens(self) -> bool:
         """Whether the mask or segments may hide a token from all others."""
-        return self.mask is not None or self.kv_segment_ids is not None or (self.has_lengths and self.has_segments)
+        others = self.kv_segment_ids is not None and self.kv_segment_ids is not self.q_segment_ids
+        return self.mask is not None or others or (self.has_lengths and self.has_segments)
 
     def call(self) -> Call:
         """Raises for a window, a config or a backend that is none."""

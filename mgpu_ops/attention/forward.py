@@ -424,8 +424,8 @@ class _Rows:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])
         if masked:
-            keys = w.mask.column_numbers(w.wg) + kv_block * block.c.tile_kv
-            s = w.mask.hide_by_position(s, -jnp.inf, self.terms, w.mask.tokens(s.shape, self.at.token, keys))
+            key, columns = kv_block * block.c.tile_kv, w.mask.column_numbers(w.wg)
+            s = w.mask.hide_keys(s, -jnp.inf, self.terms, self.at.token, key, columns)
         return Scores(s, factor)
 
     def _start_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:

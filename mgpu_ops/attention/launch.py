@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.heads import PANEL, Part
@@ -180,14 +181,14 @@ def segment_blocks(mine: jax.Array, others: jax.Array, tile: int, other_tile: in
     """
 
     def ends(ids: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-        last = jnp.take(ids, jnp.array([-1]), axis=1)
-        whole = jnp.concatenate([ids, jnp.repeat(last, -ids.shape[1] % tile, axis=1)], axis=1)
+        whole = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % tile)), mode="edge")
         by_tile = whole.reshape(ids.shape[0], -1, tile)
         return by_tile.min(-1), by_tile.max(-1)
 
-    (low, high), (other_low, other_high) = ends(mine, tile), ends(others, other_tile)
+    # The barrier keeps XLA from looking at all tokens of a tile again for each pair of tiles.
+    (low, high), (other_low, other_high) = lax.optimization_barrier((ends(mine, tile), ends(others, other_tile)))
     shared = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
-    count = shared.shape[-1]
-    first = jnp.where(shared.any(-1), jnp.argmax(shared, -1), 0)
-    end = jnp.where(shared.any(-1), count - jnp.argmax(shared[..., ::-1], -1), 0)
-    return jnp.stack([first, end], -1).astype(jnp.int32)
+    blocks = jnp.arange(shared.shape[-1], dtype=jnp.int32)
+    end = jnp.where(shared, blocks + 1, 0).max(-1)
+    first = jnp.minimum(jnp.where(shared, blocks, len(blocks)).min(-1), end)
+    return jnp.stack([first, end], -1)

@@ -76,6 +76,16 @@ class MaskTerms:
         whole_end = jnp.where(whole_end == self.q_end, cdiv(self.q_end, tile_q) * tile_q, whole_end)
         return _blocks(BlockRange(first, whole, whole_end, end), tile_q, self.problem.q_tokens)
 
+    @property
+    def last_key(self) -> Callable[[jax.Array], jax.Array] | None:
+        """The last key that a row sees, as a function of rows, where it sees all keys up to there. Or None, also with segments:
+        at head dim 192 their ids leave no registers for it.
+        """
+        low, high = self.bounds()
+        if low is not None or high is None or self.problem.segments:
+            return None
+        return lambda row: jnp.minimum(row + high, self.kv_end - 1)
+
     def sees(self, row: jax.Array, key: jax.Array) -> jax.Array:
         """Whether each row sees each key, segments apart. row, key: int32 arrays that broadcast to one shape."""
         low, high = self.bounds()

@@ -52,6 +52,13 @@ def test_a_wait_for_the_products_with_values_comes_between_the_halves_of_the_exp
     assert all(len(half) > 25 for half in waits.groups()), part  # of 66
 
 
+def test_a_causal_mask_takes_one_comparison_and_one_choice_for_each_score():
+    problem, gpu = FORWARD.Problem(4, 4096, 4096, 16, 16, 128, causal=True), aot.find("h200")
+    sass = compiled(problem, FORWARD.default(problem, gpu))
+    assert len(re.findall(r"\bISETP", sass)) < 64 + 40  # a thread has 64 scores of a masked block
+    assert len(re.findall(r"\bFSEL", sass)) < 64 + 20
+
+
 def test_turns_surround_the_start_of_the_two_products_alone():
     problem, gpu = FORWARD.Problem(1, 4096, 4096, 1, 1, 128), aot.find("h200")
     config = dataclasses.replace(FORWARD.default(problem, gpu), turns="products")

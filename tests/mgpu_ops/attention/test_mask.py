@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mgpu_ops import FlashAttentionProblem
 from mgpu_ops.attention import launch, model, reference
+from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import segment_blocks
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, keys_seen, mask_of, rows_seeing, zero_unseen
@@ -126,6 +127,21 @@ def test_tiles_of_rows_hold_all_that_is_visible_and_whole_ones_nothing_else(entr
         assert whole == whole_end or key + entry.own <= entry.kv_end
         rows = slice(whole * entry.tile, min(whole_end * entry.tile, entry.q_end))
         assert seen[rows, key : key + entry.own].all()
+
+
+@given(entries(window_left=-1, causal=True))
+@example(Entry(P(1, 9, 4, 1, 1, 64, causal=True), 9, 4, 4, 4))  # rows that see nothing
+def test_with_a_causal_mask_alone_a_row_sees_all_keys_up_to_its_last(entry):
+    p, seen = entry.problem, entry.seen()
+    last = np.asarray(entry.terms.last_key(np.arange(p.q_tokens, dtype=np.int32)))
+    np.testing.assert_array_equal((np.arange(p.kv_tokens) <= last[:, None])[: entry.q_end], seen[: entry.q_end])
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"window_left": 3}, {"causal": True, "window_left": 3}, {"causal": True, "segments": True}]
+)
+def test_a_last_key_alone_does_not_say_what_other_masks_show(mask):
+    assert MaskTerms.of(P(1, 8, 8, 1, 1, 64, **mask), 8, 8).last_key is None
 
 
 def least(seen: np.ndarray, tile: int) -> tuple[int, int]:
@@ -279,6 +295,12 @@ def test_lengths_out_of_range_count_as_the_nearest(sizes, q_length, kv_length):
     terms = replace(NO_OPERANDS, problem=p, optional=OptionalRefs(Inputs(None, lengths), None, (1, 1))).mask_terms(0)
     assert (terms.q_end, terms.kv_end, terms.offset) == (*nearest, nearest[1] - nearest[0])
     np.testing.assert_array_equal(mask_of(p, lengths)[0], Entry(p, *nearest, 1, 1).seen())
+
+
+def test_one_array_of_segment_ids_for_both_sides_hides_no_token_and_two_may():
+    x, ids, others = jnp.zeros((1, 4, 1, 64)), jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4), jnp.int32)
+    assert not Arguments(x, x, x, q_segment_ids=ids, kv_segment_ids=ids).hides_tokens
+    assert Arguments(x, x, x, q_segment_ids=ids, kv_segment_ids=others).hides_tokens
 
 
 def test_rows_of_a_bias_have_whole_panels():
