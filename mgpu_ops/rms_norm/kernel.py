@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.rms_norm.problem import LANES, Config, Problem, inputs_of_a_row
+from mgpu_ops.rms_norm.problem import LANES, Config, Problem, inputs_of_a_row, reads_again
 
 
 def launch(
@@ -91,10 +91,12 @@ class _Rows:
         """1 / sqrt(mean of x^2 + epsilon)."""
         return lax.rsqrt(jnp.sum(x * x) * (1.0 / self.problem.width) + epsilon)
 
-    def for_each(self, row: Callable[[list[jax.Array], Callable[[Any, jax.Array], None], Any], Any], carry: Any) -> Any:
-        """`carry = row(values, store, carry)` for each row of this block.
+    def for_each(
+        self, row: Callable[[Callable[[], list[jax.Array]], Callable[[Any, jax.Array], None], Any], Any], carry: Any
+    ) -> Any:
+        """`carry = row(read, store, carry)` for each row of this block.
 
-        values: float32, of each array. store(out, values): starts to store them as this row of `out`; once for each row.
+        read(): float32 values of each array. store(out, values): starts to store them as this row of `out`; once for each row.
         """
         first, stride = lax.axis_index("block"), self.blocks
         count, ahead = lax.div(self.problem.rows - first + stride - 1, stride), self.config.stages - 1
@@ -112,8 +114,8 @@ class _Rows:
             pl.when(i + ahead < count)(lambda: load(i + ahead))
             stage = lax.rem(i, jnp.int32(self.config.stages))
             plgpu.barrier_wait(self.full.at[stage])
-            values = [smem[stage].astype(jnp.float32) for smem in self.smem]
-            return row(values, functools.partial(self._store, i, first + i * stride), carry)
+            read = lambda: [smem[stage].astype(jnp.float32) for smem in self.smem]  # noqa: E731
+            return row(read, functools.partial(self._store, i, first + i * stride), carry)
 
         return lax.fori_loop(0, count, step, carry)
 
@@ -128,8 +130,8 @@ class _Rows:
 def _forward(rows: _Rows, epsilon: jax.Array, out: Any) -> None:
     weights = rows.w_smem[...].astype(jnp.float32)
 
-    def row(values: list[jax.Array], store: Callable[[Any, jax.Array], None], carry: None) -> None:
-        (x,) = values
+    def row(read: Callable[[], list[jax.Array]], store: Callable[[Any, jax.Array], None], carry: None) -> None:
+        (x,) = read()
         store(out, x * rows.scale(x, epsilon) * weights)
         return carry
 
@@ -139,13 +141,20 @@ def _forward(rows: _Rows, epsilon: jax.Array, out: Any) -> None:
 def _gradient(rows: _Rows, epsilon: jax.Array, dx: Any, dw: Any) -> None:
     p = rows.problem
 
-    def row(values: list[jax.Array], store: Callable[[Any, jax.Array], None], total: jax.Array) -> jax.Array:
-        x, g, *added = values
+    def row(read: Callable[[], list[jax.Array]], store: Callable[[Any, jax.Array], None], total: jax.Array) -> jax.Array:
+        x, g, *added = read()
         scale = rows.scale(x, epsilon)
+        if reads_again(p):  # after each sum, as registers do not hold wide rows
+            x, g, *added = read()
         of_x = g * rows.w_smem[...].astype(jnp.float32)
         mean = jnp.sum(of_x * x) * (1.0 / p.width)
+        if reads_again(p):
+            x, g, *_ = read()
+            total += g * x * scale
+            x, g, *added = read()
+            of_x = g * rows.w_smem[...].astype(jnp.float32)
         gradient = scale * (of_x - x * (scale * scale * mean))
         store(dx, gradient + added[0] if added else gradient)
-        return total + g * x * scale
+        return total if reads_again(p) else total + g * x * scale
 
     dw[lax.axis_index("block")] = rows.for_each(row, jnp.zeros(rows.w_smem.shape, jnp.float32))

@@ -14,7 +14,8 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import WARPGROUP, block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
 
 LANES = 128  # columns of a part of a row: TMA copies a row as [width / 128, 128]
-MAX_WIDTH = {False: 8192, True: 4096}  # of the gradient: rows lie in the registers of one warpgroup
+MAX_WIDTH = 8192  # rows, or of the gradient their sum, lie in the registers of one warpgroup
+_KEPT_WIDTH = 4096  # up to which a row's x and g stay in registers, too
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ _FORWARD = list(SHAPES)
 SHAPES |= {
     f"{name}-gradient": dataclasses.replace(SHAPES[name], gradient=True, residual=True)
     for name in _FORWARD
-    if SHAPES[name].rows > 16 and SHAPES[name].width <= MAX_WIDTH[True]
+    if SHAPES[name].rows > 16
 }
 SUITES: dict[str, Sequence[str]] = {"llm": _FORWARD, "gradient": [name for name in SHAPES if name not in _FORWARD]}
 
@@ -74,8 +75,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if p.residual and not p.gradient:
         return "residual=True is of the gradient: leave it out"
-    if p.width % LANES or p.width > MAX_WIDTH[p.gradient]:
-        return f"width={p.width} is no multiple of {LANES} up to {MAX_WIDTH[p.gradient]}: use backend='xla'"
+    if p.width % LANES or p.width > MAX_WIDTH:
+        return f"width={p.width} is no multiple of {LANES} up to {MAX_WIDTH}: use backend='xla'"
     return None
 
 
@@ -97,9 +98,18 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
+def reads_again(p: Problem) -> bool:
+    """Whether a row of the gradient is read from shared memory again once a sum of it is known."""
+    return p.gradient and p.width > _KEPT_WIDTH
+
+
 def _registers(p: Problem) -> int:
-    """Of a thread, about: x and w; or x, g, the sum of dw and what is stored, where w is read from shared memory again."""
-    return (4 if p.gradient else 2) * p.width // WARPGROUP + 32
+    """Of a thread, about: x and w; or x, g, the sum of dw and what is stored, where w is read from shared memory again.
+
+    Where all but the sum of dw is read again, that and what is at work.
+    """
+    arrays = 2 if not p.gradient or reads_again(p) else 4
+    return arrays * p.width // WARPGROUP + 32
 
 
 _REDUCTIONS = 2048  # bytes that Mosaic takes for sums over a warpgroup
