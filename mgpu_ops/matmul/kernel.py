@@ -249,15 +249,24 @@ def _kernel(
 
 
 def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any) -> None:
-    """One block whose consumers share each output tile, and store it while the tensor cores compute the next one."""
+    """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
+
+    At its end a tile is rounded and kept in registers. Each of the next tile's first steps stores an epilogue tile of it, or
+    several, between the start of a wgmma and the wait for it.
+    """
     p, c = work.problem, work.config
     of, steps, slabs = refs_of(p, *refs), k_steps(p, c), residual_steps(p, c)
+    each_tile = steps + slabs
+    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
+    number = epilogue_tiles(c)
+    each = math.ceil(number / steps)  # so many epilogue tiles a step stores
 
     # The residual of a warpgroup's rows comes in a stage's buffer of B, in a step of its own after those of k.
-    def keep(t: jax.Array, acc: Any, pipeline: Pipeline) -> tuple[jax.Array, ...]:
+    def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
         if not slabs:
             return kept(work, t, acc, of)
-        first, wg = t * (steps + slabs) + steps, lax.axis_index("wg")
+        first, wg = t * each_tile + steps, lax.axis_index("wg")
         arrived = [pipeline.wait(first + i) for i in range(slabs)]
         parts = kept(work, t, acc, of, stages.b.at[lax.rem(first + wg, jnp.int32(pipeline.stages))])
         plgpu.commit_smem()  # the reads come before TMA fills the stages again
@@ -265,50 +274,10 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
             engine.barrier_arrive(pipeline.empty.at[stage])
         return parts
 
-    def stores(t: jax.Array) -> Callable[[int, jax.Array], None]:
-        place = Place.of(work, t)
-        return lambda number, part: store_kept(place, number, part, of, out_smem)
-
-    residual = of.residual if slabs else None
-    compute_deferred(work, gpu, (of.a, of.b), accumulator, stages, keep, stores, residual=residual)
-
-
-def compute_deferred(
-    work: Work,
-    gpu: Gpu,
-    refs: tuple[Any, Any],
-    accumulator: Any,
-    scratch: Stages,
-    keep: Callable[[jax.Array, Any, Pipeline], tuple[jax.Array, ...]],
-    stores: Callable[[jax.Array], Callable[[int, jax.Array], None]],
-    *,
-    first: int = 0,
-    apart: int = 1,
-    residual: Any = None,
-) -> None:
-    """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
-
-    At its end a tile is rounded and kept in registers. Some of the next tile's first steps each store one epilogue tile, or
-    several, of it between the start of a wgmma and the wait for it.
-
-    refs: A and B. keep(t, accumulator, pipeline): the epilogue tiles of tile t. stores(t)(number, part): stores one of them.
-    first, apart: the first step that stores, and from one such step to the next, where k has as many.
-    residual: what the steps after those of k bring.
-    """
-    p, c = work.problem, work.config
-    steps, number = k_steps(p, c), epilogue_tiles(c)
-    each_tile = steps + residual_steps(p, c)
-    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
-    pipeline = Pipeline(c.max_concurrent_steps, scratch.full, scratch.empty)
-    each = math.ceil(number / steps)  # so many epilogue tiles a step stores
-    storing = math.ceil(number / each)
-    apart = max(1, min(apart, steps // storing))
-    first = min(first, steps - 1 - (storing - 1) * apart)
-
     def consumer(acc: Any) -> None:
         def multiply_step(step: jax.Array, meanwhile: Callable[[], None]) -> None:
             def compute(stage: jax.Array) -> None:
-                multiply(p, c, acc, scratch.a.at[stage], scratch.b.at[stage])
+                multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage])
                 meanwhile()
                 engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
 
@@ -316,27 +285,24 @@ def compute_deferred(
 
         def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
-            store = stores(t - 1)
+            before = Place.of(work, t - 1)
 
-            def store_some(begin: int) -> None:
+            def store_some(first: int) -> None:
                 @pl.when(t > 0)
                 def _() -> None:
-                    for i in range(begin, min(begin + each, number)):
-                        store(i, parts[i])
+                    for i in range(first, min(first + each, number)):
+                        store_kept(before, i, parts[i], of, out_smem)
+
+            storing = math.ceil(number / each)
+            for k in range(storing):
+                multiply_step(t * each_tile + k, functools.partial(store_some, k * each))
 
             def step(k: jax.Array, _: None) -> None:
                 with inflight.iteration():
                     multiply_step(t * each_tile + k, lambda: None)
 
-            done = 0
-            for turn in range(storing):
-                k = first + turn * apart
-                if k > done:
-                    lax.fori_loop(done, k, step, None)
-                multiply_step(t * each_tile + k, functools.partial(store_some, turn * each))
-                done = k + 1
-            lax.fori_loop(done, steps, step, None)
-            return keep(t, acc, pipeline)
+            lax.fori_loop(storing, steps, step, None)
+            return keep(t, acc)
 
         shape = (ROWS, c.epilogue_tile_n)
         nothing = tuple(jnp.zeros(shape, p.out_dtype) for _ in range(number))
@@ -345,12 +311,12 @@ def compute_deferred(
         @pl.when(own_tiles > 0)
         def _() -> None:
             for i, part in enumerate(parts):
-                stores(own_tiles - 1)(i, part)
+                store_kept(Place.of(work, own_tiles - 1), i, part, of, out_smem)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
     engine.specialize(
-        lambda: _produce(work, refs, scratch, own_tiles, lambda _: pipeline, residual),
+        lambda: _produce(work, (of.a, of.b), stages, own_tiles, lambda _: pipeline, of.residual if slabs else None),
         lambda: accumulator.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,

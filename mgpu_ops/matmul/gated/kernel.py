@@ -5,8 +5,7 @@ x, and what is stored is made of both sums in registers. The gradient is the sam
 products again, and stores the gradients of gate and up.
 
 Where gate is stored, as in training, one product is left in either pass, in whose epilogue the gate is applied: matmul's
-schedule of consumers in turn, with an epilogue that reads up to two arrays and writes two while the other consumer multiplies;
-or that of deferred stores, in which both do so while the tensor cores compute their next tile.
+schedule of consumers in turn, with an epilogue that reads up to two arrays and writes two while the other consumer multiplies.
 
 Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,9 +27,8 @@ from mgpu_ops.core.gated import gate_stored, store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
-from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.matmul.gated.problem import SLOTS, Config, Problem, as_matmul, buffers, gradient_buffers, of_one
-from mgpu_ops.matmul.kernel import compute_ahead, compute_deferred, load, multiply, square_rows, stages_of
+from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, square_rows, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.store import row_factors
 from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins
@@ -133,54 +130,6 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """What a block has where gate is stored: what is given, the two results, and slots for epilogue tiles of both.
-
-    given: gate, for the gradient also up. staged: [warpgroup, slot, gate or up, rows, columns], with a barrier for each slot.
-    """
-
-    problem: Problem
-    work: Work
-    given: tuple[Any, ...]
-    outs: tuple[Any, ...]
-    staged: Any
-    arrived: Any
-
-    @property
-    def origins(self) -> list[tuple[int, int]]:
-        return epilogue_origins(self.work.config)
-
-    def load(self, place: Place, number: int) -> None:
-        """Starts to load what is given of epilogue tile `number` into its slot."""
-        wg, slot = lax.axis_index("wg"), number % SLOTS
-        for ref, smem in zip(self.given, (self.staged.at[wg, slot, 0], self.staged.at[wg, slot, 1]), strict=False):
-            block = place.block(ref, *self.origins[number])
-            engine.copy_gmem_to_smem(block, smem, self.arrived.at[wg * SLOTS + slot])
-
-    def load_first(self, place: Place) -> None:
-        """Starts to load the first epilogue tiles of a tile: as many as there are slots."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the slots, long ago
-        for number in range(min(SLOTS, len(self.origins))):
-            self.load(place, number)
-
-    def store(self, place: Place, number: int, part: jax.Array) -> None:
-        """Makes of epilogue tile `number` of the product, and of what was loaded for it, both results, and stores them."""
-        wg, slot = lax.axis_index("wg"), number % SLOTS
-        of_gate, of_up = self.staged.at[wg, slot, 0], self.staged.at[wg, slot, 1]
-        plgpu.barrier_wait(self.arrived.at[wg * SLOTS + slot])
-        gate_stored(self.problem.activation, part, of_gate, of_up, self.problem.gradient)
-        plgpu.commit_smem()  # TMA sees what was written
-        for smem, out in zip((of_gate, of_up), self.outs, strict=True):
-            plgpu.copy_smem_to_gmem(smem, place.block(out, *self.origins[number]))
-
-    def refill(self, place: Place, number: int) -> None:
-        """Starts to load the epilogue tile that takes the slot of tile `number`, once the stores have read it."""
-        if number + SLOTS < len(self.origins):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.load(place, number + SLOTS)
-
-
 def _stored_kernel(
     problem: Problem,
     work: Work,
@@ -193,40 +142,37 @@ def _stored_kernel(
     staged: Any,
     arrived: Any,
 ) -> None:
-    """One block, whose consumers compute output tiles in turn, or store them late; `rest`: what is given, and two results."""
-    block = _Stored(problem, work, rest[:-2], rest[-2:], staged, arrived)
+    """One block, whose consumers compute output tiles in turn; `rest` are gate, for the gradient up, and two results."""
+    given, outs = rest[:-2], rest[-2:]
+    origins = epilogue_origins(work.config)
+
+    def load(t: jax.Array, number: int) -> None:
+        """Starts to load what is given of an epilogue tile of tile t into its slot."""
+        place, wg, slot = Place.of(work, t), lax.axis_index("wg"), number % SLOTS
+        for ref, smem in zip(given, (staged.at[wg, slot, 0], staged.at[wg, slot, 1]), strict=False):
+            engine.copy_gmem_to_smem(place.block(ref, *origins[number]), smem, arrived.at[wg * SLOTS + slot])
 
     def begin(t: jax.Array) -> None:  # the first ones arrive while the tile is multiplied
-        block.load_first(Place.of(work, t))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the slots, long ago
+        for number in range(min(SLOTS, len(origins))):
+            load(t, number)
 
     def store(t: jax.Array, acc: Any) -> None:
-        place, sums = Place.of(work, t), acc[...]
-        for number, (i, j) in enumerate(block.origins):
-            block.store(place, number, sums[i : i + ROWS, j : j + work.config.epilogue_tile_n])
-            block.refill(place, number)
+        place, wg, sums = Place.of(work, t), lax.axis_index("wg"), acc[...]
+        for number, (i, j) in enumerate(origins):
+            slot = number % SLOTS
+            of_gate, of_up = staged.at[wg, slot, 0], staged.at[wg, slot, 1]
+            plgpu.barrier_wait(arrived.at[wg * SLOTS + slot])
+            part = sums[i : i + ROWS, j : j + work.config.epilogue_tile_n]
+            gate_stored(problem.activation, part, of_gate, of_up, problem.gradient)
+            plgpu.commit_smem()  # TMA sees what was written
+            for smem, out in zip((of_gate, of_up), outs, strict=True):
+                plgpu.copy_smem_to_gmem(smem, place.block(out, i, j))
+            if number + SLOTS < len(origins):  # into the slot once its stores have read it
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load(t, number + SLOTS)
 
-    # Where stores are late, the product is kept in 16 bits until the next tile is multiplied.
-    def keep(t: jax.Array, acc: Any, _: Pipeline) -> tuple[jax.Array, ...]:
-        begin(t)
-        sums, width = acc[...], work.config.epilogue_tile_n
-        return tuple(sums[i : i + ROWS, j : j + width].astype(problem.out_dtype) for i, j in block.origins)
-
-    def stores(t: jax.Array) -> Callable[[int, jax.Array], None]:
-        def store_part(number: int, part: jax.Array) -> None:
-            place = Place.of(work, t)  # computed again for each, as registers are few
-            if number:  # the tile before was stored some steps ago
-                block.refill(place, number - 1)
-            block.store(place, number, part.astype(jnp.float32))
-
-        return store_part
-
-    if work.config.takes_turns:
-        compute_ahead(work, gpu, (x, w), accumulator, stages, begin, store)
-    else:
-        compute_deferred(work, gpu, (x, w), accumulator, stages, keep, stores, first=_FIRST, apart=_APART)
-
-
-_FIRST, _APART = 2, 3  # steps until what is given has come, about, and until an epilogue tile's stores have read its slot
+    compute_ahead(work, gpu, (x, w), accumulator, stages, begin, store)
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

@@ -12,17 +12,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import WARPGROUP, first_of, itemsize_of
 from mgpu_ops.matmul import model as matmul
 from mgpu_ops.matmul import xla
-from mgpu_ops.matmul.gated.problem import (
-    SCHEDULES,
-    Config,
-    Problem,
-    as_matmul,
-    bytes_moved,
-    check,
-    of_one,
-    smem_bytes,
-    supports,
-)
+from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
 from mgpu_ops.matmul.quantities import bytes_moved as matmul_bytes
 
 
@@ -41,7 +31,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "raster_width": (1, 2, 4, 8, 16),
         "epilogue_tile_n": (32, 64, 128),
         "memory_registers": (24, 40),
-        "schedule": SCHEDULES[1:] if problem.stored else SCHEDULES[:1],
+        "schedule": gemm.SCHEDULES[1:] if problem.stored else gemm.SCHEDULES[:1],
     }
 
 

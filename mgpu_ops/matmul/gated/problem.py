@@ -69,7 +69,7 @@ class Config:
     raster_width: see raster_dimension.
     epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which results are stored.
     memory_registers: registers of a producer thread; consumers share the rest.
-    schedule: as matmul's: "cooperative" for two products, "pingpong" or "deferred" for one.
+    schedule: as matmul's: "cooperative" for two products, "pingpong" for one.
     """
 
     tile_m: int
@@ -163,15 +163,14 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     )
 
 
-SCHEDULES = (*gemm.SCHEDULES, "deferred")
-_CHOICES = {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n"), "schedule": SCHEDULES}
+_CHOICES = {"cluster": ("none", "m", "n"), "raster_dimension": ("m", "n"), "schedule": gemm.SCHEDULES}
 
 
 def _check_turns(p: Problem, c: Config) -> str | None:
-    """One product's warpgroups take turns, or store late, so that the epilogue takes no time; those of two share tiles."""
-    if (c.schedule != "cooperative") != p.stored:
-        wanted = "'pingpong' or 'deferred'" if p.stored else "'cooperative'"
-        return f"schedule={c.schedule!r} must be {wanted} {'with' if p.stored else 'without'} a stored gate"
+    """One product's warpgroups take turns, so that the epilogue's reads and writes take no time; those of two share tiles."""
+    if c.takes_turns != p.stored:
+        wanted = "pingpong" if p.stored else "cooperative"
+        return f"schedule={c.schedule!r} must be {wanted!r} {'with' if p.stored else 'without'} a stored gate"
     return checks.check_turns(as_matmul(c))
 
 
@@ -204,21 +203,16 @@ def gradient_buffers(p: Problem, c: Config) -> int:
 
 
 def _accumulators_in_all(p: Problem, c: matmul.Config) -> float:
-    """What accumulators take, in those of one product: both, and that of a warpgroup's rows times themselves.
-
-    With a stored gate the one, and the product of the tile before in 16 bits where it is stored late.
-    """
-    if p.stored:
-        return matmul.accumulators_in_all(of_one(p), c)
+    """What accumulators take, in those of one product: both, and that of a warpgroup's rows times themselves."""
     squares = gemm.ROWS**2 / math.prod(gemm.warpgroup_tile(c)) if p.normalised else 0.0
-    return 2 + squares
+    return (1 if p.stored else 2) + squares
 
 
 def smem_bytes(p: Problem, c: Config) -> int:
     """Bytes of shared memory that a block takes."""
     barriers = c.compute_warpgroups if p.gradient else 0
-    if p.stored:  # where they take turns, each consumer has `full` barriers of its own
-        barriers = SLOTS * c.compute_warpgroups + c.takes_turns * c.max_concurrent_steps
+    if p.stored:  # each consumer has `full` barriers of its own
+        barriers = SLOTS * c.compute_warpgroups + c.max_concurrent_steps
     return gemm.Storage(c, buffers(p, c), itemsize_of(p.out_dtype), barriers=barriers, b_tiles=1 if p.stored else 2).bytes
 
 

@@ -42,7 +42,6 @@ BASE = GatedMatmulConfig(
 )
 ONE = replace(BASE, tile_m=64, compute_warpgroups=1)
 TURNS = replace(BASE, schedule="pingpong", epilogue_tile_n=32)
-LATE = replace(TURNS, schedule="deferred")
 
 
 def arrays_of(problem: P) -> list[jax.Array]:
@@ -128,20 +127,8 @@ CASES = {
         P(200, 320, 136, stored=True, gradient=True, activation="gelu_erf"),
         replace(TURNS, tile_m=64, cluster="m", epilogue_tile_n=64),
     ),
-    "stored, deferred, tails, fewer steps than epilogue tiles": (P(450, 328, 136, stored=True), replace(LATE, tile_n=128)),
-    "stored, deferred, steps between stores": (P(300, 136, 712, stored=True, activation="gelu"), LATE),
-    "stored, deferred, gradient, weights shared in a cluster": (
-        P(450, 320, 520, layout="nt", stored=True, gradient=True),
-        replace(LATE, cluster="m", tile_n=128),
-    ),
-    "stored, deferred, gradient, one tile, one step": (
-        P(64, 64, 64, "float16", "float16", stored=True, gradient=True, activation="relu"),
-        replace(LATE, tile_m=64, compute_warpgroups=1, epilogue_tile_n=64),
-    ),
 }
 IN_ALL = [
-    "stored, deferred, tails, fewer steps than epilogue tiles",
-    "stored, deferred, gradient, weights shared in a cluster",
     "stored, tails, more epilogue tiles than slots",
     "stored, float16, x shared in a cluster",
     "stored, gradient, weights shared in a cluster",
@@ -313,12 +300,10 @@ def test_error_names_the_value_the_rule_and_the_way_out(arrays, options, error, 
         (P(512, 512, 512, gradient=True), {"tile_n": 128, "max_concurrent_steps": 4}, "bytes of shared memory exceed"),
         (P(512, 512, 512), {"cluster": "k"}, "cluster='k' is not one of"),
         (P(512, 512, 512, out_dtype="float32", gradient=True), {}, "gradients have the inputs' dtype"),
-        (P(512, 512, 512, stored=True), {}, "schedule='cooperative' must be 'pingpong' or 'deferred' with a s"),
+        (P(512, 512, 512, stored=True), {}, "schedule='cooperative' must be 'pingpong' with a stored gate"),
         (P(512, 512, 512), {"schedule": "pingpong"}, "schedule='pingpong' must be 'cooperative' without a stored gate"),
         (P(512, 512, 512, stored=True), {"schedule": "pingpong", "wg_dimension": "n"}, "must be 'm' with schedule='pingpong'"),
         (P(512, 512, 512, stored=True), {"schedule": "pingpong"}, None),
-        (P(512, 512, 512, stored=True), {"schedule": "deferred", "tile_n": 256, "epilogue_tile_n": 32}, None),
-        (P(512, 512, 512), {"schedule": "deferred"}, "schedule='deferred' must be 'cooperative' without a stored gate"),
         (P(512, 512, 512, out_dtype="float32", stored=True), {}, "with a stored gate all arrays have the inputs' dtype"),
     ],
     ids=str,
