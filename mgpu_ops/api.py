@@ -55,6 +55,9 @@ from mgpu_ops.registry.resolution import use_configs
 from mgpu_ops.rms_norm import Config as RmsNormConfig
 from mgpu_ops.rms_norm import Problem as RmsNormProblem
 from mgpu_ops.rms_norm import rms_norm
+from mgpu_ops.rotary import Config as RotaryConfig
+from mgpu_ops.rotary import Problem as RotaryProblem
+from mgpu_ops.rotary import rotary_qkv
 
 type OpName = Literal[
     "matmul",
@@ -69,6 +72,7 @@ type OpName = Literal[
     "flash_attention_backward",
     "cross_entropy",
     "rms_norm",
+    "rotary",
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -158,6 +162,8 @@ __all__ = [
     "RaggedContractionProblem",
     "RmsNormConfig",
     "RmsNormProblem",
+    "RotaryConfig",
+    "RotaryProblem",
     "all_gather",
     "all_reduce",
     "autotune",
@@ -190,6 +196,7 @@ __all__ = [
     "ragged_dot_general",
     "reduce_scatter",
     "rms_norm",
+    "rotary_qkv",
     "spec_of",
     "target",
     "use_configs",

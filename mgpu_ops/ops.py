@@ -16,6 +16,7 @@ from mgpu_ops.matmul.quantizing import SPEC as _QUANTIZE
 from mgpu_ops.quantized_grouped import SPEC as _QUANTIZED_GROUPED_MATMUL
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_norm import SPEC as _RMS_NORM
+from mgpu_ops.rotary import SPEC as _ROTARY
 
 _OPS = (
     _MATMUL,
@@ -30,6 +31,7 @@ _OPS = (
     _FLASH_ATTENTION_BACKWARD,
     _CROSS_ENTROPY,
     _RMS_NORM,
+    _ROTARY,
     *_COLLECTIVES.values(),
 )
 SPECS: dict[str, OpSpec] = {spec.name: spec for spec in _OPS}

@@ -1,0 +1,208 @@
+"""rotary_qkv: q, k and v taken apart from one projection, q and k rotated, in one pass; for NVIDIA Hopper.
+
+`problem.py`: what is computed, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the kernel,
+which is also that of the gradient. Here: the public function, its gradient and batching rules, the reference, the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.rotary.model import candidates, cost, default, distance, space
+from mgpu_ops.rotary.problem import (
+    SHAPES,
+    SUITES,
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    smem_bytes,
+    supports,
+    tolerance,
+    unmeasured,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    heads: int
+    kv_heads: int
+    config: Config | None
+    backend: dispatch.Backend | None
+    gradient: bool = False
+
+
+def rotary_qkv(
+    qkv: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    *,
+    heads: int,
+    kv_heads: int,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v of one projection that yields them joined, with rotary embeddings of q and k.
+
+    left' = left cos - right sin and right' = right cos + left sin, of the left and right half of each head of q and k.
+
+    Args:
+      qkv: floats [..., tokens, (heads + 2 kv_heads) * head_dim]: the heads of q, then those of k, then those of v. For the kernel
+        bfloat16 or float16 with a head_dim of 64, 128 or 256; others run through XLA.
+      cos, sin: [tokens, head_dim / 2] of the angles position * base^(-2 i / head_dim), or whatever scaling of them a model has;
+        used as float32. They are constants: no gradient flows to them.
+      heads, kv_heads: of q; of k, and of v.
+      config: runs the forward kernel with this Config instead of the database's.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
+        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
+        kernel was measured to be the faster for this problem or one near it, otherwise "xla".
+
+    Returns:
+      q [..., tokens, heads, head_dim], k and v [..., tokens, kv_heads, head_dim], of qkv's dtype, computed in float32 and
+      rounded once.
+
+    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps cos and sin alone, and one kernel rotates the
+    gradients of q and k back and joins them with that of v.
+
+    Raises:
+      ValueError: shapes that do not fit each other, heads that do not divide, an unknown backend, a config that cannot run.
+      TypeError: not arrays of floats.
+    """
+    rows = floats.array("rotary_qkv", "qkv", qkv)
+    turns = [floats.array("rotary_qkv", name, x).astype(np.float32) for name, x in (("cos", cos), ("sin", sin))]
+    for name, number in (("heads", heads), ("kv_heads", kv_heads)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+    every = heads + 2 * kv_heads
+    if rows.ndim < 2 or rows.shape[-1] % (2 * every) or not rows.shape[-1]:
+        raise ValueError(
+            f"qkv has shape {rows.shape}: it is [..., tokens, width], and width is {every} (heads + 2 kv_heads) times an even "
+            "head_dim"
+        )
+    tokens, head_dim = rows.shape[-2], rows.shape[-1] // every
+    for name, x in zip(("cos", "sin"), turns, strict=True):
+        if x.shape != (tokens, head_dim // 2):
+            raise ValueError(
+                f"{name} has shape {x.shape}: for qkv{rows.shape} it is [tokens, head_dim / 2] = {(tokens, head_dim // 2)}"
+            )
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.RotaryConfig")
+    call = _Call(heads, kv_heads, config, dispatch.requested_backend(backend))
+    lead = rows.shape[:-1]
+    arrays = mesh.same_mesh_axes(rows.reshape(math.prod(lead), every, head_dim), *map(lax.stop_gradient, turns))
+    q, k, v = _apart(call, *arrays)
+    return q.reshape(*lead, heads, head_dim), k.reshape(*lead, kv_heads, head_dim), v.reshape(*lead, kv_heads, head_dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apart(call: _Call, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+    return _batchable(call)(qkv, cos, sin)
+
+
+def _forward(call: _Call, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+    return _apart(call, qkv, cos, sin), (cos, sin)
+
+
+def _backward(call: _Call, saved: Any, gradients: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    joined = _batchable(dataclasses.replace(call, config=None, gradient=True))(*gradients, *saved)
+    return joined, *map(jnp.zeros_like, saved)
+
+
+_apart.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def rotate(*arrays: jax.Array) -> Any:
+        x, cos = arrays[0], arrays[-2]
+        problem = Problem(x.shape[0], cos.shape[0], call.heads, call.kv_heads, x.shape[2], x.dtype.name, call.gradient)
+        return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+
+    @rotate.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        marks = True if call.gradient else (True, True, True)
+        if all(batched[:-2]) and not any(batched[-2:]):  # more sequences
+            out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-2]), *arrays[-2:])
+            return jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), out), marks
+        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
+
+        def one(slices: list[jax.Array]) -> Any:
+            each = iter(slices)
+            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+        return lax.map(one, mapped), marks
+
+    run = jax.jit(rotate)
+    return run
+
+
+def reference(problem: Problem, *arrays: jax.Array) -> Any:
+    """The same through XLA: q, k and v, or the gradient of what is joined."""
+    p, (*given, cos, sin) = problem, arrays
+    dtype = np.promote_types(p.dtype, np.float32)
+    cos, sin = (jnp.tile(x.astype(dtype), (p.rows // max(p.tokens, 1), 1))[:, None] for x in (cos, sin))
+    if p.gradient:
+        sin = -sin
+
+    def rotated(x: jax.Array) -> jax.Array:
+        left, right = jnp.split(x.astype(dtype), 2, -1)
+        return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(p.dtype)
+
+    q, k, v = given if p.gradient else jnp.split(given[0], (p.heads, p.heads + p.kv_heads), 1)
+    parts = rotated(q), rotated(k), v
+    return jnp.concatenate(parts, 1) if p.gradient else parts
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.rotary import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="rotary",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    unmeasured=unmeasured,
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "launch", "reference", "rotary_qkv", "smem_bytes"]
