@@ -95,6 +95,7 @@ class Backend:
     """The functions in which backends differ.
 
     product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
+    heads: q, k and v, rotated, of what a layer's first product yields: of the model, that, the batch and positions (`heads`).
     gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
     mlp: (silu(x w_gate) * (x w_up)) w_down + residual, of which gate and up are kept for the backward pass.
     attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
@@ -103,6 +104,7 @@ class Backend:
     """
 
     product: Callable[..., jax.Array]
+    heads: Callable[[Model, jax.Array, int, jax.Array], Sequence[jax.Array]]
     gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     mlp: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -159,8 +161,15 @@ def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
     return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
 
 
+def _rotary_heads(model: Model, qkv: jax.Array, batch: int, positions: jax.Array) -> Sequence[jax.Array]:
+    cos, sin = turns(model, positions)
+    qkv = qkv.reshape(batch, len(positions), -1)
+    return mgpu_ops.rotary_qkv(qkv, cos, sin, heads=model.heads, kv_heads=model.kv_heads)
+
+
 OURS = Backend(
     _product,
+    _rotary_heads,
     mgpu_ops.gated_matmul,
     _gated_mlp,
     functools.partial(mgpu_ops.flash_attention, causal=True),
@@ -171,6 +180,7 @@ BACKENDS = {
     # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
     "xla": Backend(
         _xla_product,
+        lambda *given: heads(*given),
         _xla_gated,
         functools.partial(_mlp, _xla_product),
         _xla_attention,
@@ -186,13 +196,18 @@ BACKENDS = {
 # --- The model --------------------------------------------------------------------------------------------------------
 
 
+def turns(model: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of position * base^(-2 i / head_dim) for i from 0, [positions, head_dim / 2]."""
+    angles = positions[:, None] * model.rope_base ** (-jnp.arange(0, model.head_dim, 2) / model.head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def rope(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Each pair of a head's numbers, one of either half, rotated by position * base^(-2 i / head_dim), for i from 0.
+    """Each pair of a head's numbers, one of either half, rotated by its angle.
 
     x: [batch, tokens, heads, head_dim]; positions: [tokens].
     """
-    angles = positions[:, None] * model.rope_base ** (-jnp.arange(0, model.head_dim, 2) / model.head_dim)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    cos, sin = (turn[:, None] for turn in turns(model, positions))
     left, right = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
@@ -220,7 +235,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
     x = params["embedding"][tokens[:, :-1].reshape(-1)]
     for layer in params["layers"]:
         normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
-        attended = backend.attention(*heads(model, backend.product(normal, layer["qkv"]), batch, positions))
+        attended = backend.attention(*backend.heads(model, backend.product(normal, layer["qkv"]), batch, positions))
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
         x = ffn(backend, layer, x, recompute)
     logits = _head(backend, params, x)

@@ -66,8 +66,8 @@ def rotary_qkv(
     left' = left cos - right sin and right' = right cos + left sin, of the left and right half of each head of q and k.
 
     Args:
-      qkv: floats [..., tokens, (heads + 2 kv_heads) * head_dim]: the heads of q, then those of k, then those of v. For the kernel
-        bfloat16 or float16 with a head_dim of 64, 128 or 256; others run through XLA.
+      qkv: floats [..., tokens, (heads + 2 kv_heads) * head_dim]: the heads of q, then those of k, then those of v. For the
+        kernel bfloat16 or float16 with a head_dim of 64, 128 or 256; others run through XLA.
       cos, sin: [tokens, head_dim / 2] of the angles position * base^(-2 i / head_dim), or whatever scaling of them a model has;
         used as float32. They are constants: no gradient flows to them.
       heads, kv_heads: of q; of k, and of v.
