@@ -23,6 +23,7 @@ from mgpu_ops import (
     QuantizeProblem,
     RaggedContractionProblem,
     RmsNormProblem,
+    RotaryProblem,
 )
 from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.flash_attention import attend
@@ -161,6 +162,16 @@ def _rms_norm(problem: RmsNormProblem, backend: dispatch.Backend | None) -> Call
     return lambda x, w, _: mgpu_ops.rms_norm(x, w, epsilon=1e-5, backend=backend)
 
 
+def _rotary(problem: RotaryProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The public function; for the gradient, which users get through `jax.grad`, the op itself."""
+    p = problem
+    if p.gradient:
+        return lambda *arrays: dispatch.run(mgpu_ops.spec_of("rotary"), p, arrays, config=None, backend=backend)
+    sequences = p.rows // max(p.tokens, 1)
+    rotate = partial(mgpu_ops.rotary_qkv, heads=p.heads, kv_heads=p.kv_heads, backend=backend)
+    return lambda qkv, cos, sin: rotate(qkv.reshape(sequences, p.tokens, -1), cos, sin)
+
+
 # op -> call(problem, backend): the public function on the arrays of `arrays_of`
 CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
@@ -175,6 +186,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "flash_attention_backward": _flash_attention_backward,
     "cross_entropy": _cross_entropy,
     "rms_norm": _rms_norm,
+    "rotary": _rotary,
 }
 
 

@@ -214,6 +214,7 @@ UNBOUNDED = {
     ("flash_attention_backward", 3): {"max_concurrent_steps", "section_waves"},
     ("cross_entropy", 3): {"stages"},
     ("rms_norm", 3): {"stages"},
+    ("rotary", 3): {"stages"},
     **{(kind, 3): {"blocks", "stages"} for kind in ("all_reduce", "reduce_scatter", "all_gather")},
 }
 

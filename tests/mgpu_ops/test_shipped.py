@@ -185,7 +185,7 @@ def assert_compiles(spec: Any, problem: Any, config: Any, device: Any) -> None:
     assert report.spills <= spec.spills_outside_loops(config)
     assert report.serialized == ""
     ll = devices > 1 and config.algorithm.startswith("ll_")  # where data go through registers, not TMA
-    of_one_gpu = "UTMALDG" if spec.name in ("cross_entropy", "rms_norm") else "HGMMA"
+    of_one_gpu = "UTMALDG" if spec.name in ("cross_entropy", "rms_norm", "rotary") else "HGMMA"
     assert re.search(of_one_gpu if devices == 1 else r"STG\.E\.(64|128)\.STRONG\.SYS" if ll else "UBLKCP", report.sass)
     assert report.smem_bytes <= device.smem_per_block
 

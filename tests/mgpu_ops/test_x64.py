@@ -58,7 +58,7 @@ def on_two_devices(collective: Callable[[jax.Array], jax.Array]) -> jax.Array:
 
 
 A, W, Q, FEW, KEYS = draw(64, 64), draw(2, 64, 64), draw(1, 64, 2, 64), draw(1, 1, 4, 64), draw(1, 128, 2, 64)
-SIZES, LOGITS = np.array([30, 34]), draw(64, 256)
+SIZES, LOGITS, TURNS = np.array([30, 34]), draw(64, 256), np.ones((64, 32))
 CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "matmul": lambda **b: gradients(functools.partial(mgpu_ops.matmul, **b), A, W[0]),
     "matmul of vmap": lambda **b: jax.vmap(functools.partial(mgpu_ops.matmul, activation="gelu", bias=A[0], **b))(W, W),
@@ -78,6 +78,9 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "flash_attention": lambda **b: gradients(functools.partial(mgpu_ops.flash_attention, causal=True, **b), Q, Q, Q),
     "decoding": lambda **b: mgpu_ops.flash_attention(FEW, KEYS, KEYS, kv_lengths=jnp.asarray([100]), **b),
     "rms_norm": lambda **b: gradients(lambda x, w: mgpu_ops.rms_norm(x, w, **b), LOGITS, LOGITS[0]),
+    "rotary_qkv": lambda **b: gradients(
+        lambda x: jnp.concatenate(mgpu_ops.rotary_qkv(x, TURNS, TURNS, heads=2, kv_heads=2, **b), 1), draw(64, 384)
+    ),
     "cross_entropy": lambda **b: gradients(lambda x: mgpu_ops.cross_entropy(x, np.arange(64), **b), LOGITS),
     "all_reduce": lambda **b: on_two_devices(functools.partial(mgpu_ops.all_reduce, axis_name="d", **b)),
     "reduce_scatter": lambda **b: on_two_devices(functools.partial(mgpu_ops.reduce_scatter, axis_name="d", **b)),

@@ -605,6 +605,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
     "quantized_grouped_matmul": {"xla": _baseline("quantized_grouped_matmul")},
     "cross_entropy": {"xla": _baseline("cross_entropy")},
     "rms_norm": {"xla": _baseline("rms_norm")},
+    "rotary": {"xla": _baseline("rotary")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
         "jax-pallas": Competitor(

@@ -46,7 +46,11 @@ from mgpu_ops.tuning.terminal import brief
 
 _GRAD_FACTOR = 3  # forward and backward are three products of the same size, but for attention and these:
 _UNTUNED = {"xla_gpu_autotune_level": 0}  # what runs once need not be fast: XLA times no kernels for it
-_GRADIENTS = ("cross_entropy", "rms_norm")  # ops whose gradient is all that their own problem with `gradient` computes
+_GRADIENTS = (
+    "cross_entropy",
+    "rms_norm",
+    "rotary",
+)  # ops whose gradient is all that their own problem with `gradient` computes
 
 
 @dataclass(frozen=True)

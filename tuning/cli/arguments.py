@@ -65,6 +65,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads"),
     "cross_entropy": ("llm", "gradient"),
     "rms_norm": ("llm", "gradient"),
+    "rotary": ("llm", "gradient"),
     "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
@@ -83,6 +84,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "flash_attention_backward": ("cudnn",),
     "cross_entropy": ("xla",),
     "rms_norm": ("xla",),
+    "rotary": ("xla",),
 }
 BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
@@ -209,7 +211,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "gradient": _FLAG
         | {
             "help": "of gated ops: the gradients of gate and up; of cross_entropy: of the logits; "
-            "of rms_norm: of x and of the weight"
+            "of rms_norm: of x and of the weight; of rotary: of what is joined"
         },
         "stored": _FLAG | {"help": "of gated_matmul: gate is given, and for the gradients up; one product is computed"},
         "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
@@ -283,6 +285,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "rows": _SIZE | {"help": "rows of the logits, or of x: tokens"},
         "vocabulary": _SIZE | {"help": "columns of the logits"},
         "width": _SIZE | {"help": "columns of x"},
+    },
+    "rotary (--rows, --kv-heads, --head-dim and --gradient too)": {
+        "tokens": _SIZE | {"help": "of a sequence, of which the rows are one or more"},
+        "heads": _SIZE | {"help": "heads of the queries"},
     },
     "quantize (--rows too, --dtype also f32)": {
         "columns": _SIZE | {"help": "columns of the array"},

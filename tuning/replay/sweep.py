@@ -39,7 +39,7 @@ ANALYTIC = 6  # of an op's candidates are among the extras
 _SAVE_SECONDS = 20.0  # between two saves of a sweep under way
 
 # The problems of the suite "replay", by op: names of `OpSpec.shapes`. Small and large, square and flat, of three layouts and
-# three kinds of mask, bound by arithmetic and by memory. rms_norm has 15 configs at most: nothing to search.
+# three kinds of mask, bound by arithmetic and by memory. rms_norm and rotary have 16 configs at most: nothing to search.
 REPLAY: dict[str, tuple[str, ...]] = {
     "matmul": (
         "square-2048",
@@ -118,6 +118,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "flash_attention_backward": {},
     "cross_entropy": {},
     "rms_norm": {},
+    "rotary": {},
 }
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
@@ -132,6 +133,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "flash_attention_backward": ("section_waves",),
     "cross_entropy": ("stages",),
     "rms_norm": ("stages",),
+    "rotary": ("stages",),
 }
 
 
