@@ -167,9 +167,9 @@ def _rotary(problem: RotaryProblem, backend: dispatch.Backend | None) -> Callabl
     p = problem
     if p.gradient:
         return lambda *arrays: dispatch.run(mgpu_ops.spec_of("rotary"), p, arrays, config=None, backend=backend)
-    sequences = p.rows // max(p.tokens, 1)
+    sequences = p.rows // max(p.positions, 1)
     rotate = partial(mgpu_ops.rotary_qkv, heads=p.heads, kv_heads=p.kv_heads, backend=backend)
-    return lambda qkv, cos, sin: rotate(qkv.reshape(sequences, p.tokens, -1), cos, sin)
+    return lambda qkv, cos, sin: rotate(qkv.reshape(sequences, p.positions, -1), cos, sin)
 
 
 # op -> call(problem, backend): the public function on the arrays of `arrays_of`

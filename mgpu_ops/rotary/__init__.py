@@ -162,7 +162,7 @@ def reference(problem: Problem, *arrays: jax.Array) -> Any:
     """The same through XLA: q, k and v, or the gradient of what is joined."""
     p, (*given, cos, sin) = problem, arrays
     dtype = np.promote_types(p.dtype, np.float32)
-    cos, sin = (jnp.tile(x.astype(dtype), (p.rows // max(p.tokens, 1), 1))[:, None] for x in (cos, sin))
+    cos, sin = (jnp.tile(x.astype(dtype), (p.rows // max(p.positions, 1), 1))[:, None] for x in (cos, sin))
     if p.gradient:
         sin = -sin
 

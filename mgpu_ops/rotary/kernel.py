@@ -25,7 +25,7 @@ from mgpu_ops.rotary.problem import Config, Problem, heads_at_once
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
     """q, k and v [rows, heads, head_dim] of qkv [rows, all heads, head_dim]; or the gradient of qkv from those of q, k and v.
 
-    The last two arrays are cosines and sines, float32 [tokens, head_dim / 2].
+    The last two arrays are cosines and sines, float32 [positions, head_dim / 2].
     """
     p, c, half, dtype = problem, config, problem.head_dim // 2, jnp.dtype(problem.dtype)
     blocks = min(p.rows, gpu.sms * c.blocks)
@@ -89,7 +89,7 @@ class _Rows:
         row, stage = lax.axis_index("block") + i * self.blocks, lax.rem(i, jnp.int32(self.config.stages))
         for ref, smem in self._parts(self.given, row, stage):
             engine.copy_gmem_to_smem(ref, smem, self.full.at[stage])
-        token = lax.rem(row, jnp.int32(self.problem.tokens))
+        token = lax.rem(row, jnp.int32(self.problem.positions))
         for ref, smem in zip(self.turned, self.turns, strict=True):
             for head in range(smem.shape[1]):
                 engine.copy_gmem_to_smem(ref.at[token], smem.at[stage, head], self.full.at[stage])

@@ -24,9 +24,10 @@ class Problem:
     """q, k and v of a row with all heads joined, q's first and v's last, of which those of q and k are rotated.
 
     left' = left cos - right sin and right' = right cos + left sin, of the halves of a head and the cosines and sines
-    [head_dim / 2] of row % tokens. The gradient is the way back: from q, k and v to what is joined, with -sin.
+    [head_dim / 2] of row % positions. The gradient is the way back: from q, k and v to what is joined, with -sin.
 
-    rows: of a batch of sequences. tokens: of a sequence, whose cosines and sines there are.
+    rows: of a batch of sequences.
+    positions: tokens of a sequence, whose cosines and sines there are.
     heads, kv_heads: of q; of k, and of v.
     head_dim: numbers of a head.
     dtype: of all, "bfloat16" or "float16" in the kernel.
@@ -34,7 +35,7 @@ class Problem:
     """
 
     rows: int
-    tokens: int
+    positions: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -82,10 +83,10 @@ def heads_at_once(p: Problem) -> int:
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why no config of the kernel can run `problem` on `gpu`, or None."""
     p = problem
-    if reason := supports_dtypes(p.dtype, p.dtype, gpu) or supports_sizes(p, ("rows", "tokens", "heads", "kv_heads")):
+    if reason := supports_dtypes(p.dtype, p.dtype, gpu) or supports_sizes(p, ("rows", "positions", "heads", "kv_heads")):
         return reason
-    if p.rows % p.tokens:
-        return f"rows={p.rows} are no whole sequences of tokens={p.tokens}"
+    if p.rows % p.positions:
+        return f"rows={p.rows} are no whole sequences of positions={p.positions}"
     if p.head_dim not in HEAD_DIMS:
         return f"head_dim={p.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}: use backend='xla'"
     if sum(p.parts) > _MOST_HEADS:
@@ -132,7 +133,7 @@ def flops(problem: Problem) -> int:
 def bytes_moved(problem: Problem) -> int:
     """Each input read once and each output written once."""
     p = problem
-    return 2 * p.rows * sum(p.parts) * p.head_dim * itemsize_of(p.dtype) + 2 * p.tokens * (p.head_dim // 2) * 4
+    return 2 * p.rows * sum(p.parts) * p.head_dim * itemsize_of(p.dtype) + 2 * p.positions * (p.head_dim // 2) * 4
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
@@ -142,7 +143,7 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     keys = jax.random.split(key, len(parts))
     given = (jax.random.normal(k, (p.rows, heads, p.head_dim), p.dtype) for k, heads in zip(keys, parts, strict=True))
     rates = 10_000.0 ** (-jnp.arange(0, p.head_dim, 2, dtype=jnp.float32) / p.head_dim)
-    angles = jnp.arange(p.tokens, dtype=jnp.float32)[:, None] * rates
+    angles = jnp.arange(p.positions, dtype=jnp.float32)[:, None] * rates
     return *given, jnp.cos(angles), jnp.sin(angles)
 
 

@@ -63,7 +63,7 @@ def test_kernel_is_right_and_has_no_race(name, assert_near):
     *given, cos, sin = ROTARY.inputs(problem, jax.random.key(0))
     assert ROTARY.check(problem, config, FEW_SMS) is None
     out = jax.jit(functools.partial(ROTARY.run, problem, config, FEW_SMS, interpret=True))(*given, cos, sin)
-    count, shape = problem.rows // problem.tokens, (problem.rows, sum(problem.parts) * problem.head_dim)
+    count, shape = problem.rows // problem.positions, (problem.rows, sum(problem.parts) * problem.head_dim)
     forward = functools.partial(
         written_out,
         cos=jnp.tile(cos, (count, 1)),
@@ -178,7 +178,7 @@ def test_error_names_the_value_the_rule_and_the_way_out(given: Any, options: Any
         (P(64, 64, 32, 8, 128), C(4, 3), None),
         (P(64, 64, 32, 8, 128), C(3, 3), "blocks=3 is not one of 1, 2, 4, 8"),
         (P(64, 64, 32, 8, 128), C(8, 3), "bytes of shared memory do not fit"),
-        (P(64, 48, 32, 8, 128), C(1, 3), "rows=64 are no whole sequences of tokens=48"),
+        (P(64, 48, 32, 8, 128), C(1, 3), "rows=64 are no whole sequences of positions=48"),
         (P(64, 64, 2, 1, 64), C(1, 3), "3 heads of q and k cannot be rotated in equal groups"),
         (P(64, 64, 256, 8, 64), C(1, 3), "272 heads of q, k and v are more than 256"),
         (P(64, 64, 4, 4, 64, "float32"), C(1, 3), "float32"),

@@ -287,7 +287,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "width": _SIZE | {"help": "columns of x"},
     },
     "rotary (--rows, --kv-heads, --head-dim and --gradient too)": {
-        "tokens": _SIZE | {"help": "of a sequence, of which the rows are one or more"},
+        "positions": _SIZE | {"help": "tokens of a sequence, of which the rows are one or more"},
         "heads": _SIZE | {"help": "heads of the queries"},
     },
     "quantize (--rows too, --dtype also f32)": {
