@@ -260,6 +260,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         tiles += [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
     else:
         tiles += [(m, n, line) for m, n in _TILES]
+    divided: list[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]]
     divided = [(tile, _DIVISIONS, _SPLITS) for tile in tiles]
     divided += [((m, n, line), _DIVISIONS[:2], _SPLITS[:3]) for m, n in _fitted(problem, gpu)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
