@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mgpu_ops.core.choices import cheapest
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
-from mgpu_ops.rms_norm.problem import SPACE, Config, Problem, bytes_moved, check, inputs_of_a_row, supports
+from mgpu_ops.rms_norm.problem import SPACE, Config, Problem, bytes_moved, check, inputs_of_a_row, reads_again, supports
 
 _LAUNCH = 3e-6  # seconds
 _ROW = 1e-6  # of a row that no other block hides: its sums over the threads
@@ -44,7 +44,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 def distance(a: Problem, b: Problem) -> float | None:
     """How far two problems are, in doublings of the width, of which the rows count a quarter."""
-    if (a.dtype, a.gradient) != (b.dtype, b.gradient):
+    if (a.dtype, a.gradient) != (b.dtype, b.gradient) or reads_again(a) != reads_again(b):
         return None
     if a == b:
         return 0.0

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import RmsNormConfig as C
 from mgpu_ops import RmsNormProblem as P
-from mgpu_ops import capture, rms_norm, spec_of
+from mgpu_ops import capture, explain, rms_norm, spec_of
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.rms_norm import smem_bytes
 from tests import thorough
@@ -164,6 +164,13 @@ def test_a_config_runs_or_the_reason_names_the_rule(problem, config, reason):
     found = NORM.check(problem, config, H200)
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
+
+
+def test_the_times_of_narrow_rows_say_nothing_of_the_gradient_of_wide_ones():
+    narrow, wide = (P(8192, width, gradient=True, residual=True) for width in (4096, 6144))
+    assert NORM.distance(narrow, wide) is None
+    assert NORM.distance(wide, replace(wide, width=8192)) < 1
+    assert "XLA" in explain("rms_norm", wide, gpu="h200").splitlines()[1]
 
 
 @pytest.mark.gpu

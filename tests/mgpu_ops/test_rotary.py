@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import RotaryConfig as C
 from mgpu_ops import RotaryProblem as P
-from mgpu_ops import capture, rotary_qkv, spec_of
+from mgpu_ops import capture, explain, rotary_qkv, spec_of
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.rotary import smem_bytes
 from tests import thorough
@@ -124,6 +124,20 @@ def test_forward_and_backward_pass_are_a_kernel_each_and_keep_nothing_of_qkv():
     assert [p.problem for p in found.problems] == [P(8192, 8192, 32, 8, 128), P(8192, 8192, 32, 8, 128, gradient=True)]
     _, vjp = jax.eval_shape(lambda x: jax.vjp(lambda x: rotate(x, *turns(8192)), x), qkv)
     assert {x.shape for x in jax.tree.leaves(vjp)} == {(8192, 64)}
+
+
+@pytest.mark.parametrize(
+    ("problem", "runs"),
+    [
+        (P(8192, 8192, 32, 8, 128), "the kernel"),
+        (P(8192, 8192, 16, 4, 128, gradient=True), "the kernel"),
+        (P(8192, 8192, 32, 8, 64), "XLA"),
+        (P(8192, 8192, 9, 1, 128), "XLA"),
+    ],
+    ids=str,
+)
+def test_a_call_runs_the_kernel_where_a_step_of_training_did(problem, runs):
+    assert explain("rotary", problem, gpu="h200").splitlines()[1].split(":")[0].split(maxsplit=1)[1].startswith(runs)
 
 
 def test_vmap_maps_sequences_and_angles(assert_near):
