@@ -400,58 +400,32 @@ def _words_of_thread(values: Any) -> Iterator[list[Any]]:
         ]
 
 
-def seen_count(ref: Any) -> jax.Array:
-    """The count in `ref` [1], int32 in global memory, some time ago: `await_count` waits if that is not yet enough.
+def await_count(ref: Any, count: Any) -> None:
+    """Waits until `ref` [1], int32 in global memory, is `count`: what another block has added there before is then there.
 
-    The load takes a while, beside what the caller does until then.
-    """
-    if interpreting():
-        return jnp.int32(0)
-    scalar = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar)
-    )
-    def load(_: Any, ref: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)
-        get = "ld.relaxed.gpu.global.u32 $0, [$1];"
-        found = mosaic.inline_ptx(get, mosaic.memref_ptr(ref), result_types=word, has_side_effects=True)
-        return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
-
-    found: jax.Array = load(ref)
-    return found
-
-
-def await_count(ref: Any, seen: jax.Array, count: Any) -> None:
-    """Waits until the count in `ref` is `count`: what another block has added to global memory before is then there.
-
-    seen: of `seen_count`. The interpreter, which runs a block after the other, does not wait.
+    The interpreter, which runs a block after the other, does not wait.
     """
     if interpreting():
         return
     scalar = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
-    def wait(_: Any, ref: Any, seen: Any, count: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar))
+    def wait(_: Any, ref: Any, count: Any) -> None:
         code = """{
-            .reg .pred there;
+            .reg .pred other;
             .reg .u32 found;
-            setp.eq.u32 there, $1, $2;
-            @there bra DONE;
             AGAIN:
             ld.acquire.gpu.global.u32 found, [$0];
-            setp.ne.u32 there, found, $2;
-            @there bra AGAIN;
-            DONE:
+            setp.ne.u32 other, found, $1;
+            @other bra AGAIN;
         }"""
-        words = seen.registers.item(), count.registers.item()
-        mosaic.inline_ptx(code, mosaic.memref_ptr(ref), *words, has_side_effects=True)
+        mosaic.inline_ptx(code, mosaic.memref_ptr(ref), count.registers.item(), has_side_effects=True)
 
-    wait(ref, laid_out(seen, scalar), laid_out(count, scalar))
+    wait(ref, laid_out(count, scalar))
 
 
 def set_count(ref: Any, count: Any) -> None:
-    """ref[0] = count, once all that the warpgroup has added to global memory before its last barrier is there."""
+    """ref[0] = count, once all is there that was added to global memory before a barrier that this thread has waited at."""
     if interpreting():
         return
     scalar = plgpu.Layout.WG_SPLAT

@@ -11,8 +11,8 @@ need each other's dS for dq alone, and by then each has started its next scores.
 At head dim 64 a q block has 128 rows, in two *halves* of 64, for products as long as at 128. The scores of both are started
 first; while those of the second become weights, dP and dv of the first are computed. Each warpgroup computes dq of one half.
 
-With deterministic=True, a warpgroup adds to a tile of dq when it is its turn (`ThreadBlock.turns`): it looks at the end of a
-step, waits at the beginning of the next one if it has to, and gives the turn on when dS is written, long after dq has left.
+With deterministic=True, the warpgroups add to dq of a q block when the producer says that it is the thread block's turn
+(`ThreadBlock.turns`), and tell it when they have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class _Last(NamedTuple):
     head: Int
     q_block: Int
     ds: jax.Array | None  # of the own keys, in registers, or None: in shared memory
-    seen: jax.Array | None = None  # whose turn it was a moment ago at its dq
 
 
 def accumulators(p: BackwardProblem, c: BackwardConfig) -> tuple[tuple[int, int], ...]:
@@ -91,24 +90,20 @@ class _Consumer:
         # 2. The others, each with dq and dk of the one before: first those with a mask.
         if isinstance(order, TurnOrder):
             masked, unmasked = order.masked * members, order.unmasked * members
-            if order.window:
+            if order.front:
                 last = self._visits(kv, True, 1, masked, last)
             last = self._visits(kv, False, jnp.maximum(masked, 1), unmasked, last)
-            if masks:
+            if order.back:
                 last = self._visits(kv, True, jnp.maximum(unmasked, 1), order.count * members, last)
         else:
             if masks or members > 1:
                 last = self._loop(kv, masks, 1, last)
             last = self._loop(kv, False, 0, last)
         # 3. dq and dk of the last one.
-        self._await_turn(kv, last)
         plgpu.barrier_wait(self.together)
         self._start_dq_and_dk(last)
         self._add_dq(kv, last)  # while dk is computed
         engine.wgmma_wait(0)
-        if block.refs.turns is not None:
-            engine.warpgroup_barrier()
-            self._give_turn(kv, last)
         engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
         # 4. The way out.
         dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
@@ -132,7 +127,7 @@ class _Consumer:
         self._start_scores(tile)
         weights = self._weights(tile, 0, len(self.halves) - 1)
         ds = self._hand_over(tile, weights)
-        this = self._seen(kv, _Last(tile.stage, head, q_block, ds if self.held else None))
+        this = _Last(tile.stage, head, q_block, ds if self.held else None)
         engine.wgmma_wait(0)  # nobody needs it, but ptxas serializes where a product runs on into a loop
         return this
 
@@ -169,7 +164,6 @@ class _Consumer:
         q_block, stage = number(i), last.stage + 1
         tile, head = self._wait(kv, member, q_block, jnp.where(stage == self.block.q_pipeline.stages, 0, stage), masked)
         # 1. The scores of this q block; then, when both have written dS, dq and dk of the last one.
-        self._await_turn(kv, last)
         self._start_scores(tile)
         plgpu.barrier_wait(self.together)
         self._start_dq_and_dk(last)
@@ -186,8 +180,7 @@ class _Consumer:
             self._add_dq(kv, last)
         # 3. dP and dv; while dv is computed, dP becomes dS.
         ds = self._hand_over(tile, weights)
-        self._give_turn(kv, last)
-        this = self._seen(kv, _Last(tile.stage, head, q_block, ds if self.held else None))
+        this = _Last(tile.stage, head, q_block, ds if self.held else None)
         # 4. dv is done, and with it all products with the last q block.
         engine.wgmma_wait(0)
         engine.barrier_arrive(self.block.q_pipeline.empty.at[last.stage])
@@ -280,30 +273,9 @@ class _Consumer:
         engine.barrier_arrive(self.together)
         part, tile = block.dq_part(kv), self._tile(kv, last)
         place = block.refs.dq.at[part, tile, self.wg if len(self.halves) == 1 else 0]
+        block.wait_for_turn()
         engine.add_fragments(dq, place, block.is_first(kv, last.q_block))
-
-    # --- Turns
-
-    def _seen(self, kv: KvBlock, last: _Last) -> _Last:
-        """Looks up whose turn it is at the last q block's dq. The load takes a while, beside what the caller does then."""
-        if self.block.refs.turns is None:
-            return last
-        return last._replace(seen=engine.seen_count(self._turns(kv, last)))
-
-    def _await_turn(self, kv: KvBlock, last: _Last) -> None:
-        """Waits until it is this kv block's turn to add to the last q block's dq."""
-        if last.seen is not None:
-            engine.await_count(self._turns(kv, last), last.seen, self.block.turns(kv)[0])
-
-    def _give_turn(self, kv: KvBlock, last: _Last) -> None:
-        """The last q block's dq is added to: the next kv block's turn."""
-        if self.block.refs.turns is not None:
-            engine.set_count(self._turns(kv, last), self.block.turns(kv)[1])
-
-    def _turns(self, kv: KvBlock, last: _Last) -> Any:
-        """Whose turn it is at the last q block's dq, in global memory."""
-        tile = opaque(self._tile(kv, last))
-        return self.block.refs.turns.at[pl.ds(2 * tile + self.wg if len(self.halves) == 1 else tile, 1)]
+        block.end_turn()
 
     def _tile(self, kv: KvBlock, last: _Last) -> jax.Array:
         """Which tile of 64 rows of a head this warpgroup's part of dq of the last q block is."""

@@ -39,8 +39,8 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
     if in_turns(p, c) and in_a_circle(p):
         return _in_circles(len(steps), p.batch * p.kv_heads, blocks)
-    if in_turns(p, c) and p.left is not None:
-        return _rising(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
+    if in_turns(p, c):
+        return _falling(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
 
 
@@ -49,8 +49,12 @@ def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
     return p.deterministic and c.mode == "fused"
 
 
-def _rising(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
-    """As `tile_scheduler.assign_heads`, but no kv block of a head begins before those of earlier keys, for which it waits."""
+def _falling(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+    """A table as of `tile_scheduler.assign_heads`, in which kv blocks of later keys come first, for which the others wait.
+
+    It is that of a dynamic scheduler which gets sections of heads, in each the kv blocks of the earliest keys first, run
+    backwards: all thread blocks end at about the same time, and the longest kv blocks are last.
+    """
     tiles = len(costs)
     section = math.ceil(waves * blocks / tiles)
     order = [
@@ -60,8 +64,8 @@ def _rising(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarra
         for head in range(first, min(first + section, heads))
     ]
     table = tile_scheduler.assign_tiles([float(costs[number % tiles]) for number in order], blocks)
-    table[:, 1:] = np.array(order)[table[:, 1:]]
-    return table
+    numbers = np.array(order)
+    return tile_scheduler.table_of([numbers[row[1 : 1 + row[0]]][::-1].tolist() for row in table])
 
 
 def _in_circles(tiles: int, heads: int, blocks: int) -> np.ndarray:
@@ -87,16 +91,16 @@ def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
 
 
 def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
-    """Which kv block is the first to add to each tile of dq, int32, for `rows` padded query rows."""
-    tiles = rows // ROWS, p.q_heads * (p.head_dim // PANEL)
-    q_block = jnp.arange(tiles[0], dtype=jnp.int32) // (c.tile_q // ROWS)
+    """Which kv block is the first to add to dq of each q block and query head, int32, for `rows` padded query rows."""
+    q_block = jnp.arange(rows // c.tile_q, dtype=jnp.int32)
     if in_a_circle(p):
         first = q_block // apart(p, c)
-    else:  # the first kv block that visits it: later ones end later
+    else:  # the last kv block that visits it: later ones begin later
         keys = jnp.arange(0, p.kv_tokens, c.tile_kv, dtype=jnp.int32)
-        ends: Any = MaskTerms.of(p, p.q_tokens, p.kv_tokens).q_range(keys, c.tile_kv, c.tile_q).end
-        first = jnp.sum(ends[None, :] <= q_block[:, None], 1, dtype=jnp.int32)
-    return jnp.broadcast_to(first[None, :, None], (p.batch, *tiles)).reshape(-1)
+        firsts: Any = MaskTerms.of(p, p.q_tokens, p.kv_tokens).q_range(keys, c.tile_kv, c.tile_q).first
+        firsts = jnp.broadcast_to(firsts, keys.shape)
+        first = jnp.sum(firsts[None, :] <= q_block[:, None], 1, dtype=jnp.int32) - 1
+    return jnp.broadcast_to(first[None, :, None], (p.batch, len(q_block), p.q_heads)).reshape(-1)
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +112,7 @@ class Refs(BackwardRefs):
     # kernel computes it.
     dq: Any
     dbias: Any  # [batch * q_heads, keys, rows] or None
-    # int32 for each tile of dq that warpgroups add to: whose turn it is (`first_turns`); or None, where they do not take turns.
+    # int32 for each batch entry, q block and query head: whose turn at dq it is (`first_turns`). None: they take no turns.
     turns: Any = None
 
 
@@ -156,6 +160,8 @@ class ThreadBlock:
     q_pipeline: Pipeline  # q blocks, and all that comes with their rows
     kv_pipeline: Pipeline  # of one stage: the kv block
     mask: ScoreMask
+    # Barriers, where thread blocks take turns at dq: it is this one's turn, and the consumers have added to dq.
+    turn: tuple[Any, Any] | None = None
 
     @staticmethod
     def of(p: BackwardProblem, c: BackwardConfig, refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> ThreadBlock:
@@ -171,6 +177,7 @@ class ThreadBlock:
             q_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["q"]),
             kv_pipeline=Pipeline(1, *scratch.barriers["kv"]),
             mask=ScoreMask(scratch.smem["numbers"], keys_first=True),
+            turn=tuple(scratch.barriers["turn"]) if in_turns(p, c) else None,
         )
 
     @property
@@ -193,9 +200,9 @@ class ThreadBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
-            return KvBlock(
-                at, TurnOrder(blocks, self._first_turn(at) if in_a_circle(self.p) else None, self.p.left is not None)
-            )
+            start = self._first_turn(at) if in_a_circle(self.p) else None
+            back = self.p.left is not None or self.p.kv_tokens % self.c.tile_kv > 0
+            return KvBlock(at, TurnOrder(blocks, start, front=self.p.right is not None, back=back))
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
@@ -214,10 +221,8 @@ class ThreadBlock:
         return jnp.where(start < math.ceil(self.p.q_tokens / self.c.tile_q), start, 0)
 
     def turns(self, kv: KvBlock) -> tuple[Int, Int]:
-        """The number of a kv block, and of the one that adds to dq after it: that of later keys, or without a mask, earlier."""
+        """The number of a kv block, and of the one that adds to dq after it: that of earlier keys, in a circle."""
         own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
-        if not in_a_circle(self.p):
-            return own, own + 1
         return own, jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
 
     def is_first(self, kv: KvBlock, q_block: Int) -> jax.Array | None:
@@ -225,8 +230,11 @@ class ThreadBlock:
         if not stores_first(self.p, self.c):
             return None
         own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
-        first = 0 if self.p.right is not None else lax.div(q_block, jnp.int32(apart(self.p, self.c)))
-        return (own == first).astype(jnp.int32)
+        if in_a_circle(self.p):
+            return (own == lax.div(q_block, jnp.int32(apart(self.p, self.c)))).astype(jnp.int32)
+        following = self.x.q_range(kv.at.batch, kv.at.token + self.c.tile_kv, self.c.tile_kv, self.c.tile_q).first
+        last = own == math.ceil(self.p.kv_tokens / self.c.tile_kv) - 1
+        return (last | (q_block < following)).astype(jnp.int32)
 
     # --- The producer
 
@@ -248,7 +256,46 @@ class ThreadBlock:
 
         # Waits until dk and dv of the last kv block have left: they leave from the place of its keys and values.
         self.kv_pipeline.fill(i, copy)
+        if isinstance(kv.q_blocks, TurnOrder):
+            return self._load_in_turns(kv, kv.q_blocks, step)
         return kv.q_blocks.for_each(functools.partial(self._load_q_block, kv), step, members=self.group)
+
+    def _load_in_turns(self, kv: KvBlock, order: TurnOrder, step: jax.Array) -> jax.Array:
+        """Loads the q blocks that visit a kv block, and lets consumers add to dq when it is this kv block's turn.
+
+        Here, as who polls or fences waits for a trip to memory, and a consumer would have nothing to do meanwhile. The turn at
+        a q block is looked for while consumers are at their next step but one to it, so many steps after its load.
+        """
+        visits, behind = order.count * self.group, self.c.max_concurrent_steps - 1
+
+        def load(i: jax.Array) -> None:
+            self._load_q_block(kv, *order.visit(i, self.group), step + i, False)
+
+        def visit(i: jax.Array, _: None) -> None:
+            pl.when(i >= behind)(lambda: self._await_turn(kv, *order.visit(i - behind, self.group)))
+            pl.when(i < visits)(lambda: load(i))
+            pl.when(i >= behind)(lambda: self._give_turn(kv, *order.visit(i - behind, self.group)))
+
+        lax.fori_loop(0, visits + behind, visit, None)
+        return step + visits
+
+    def _await_turn(self, kv: KvBlock, member: Int, q_block: Int) -> None:
+        """Waits until it is this kv block's turn at dq of a q block, and tells the consumers."""
+        assert self.turn is not None
+        engine.await_count(self._turn_at(kv, member, q_block), self.turns(kv)[0])
+        engine.barrier_arrive(self.turn[0])
+
+    def _give_turn(self, kv: KvBlock, member: Int, q_block: Int) -> None:
+        """Gives the turn on when the consumers have added to dq."""
+        assert self.turn is not None
+        plgpu.barrier_wait(self.turn[1])
+        engine.set_count(self._turn_at(kv, member, q_block), self.turns(kv)[1])
+
+    def _turn_at(self, kv: KvBlock, member: Int, q_block: Int) -> Any:
+        """Whose turn it is at dq of a q block, in global memory."""
+        blocks = self.refs.lse.shape[2] // self.c.tile_q
+        head = kv.at.head * self.group + member
+        return self.refs.turns.at[pl.ds((kv.at.batch * blocks + q_block) * self.p.q_heads + head, 1)]
 
     def _load_q_block(self, kv: KvBlock, member: jax.Array, block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
         del masked
@@ -316,6 +363,16 @@ class ThreadBlock:
         return along_columns(load_per_column(self.smem["delta"].at[tile.stage, tile.rows]), SQUARE)
 
     # --- The way out
+
+    def wait_for_turn(self) -> None:
+        """A consumer waits until it may add to dq of a q block, where thread blocks take turns."""
+        if self.turn is not None:
+            plgpu.barrier_wait(self.turn[0])
+
+    def end_turn(self) -> None:
+        """A consumer tells that it has."""
+        if self.turn is not None:
+            engine.barrier_arrive(self.turn[1])
 
     def add_dq(self, kv: KvBlock, src: Any, at: Position, column: Int) -> None:
         """Starts adding `src` [64, columns] in shared memory to the gradient of the 64 query rows from `at` on."""

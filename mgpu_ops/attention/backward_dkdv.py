@@ -140,6 +140,7 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
             "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
             "kv": Pipeline.barriers(1, copies=(1 if shares else part.panels) + part.panels, consumers=CONSUMERS),
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
+            **({"turn": [plgpu.Barrier(num_arrivals=n) for n in (1, CONSUMERS)]} if in_turns(p, c) else {}),
         },
     )
 

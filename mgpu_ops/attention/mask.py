@@ -164,14 +164,15 @@ class BlockOrder:
 class TurnOrder:
     """The order in which a kv block visits the q blocks of a `BlockRange`, where kv blocks take turns at adding to dq.
 
-    All heads of a group visit one before the next. The blocks from `masked` to `unmasked` in this order have no mask.
+    They run upwards, and all heads of a group visit one before the next. The blocks from `masked` to `unmasked` in this order
+    have no mask.
     """
 
     blocks: BlockRange
-    # None: from the last one to the first. Or, where no row needs a mask but for keys that are padding, which one is the first:
-    # they then run upwards and round to it.
-    start: Int | None
-    window: bool  # whether the last blocks may have a mask, but for keys that are padding
+    start: Int | None  # which one is the first, round to which they run: where only keys that are padding need a mask
+    # Whether the first ones, or the last ones, may have a mask.
+    front: bool
+    back: bool
 
     @property
     def count(self) -> Int:
@@ -179,17 +180,16 @@ class TurnOrder:
 
     @property
     def masked(self) -> Int:
-        return self.blocks.end - self.blocks.whole_end if self.window else 0
+        return self.blocks.whole - self.blocks.first if self.front else 0
 
     @property
     def unmasked(self) -> Int:
-        _, whole, whole_end, end = self.blocks
-        return end - whole if self.window else jnp.where(whole_end == end, end - whole, 0)
+        return self.blocks.whole_end - self.blocks.first
 
     def block(self, i: Int) -> Int:
         """The i-th block."""
         if self.start is None:
-            return self.blocks.end - 1 - i
+            return self.blocks.first + i
         i = i + self.start
         return self.blocks.first + jnp.where(i >= self.count, i - self.count, i)
 
@@ -198,14 +198,6 @@ class TurnOrder:
         return (
             (0, self.block(i)) if members == 1 else (lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members))))
         )
-
-    def for_each(self, step: Callable[..., Any], carry: Any, *, masks: bool = True, members: int = 1) -> Any:
-        """carry = step(member, block, carry, masks) for all visits."""
-
-        def body(i: Any, carry: Any) -> Any:
-            return step(*self.visit(i, members), carry, masks)
-
-        return lax.fori_loop(0, self.count * members, body, carry)
 
 
 def _blocks(tokens: BlockRange, tile: int, count: int) -> BlockRange:

@@ -471,7 +471,7 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
     `deterministic`, turns where they were measured to be faster than two kernels: at head dim 128 without a mask.
     """
-    ranked = [c for c in backward_candidates(problem, gpu) if c.dq_step == "same" or _next_step_was_right(problem)]
+    ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
         in_turns = backward_dim(problem.head_dim, True) == 128 and (problem.left, problem.right) == (None, None)
         return next(c for c in ranked if in_turns or c.mode == "split")
@@ -479,12 +479,6 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     fused = [c for c in ranked if c.mode == "fused"] or [best]
     same = next(c for c in fused if c.dq_step == "same")
     return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, same, gpu) else fused[0]
-
-
-def _next_step_was_right(p: BackwardProblem) -> bool:
-    """Whether problems like `p` ran right on a GPU with dq a step later: at head dim 64 without lengths, segments, windows."""
-    plain = not p.lengths and not p.segments and p.left is None
-    return plain or backward_dim(p.head_dim, p.deterministic) != 64
 
 
 # Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, -backward-d128.jsonl, -backward-long.jsonl, and the

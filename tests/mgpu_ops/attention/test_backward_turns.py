@@ -48,11 +48,8 @@ def play(p: Any, c: Any, gpu: Any) -> dict[tuple[int, int, int], list[int]]:
     A thread block that waits for ever leaves kv blocks out.
     """
     block, count, group = thread_block(p, c), math.ceil(p.kv_tokens / c.tile_kv), p.q_heads // p.kv_heads
-    q_blocks, columns, halves = math.ceil(p.q_tokens / c.tile_q), p.head_dim // 64, c.tile_q // 64
-    turns = np.array(backward_block.first_turns(p, c, q_blocks * c.tile_q))
-    turns = turns.reshape(p.batch, q_blocks, halves, p.q_heads, columns)
-    assert (turns == turns[:, :, :1, :, :1]).all()
-    turns = turns[:, :, 0, :, 0]  # each warpgroup has such turns at its tiles
+    q_blocks = math.ceil(p.q_tokens / c.tile_q)
+    turns = np.array(backward_block.first_turns(p, c, q_blocks * c.tile_q)).reshape(p.batch, q_blocks, p.q_heads)
     kv_blocks = [block.kv_block(jnp.int32(tile)) for tile in range(count)]
     own = [tuple(map(int, block.turns(kv))) for kv in kv_blocks]
     visits = [

@@ -440,6 +440,32 @@ def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(head_dim, steps, h
         assert_close(float64(x), float64(y), problem.dtype)
 
 
+VARLEN: list[dict[str, Any]] = [
+    {"lengths": True},
+    {"segments": True},
+    {"window_left": 333, "window_right": 40},
+    {"lengths": True, "causal": True, "window_left": 150},
+    {"segments": True, "causal": True},
+    {"lengths": True, "segments": True},
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lengths_segments_and_windows_are_right_with_dq_a_step_later_at_head_dim_64(seed, assert_close):
+    rng = random.Random(seed)
+    kv_heads, sizes = rng.choice([1, 2, 4]), (rng.randint(1, 3), rng.randint(1, 1500), rng.randint(1, 1500))
+    heads = kv_heads * rng.choice([1, 2, 3]), kv_heads
+    problem = BACKWARD.Problem(*sizes, *heads, 64, rng.choice(["bfloat16", "float16"]), **VARLEN[seed % len(VARLEN)])
+    config = BACKWARD.Config("fused", 128, 128, rng.choice([2, 3]), 4, 24, "next", rng.choice(["apart", "together"]))
+    arrays = jax.jit(functools.partial(BACKWARD.inputs, problem))(jax.random.key(seed))
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(BACKWARD.reference, replace(problem, dtype="float32")))(
+            *(x.astype(F32) if x.dtype == problem.dtype else x for x in arrays)
+        )
+    for x, y in zip(jax.jit(functools.partial(BACKWARD.run, problem, config, gpu.current()))(*arrays), wanted):
+        assert_close(float64(x), float64(y), problem.dtype)
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -447,6 +473,7 @@ def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(head_dim, steps, h
         {"causal": True},
         {"causal": True, "q_tokens": 1777},
         {"window_right": 100, "align": "top_left"},
+        {"window_left": 300, "window_right": 40},
         {"batch": 3, "q_tokens": 130, "dtype": "float16"},
     ],
     ids=str,

@@ -173,6 +173,11 @@ def test_the_schedule_that_was_fastest_is_the_default(name: str) -> None:
     assert (config.dq_step, config.q_order, config.dk_operand, config.max_concurrent_steps) == ("next", "apart", "memory", 3)
 
 
+@pytest.mark.parametrize("mask", [{"lengths": True}, {"segments": True, "causal": True}, {"causal": True, "window_left": 2000}])
+def test_head_dim_64_has_dq_a_step_later_by_default_with_any_mask(mask: dict[str, Any]) -> None:
+    assert BACKWARD.default(BACKWARD.Problem(4, 4096, 4096, 16, 16, 64, **mask), H200).dq_step == "next"
+
+
 # --- the model of time
 
 
