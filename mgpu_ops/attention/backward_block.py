@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import PANEL, whole
+from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, MaskTerms, TurnOrder, q_blocks
