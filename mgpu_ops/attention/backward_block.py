@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, MaskTerms, TurnOrder, q_blocks
-from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
+from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks
+from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
@@ -82,25 +82,38 @@ def apart(p: BackwardProblem, c: BackwardConfig) -> int:
 
 def in_a_circle(p: BackwardProblem) -> bool:
     """Whether all rows see all keys: every kv block of a head then takes its turns in a circle."""
-    return p.left is None and p.right is None
+    return p.left is None and p.right is None and not _by_arrays(p)
+
+
+def _by_arrays(p: BackwardProblem) -> bool:
+    """Whether arrays say which blocks visit each other."""
+    return p.lengths or p.segments
 
 
 def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
     """Whether the first kv block that has a turn at a tile of dq stores, so that dq need not be zeros. Each tile has one."""
-    return in_turns(p, c) and p.left is None and (p.right is None or p.offset + p.right > -ROWS)
+    return in_turns(p, c) and p.left is None and (p.right is None or p.offset + p.right > -ROWS) and not _by_arrays(p)
 
 
-def first_turns(p: BackwardProblem, c: BackwardConfig, rows: int) -> jax.Array:
-    """Which kv block is the first to add to dq of each q block and query head, int32, for `rows` padded query rows."""
+def turn_order(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, rows: int) -> tuple[jax.Array, jax.Array | None]:
+    """Which kv block is the first to add to dq of each batch entry, q block and query head, int32, for `rows` padded rows.
+
+    And for each batch entry, q block and kv block, which one is the next, where arrays say which blocks visit each other.
+    """
     q_block = jnp.arange(rows // c.tile_q, dtype=jnp.int32)
+    numbers = jnp.arange(math.ceil(p.kv_tokens / c.tile_kv), dtype=jnp.int32)
+    following = None
     if in_a_circle(p):
-        first = q_block // apart(p, c)
-    else:  # the last kv block that visits it: later ones begin later
-        keys = jnp.arange(0, p.kv_tokens, c.tile_kv, dtype=jnp.int32)
-        firsts: Any = MaskTerms.of(p, p.q_tokens, p.kv_tokens).q_range(keys, c.tile_kv, c.tile_q).first
-        firsts = jnp.broadcast_to(firsts, keys.shape)
-        first = jnp.sum(firsts[None, :] <= q_block[:, None], 1, dtype=jnp.int32) - 1
-    return jnp.broadcast_to(first[None, :, None], (p.batch, len(q_block), p.q_heads)).reshape(-1)
+        first = (q_block // apart(p, c))[None]
+    else:  # from the last one that visits it to the first one
+        entries = jnp.arange(p.batch, dtype=jnp.int32)[:, None]
+        blocks = Operands(p, None, None, None, optional).q_range(entries, numbers[None] * c.tile_kv, c.tile_kv, c.tile_q)
+        begin, end = (jnp.broadcast_to(x, (p.batch, len(numbers)))[:, None, :] for x in (blocks.first, blocks.end))
+        visits = jnp.where((begin <= q_block[:, None]) & (q_block[:, None] < end), numbers, -1)
+        first = visits.max(2)
+        if _by_arrays(p):
+            following = jnp.pad(lax.cummax(visits, 2), ((0, 0), (0, 0), (1, 0)), constant_values=-1)[:, :, :-1]
+    return jnp.broadcast_to(first[:, :, None], (p.batch, len(q_block), p.q_heads)).reshape(-1), following
 
 
 @jax.tree_util.register_dataclass
@@ -112,8 +125,9 @@ class Refs(BackwardRefs):
     # kernel computes it.
     dq: Any
     dbias: Any  # [batch * q_heads, keys, rows] or None
-    # int32 for each batch entry, q block and query head: whose turn at dq it is (`first_turns`). None: they take no turns.
+    # int32 for each batch entry, q block and query head: whose turn at dq it is. None: they take no turns.
     turns: Any = None
+    following: Any = None  # `turn_order`'s second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +215,7 @@ class ThreadBlock:
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
             start = self._first_turn(at) if in_a_circle(self.p) else None
-            back = self.p.left is not None or self.p.kv_tokens % self.c.tile_kv > 0
+            back = self.p.left is not None or self.p.lengths or self.p.kv_tokens % self.c.tile_kv > 0
             return KvBlock(at, TurnOrder(blocks, start, front=self.p.right is not None, back=back))
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":
@@ -220,16 +234,22 @@ class ThreadBlock:
         start = lax.div(at.token, jnp.int32(self.c.tile_kv)) * apart(self.p, self.c)
         return jnp.where(start < math.ceil(self.p.q_tokens / self.c.tile_q), start, 0)
 
-    def turns(self, kv: KvBlock) -> tuple[Int, Int]:
-        """The number of a kv block, and of the one that adds to dq after it: that of earlier keys, in a circle."""
-        own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
-        return own, jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
+    def number(self, kv: KvBlock) -> Int:
+        """Of a kv block, among those of its head."""
+        return lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+
+    def following(self, kv: KvBlock, q_block: Int) -> Int:
+        """The kv block that adds to dq of a q block after `kv`: one of earlier keys, in a circle."""
+        own = self.number(kv)
+        if self.refs.following is not None:
+            return self.refs.following[kv.at.batch, q_block, own]
+        return jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
 
     def is_first(self, kv: KvBlock, q_block: Int) -> jax.Array | None:
         """Whether (1 or 0) a kv block is the first that adds to dq of a q block: it stores. None: dq is zeros before."""
         if not stores_first(self.p, self.c):
             return None
-        own = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+        own = self.number(kv)
         if in_a_circle(self.p):
             return (own == lax.div(q_block, jnp.int32(apart(self.p, self.c)))).astype(jnp.int32)
         following = self.x.q_range(kv.at.batch, kv.at.token + self.c.tile_kv, self.c.tile_kv, self.c.tile_q).first
@@ -282,14 +302,15 @@ class ThreadBlock:
     def _await_turn(self, kv: KvBlock, member: Int, q_block: Int) -> None:
         """Waits until it is this kv block's turn at dq of a q block, and tells the consumers."""
         assert self.turn is not None
-        engine.await_count(self._turn_at(kv, member, q_block), self.turns(kv)[0])
+        engine.await_count(self._turn_at(kv, member, q_block), self.number(kv))
         engine.barrier_arrive(self.turn[0])
 
     def _give_turn(self, kv: KvBlock, member: Int, q_block: Int) -> None:
         """Gives the turn on when the consumers have added to dq."""
         assert self.turn is not None
+        following = self.following(kv, q_block)
         plgpu.barrier_wait(self.turn[1])
-        engine.set_count(self._turn_at(kv, member, q_block), self.turns(kv)[1])
+        engine.set_count(self._turn_at(kv, member, q_block), following)
 
     def _turn_at(self, kv: KvBlock, member: Int, q_block: Int) -> Any:
         """Whose turn it is at dq of a q block, in global memory."""

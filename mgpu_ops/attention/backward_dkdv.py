@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
-from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, first_turns, in_turns, schedule, stores_first
+from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, in_turns, schedule, stores_first, turn_order
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -65,8 +65,10 @@ def launch(
         else:
             dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, *shape), jnp.float32))
     turns: Any = None
+    following: Any = None
     if in_turns(p, c):
-        turns = jax.new_ref(first_turns(p, c, rows))
+        first, following = turn_order(p, c, optional, rows)
+        turns = jax.new_ref(first)
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
 
@@ -90,6 +92,7 @@ def launch(
         dq=dq,
         dbias=dbias,
         turns=turns,
+        following=following,
     )
     out_type = rows_like(arrays.k), rows_like(arrays.v), *([] if dq_type is None else [dq_type])
     dk, dv, *outputs = run(

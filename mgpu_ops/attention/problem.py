@@ -538,10 +538,8 @@ def _check_turns(p: BackwardProblem, c: BackwardConfig, gpu: Gpu) -> str | None:
     """Why thread blocks cannot take turns at adding to dq, so that the sums are always in one order, or None."""
     if (c.dq_step, c.q_order) != ("next", "apart"):
         return "mode='fused' adds to dq in any order: use 'split', or dq_step='next' with q_order='apart'"
-    if p.lengths or p.segments:
-        return "mode='fused' with deterministic=True has no order of turns for lengths or segments: use 'split'"
     blocks = math.ceil(p.kv_tokens / c.tile_kv)
-    if p.left is None and p.right is None and blocks > gpu.sms:
+    if p.left is None and p.right is None and not p.lengths and not p.segments and blocks > gpu.sms:
         return f"mode='fused' with deterministic=True takes turns among {gpu.sms} kv blocks at most, not {blocks}: use 'split'"
     return None
 

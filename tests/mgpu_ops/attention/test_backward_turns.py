@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ import pytest
 from mgpu_ops import spec_of
 from mgpu_ops.attention import backward_block
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.operands import Operands, OptionalRefs
+from mgpu_ops.attention.launch import optional_refs
+from mgpu_ops.attention.operands import Operands
 from mgpu_ops.core.gpu import find
 
 BACKWARD = spec_of("flash_attention_backward")
@@ -33,13 +36,44 @@ def config_of(head_dim: int, waves: int = 1024) -> Any:
     return BACKWARD.Config("fused", 128 if head_dim == 64 else 64, 128, 3, waves, 24, "next", "apart")
 
 
-def thread_block(p: Any, c: Any) -> Any:
-    """What counts and numbers, without arrays."""
+def drawn(p: Any) -> Inputs:
+    """Random lengths of half the tokens or more, and segments: packed ones with a causal mask, else of any order."""
+    rng, sizes = np.random.default_rng(0), (p.q_tokens, p.kv_tokens)
+    lengths = tuple(rng.integers(n // 2, n + 1, p.batch).astype(np.int32) for n in sizes) if p.lengths else None
+    ids = [rng.integers(0, 9, (p.batch, n)).astype(np.int32) for n in sizes]
+    segments = tuple(np.sort(x, 1) if p.causal else x for x in ids) if p.segments else None
+    return Inputs(np.zeros(3, np.float32), lengths, segments)
+
+
+def thread_block(p: Any, c: Any, inputs: Inputs) -> Any:
+    """What counts and numbers, without q, k, v and their gradients; `refs.turns` is what a launch begins with."""
     nothing: Any = dict.fromkeys(field.name for field in dataclasses.fields(backward_block.ThreadBlock))
-    inputs = Inputs(jnp.zeros(3))
-    return backward_block.ThreadBlock(
-        **nothing | {"p": p, "c": c, "x": Operands(p, None, None, None, OptionalRefs(inputs, None, (1, 1)))}
-    )
+    refs: Any = dict.fromkeys(field.name for field in dataclasses.fields(backward_block.Refs))
+    optional, _ = optional_refs(inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
+    turns, following = backward_block.turn_order(p, c, optional, -(-p.q_tokens // c.tile_q) * c.tile_q)
+    refs = backward_block.Refs(**refs | {"turns": turns, "following": following})
+    return backward_block.ThreadBlock(**nothing | {"p": p, "c": c, "refs": refs, "x": Operands(p, None, None, None, optional)})
+
+
+class Known(NamedTuple):
+    """Of the kv blocks of a head of each batch entry that differs from others."""
+
+    turns: Any  # [batch * q blocks * q heads]: whose turn it is first
+    counts: Any  # [entries, kv blocks]: visits
+    visits: Any  # [most visits, entries, kv blocks, 2]: member of the group, q block
+    following: Any  # [q blocks, entries, kv blocks]: whose turn comes next
+    first: Any  # likewise: whether it stores
+
+
+def known(p: Any, c: Any, inputs: Inputs) -> Known:
+    block, count, q_blocks = thread_block(p, c, inputs), -(-p.kv_tokens // c.tile_kv), -(-p.q_tokens // c.tile_q)
+    entries, group = p.batch if p.lengths or p.segments else 1, p.q_heads // p.kv_heads
+    kv = block.kv_block(jnp.arange(entries)[:, None] * p.kv_heads * count + jnp.arange(count))
+    steps, every = jnp.arange(q_blocks * group)[:, None, None], jnp.arange(q_blocks)[:, None, None]
+    visits = jnp.stack([x + jnp.zeros((len(steps), entries, count), int) for x in kv.q_blocks.visit(steps, group)], -1)
+    following = block.following(kv, every) + jnp.zeros((q_blocks, entries, count), int)
+    first = block.is_first(kv, every) if backward_block.stores_first(p, c) else None
+    return Known(block.refs.turns, kv.q_blocks.count * group + jnp.zeros((entries, count), int), visits, following, first)
 
 
 def play(p: Any, c: Any, gpu: Any) -> dict[tuple[int, int, int], list[int]]:
@@ -47,41 +81,32 @@ def play(p: Any, c: Any, gpu: Any) -> dict[tuple[int, int, int], list[int]]:
 
     A thread block that waits for ever leaves kv blocks out.
     """
-    block, count, group = thread_block(p, c), math.ceil(p.kv_tokens / c.tile_kv), p.q_heads // p.kv_heads
-    q_blocks = math.ceil(p.q_tokens / c.tile_q)
-    turns = np.array(backward_block.first_turns(p, c, q_blocks * c.tile_q)).reshape(p.batch, q_blocks, p.q_heads)
-    kv_blocks = [block.kv_block(jnp.int32(tile)) for tile in range(count)]
-    own = [tuple(map(int, block.turns(kv))) for kv in kv_blocks]
-    visits = [
-        [tuple(map(int, kv.q_blocks.visit(jnp.int32(i), group))) for i in range(int(kv.q_blocks.count) * group)]
-        for kv in kv_blocks
-    ]
+    turns, counts, visits, following, first = jax.tree.map(np.array, jax.jit(functools.partial(known, p, c))(drawn(p)))
+    turns, entries, count = turns.reshape(p.batch, -1, p.q_heads), *counts.shape
+    group = p.q_heads // p.kv_heads
     blocks = min(gpu.sms, p.batch * p.kv_heads * count)
-    work = [
-        [
-            (head, int(tile), *visit)
-            for head, tile in (divmod(int(number), count) for number in row[1 : 1 + row[0]])
-            for visit in visits[tile]
-        ]
-        for row in backward_block.schedule(p, c, blocks)
-    ]
+    work = []
+    for row in backward_block.schedule(p, c, blocks):
+        assigned = [divmod(int(number), count) for number in row[1 : 1 + row[0]]]
+        seen = [(h, t, h // p.kv_heads % entries) for h, t in assigned]
+        work.append([(h, t, *map(int, visit)) for h, t, entry in seen for visit in visits[: counts[entry, t], entry, t]])
     added: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
     moved = True
     while moved:
         moved = False
         for queue in work:
-            while queue:
-                head, tile, member, q_block = queue[0]
+            done = 0
+            for head, tile, member, q_block in queue:
                 entry, kv_head = divmod(head, p.kv_heads)
-                at = entry, q_block, kv_head * group + member
-                if turns[at] != own[tile][0]:
+                at, here = (entry, q_block, kv_head * group + member), (q_block, entry % entries, tile)
+                if turns[at] != tile:
                     break
-                first = block.is_first(kv_blocks[tile], q_block)
-                assert first is None or bool(first) == (not added[at])
+                assert first is None or bool(first[here]) == (not added[at])
                 added[at].append(tile)
-                turns[at] = own[tile][1]
-                queue.pop(0)
-                moved = True
+                turns[at] = following[here]
+                done += 1
+            del queue[:done]
+            moved |= done > 0
     assert not any(work), "thread blocks wait for each other"
     return added
 
@@ -94,6 +119,10 @@ PROBLEMS = {
     "window to both sides": problem_of(2, 900, 1100, 2, 1, 128, window_left=200, window_right=70),
     "window to the left, fewer keys, head_dim of 64": problem_of(2, 900, 600, 2, 1, 64, window_left=200),
     "causal, a small window, keys that no row sees": problem_of(1, 300, 1400, 2, 1, 128, causal=True, window_left=20),
+    "lengths": problem_of(3, 700, 900, 4, 2, 128, lengths=True),
+    "lengths, causal, a window, head_dim of 64": problem_of(3, 1000, 900, 2, 2, 64, causal=True, window_left=300, lengths=True),
+    "segments in any order": problem_of(2, 900, 800, 2, 1, 128, segments=True),
+    "packed segments, causal": problem_of(2, 1100, 1100, 2, 2, 64, causal=True, segments=True),
     "a circle, grouped heads": problem_of(3, 777, 600, 4, 1, 128),
     "a circle, more kv blocks than q blocks": problem_of(2, 130, 640, 2, 2, 128),
     "a circle, head_dim of 64, one q block": problem_of(3, 50, 1200, 2, 2, 64),
@@ -112,12 +141,11 @@ def test_each_tile_of_dq_is_added_to_by_every_kv_block_that_its_rows_see_in_an_o
         assert all(sorted(order) == list(range(tiles)) for order in added.values())
     assert all(len(set(order)) == len(order) for order in added.values())
     # The order depends on the q block alone, not on which thread block is how fast.
-    for (_, q_block, _), order in added.items():
-        assert order == added[0, q_block, 0]
+    for (entry, q_block, _), order in added.items():
+        assert order == added[entry if p.lengths or p.segments else 0, q_block, 0]
 
 
 def test_kv_blocks_of_a_head_begin_at_different_rows_in_a_circle() -> None:
     p = problem_of(1, 1024, 1024, 1, 1, 128)
-    block = thread_block(p, config_of(128))
-    starts = [int(block.kv_block(jnp.int32(tile)).q_blocks.block(jnp.int32(0))) for tile in range(8)]
-    assert starts == [0, 2, 4, 6, 8, 10, 12, 14]
+    starts = known(p, config_of(128), drawn(p)).visits[0, 0, :, 1]
+    assert starts.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]

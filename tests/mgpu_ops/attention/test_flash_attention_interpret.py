@@ -384,6 +384,14 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 330, 520, 1, 1, 64, causal=True, deterministic=True),
         replace(AHEAD_64, q_order="apart"),
     ),
+    "in turns, lengths, head_dim of 64": (
+        B(2, 330, 300, 1, 1, 64, lengths=True, deterministic=True),
+        replace(AHEAD_64, q_order="apart", max_concurrent_steps=2),
+    ),
+    "in turns, segments, causal, fewer keys": (
+        B(1, 330, 260, 1, 1, 128, causal=True, segments=True, deterministic=True),
+        replace(AHEAD_128, q_order="apart"),
+    ),
     # two kernels, and sums in one order
     "split, odd lengths, grouped heads, three steps": (
         B(1, 130, 150, 2, 1, 64, deterministic=True),

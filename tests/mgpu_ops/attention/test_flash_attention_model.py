@@ -147,8 +147,6 @@ def test_the_soft_cap_after_a_bias_needs_both() -> None:
         ({"head_dim": 96}, {}, "a head_dim of 64 or 128"),
         ({"deterministic": True}, {"mode": "split"}, "mode='fused'"),
         ({"deterministic": True}, {}, "q_order='apart'"),
-        ({"deterministic": True, "causal": True, "lengths": True}, {"q_order": "apart"}, "no order of turns for lengths"),
-        ({"deterministic": True, "segments": True}, {"q_order": "apart"}, "no order of turns for lengths or segments"),
         ({"deterministic": True, "kv_tokens": 17000}, {"q_order": "apart"}, "132 kv blocks at most, not 133"),
         ({"bias": "bfloat16"}, {}, "a bias"),
         ({"soft_cap": True}, {}, "soft cap"),
