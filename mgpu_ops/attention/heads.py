@@ -90,11 +90,11 @@ def rounded_values(head_dim: int, v_head_dim: int) -> int:
     return 128 if d == 192 and v_head_dim <= 128 else d
 
 
-def backward_dim(head_dim: int, deterministic: bool = False) -> int:
+def backward_dim(head_dim: int) -> int:
     """The head dim of queries and values that the backward kernels compute with.
 
-    112 is computed as 128: dk and dv of 112 columns beside shares of dq spill. 80 and 96 with `deterministic` too, and values
-    with as many columns as keys: the kernels without this padding are right when interpreted, but were not compared on a GPU.
+    112 is computed as 128: dk and dv of 112 columns beside shares of dq spill. Values have as many columns as keys: the kernels
+    without this padding are right when interpreted, but were not compared on a GPU.
     """
     d = rounded(head_dim)
-    return 128 if d == 112 or (deterministic and d in (80, 96)) else d
+    return 128 if d == 112 else d

@@ -413,7 +413,7 @@ def distance(x: Problem, y: Problem) -> float | None:
 def _head_dims(p: Problem) -> tuple[int, int]:
     """Of queries and values, that the kernel computes with."""
     if isinstance(p, BackwardProblem):
-        return (backward_dim(p.head_dim, p.deterministic),) * 2
+        return (backward_dim(p.head_dim),) * 2
     return rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
 
 
@@ -432,7 +432,7 @@ def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
 def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
     del gpu
-    d = backward_dim(problem.head_dim, problem.deterministic)
+    d = backward_dim(problem.head_dim)
     next_step = d in (64, 128)
     return {
         "mode": ("fused", "split"),
@@ -473,7 +473,7 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
-        in_turns = backward_dim(problem.head_dim, True) == 128 and (problem.left, problem.right) == (None, None)
+        in_turns = backward_dim(problem.head_dim) == 128 and (problem.left, problem.right) == (None, None)
         return next(c for c in ranked if in_turns or c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
@@ -510,7 +510,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     p, c = problem, config
     _require(supports_backward(p, gpu))
     typical, group, size = _typical(p), p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d, entries = backward_dim(p.head_dim, p.deterministic), typical.batch
+    d, entries = backward_dim(p.head_dim), typical.batch
     queries = p.batch * p.q_tokens * p.q_heads
     keys = _q_blocks(typical, c.tile_kv, c.tile_q) * group
     columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
@@ -529,13 +529,13 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
 def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: int, gpu: Gpu) -> float:
     """Seconds of one tile of scores: products of so many columns, and the work on each score. Several stages overlap loads."""
     scores = c.tile_q * c.tile_kv
-    reached = _REACHED[c.mode][backward_dim(p.head_dim, p.deterministic)]
+    reached = _REACHED[c.mode][backward_dim(p.head_dim)]
     compute = 2 * columns * scores / (reached * _rate(gpu)) + _ROUND * scores / (ROWS * 2 * ROWS)
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
     if c.dq_step == "next" and c.max_concurrent_steps > 2:
-        compute *= _AHEAD[backward_dim(p.head_dim, p.deterministic)] + (_HELD if c.dk_operand == "registers" else 0.0)
+        compute *= _AHEAD[backward_dim(p.head_dim)] + (_HELD if c.dk_operand == "registers" else 0.0)
     return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 
 

@@ -507,7 +507,7 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     if reason is not None:
         return reason
     p, c = problem, config
-    d = backward_dim(p.head_dim, p.deterministic)
+    d = backward_dim(p.head_dim)
     wide = d > 128
     if c.mode not in ("fused", "split"):
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
@@ -556,7 +556,7 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         if (c.q_order, c.dk_operand) != ("together", "memory"):
             return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
         return None
-    if c.mode != "fused" or backward_dim(p.head_dim, p.deterministic) not in (64, 128):
+    if c.mode != "fused" or backward_dim(p.head_dim) not in (64, 128):
         return f"dq_step='next' is for mode='fused' and a head_dim of 64 or 128, not {c.mode!r} and {p.head_dim}: use 'same'"
     if c.dk_operand == "registers" and p.head_dim == 64:
         return "dk_operand='registers' is for head_dim=128: dS of 128 rows takes too many, use 'memory'"
@@ -597,7 +597,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
     """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
     p, c, steps = problem, config, config.max_concurrent_steps
-    d = backward_dim(p.head_dim, p.deterministic)
+    d = backward_dim(p.head_dim)
     wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, ((steps, c.tile_q, d), 2)]  # delta, the output's gradient
@@ -613,7 +613,7 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
     """Bytes of shared memory of a thread block of the dq kernel, likewise."""
-    p, d = problem, backward_dim(problem.head_dim, problem.deterministic)
+    p, d = problem, backward_dim(problem.head_dim)
     k_steps, v_steps = dq_steps(p), dq_value_steps(p)
     buffers: list[limits.Buffer] = [((k_steps, 2 * ROWS, ROWS), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [((2 * ROWS, d), 2), ((k_steps, ROWS, d), 2), ((2, ROWS), 4), ((2 * ROWS, d), 2)]
