@@ -234,9 +234,10 @@ class ThreadBlock:
         start = lax.div(at.token, jnp.int32(self.c.tile_kv)) * apart(self.p, self.c)
         return jnp.where(start < math.ceil(self.p.q_tokens / self.c.tile_q), start, 0)
 
-    def number(self, kv: KvBlock) -> Int:
+    def number(self, kv: KvBlock) -> jax.Array:
         """Of a kv block, among those of its head."""
-        return lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+        number: jax.Array = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
+        return number
 
     def following(self, kv: KvBlock, q_block: Int) -> Int:
         """The kv block that adds to dq of a q block after `kv`: one of earlier keys, in a circle."""
@@ -318,7 +319,7 @@ class ThreadBlock:
         head = kv.at.head * self.group + member
         return self.refs.turns.at[pl.ds((kv.at.batch * blocks + q_block) * self.p.q_heads + head, 1)]
 
-    def _load_q_block(self, kv: KvBlock, member: jax.Array, block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
+    def _load_q_block(self, kv: KvBlock, member: Int, block: Int, step: jax.Array, masked: bool) -> jax.Array:
         del masked
         row = block * self.c.tile_q
         at = Position(kv.at.batch, kv.at.head * self.group + member, row)
@@ -351,6 +352,7 @@ class ThreadBlock:
     def for_each_q_block(self, kv: KvBlock, step: Callable[..., Any], done: jax.Array) -> jax.Array:
         """step(kv block, member of the group, q block, steps done, masked) -> steps done, for all that visit a kv block."""
         masks = self.p.masks(self.c.tile_kv)
+        assert isinstance(kv.q_blocks, BlockOrder)  # with dq_step="same" there are no turns
         return kv.q_blocks.for_each(functools.partial(step, kv), done, masks=masks, members=self.group)
 
     def release_keys(self) -> None:
