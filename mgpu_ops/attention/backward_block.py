@@ -20,7 +20,7 @@ from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.interpreter import interpreting
@@ -78,11 +78,6 @@ def _in_circles(tiles: int, heads: int, blocks: int) -> np.ndarray:
 def apart(p: BackwardProblem, c: BackwardConfig) -> int:
     """In a circle of turns: how many q blocks apart the kv blocks of a head are."""
     return -(-math.ceil(p.q_tokens / c.tile_q) // math.ceil(p.kv_tokens / c.tile_kv))
-
-
-def in_a_circle(p: BackwardProblem) -> bool:
-    """Whether all rows see all keys: every kv block of a head then takes its turns in a circle."""
-    return p.left is None and p.right is None and not _by_arrays(p)
 
 
 def _by_arrays(p: BackwardProblem) -> bool:

@@ -29,6 +29,7 @@ from mgpu_ops.attention.problem import (
     blocks_of_an_sm,
     check,
     check_backward,
+    in_a_circle,
     masks_all,
     padded,
     split_stages,
@@ -456,7 +457,7 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     reason = supports_backward(problem, gpu)
     choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
-    if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
+    if problem.deterministic and not in_a_circle(problem):  # in long sections, fewer wait for their turn
         every = [dataclasses.replace(c, section_waves=_TURNS_SECTION) if c.mode == "fused" else c for c in every]
     legal = [c for c in every if check_backward(problem, c, gpu) is None]
     if reason is not None or not legal:
@@ -469,11 +470,11 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, turns where they were measured to be faster than two kernels: at head dim 128 without a mask.
+    `deterministic`, turns where they were measured to be faster than two kernels: without lengths and windows to the left.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
-        in_turns = backward_dim(problem.head_dim) == 128 and (problem.left, problem.right) == (None, None)
+        in_turns = not problem.lengths and problem.left is None
         return next(c for c in ranked if in_turns or c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
@@ -484,7 +485,7 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
 # Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, -backward-d128.jsonl, -backward-long.jsonl, and the
 # shipped entries).
 _FUSED_MARGIN = 0.95
-_TURNS_SECTION = 1024
+_TURNS_SECTION = 8
 _REACHED = {  # of the rate of the tensor cores, by mode and head dim
     "fused": {64: 0.653, 80: 0.487, 96: 0.619, 128: 0.72},
     "split": {64: 0.89, 80: 0.654, 96: 0.864, 128: 0.994, 160: 0.785, 192: 0.834, 224: 0.88, 256: 0.956},

@@ -539,9 +539,17 @@ def _check_turns(p: BackwardProblem, c: BackwardConfig, gpu: Gpu) -> str | None:
     if (c.dq_step, c.q_order) != ("next", "apart"):
         return "mode='fused' adds to dq in any order: use 'split', or dq_step='next' with q_order='apart'"
     blocks = math.ceil(p.kv_tokens / c.tile_kv)
-    if p.left is None and p.right is None and not p.lengths and not p.segments and blocks > gpu.sms:
+    if in_a_circle(p) and blocks > gpu.sms:
         return f"mode='fused' with deterministic=True takes turns among {gpu.sms} kv blocks at most, not {blocks}: use 'split'"
     return None
+
+
+def in_a_circle(p: BackwardProblem) -> bool:
+    """Where thread blocks take turns at adding to dq: whether every kv block of a head takes them in a circle.
+
+    That is where all rows see all keys, at head dim 128: at 64 a turn takes as long as the kv blocks are apart.
+    """
+    return p.left is None and p.right is None and not p.lengths and not p.segments and backward_dim(p.head_dim) == 128
 
 
 def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:

@@ -125,7 +125,7 @@ PROBLEMS = {
     "packed segments, causal": problem_of(2, 1100, 1100, 2, 2, 64, causal=True, segments=True),
     "a circle, grouped heads": problem_of(3, 777, 600, 4, 1, 128),
     "a circle, more kv blocks than q blocks": problem_of(2, 130, 640, 2, 2, 128),
-    "a circle, head_dim of 64, one q block": problem_of(3, 50, 1200, 2, 2, 64),
+    "no mask, head_dim of 64, one q block": problem_of(3, 50, 1200, 2, 2, 64),
 }
 
 
