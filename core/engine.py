@@ -35,7 +35,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.typing import DTypeLike
 
-from mgpu_ops.core import hazards, inflight, jax_patches, parallel_compile, ptxas, regions, threads, tma
+from mgpu_ops.core import fast_lowering, hazards, inflight, jax_patches, parallel_compile, ptxas, regions, threads, tma
 from mgpu_ops.core.interpreter import interpreted, interpreting
 from mgpu_ops.core.mesh import same_mesh_axes
 from mgpu_ops.core.registers import i32, laid_out, row_and_column
@@ -46,10 +46,7 @@ jax_patches.add_in_float32()
 jax_patches.name_replicas()
 jax_patches.forget_numbers()
 jax_patches.simplify_bottom_up()
-jax_patches.compare_unprinted()
-jax_patches.remember_layouts()
-jax_patches.remember_transfers()
-jax_patches.index_untraced()
+fast_lowering.lower_fast()
 parallel_compile.compile_at_once()
 jax_patches.lower_with_32_bits()
 jax_patches.call_with_numpy()

@@ -7,10 +7,7 @@
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
-| `compare_unprinted` | layouts are inferred without printing the kernel, with jax 0.11 | all Mosaic GPU kernels |
-| `remember_layouts` | the layouts of warp-level MMA are made once | all Mosaic GPU kernels |
-| `remember_transfers` | whether a layout can be loaded or stored so is found out once | all Mosaic GPU kernels |
-| `index_untraced` | swizzled buffers are indexed without tracing that this changes nothing | all kernels of Pallas Mosaic GPU |
+| `fast_lowering.lower_fast` | kernels are lowered in less time, to the same code: the table there | all Mosaic GPU kernels |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
@@ -32,17 +29,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import callback as callbacks
-from jax._src import dtypes
-from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
-from jax._src.state import indexing
-from jax.experimental.mosaic.gpu import MMALayouts, constraints, dialect_lowering, launch_context, utils
 from jax.experimental.mosaic.gpu import core as mosaic
+from jax.experimental.mosaic.gpu import dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir, passmanager
 
-from mgpu_ops.core import parallel_compile
+from mgpu_ops.core import fast_lowering, parallel_compile
 
 # --- Kernels of engine.kernel
 
@@ -182,103 +176,22 @@ _SIMPLIFY = "builtin.module(canonicalize{top-down=false})"
 
 
 def simplify_bottom_up() -> None:
-    """Our kernels are simplified before they are serialised. From then on programs are searched for kernels when compiled."""
+    """Our kernels are simplified before they are serialised. Then they begin to compile."""
     lower = mosaic._mosaic_gpu_lowering_rule
 
     @functools.wraps(lower)
     def lower_simplified(ctx: Any, *args: Any, module: ir.Module, **params: Any) -> Any:
-        if _is_ours(module):
-            parallel_compile.lowered()
+        ours = _is_ours(module)
+        if ours:
             passes = passmanager.PassManager.parse(_SIMPLIFY, module.context)
             passes.enable_verifier(False)  # Mosaic's own verifies
             passes.run(module.operation)
-        return lower(ctx, *args, module=module, **params)
+        results = lower(ctx, *args, module=module, **params)
+        if ours:
+            parallel_compile.lowered(ctx.module_context, results[0].owner)
+        return results
 
     mosaic._mosaic_gpu_lowering_rule = lower_simplified
-
-
-# --- Layouts
-#
-# To infer layouts of a kernel, jax 0.11 sorts the variables that are equal to others by what is printed of their operations.
-# Of a large kernel that takes a quarter of the time to lower it, as a loop prints with all that is in it. jax 0.12 has them in
-# the order in which they appear.
-
-
-def compare_unprinted() -> None:
-    """With jax 0.11, equal variables are found, in the order in which they appear, without printing them."""
-    if jax.__version_info__ < (0, 12):
-        constraints.compute_transitively_equal_vars = _equal_variables
-
-
-def _equal_variables(system: Any) -> dict[Any, list[Any]]:
-    """For each variable that a constraint says to be equal to another, all that are equal to it, through others too."""
-    groups: dict[Any, list[Any]] = {}
-    for one in system.constraints:
-        if isinstance(one, constraints.Equals) and all(isinstance(x, constraints.Variable) for x in (one.lhs, one.rhs)):
-            left, right = (groups.setdefault(x, [x]) for x in (one.lhs, one.rhs))
-            if left is not right:
-                left += right
-                groups.update(dict.fromkeys(right, left))
-    return {x: [other for other in group if other != x] for x, group in groups.items()}
-
-
-# For each load and store of a tile that may use ldmatrix or stmatrix, Mosaic GPU makes 18 layouts of warp-level MMA to compare.
-# They follow from the bits of an element and a number of warps.
-
-
-def remember_layouts() -> None:
-    """Layouts of warp-level MMA are made once for each number of bits and of warps."""
-    make = MMALayouts.__init__
-    known: dict[tuple[int, int], dict[str, Any]] = {}
-
-    @functools.wraps(make)
-    def make_once(self: Any, element_type: Any, *, m_warps: int = 4) -> None:
-        is_type = isinstance(element_type, ir.Type)
-        key = (utils.bitwidth(element_type) if is_type else dtypes.itemsize_bits(element_type), m_warps)
-        if key not in known:
-            make(self, element_type, m_warps=m_warps)
-            known[key] = dict(vars(self))
-        vars(self).update(known[key])
-
-    setattr(MMALayouts, "__init__", make_once)  # noqa: B010 - mypy has a type of its own for it
-
-
-# Whether registers of a layout can be transferred to or from shared memory of a layout is found out by generating the code.
-
-
-def remember_transfers() -> None:
-    """It is asked once for each pair of layouts, shape and element."""
-    transferable: Any = constraints.IsTransferableSmemRegisters
-    ask = transferable._is_supported_smem_transfer
-    known: dict[Any, bool] = {}
-
-    @functools.wraps(ask)
-    def ask_once(self: Any, smem_layout: Any, reg_layout: Any) -> bool:
-        key = (utils._infer_arch(), smem_layout, reg_layout, self.shape, self.strides, self.bitwidth, self.optimized)
-        if key not in known:
-            known[key] = ask(self, smem_layout, reg_layout)
-        return known[key]
-
-    transferable._is_supported_smem_transfer = ask_once
-
-
-# --- Indices
-#
-# Pallas moves the index of a ref before its swizzle, by tracing and lowering a function of both: for each use of a buffer, and
-# to no effect, as an index and a swizzle change places as they are.
-
-
-def index_untraced() -> None:
-    """An index and a swizzle change places without a trace."""
-    lower = lowering._lower_fn_with_avals
-
-    @functools.wraps(lower)
-    def lower_function(function: Any, avals: Any) -> Any:
-        if isinstance(avals[0], gpu_core.UnswizzleRef) and isinstance(avals[1], indexing.NDIndexer):
-            return lambda ctx, *transforms: (function(*transforms), function(*avals))
-        return lower(function, avals)
-
-    lowering._lower_fn_with_avals = lower_function
 
 
 # --- Kernels of 32-bit numbers
@@ -293,8 +206,11 @@ def lower_with_32_bits() -> None:
 
     @functools.wraps(lower)
     def lower_kernel(mesh: Any, jax_mesh: Any, jaxpr: Any, *args: Any, **options: Any) -> Any:
-        with _with_32_bits(jaxpr):
-            return lower(mesh, jax_mesh, jaxpr, *args, **options)
+        try:
+            with _with_32_bits(jaxpr):
+                return lower(mesh, jax_mesh, jaxpr, *args, **options)
+        finally:
+            fast_lowering.forget_kernel()
 
     @functools.wraps(interpret)
     def interpret_kernel(*args: Any, jaxpr: Any, **params: Any) -> Any:

@@ -19,7 +19,7 @@ from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import constraints
 
 import mgpu_ops
-from mgpu_ops.core import aot, engine, jax_patches
+from mgpu_ops.core import aot, engine, fast_lowering
 from mgpu_ops.core.gpu import target
 
 PLAIN = """
@@ -76,7 +76,7 @@ def test_equal_variables_are_all_that_others_lead_to():
     a, b, c, d, e, f = map(constraints.Variable, "abcdef")
     pairs = [(a, b), (c, d), (e, f), (d, b)]
     system = constraints.ConstraintSystem(constraints=[constraints.Equals(*pair) for pair in pairs])
-    equal = {x: set(others) for x, others in jax_patches._equal_variables(system).items()}
+    equal = {x: set(others) for x, others in fast_lowering._equal_variables(system).items()}
     assert equal == {x: group - {x} for group in ({a, b, c, d}, {e, f}) for x in group}
     assert equal == {x: set(others) for x, others in constraints.compute_transitively_equal_vars(system).items()}
 

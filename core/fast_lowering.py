@@ -1,0 +1,314 @@
+"""Lowers kernels in less time: patches of Mosaic GPU and Pallas after which these come to the same code.
+
+| patch | what it changes |
+|---|---|
+| `compare_unprinted` | variables of layouts are compared without printing the kernel, with jax 0.11 |
+| `remember_sites` | what is asked of a variable of a layout is found out once |
+| `reduce_changed` | of the constraints on layouts, those are looked at again whose variables have got a value |
+| `merge_by_group` | what tiles must divide is merged once for all variables that are equal |
+| `find_by_hash` | whether a layout is wanted is looked up and not searched for |
+| `trust_layouts` | that each operation has its layouts is not checked again |
+| `classify_once` | which kinds of values an operation has is found out once |
+| `remember_attributes` | a layout is made of its attribute once for a kernel |
+| `remember_layouts` | the layouts of warp-level MMA are made once |
+| `remember_transfers` | whether a layout can be loaded or stored so is found out once |
+| `index_untraced` | swizzled buffers are indexed without tracing that this changes nothing |
+
+Layouts are inferred by a solver of constraints, such as that two variables are equal, or that the tiles of one divide a number.
+All patches hold for all Mosaic GPU kernels of the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import dtypes
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering
+from jax._src.state import indexing
+from jax.experimental.mosaic.gpu import MMALayouts, constraints, inference_utils, layout_inference, layouts, utils
+from jax.extend.mlir import ir
+
+
+def lower_fast() -> None:
+    """Applies all of them."""
+    for patch in (
+        compare_unprinted,
+        remember_sites,
+        reduce_changed,
+        merge_by_group,
+        find_by_hash,
+        trust_layouts,
+        classify_once,
+        remember_attributes,
+        remember_layouts,
+        remember_transfers,
+        index_untraced,
+    ):
+        patch()
+
+
+# --- The solver
+
+# To infer layouts of a kernel, jax 0.11 sorts the variables that are equal to others by what is printed of their operations.
+# Of a large kernel that takes a quarter of the time to lower it, as a loop prints with all that is in it. jax 0.12 has them in
+# the order in which they appear.
+
+
+def compare_unprinted() -> None:
+    """With jax 0.11, equal variables are found, in the order in which they appear, without printing them."""
+    if jax.__version_info__ < (0, 12):
+        constraints.compute_transitively_equal_vars = _equal_variables
+
+
+def _equal_variables(system: Any) -> dict[Any, list[Any]]:
+    """For each variable that a constraint says to be equal to another, all that are equal to it, through others too."""
+    return {x: [other for other in group if other != x] for x, group in _groups(system).items()}
+
+
+def _groups(system: Any) -> dict[Any, list[Any]]:
+    """For each such variable, the group of all that are equal, itself among them: one list."""
+    groups: dict[Any, list[Any]] = {}
+    for one in system.constraints:
+        if isinstance(one, constraints.Equals) and all(isinstance(x, constraints.Variable) for x in (one.lhs, one.rhs)):
+            left, right = (groups.setdefault(x, [x]) for x in (one.lhs, one.rhs))
+            if left is not right:
+                left += right
+                groups.update(dict.fromkeys(right, left))
+    return groups
+
+
+def remember_sites() -> None:
+    """The value, shape and memory of a ValueSite, and a Variable's hash, are found out once: an operation keeps its types."""
+    site: Any = layout_inference.ValueSite
+    for name in ("value", "shape", "memory_space"):
+        once: Any = functools.cached_property(vars(site)[name].fget)
+        once.__set_name__(site, name)
+        setattr(site, name, once)
+    for kind in (site, constraints.Variable):
+        kind.__hash__ = _hashed_once(kind.__hash__)
+
+
+def _hashed_once(compute: Any) -> Any:
+    @functools.wraps(compute)
+    def hash_once(self: Any) -> int:
+        known = self.__dict__
+        if "_hash" not in known:
+            known["_hash"] = compute(self)
+        value: int = known["_hash"]
+        return value
+
+    return hash_once
+
+
+def reduce_changed() -> None:
+    """A constraint that was reduced stays as it is until one of its variables has a value."""
+    reduce: Any = constraints.reduce_constraint
+
+    @functools.wraps(reduce)
+    def reduce_constraint(constraint: Any, assignments: dict[Any, Any]) -> Any:
+        free = constraint.__dict__.get("_free")  # variables of what was reduced before
+        if free is not None and not any(x in assignments for x in free):
+            return constraint
+        reduced = reduce(constraint, assignments)
+        if dataclasses.is_dataclass(reduced):
+            reduced.__dict__["_free"] = tuple(_variables(reduced))
+        return reduced
+
+    setattr(constraints, "reduce_constraint", reduce_constraint)  # noqa: B010 - mypy has a type of its own for it
+
+
+def _variables(expression: Any) -> Iterator[Any]:
+    for field in dataclasses.fields(expression):
+        value = getattr(expression, field.name)
+        if isinstance(value, constraints.Variable):
+            yield value
+        elif type(value).__module__ == constraints.__name__ and dataclasses.is_dataclass(value):
+            yield from _variables(value)
+
+
+def merge_by_group() -> None:
+    """Constraints of divisibility are merged for each group of equal variables, and not for each of its variables."""
+    saturate = constraints.saturate_divides_constraints_for_equal_vars
+    constraints.saturate_divides_constraints_for_equal_vars = functools.wraps(saturate)(_saturated)
+
+
+def _saturated(system: Any) -> Any:
+    groups = _groups(system)
+    others: list[Any] = []
+    merged: dict[Any, Any] = {}  # by variable that has such a constraint, or is equal to one
+    multiples: dict[Any, Any] = {}  # by the first variable of a group
+    for one in system.constraints:
+        if not isinstance(one, constraints.Divides) or not isinstance(one.expr, constraints.Variable):
+            others.append(one)
+            continue
+        group = groups.get(one.expr, (one.expr,))
+        first = group[0]
+        known, found = multiples.get(first), constraints.Divides(first, one.tiling_multiple)
+        multiples[first] = found if known is None else constraints.merge_divides_constraints(known, found)
+        if known is None:
+            merged.update(dict.fromkeys((one.expr, *group), first))
+    divides = [constraints.Divides(x, multiples[first].tiling_multiple) for x, first in merged.items()]
+    return dataclasses.replace(system, constraints=[*others, *divides])
+
+
+class _Unknowns(list[Any]):
+    """Variables in their order, and by hash."""
+
+    def __init__(self, variables: Sequence[Any]):
+        super().__init__(variables)
+        self._all = frozenset(variables)
+
+    def __contains__(self, variable: object) -> bool:
+        return variable in self._all
+
+
+def find_by_hash() -> None:
+    """The search for layouts, which goes on in itself, finds its unknowns by hash."""
+    find = layout_inference.find_assignments_for
+
+    @functools.wraps(find)
+    def find_assignments_for(unknowns: Any, system: Any, **options: Any) -> Any:
+        return find(unknowns if isinstance(unknowns, _Unknowns) else _Unknowns(unknowns), system, **options)
+
+    layout_inference.find_assignments_for = find_assignments_for
+
+
+def trust_layouts() -> None:
+    """Mosaic GPU does not check of itself, twice, that each operation was given as many layouts as it has values."""
+    check = layout_inference._ensure_all_layouts_are_set
+    layout_inference._ensure_all_layouts_are_set = functools.wraps(check)(lambda op: None)
+
+
+# --- Kinds of values
+
+_KINDS = {"layout": 1, "transforms": 2, "tmem_layout": 4}  # bits
+
+
+class _Seen(threading.local):
+    """The operation that was asked for last, and the kinds of its operands, and of its results 3 bits higher."""
+
+    op: Any = None
+    kinds = 0
+
+
+_seen = _Seen()
+
+
+def classify_once() -> None:
+    """Whether an operation has vectors, buffers in shared memory, or in tensor memory: asked several times, found out once."""
+    for name, bit in _KINDS.items():
+        for side, bits in (("in_", bit), ("out_", bit << 3), ("", bit | bit << 3)):
+            ask = f"should_have_{side}{name}"
+            setattr(
+                inference_utils, ask, functools.update_wrapper(functools.partial(_has, bits), getattr(inference_utils, ask))
+            )
+
+
+def _has(bits: int, op: Any) -> bool:
+    if _seen.op is not op:
+        _seen.kinds = _kinds(op.operands) | _kinds(op.results) << 3
+        _seen.op = op
+    return bool(_seen.kinds & bits)
+
+
+def _kinds(values: Any) -> int:
+    kinds = 0
+    for value in values:
+        of = value.type
+        if isinstance(of, ir.VectorType):
+            kinds |= _KINDS["layout"]
+        elif isinstance(of, ir.MemRefType):
+            if utils.is_tmem_ref(value):
+                kinds |= _KINDS["tmem_layout"]
+            if inference_utils.is_transformable_smem_memref(value):
+                kinds |= _KINDS["transforms"]
+    return kinds
+
+
+# --- What is made or asked again and again
+#
+# The layouts of an operation's values are its attributes. Each is read, and made of it, as often as a value is used.
+
+_layouts: dict[Any, Any] = {}  # by attribute, of the kernel that is being lowered
+
+
+def remember_attributes() -> None:
+    """A layout is made of its attribute once for a kernel."""
+    make = layouts.from_layout_attr
+
+    @functools.wraps(make)
+    def from_layout_attr(attribute: Any) -> Any:
+        if (known := _layouts.get(attribute)) is None:
+            known = _layouts[attribute] = make(attribute)
+        return known
+
+    layouts.from_layout_attr = from_layout_attr
+
+
+def forget_kernel() -> None:
+    """Lets go of what is remembered of a kernel, which would keep all of it."""
+    _seen.op = None
+    _layouts.clear()
+
+
+# For each load and store of a tile that may use ldmatrix or stmatrix, Mosaic GPU makes 18 layouts of warp-level MMA to compare.
+# They follow from the bits of an element and a number of warps.
+
+
+def remember_layouts() -> None:
+    """Layouts of warp-level MMA are made once for each number of bits and of warps."""
+    make = MMALayouts.__init__
+    known: dict[tuple[int, int], dict[str, Any]] = {}
+
+    @functools.wraps(make)
+    def make_once(self: Any, element_type: Any, *, m_warps: int = 4) -> None:
+        is_type = isinstance(element_type, ir.Type)
+        key = (utils.bitwidth(element_type) if is_type else dtypes.itemsize_bits(element_type), m_warps)
+        if key not in known:
+            make(self, element_type, m_warps=m_warps)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key])
+
+    setattr(MMALayouts, "__init__", make_once)  # noqa: B010 - mypy has a type of its own for it
+
+
+# Whether registers of a layout can be transferred to or from shared memory of a layout is found out by generating the code.
+
+
+def remember_transfers() -> None:
+    """It is asked once for each pair of layouts, shape and element."""
+    transferable: Any = constraints.IsTransferableSmemRegisters
+    ask = transferable._is_supported_smem_transfer
+    known: dict[Any, bool] = {}
+
+    @functools.wraps(ask)
+    def ask_once(self: Any, smem_layout: Any, reg_layout: Any) -> bool:
+        key = (utils._infer_arch(), smem_layout, reg_layout, self.shape, self.strides, self.bitwidth, self.optimized)
+        if key not in known:
+            known[key] = ask(self, smem_layout, reg_layout)
+        return known[key]
+
+    transferable._is_supported_smem_transfer = ask_once
+
+
+# Pallas moves the index of a ref before its swizzle, by tracing and lowering a function of both: for each use of a buffer, and
+# to no effect, as an index and a swizzle change places as they are.
+
+
+def index_untraced() -> None:
+    """An index and a swizzle change places without a trace."""
+    lower = lowering._lower_fn_with_avals
+
+    @functools.wraps(lower)
+    def lower_function(function: Any, avals: Any) -> Any:
+        if isinstance(avals[0], gpu_core.UnswizzleRef) and isinstance(avals[1], indexing.NDIndexer):
+            return lambda ctx, *transforms: (function(*transforms), function(*avals))
+        return lower(function, avals)
+
+    lowering._lower_fn_with_avals = lower_function
