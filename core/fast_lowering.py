@@ -12,7 +12,7 @@
 | `remember_attributes` | a layout is made of its attribute once for a kernel |
 | `remember_layouts` | the layouts of warp-level MMA are made once |
 | `remember_transfers` | whether a layout can be loaded or stored so is found out once |
-| `index_untraced` | swizzled buffers are indexed without tracing that this changes nothing |
+| `index_untraced` | buffers of tiles are indexed without a trace for each use |
 
 Layouts are inferred by a solver of constraints, such as that two variables are equal, or that the tiles of one divide a number.
 All patches hold for all Mosaic GPU kernels of the process.
@@ -27,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import dtypes
+from jax._src import api_util, dtypes, flattree
+from jax._src.interpreters import partial_eval
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.state import indexing
@@ -90,7 +91,8 @@ def remember_sites() -> None:
         once: Any = functools.cached_property(vars(site)[name].fget)
         once.__set_name__(site, name)
         setattr(site, name, once)
-    for kind in (site, constraints.Variable):
+    kinds: tuple[Any, ...] = (site, constraints.Variable)
+    for kind in kinds:
         kind.__hash__ = _hashed_once(kind.__hash__)
 
 
@@ -115,12 +117,13 @@ def reduce_changed() -> None:
         free = constraint.__dict__.get("_free")  # variables of what was reduced before
         if free is not None and not any(x in assignments for x in free):
             return constraint
-        reduced = reduce(constraint, assignments)
+        reduced: Any = reduce(constraint, assignments)
         if dataclasses.is_dataclass(reduced):
-            reduced.__dict__["_free"] = tuple(_variables(reduced))
+            vars(reduced)["_free"] = tuple(_variables(reduced))
         return reduced
 
-    setattr(constraints, "reduce_constraint", reduce_constraint)  # noqa: B010 - mypy has a type of its own for it
+    ours: Any = reduce_constraint
+    constraints.reduce_constraint = ours
 
 
 def _variables(expression: Any) -> Iterator[Any]:
@@ -170,13 +173,14 @@ class _Unknowns(list[Any]):
 
 def find_by_hash() -> None:
     """The search for layouts, which goes on in itself, finds its unknowns by hash."""
-    find = layout_inference.find_assignments_for
+    find: Any = layout_inference.find_assignments_for
 
     @functools.wraps(find)
     def find_assignments_for(unknowns: Any, system: Any, **options: Any) -> Any:
         return find(unknowns if isinstance(unknowns, _Unknowns) else _Unknowns(unknowns), system, **options)
 
-    layout_inference.find_assignments_for = find_assignments_for
+    ours: Any = find_assignments_for
+    layout_inference.find_assignments_for = ours
 
 
 def trust_layouts() -> None:
@@ -198,6 +202,7 @@ class _Seen(threading.local):
 
 
 _seen = _Seen()
+_types: dict[Any, int] = {}  # kinds by type, of the kernel that is being lowered
 
 
 def classify_once() -> None:
@@ -221,14 +226,19 @@ def _kinds(values: Any) -> int:
     kinds = 0
     for value in values:
         of = value.type
-        if isinstance(of, ir.VectorType):
-            kinds |= _KINDS["layout"]
-        elif isinstance(of, ir.MemRefType):
-            if utils.is_tmem_ref(value):
-                kinds |= _KINDS["tmem_layout"]
-            if inference_utils.is_transformable_smem_memref(value):
-                kinds |= _KINDS["transforms"]
+        if (known := _types.get(of)) is None:
+            known = _types[of] = _kind(value, of)
+        kinds |= known
     return kinds
+
+
+def _kind(value: Any, of: Any) -> int:
+    if isinstance(of, ir.VectorType):
+        return _KINDS["layout"]
+    if not isinstance(of, ir.MemRefType):
+        return 0
+    tensor_memory = utils.is_tmem_ref(value) and _KINDS["tmem_layout"]
+    return tensor_memory | (inference_utils.is_transformable_smem_memref(value) and _KINDS["transforms"])
 
 
 # --- What is made or asked again and again
@@ -248,13 +258,15 @@ def remember_attributes() -> None:
             known = _layouts[attribute] = make(attribute)
         return known
 
-    layouts.from_layout_attr = from_layout_attr
+    ours: Any = from_layout_attr
+    layouts.from_layout_attr = ours
 
 
 def forget_kernel() -> None:
     """Lets go of what is remembered of a kernel, which would keep all of it."""
     _seen.op = None
-    _layouts.clear()
+    for known in (_types, _layouts, _moves):
+        known.clear()
 
 
 # For each load and store of a tile that may use ldmatrix or stmatrix, Mosaic GPU makes 18 layouts of warp-level MMA to compare.
@@ -297,18 +309,40 @@ def remember_transfers() -> None:
     transferable._is_supported_smem_transfer = ask_once
 
 
-# Pallas moves the index of a ref before its swizzle, by tracing and lowering a function of both: for each use of a buffer, and
-# to no effect, as an index and a swizzle change places as they are.
+# Pallas moves the index of a ref before its swizzle and its tiling, by tracing and lowering a function of both: for each use of
+# a buffer, and before a swizzle to no effect, as the two change places as they are.
+
+_moves: dict[
+    Any, Any
+] = {}  # by function and types, the jaxpr and the types of its results, of the kernel that is being lowered
 
 
 def index_untraced() -> None:
-    """An index and a swizzle change places without a trace."""
+    """An index and a swizzle change places without a trace, an index and a tiling with one for all of the same types."""
     lower = lowering._lower_fn_with_avals
 
     @functools.wraps(lower)
     def lower_function(function: Any, avals: Any) -> Any:
-        if isinstance(avals[0], gpu_core.UnswizzleRef) and isinstance(avals[1], indexing.NDIndexer):
+        (ref,) = function.args
+        if isinstance(avals[1], indexing.NDIndexer) and isinstance(avals[0], gpu_core.UnswizzleRef):
             return lambda ctx, *transforms: (function(*transforms), function(*avals))
-        return lower(function, avals)
+        if isinstance(ref, gpu_core.AbstractRefUnion) or not isinstance(avals[0], gpu_core.UntilingTransform):
+            return lower(function, avals)  # a union has no hash where it is part of another
+        return functools.partial(_lower_move, function, avals)
 
     lowering._lower_fn_with_avals = lower_function
+
+
+def _lower_move(function: Any, avals: Any, ctx: Any, *transforms: Any) -> Any:
+    """As the function that JAX's `_lower_fn_with_avals` returns. function: a partial."""
+    leaves, tree = jax.tree.flatten(avals)
+    key = function.func, function.args, tuple(leaves), tree
+    if (traced := _moves.get(key)) is None:
+        about = api_util.debug_info("mgpu_ops_move", function, ("",) * len(avals), {}).with_unknown_names()
+        traced = partial_eval.trace_to_jaxpr(function, flattree.flatten_args(*avals), debug_info=about, requires_low=True)
+        _moves[key] = traced
+    jaxpr, results = traced
+    lowered = lowering.lower_jaxpr_to_mosaic_gpu(
+        ctx.module_ctx, ctx.launch_ctx, jaxpr, jax.tree.leaves(transforms), jaxpr.consts
+    )
+    return results.tree.unflatten(lowered), results.unflatten()

@@ -115,7 +115,9 @@ def lowered(context: Any, call: Any) -> None:
         return
     here = tuple(context.platforms) == (getattr(backend, "_raw_platform", backend.platform),)
     if here and _ahead.get() and not _dumping() and _runs_alone(call):
-        _begin(_hash(call), functools.partial(_alone, call), backend, backend.devices())
+        devices = backend.devices()
+        if len({device.device_kind for device in devices}) == 1:  # else nobody knows yet for which the program is
+            _begin(_hash(call), functools.partial(_alone, call), backend, devices)
 
 
 def compile_at_once() -> None:
@@ -126,7 +128,7 @@ def compile_at_once() -> None:
         if _lowered and not _dumping():
             programs = alone(module)
             for kernel in sorted(programs, key=lambda kernel: len(programs[kernel]), reverse=True):
-                _begin(kernel, functools.partial(programs.get, kernel), backend, executable_devices)
+                _begin(kernel, functools.partial(programs.__getitem__, kernel), backend, executable_devices)
         return _compile_program(backend, module, executable_devices, *args, **kwargs)
 
     compiler.backend_compile_and_load = compile_with_kernels
@@ -136,7 +138,7 @@ def _dumping() -> bool:
     return any(name.startswith(_DUMPS) for name in os.environ)
 
 
-def _begin(kernel: bytes, program: Callable[[], bytes | None], backend: Any, devices: Any) -> None:
+def _begin(kernel: bytes, program: Callable[[], bytes], backend: Any, devices: Any) -> None:
     """Compiles the program of a kernel in a thread, for the first of `devices` that this process of a job has."""
     own = [device for device in devices if device.process_index == backend.process_index()]
     if own and kernel not in _begun:
@@ -153,7 +155,7 @@ def _compile(program: bytes, backend: Any, device: Any) -> None:
 def alone(module: Any) -> dict[bytes, bytes]:
     """By its hash, each kernel of a StableHLO module in a module that runs it alone, as bytecode; {} where there is but one.
 
-    Kernels that reach other GPUs are left out: they do not run in a program of one device.
+    Left out are those that have begun to compile, and those that reach other GPUs, as these do not run in a program of one.
     """
     calls: dict[bytes, Any] = {}
 
@@ -164,7 +166,8 @@ def alone(module: Any) -> dict[bytes, bytes]:
 
     with module.context:
         module.operation.walk(visit)
-        return {kernel: _alone(call) for kernel, call in calls.items()} if len(calls) > 1 else {}
+        wanted = calls.keys() - _begun if len(calls) > 1 else ()
+        return {kernel: _alone(calls[kernel]) for kernel in wanted}
 
 
 def _runs_alone(op: Any) -> bool:
