@@ -87,9 +87,12 @@ def store_in_turn(staging: Any, parts: Iterator[tuple[Any, Copy, int, int]], bef
 
 
 def tile_origins(shape: tuple[int, ...], height: int, width: int) -> list[tuple[int, int]]:
-    """First row and column of the epilogue tiles of values of this shape, in the order in which they are stored."""
+    """First row and column of the epilogue tiles of values of this shape, in the order in which they are stored.
+
+    Where `width` does not divide the columns, the last tile ends with them: it stores some of the values before it again.
+    """
     rows, columns = shape
-    return [(i, j) for i in range(0, rows, height) for j in range(0, columns, width)]
+    return [(i, min(j, columns - width)) for i in range(0, rows, height) for j in range(0, columns, width)]
 
 
 def along(ref: Any, start: Any, shape: tuple[int, ...], axis: int) -> Any:

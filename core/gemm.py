@@ -71,7 +71,7 @@ def warpgroup_tile(c: Tiled) -> tuple[int, int]:
 def epilogue_tiles(c: Tiled) -> int:
     """Epilogue tiles in which one consumer warpgroup stores its part of the output tile."""
     wg_m, wg_n = warpgroup_tile(c)
-    return (wg_m // ROWS) * (wg_n // c.epilogue_tile_n)
+    return (wg_m // ROWS) * math.ceil(wg_n / c.epilogue_tile_n)
 
 
 def accumulator_registers(c: Tiled) -> int:

@@ -170,13 +170,16 @@ def copy_any_shape() -> None:
             given = dict(given, predicate=arith.andi(given["predicate"], only)) if only else given
             copy(self, src_ref=src, dst_ref=dst, gmem_slice=gmem_slice, gmem_transform=gmem_transform, **given)
 
-        if len(gmem_slice) > 2 and _is_constant(gmem_slice[0], ANYWHERE):
+        anywhere = len(gmem_slice) > 2 and _is_constant(gmem_slice[0], ANYWHERE)
+        if anywhere:
             gmem_slice = _anywhere(gmem_slice)
         if page_size := _page_size(gmem_slice):
             _pages(gmem, smem, gmem_slice, page_size, one)
         elif _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
-        elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform)):
+        elif len(smem.type.shape) == 4 and (
+            tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform, anywhere)
+        ):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
         else:
             one(smem, gmem_slice, _clipped(gmem, gmem_slice, gmem_transform))
@@ -258,12 +261,18 @@ def _anywhere(gmem_slice: Slice) -> Slice:
     return (_index(0), *lead, *there)
 
 
-def _ragged_tiling(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms) -> tuple[int, int] | None:
-    """The swizzle tile of the copy, where it does not divide the array: Mosaic then refuses the array."""
+def _ragged_tiling(
+    gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms, anywhere: bool
+) -> tuple[int, int] | None:
+    """The swizzle tile of the copy, where it does not divide the array: Mosaic then refuses the array.
+
+    anywhere: also where it does, but a block of one panel may begin within a tile.
+    """
     match gmem_transform:
         case (launch_context.TileTransform(tiling=(rows, columns)),):
             *_, m, n = gmem.type.shape
             divided = (m <= rows or m % rows == 0) and (n <= columns or n % columns == 0)
+            divided &= not anywhere or smem.type.shape[1] > 1
             whole_rows = all(isinstance(part, utils.DynamicSlice) for part in gmem_slice[-2:])
             if not divided and (smem.type.shape[1] == 1 or whole_rows):  # heads between tokens and features are no rows
                 return rows, columns

@@ -2,6 +2,8 @@
 
 `sustained`, of matmul: 12 products of real models with 4096 rows or more, in which the power cap of a GPU decides.
 
+`llm-rows`, of matmul: the products of a layer of Llama-3 8B and 70B, those of the op's suite `llm`, with 1 to 16384 rows.
+
 `fp8`, `fp8-row` and `fp8-block`, of matmul: 20 products of 8-bit floats (e4m3) of real models with 128 and 4096 rows, with
 scales of each operand, of rows and columns, or of blocks of 128; `fp8` also 8192^3.
 
@@ -64,6 +66,20 @@ def _sustained() -> dict[str, MatmulProblem]:
             "db": MatmulProblem(p.k, p.n, tokens, layout="tn"),
         }[gradient]
     return found
+
+
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
+
+
+@functools.cache
+def _llm_rows() -> dict[str, MatmulProblem]:
+    return {
+        f"{model}-{what}-{m}": MatmulProblem(m, p.n, p.k)
+        for model in ("llama3-8b", "llama3-70b")
+        for what in ("qkv", "out", "gate_up", "down")
+        for m in _ROWS
+        for p in [MODELS[model].projections[what]]
+    }
 
 
 _FP8 = (  # models, projections and numbers of tokens
@@ -145,6 +161,7 @@ def _anywhere_attention() -> dict[str, AttentionProblem]:
 _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
     "matmul": {
         "sustained": _sustained,
+        "llm-rows": _llm_rows,
         "anywhere": _anywhere,
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_of_8_bits, "row"),

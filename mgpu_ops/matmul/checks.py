@@ -160,13 +160,17 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if reason is not None:
         return reason
     if not computes_transposed(config):
-        return _check(*as_computed(problem, config), gpu, _check_ragged_output)
+        return _check(*as_computed(problem, config), gpu, _check_own_epilogue)
+    where = f"tile_m={config.tile_m}, no multiple of {gemm.ROWS}"
     if config.epilogue_tile_n != gemm.ROWS:
-        what = f"tile_m={config.tile_m}, no multiple of {gemm.ROWS}"
-        return f"epilogue_tile_n={config.epilogue_tile_n} must be {gemm.ROWS} with {what}"
+        return f"epilogue_tile_n={config.epilogue_tile_n} must be {gemm.ROWS}, with {where}"
     stored = partial_problem(problem, config)  # an epilogue tile is transposed again, and stored in one piece
-    reason = _check(*as_computed(problem, config), gpu, lambda p, c: _check_ragged_output(stored, config))
-    return reason and f"{reason} (tile_m={config.tile_m} is no multiple of {gemm.ROWS}: m and n, A and B change places)"
+
+    def check_output(p: Problem, c: Config) -> str | None:
+        return _check_epilogue(p, c, config.epilogue_tile_n) or _check_ragged_output(stored, config)
+
+    reason = _check(*as_computed(problem, config), gpu, check_output)
+    return reason and f"{reason} ({where}: m and n, A and B change places)"
 
 
 SCHEDULES = (*gemm.SCHEDULES, "deferred", "ahead")
@@ -217,7 +221,7 @@ def _check_shares(p: Problem, c: Config) -> str | None:
     if p.residual or computes_transposed(c):
         what = "a residual" if p.residual else f"tile_m={c.tile_m}, no multiple of {gemm.ROWS}"
         return f"schedule='ahead' with cluster='k' does not run with {what}: use 'cooperative'"
-    if c.split_k in (2, 4, 8) and gemm.check_tile(c) is None and gemm.check_epilogue(c, 8) is None:
+    if c.split_k in (2, 4, 8) and gemm.check_tile(c) is None:
         tiles = gemm.epilogue_tiles(c)
         if tiles % c.split_k:
             return f"{tiles} epilogue tiles of a warpgroup must be a multiple of the {c.split_k} blocks that share them"
@@ -256,14 +260,16 @@ def _check(p: Problem, c: Config, gpu: Gpu, check_output: Callable[[Problem, Con
 
 
 def check_schedule(p: Problem, c: Config, check_output: Callable[[Problem, Config], str | None] | None = None) -> str | None:
-    """Tiles, pipeline and copies exist for a problem and a config `as_computed`; what they take of an SM is asked apart."""
+    """Tiles, pipeline and copies exist for a problem and a config `as_computed`; what they take of an SM is asked apart.
+
+    check_output: why epilogue tiles of this output cannot be stored; without it they must be whole and as wide as a swizzle.
+    """
     return (
         gemm.check_tile(c)
         or gemm.check_pipeline(c)
         or _check_order(p, c)
         or _check_swizzle(p, c)
-        or gemm.check_epilogue(c, 8)
-        or (check_output or _check_ragged_output)(partial_problem(p, c), c)
+        or (check_output or _check_whole_epilogue)(partial_problem(p, c), c)
         or _check_ragged_operands(p, c)
     )
 
@@ -350,6 +356,27 @@ def _check_swizzle(p: Problem, c: Config) -> str | None:
         f"A and B need one common swizzle of 64 or 128 bytes (tile_m={c.tile_m} transposed={a_t}, "
         f"tile_n={c.tile_n} transposed={b_t})"
     )
+
+
+def _check_whole_epilogue(p: Problem, c: Config) -> str | None:
+    return gemm.check_epilogue(c, 8) or _check_ragged_output(p, c)
+
+
+def _check_own_epilogue(p: Problem, c: Config) -> str | None:
+    return _check_epilogue(p, c, c.epilogue_tile_n) or _check_ragged_output(p, c)
+
+
+def _check_epilogue(p: Problem, c: Config, columns: int) -> str | None:
+    """Epilogue tiles, with `columns` columns of the output p each, make up a warpgroup's part of the tile.
+
+    Those that do not divide it overlap (`epilogue.tile_origins`), and so begin anywhere: each is one swizzle tile wide then.
+    """
+    row = columns * itemsize_of(p.out_dtype)
+    whole = gemm.warpgroup_tile(c)[1] % c.epilogue_tile_n == 0
+    small = max(p.m, p.n) < _LONGEST_RAGGED
+    if whole or not small or c.epilogue_tile_n % 8 or c.epilogue_tile_n > gemm.warpgroup_tile(c)[1] or row > 128 or 128 % row:
+        return gemm.check_epilogue(c, 8)
+    return None
 
 
 def _check_ragged_output(p: Problem, c: Config) -> str | None:

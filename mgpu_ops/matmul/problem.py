@@ -168,8 +168,8 @@ def transposed(problem: Problem) -> tuple[bool, bool]:
 
 
 def computes_transposed(c: Config) -> bool:
-    """Whether the kernel computes out^T = B^T A^T: where tile_m is no multiple of wgmma's rows, but of 8, or few rows."""
-    return c.tile_m < gemm.ROWS or (c.tile_m % gemm.ROWS != 0 and c.tile_m % 8 == 0)
+    """Whether the kernel computes out^T = B^T A^T: where tile_m is no multiple of wgmma's rows."""
+    return c.tile_m % gemm.ROWS != 0
 
 
 def products(p: Problem) -> tuple[tuple[int, int], ...]:
@@ -208,7 +208,7 @@ def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
         cluster=swapped.get(c.cluster, c.cluster),
         raster_dimension=swapped[c.raster_dimension],
     )
-    c = replace(c, epilogue_tile_n=gemm.warpgroup_tile(c)[1])
+    c = replace(c, epilogue_tile_n=min(gemm.ROWS, gemm.warpgroup_tile(c)[1]))
     return replace(p, m=p.n, n=p.m, layout=("n" if b_t else "t") + ("n" if a_t else "t")), c
 
 

@@ -112,7 +112,7 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
         part = values[i : i + ROWS, j : j + work.config.epilogue_tile_n].astype(jnp.float32)
         buffer[...] = _finish(work, refs, place, part, buffer, (i, j)).astype(buffer.dtype)
         plgpu.commit_smem()  # TMA sees what was written
-        plgpu.copy_smem_to_gmem(buffer, place.block(refs.out, i, j))
+        place.store(buffer, refs.out, i, j)
         if number + SLOTS < len(origins):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             load_slot(work, t, refs, out_smem, arrived, number + SLOTS)
@@ -163,7 +163,7 @@ def store(
         cluster_sum.add(rows_squared[...], t * (epilogue_tiles(c) + norms), keep)
 
     def copy(staged: Any, i: int, j: int) -> None:
-        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+        place.store(staged, refs.out, i, j)
 
     def finish(part: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
         if rows_squared is not None:
@@ -206,7 +206,7 @@ def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any
     origins = epilogue_origins(c)
 
     def copy(staged: Any, i: int, j: int) -> None:
-        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+        place.store(staged, refs.out, i, j)
 
     def use(number: int, total: jax.Array) -> None:
         at = origins[number]
@@ -237,7 +237,7 @@ def store_kept(place: Place, number: int, part: jax.Array, refs: Refs, out_smem:
     at = epilogue_origins(place.work.config)[number]
 
     def copy(staged: Any, i: int, j: int) -> None:
-        plgpu.copy_smem_to_gmem(staged, place.block(refs.out, i, j))
+        place.store(staged, refs.out, i, j)
 
     store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(part, copy, *at)]), number)
 

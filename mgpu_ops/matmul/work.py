@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import tile_scheduler, tma
 from mgpu_ops.core.epilogue import tile_origins
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
+from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul.problem import Config, Problem, k_steps, neighbours, panel, swizzle_bytes, transposed
 
@@ -114,10 +116,22 @@ class Place:
         rows, columns = pl.ds(self.start(0, 0), count), pl.ds(self.start(1, 0), self.work.config.tile_n)
         return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
 
-    def block(self, ref: Any, i: int, j: int) -> Any:
-        """The epilogue tile that begins at row i and column j of this part, in an array like the output."""
+    def store(self, staged: Any, ref: Any, i: int, j: int) -> None:
+        """Starts the copy of the epilogue tile `staged` in shared memory to row i and column j of this part of the output.
+
+        An epilogue tile may overlap the one before (`tile_origins`): both hold the same values there. The interpreter would call
+        that a race, so there the columns that were stored before are left out.
+        """
+        width = self.work.config.epilogue_tile_n
+        before = -j % width if interpreting() else 0
+        if before:
+            staged = staged.at[pl.ds(before, width - before)] if self.work.transposed else staged.at[:, pl.ds(before, width - before)]
+        plgpu.copy_smem_to_gmem(staged, self.block(ref, i, j + before, width - before))
+
+    def block(self, ref: Any, i: int, j: int, width: int | None = None) -> Any:
+        """The epilogue tile that begins at row i and column j of this part, in an array like the output, `width` columns of it."""
         c = self.work.config
-        rows, columns = pl.ds(self.start(0, i), ROWS), pl.ds(self.start(1, j), c.epilogue_tile_n)
+        rows, columns = pl.ds(self.start(0, i), ROWS), pl.ds(self.start(1, j), width or c.epilogue_tile_n)
         if self.work.transposed:
             rows, columns = columns, rows
         if ends_with_rows(self.work.problem, c):
@@ -131,11 +145,16 @@ def epilogue_origins(c: Config) -> list[tuple[int, int]]:
 
 
 def ends_with_rows(p: Problem, c: Config) -> bool:
-    """Whether the last tile along m or n ends with the array, and so may begin anywhere (`tma.block_start`)."""
+    """Whether epilogue tiles may begin anywhere.
+
+    So where the last tile along m or n ends with the array (`tma.block_start`), and where the last epilogue tile of a
+    warpgroup's part ends with that (`tile_origins`).
+    """
     a_t, b_t = transposed(p)
     width = panel(p, c)
     along_m, along_n = tma.last_start(p.m, c.tile_m, width), tma.last_start(p.n, c.tile_n, width)
-    return (a_t and along_m is not None) or (not b_t and along_n is not None)
+    overlaps = warpgroup_tile(c)[1] % c.epilogue_tile_n != 0
+    return (a_t and along_m is not None) or (not b_t and along_n is not None) or overlaps
 
 
 def clusters_of_tiles(p: Problem, c: Config) -> int:

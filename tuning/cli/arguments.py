@@ -26,6 +26,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "llama3-70b",
         "llama3-8b-backward",
         "sustained",
+        "llm-rows",
         "anywhere",
         "fp8",
         "fp8-row",
