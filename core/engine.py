@@ -43,6 +43,7 @@ from mgpu_ops.core.registers import i32, laid_out, row_and_column
 # Each patch of JAX is applied here, once: core/jax_patches.py lists what they change and for whom.
 tma.copy_any_shape()
 jax_patches.add_in_float32()
+jax_patches.narrow_products()
 jax_patches.name_replicas()
 jax_patches.forget_numbers()
 jax_patches.simplify_bottom_up()
@@ -546,6 +547,12 @@ def kernel(
 def _mark() -> None:
     """Marks the kernel being traced: it gets the patches that others' kernels do not."""
     plgpu.inline_mgpu()(jax_patches.mark)()
+
+
+def narrow_wgmma(whole: int, columns: int) -> None:
+    """From here on a kernel's wgmma of `whole` columns compute the first `columns` of them: of a wider operand B."""
+    if not interpreting():
+        plgpu.inline_mgpu()(functools.partial(jax_patches.narrow_wgmma, whole=whole, columns=columns))()
 
 
 def specialize(

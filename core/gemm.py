@@ -147,6 +147,7 @@ class Storage:
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
     hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and barriers.
     vector: how many float32 numbers are kept beside all of it.
+    columns_of_b: of a tile of B, where it has more than tile_n.
     """
 
     config: Tiled
@@ -159,6 +160,7 @@ class Storage:
     scales: tuple[int, ...] = ()
     hands_out: bool = False
     vector: int = 0
+    columns_of_b: int = 0
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -170,7 +172,7 @@ class Storage:
     def bytes(self) -> int:
         """All of it, with a full and an empty barrier for each stage."""
         c, stages = self.config, self.config.max_concurrent_steps
-        a, b = ((stages, c.tile_m, c.tile_k), self.itemsize), ((stages, c.tile_k, c.tile_n), self.itemsize)
+        a, b = ((stages, c.tile_m, c.tile_k), self.itemsize), ((stages, c.tile_k, max(c.tile_n, self.columns_of_b)), self.itemsize)
         buffers, barriers = [a, (self.out_shape, self.out_itemsize), *[b] * self.b_tiles], 2 * stages + self.barriers
         buffers[1:1] = [((stages, numbers), 4) for numbers in self.scales]
         if self.received:  # they arrived at each warpgroup; they were taken

@@ -4,6 +4,7 @@
 |---|---|---|
 | `tma.copy_any_shape` | TMA copies arrays that swizzle tiles do not divide, and windows of rows | kernels of `engine.kernel` |
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
+| `narrow_products` | wgmma multiplies a part of B's columns | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
@@ -105,6 +106,46 @@ def _add_in_float32(ty: Any, ptr: Any, packed: str) -> Any:
     )
     one = ir.VectorType.get((1,), i32)
     return utils.bitcast(utils.vector_concat([utils.bitcast(word, one) for word in loaded]), ty)
+
+
+# --- wgmma of a part of B's columns
+#
+# Mosaic GPU multiplies all columns of B that are in shared memory, in whole swizzle panels. wgmma takes any multiple of 8.
+
+_WGMMA = "mosaic_gpu.wgmma"
+_COLUMNS = "_mgpu_ops_columns"  # attribute of a kernel's LaunchContext: {columns of B: those that are multiplied}
+_columns: ContextVar[dict[int, int]] = ContextVar("_columns", default={})  # noqa: B039
+
+
+def narrow_wgmma(context: launch_context.LaunchContext, whole: int, columns: int) -> None:
+    """In this kernel wgmma with `whole` columns of B computes the first `columns` of them."""
+    setattr(context, _COLUMNS, {whole: columns})
+
+
+def narrow_products() -> None:
+    """Kernels can multiply a part of B's columns (`narrow_wgmma`). The accumulator has all of them, the others unchanged."""
+    module = dialect_lowering.wgmma
+    lower, multiply = dialect_lowering._lowerings[_WGMMA], module.wgmma_m64
+
+    @functools.wraps(lower)
+    def lower_narrow(context: Any, op: Any) -> Any:
+        token = _columns.set(getattr(context.launch_context, _COLUMNS, {}))
+        try:
+            return lower(context, op)
+        finally:
+            _columns.reset(token)
+
+    @functools.wraps(multiply)
+    def wgmma_m64(acc: Any, *args: Any, n: int, **options: Any) -> Any:
+        columns = _columns.get().get(n)
+        if columns is None:
+            return multiply(acc, *args, n=n, **options)
+        out, some = acc.copy(), acc.shape[1] * columns // n
+        out[:, :some] = multiply(acc[:, :some].copy(), *args, n=columns, **options)
+        return out
+
+    dialect_lowering._lowerings[_WGMMA] = lower_narrow
+    module.wgmma_m64 = wgmma_m64
 
 
 # --- Replicas of a mesh without devices

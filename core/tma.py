@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -173,7 +174,9 @@ def copy_any_shape() -> None:
         anywhere = len(gmem_slice) > 2 and _is_constant(gmem_slice[0], ANYWHERE)
         if anywhere:
             gmem_slice = _anywhere(gmem_slice)
-        if page_size := _page_size(gmem_slice):
+        if anywhere and to_smem and len(smem.type.shape) == 4 and smem.type.shape[1] > 1:
+            _panels_anywhere(gmem, smem, gmem_slice, one)
+        elif page_size := _page_size(gmem_slice):
             _pages(gmem, smem, gmem_slice, page_size, one)
         elif _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
@@ -310,6 +313,25 @@ def _ragged(
             first = arith.minui(columns.base, _index(n - width)) if n % tiling[1] and width < n else columns.base
             _tile_by_tile(smem, lead, rows.base, first, copy)
             scf.YieldOp([])
+
+
+def _panels_anywhere(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]) -> None:
+    """Copies a block of several panels from an array [1, batch, rows, columns]. It begins at any column, and may end beyond it.
+
+    One copy, whose columns beyond a row are those of the next one, which are in the array but for the last rows. A block
+    that holds some of the last rows comes one tile at a time, clipped, where it ends beyond the columns or in part of a tile.
+    """
+    _, panels, tile, panel = smem.type.shape
+    _, _, m, n = gmem.type.shape
+    *lead, rows, columns = gmem_slice
+    inside = _ends_by(columns, n)
+    if m % tile:
+        inside = utils.c(0, inside.type)
+    whole = arith.ori(inside, _ends_by(rows, max(0, m // tile - math.ceil(panels * panel / tile / n) - 1) * tile))
+    copy(smem, gmem_slice, (_RowsAnywhere(tile, panel, True),), whole)
+    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
+        _tile_by_tile(smem, lead, rows.base, columns.base, copy)
+        scf.YieldOp([])
 
 
 def _in_tiles(n: int, columns: utils.DynamicSlice, tiling: tuple[int, int]) -> list[tuple[Any, Any, Any]]:

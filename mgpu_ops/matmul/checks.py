@@ -27,6 +27,7 @@ from mgpu_ops.matmul.problem import (
     accumulators_in_all,
     as_computed,
     cluster_size,
+    columns_of_b,
     computes_transposed,
     consumer_registers,
     dtype_of_b,
@@ -410,6 +411,13 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
         ("B", (p.n, p.k) if b_t else (p.k, p.n), *((c.tile_k, "tile_k") if b_t else (c.tile_n, "tile_n"))),
     )
     for name, (rows, length), width, field in operands:
+        if field == "tile_n" and columns_of_b(p, c) != c.tile_n:
+            if length >= _LONGEST_RAGGED or rows >= _MOST_ROWS or c.memory_registers < 40 or c.cluster == "m":
+                return (
+                    f"tile_n={c.tile_n} must be a multiple of {tile}, because B is stored as [k, n], with cluster={c.cluster!r}, "
+                    f"memory_registers={c.memory_registers} and B {rows} x {length}"
+                )
+            continue
         if _tiles_divide(rows, length, tile) or width == tile:
             continue
         by_tile = rows % 8 or width > length  # the last rows come so

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, inflight, tile_scheduler
+from mgpu_ops.core import engine, inflight, tile_scheduler, tma
 from mgpu_ops.core.cluster import ClusterShares, ClusterSum
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
@@ -42,6 +42,7 @@ from mgpu_ops.matmul.problem import (
     accumulators,
     as_computed,
     cluster_size,
+    columns_of_b,
     computes_transposed,
     consumer_registers,
     dtype_of_b,
@@ -83,7 +84,7 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
     down, across = neighbours(c)
 
     def spec(ref: Any, tile: tuple[int, int], index: Callable[[Tile, jax.Array], tuple[Int, Int]], shared: bool) -> Any:
-        batched = ref.ndim == 3
+        batched = ref.ndim == 3 or (ref.ndim == 4 and ref.shape[1] > 1)  # of 4: see `_copy_widened`
 
         def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
             at = tile_of(work, t)
@@ -151,7 +152,7 @@ def _keep_finite(acc: Any) -> None:
 def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, int]]:
     """The tiles of A and B of a pipeline step, as they are stored."""
     a_t, b_t = transposed(p)
-    return (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k), (c.tile_n, c.tile_k) if b_t else (c.tile_k, c.tile_n)
+    return (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k), (c.tile_n, c.tile_k) if b_t else (c.tile_k, columns_of_b(p, c))
 
 
 def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
@@ -391,7 +392,10 @@ def _produce(
         def load_step(k: jax.Array, _: None) -> None:
             def copy(stage: jax.Array, full: Any) -> None:
                 for spec, ref, smem in specs:
-                    engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
+                    if ref is refs[1] and widened(work.problem, work.config):
+                        _copy_widened(work, spec, ref, (t, k), smem.at[stage], full)
+                    else:
+                        engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
 
             pipeline.fill(t * each_tile + k, copy)
 
@@ -402,6 +406,19 @@ def _produce(
 
     lax.fori_loop(0, own_tiles, load_tile, None)
     pipeline_of(jnp.int32(0)).drain(own_tiles * each_tile)  # a block does not end before its last stages are read
+
+
+def widened(p: Problem, c: Config) -> bool:
+    """Whether tiles of B in shared memory have more columns than those of the output (`columns_of_b`)."""
+    return columns_of_b(p, c) != c.tile_n
+
+
+def _copy_widened(work: Work, spec: Any, ref: Any, indices: tuple[jax.Array, jax.Array], stage: Any, full: Any) -> None:
+    """Producer: starts the copy of a tile of B, stored as [1, batch, k, n], that begins at a multiple of tile_n."""
+    c = work.config
+    *batch, k, column = spec.index_map(*indices)
+    rows, columns = pl.ds(k * c.tile_k, c.tile_k), pl.ds(column * c.tile_n, columns_of_b(work.problem, c))
+    engine.copy_gmem_to_smem(tma.block_anywhere(ref, *(batch or [0]), rows, columns), stage, full)
 
 
 def compute_ahead(
@@ -481,6 +498,9 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     cluster = cluster_size(c)
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
     anywhere = (1, p.batch, m, n)
+    operands = (b, a) if flips else (a, b)
+    if widened(p, c):
+        operands = (operands[0], operands[1].reshape(1, -1, *operands[1].shape[-2:]))
     out = engine.kernel(
         _body(work, gpu),
         engine.Launch(
@@ -493,7 +513,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         ),
         out_type=jax.ShapeDtypeStruct(anywhere if ends_with_rows(p, c) else shape, p.out_dtype),
         scratch_types=_scratch(work),
-    )(*((b, a) if flips else (a, b)), *arrays_of_epilogue(work, extra, anywhere)).reshape(shape)
+    )(*operands, *arrays_of_epilogue(work, extra, anywhere)).reshape(shape)
     if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
         out = with_epilogue(whole, out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3), **extra)
     return out
@@ -501,6 +521,15 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
 def _body(work: Work, gpu: Gpu) -> Callable[..., None]:
     """The kernel of a schedule."""
+    p, c = work.problem, work.config
+    if widened(p, c):
+        kernel = _kernel_deferred if c.schedule == "deferred" else _kernel_ahead
+
+        def body(*refs: Any, **scratch: Any) -> None:
+            engine.narrow_wgmma(columns_of_b(p, c), c.tile_n)
+            kernel(work, gpu, *refs, **scratch)
+
+        return body
     if work.config.schedule == "cooperative":
         return functools.partial(_kernel, work)
     return functools.partial(_kernel_deferred if work.config.schedule == "deferred" else _kernel_ahead, work, gpu)

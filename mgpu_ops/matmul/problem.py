@@ -288,7 +288,8 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
 def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
     """The shapes of a consumer warpgroup's accumulators; where rows are normalised, the last is of rows times themselves."""
-    return (*fp8.accumulators(c, p.scales), *((gemm.ROWS, gemm.ROWS),) * p.normalised)
+    widened = replace(c, tile_n=columns_of_b(p, c))
+    return (*fp8.accumulators(widened, p.scales), *((gemm.ROWS, gemm.ROWS),) * p.normalised)
 
 
 def accumulators_in_all(p: Problem, c: Config) -> float:
@@ -299,10 +300,23 @@ def accumulators_in_all(p: Problem, c: Config) -> float:
     return fp8.accumulators_in_all(c, p.scales) + kept
 
 
+def columns_of_b(p: Problem, c: Config) -> int:
+    """Columns of a tile of B in shared memory, for a problem and a config `as_computed`: tile_n, or more.
+
+    Where B is stored [k, n], a tile lies there in panels of a swizzle's 128 bytes along n. Where these do not divide it, and
+    every consumer reads all of it, wgmma reads a part of the last panel, and the rest of that is loaded in vain.
+    """
+    panel, schedules = 128 // itemsize_of(p.dtype), ("pingpong", "deferred", "ahead")
+    whole = gemm.warpgroup_tile(c)[1] == c.tile_n
+    if transposed(p)[1] or not whole or c.schedule not in schedules or itemsize_of(p.dtype) != 2:
+        return c.tile_n
+    return math.ceil(c.tile_n / panel) * panel
+
+
 def swizzle_bytes(problem: Problem, c: Config) -> int:
     """The largest swizzle in bytes that divides the rows of both operands' tiles, and of what a warpgroup takes; 0 for none."""
     a_t, b_t = transposed(problem)
-    wg_m, wg_n = gemm.warpgroup_tile(c)
+    wg_m, wg_n = gemm.warpgroup_tile(replace(c, tile_n=columns_of_b(problem, c)))
     rows = (c.tile_k, wg_m if a_t else c.tile_k, c.tile_k if b_t else wg_n)
     return next((s for s in (128, 64) if all(r * itemsize_of(problem.dtype) % s == 0 for r in rows)), 0)
 
@@ -336,7 +350,10 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()
     vector = config.compute_warpgroups * gemm.ROWS if problem.normalised and received else 0
     itemsize = itemsize_of(problem.dtype)
-    return gemm.Storage(config, buffers, size, received, barriers, itemsize=itemsize, scales=scales, vector=vector)
+    columns = columns_of_b(problem, config)
+    return gemm.Storage(
+        config, buffers, size, received, barriers, itemsize=itemsize, scales=scales, vector=vector, columns_of_b=columns
+    )
 
 
 def _scales_of_a_step(c: Config) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, store_in_turn, store_tile
-from mgpu_ops.core.gemm import ROWS, epilogue_tiles
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
@@ -182,6 +182,8 @@ def store(
         if_it_stores(c, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
     wide = cluster_sum is not None or has_epilogue(p)
     values = acc if isinstance(acc, Sums) else acc[...]
+    if not isinstance(acc, Sums) and warpgroup_tile(c)[1] < acc.shape[1]:  # `columns_of_b`
+        values = values[:, : warpgroup_tile(c)[1]]
     store_tile(
         values.astype(jnp.float32 if wide else refs.out.dtype),
         out_smem.at[lax.axis_index("wg")],

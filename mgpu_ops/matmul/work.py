@@ -17,7 +17,16 @@ from mgpu_ops.core.epilogue import tile_origins
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.tile_scheduler import Int
-from mgpu_ops.matmul.problem import Config, Problem, k_steps, neighbours, panel, swizzle_bytes, transposed
+from mgpu_ops.matmul.problem import (
+    Config,
+    Problem,
+    columns_of_b,
+    k_steps,
+    neighbours,
+    panel,
+    swizzle_bytes,
+    transposed,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +108,8 @@ class Place:
         swizzle = swizzle_bytes(p, c)
         # Where the operand's rows run along m or n, the tile begins where `load`'s block of that operand does.
         first_row = tma.block_start(tile.row, c.tile_m, p.m, p.dtype, swizzle) if a_t else tile.row * c.tile_m
-        first_column = tile.column * c.tile_n if b_t else tma.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
+        plain = b_t or columns_of_b(p, c) != c.tile_n
+        first_column = tile.column * c.tile_n if plain else tma.block_start(tile.column, c.tile_n, p.n, p.dtype, swizzle)
         return Place(work, tile, (first_row, first_column), share)
 
     def product(self) -> jax.Array:
@@ -153,6 +163,7 @@ def ends_with_rows(p: Problem, c: Config) -> bool:
     a_t, b_t = transposed(p)
     width = panel(p, c)
     along_m, along_n = tma.last_start(p.m, c.tile_m, width), tma.last_start(p.n, c.tile_n, width)
+    b_t |= columns_of_b(p, c) != c.tile_n  # such tiles begin at multiples of tile_n
     overlaps = warpgroup_tile(c)[1] % c.epilogue_tile_n != 0
     return (a_t and along_m is not None) or (not b_t and along_n is not None) or overlaps
 
