@@ -168,8 +168,8 @@ def transposed(problem: Problem) -> tuple[bool, bool]:
 
 
 def computes_transposed(c: Config) -> bool:
-    """Whether the kernel computes out^T = B^T A^T: where tile_m is no multiple of wgmma's rows."""
-    return c.tile_m % gemm.ROWS != 0
+    """Whether the kernel computes out^T = B^T A^T: where tile_m is no multiple of wgmma's rows, but of 8, or few rows."""
+    return c.tile_m < gemm.ROWS or (c.tile_m % gemm.ROWS != 0 and c.tile_m % 8 == 0)
 
 
 def products(p: Problem) -> tuple[tuple[int, int], ...]:
