@@ -232,6 +232,22 @@ CASES = {
         replace(DEFERRED, cluster="m"),
     ),
     "deferred, three parts of k": (P(72, 136, 328), replace(DEFERRED, split_k=3, epilogue_tile_n=32)),
+    "tiles of 104 columns, the last epilogue tile overlaps": (
+        P(130, 216, 136, layout="nt", bias=True, residual=True),
+        replace(BASE, tile_n=104, epilogue_tile_n=64),
+    ),
+    "ahead, tiles of 104 columns of B in whole panels, a batch": (
+        P(136, 200, 136, batch=2),
+        replace(AHEAD, tile_n=104, epilogue_tile_n=64),
+    ),
+    "ahead, 72 rows a tile, transposed, A transposed": (
+        P(136, 200, 72, layout="tn"),
+        replace(AHEAD, tile_m=72, wg_dimension="n", epilogue_tile_n=64),
+    ),
+    "deferred, tiles of 168 columns, k no multiple of 8": (
+        P(200, 328, 203, layout="tn"),
+        replace(DEFERRED, tile_n=168, epilogue_tile_n=64),
+    ),
     "deferred, 8 bits, scales of rows": (of_8_bits(330, 200, 400, "row"), replace(DEFERRED, tile_k=128)),
     # operands of 8 bits
     "8 bits, no scales, two panels of k": (of_8_bits(200, 136, 384, "none"), replace(ONE, tile_k=256)),

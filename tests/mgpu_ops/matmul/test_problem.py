@@ -45,6 +45,16 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (replace(P, n=72, k=516), {"memory_registers": 24}, "16-byte rows"),
         (replace(P, n=72), {}, None),
         (replace(P, n=72), {"memory_registers": 24}, "tile_n=128 must be 64, one swizzle tile, because B is 512 x 72"),
+        # tiles as wide as any wgmma
+        (replace(P, layout="nt"), {"tile_n": 104, "epilogue_tile_n": 64}, None),
+        (replace(P, layout="nt"), {"tile_n": 104, "epilogue_tile_n": 40}, "epilogue_tile_n=40 must divide a warpgroup's 104"),
+        (P, {"tile_n": 104, "epilogue_tile_n": 64}, "one common swizzle of 64 or 128 bytes"),
+        (P, {"tile_n": 104, "epilogue_tile_n": 64, "schedule": "ahead"}, None),
+        (
+            P,
+            {"tile_n": 104, "epilogue_tile_n": 64, "schedule": "ahead", "cluster": "m"},
+            "tile_n=104 must be a multiple of 64, because B is stored as .k, n., with cluster='m'",
+        ),
         (replace(P, k=513, layout="tn"), {"tile_m": 128}, None),
         (replace(P, n=520, k=513, layout="tn"), {"memory_registers": 24}, "tile_m=128 must be 64, .* A is 513 x 512"),
         # 32 bits: of tiles that begin anywhere, of all tiles, of their steps, and of k in parts
