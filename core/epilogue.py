@@ -48,11 +48,7 @@ def store_tile(
         _wait_for_buffer(number, buffers)
         if finish is not None:
             part = finish(part, staging.at[buffer], *tiles[number])
-        if transpose:  # registers then hold two neighbours of a column, which lie side by side in the transposed tile
-            part = plgpu.layout_cast(part.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            engine.transpose_ref(staging.at[buffer])[...] = part
-        else:
-            staging[buffer] = part.astype(staging.dtype)
+        _write(staging.at[buffer], part, transpose)
         plgpu.commit_smem()  # TMA sees what was written
         copy(staging.at[buffer], *tiles[number])
 
@@ -64,6 +60,14 @@ def store_tile(
             add(part, number, functools.partial(store, number))
 
 
+def _write(buffer: Any, part: Any, transpose: bool) -> None:
+    if transpose:  # registers then hold two neighbours of a column, which lie side by side in the transposed tile
+        part = plgpu.layout_cast(part.astype(buffer.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        engine.transpose_ref(buffer)[...] = part
+    else:
+        buffer[...] = part.astype(buffer.dtype)
+
+
 def _wait_for_buffer(number: int, buffers: int) -> None:
     """Waits until the last copy from the buffer of epilogue tile `number` has read it.
 
@@ -72,16 +76,18 @@ def _wait_for_buffer(number: int, buffers: int) -> None:
     plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
 
 
-def store_in_turn(staging: Any, parts: Iterator[tuple[Any, Copy, int, int]], before: int = 0) -> None:
+def store_in_turn(
+    staging: Any, parts: Iterator[tuple[Any, Copy, int, int]], before: int = 0, *, transpose: bool = False
+) -> None:
     """Stores epilogue tiles of several arrays, (values, copy, i, j) each, through the buffers of `staging` in turn.
 
-    A part is asked for when the one before is on its way. `copy` and the copies that run on are as in `store_tile`.
+    A part is asked for when the one before is on its way. `copy`, the copies that run on and `transpose` are as in `store_tile`.
     before: how many parts of the same output tile were stored so.
     """
     buffers = staging.shape[0]
     for number, (part, copy, i, j) in enumerate(parts, before):
         _wait_for_buffer(number, buffers)
-        staging[number % buffers] = part.astype(staging.dtype)
+        _write(staging.at[number % buffers], part, transpose)
         plgpu.commit_smem()  # TMA sees what was written
         copy(staging.at[number % buffers], i, j)
 

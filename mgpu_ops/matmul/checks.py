@@ -208,7 +208,7 @@ def _check_deferred(p: Problem, c: Config) -> str | None:
         (p.residual and not residual_steps(p, c), "this residual (see Config.schedule)"),
         (p.scales == "block", "scales of blocks"),
         (len(products(p)) > 1, f"algorithm={p.algorithm!r}"),
-        (computes_transposed(c), f"tile_m={c.tile_m}, no multiple of {gemm.ROWS}"),
+        (c.tile_m < gemm.ROWS, f"tile_m={c.tile_m} below {gemm.ROWS}"),
     ):
         if refused:
             return f"schedule='deferred' does not run with {what}: use 'cooperative'"

@@ -241,7 +241,7 @@ def store_kept(place: Place, number: int, part: jax.Array, refs: Refs, out_smem:
     def copy(staged: Any, i: int, j: int) -> None:
         place.store(staged, refs.out, i, j)
 
-    store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(part, copy, *at)]), number)
+    store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(part, copy, *at)]), number, transpose=place.work.transposed)
 
 
 def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:

@@ -100,7 +100,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
             "schedule='deferred' does not run with this residual",
         ),
         (replace(P, k=512), {"schedule": "deferred", "cluster": "k", "split_k": 2}, "schedule='deferred' does not run with cl"),
-        (P, {"schedule": "deferred", "tile_m": 32}, "schedule='deferred' does not run with tile_m=32, no multiple of 64"),
+        (P, {"schedule": "deferred", "tile_m": 32}, "schedule='deferred' does not run with tile_m=32 below 64"),
         (P, {"schedule": "ahead", "cluster": "k", "split_k": 2}, None),
         (P, {"schedule": "ahead", "cluster": "k", "split_k": 4}, "2 epilogue tiles of a warpgroup must be a multiple of the 4"),
         (
