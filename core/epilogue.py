@@ -81,7 +81,8 @@ def store_in_turn(
 ) -> None:
     """Stores epilogue tiles of several arrays, (values, copy, i, j) each, through the buffers of `staging` in turn.
 
-    A part is asked for when the one before is on its way. `copy`, the copies that run on and `transpose` are as in `store_tile`.
+    A part is asked for when the one before is on its way. `copy`, `transpose` and the copies that run on are those of
+    `store_tile`.
     before: how many parts of the same output tile were stored so.
     """
     buffers = staging.shape[0]

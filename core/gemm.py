@@ -172,7 +172,10 @@ class Storage:
     def bytes(self) -> int:
         """All of it, with a full and an empty barrier for each stage."""
         c, stages = self.config, self.config.max_concurrent_steps
-        a, b = ((stages, c.tile_m, c.tile_k), self.itemsize), ((stages, c.tile_k, max(c.tile_n, self.columns_of_b)), self.itemsize)
+        a, b = (
+            ((stages, c.tile_m, c.tile_k), self.itemsize),
+            ((stages, c.tile_k, max(c.tile_n, self.columns_of_b)), self.itemsize),
+        )
         buffers, barriers = [a, (self.out_shape, self.out_itemsize), *[b] * self.b_tiles], 2 * stages + self.barriers
         buffers[1:1] = [((stages, numbers), 4) for numbers in self.scales]
         if self.received:  # they arrived at each warpgroup; they were taken

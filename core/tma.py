@@ -180,9 +180,7 @@ def copy_any_shape() -> None:
             _pages(gmem, smem, gmem_slice, page_size, one)
         elif _is_window(gmem_slice):
             _window_of_rows(smem, gmem_slice, one)
-        elif len(smem.type.shape) == 4 and (
-            tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform, anywhere)
-        ):
+        elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform, anywhere)):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
         else:
             one(smem, gmem_slice, _clipped(gmem, gmem_slice, gmem_transform))

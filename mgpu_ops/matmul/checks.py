@@ -412,10 +412,10 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
     )
     for name, (rows, length), width, field in operands:
         if field == "tile_n" and columns_of_b(p, c) != c.tile_n:
-            if length >= _LONGEST_RAGGED or rows >= _MOST_ROWS or c.memory_registers < 40 or c.cluster == "m":
+            if length >= _LONGEST_RAGGED or rows >= _MOST_ROWS or c.memory_registers < 40 or neighbours(c)[0] > 1:
                 return (
-                    f"tile_n={c.tile_n} must be a multiple of {tile}, because B is stored as [k, n], with cluster={c.cluster!r}, "
-                    f"memory_registers={c.memory_registers} and B {rows} x {length}"
+                    f"tile_n={c.tile_n} must be a multiple of {tile}, because B is stored as [k, n], {rows} x {length}, with "
+                    f"cluster={c.cluster!r} and memory_registers={c.memory_registers}"
                 )
             continue
         if _tiles_divide(rows, length, tile) or width == tile:

@@ -43,7 +43,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     fitted = list(_fitted(problem, gpu))
     rows = {m for m, _ in fitted} | {64, 128, 192, 256} | set(_FEW_ROWS if p.m <= _MOST_FEW_ROWS else ())
     columns = {n for _, n in fitted} | {64, 96, 128, 160, 192, 224, 256}
-    many_tiles = p.batch * math.ceil(p.m / 128) * math.ceil(p.n / 128) > gpu.sms
+    rows |= _widths(p, gpu, turned=True)
+    columns |= _widths(p, gpu, turned=False)
     return {
         "tile_m": tuple(sorted(rows)),
         "tile_n": tuple(sorted(columns)),
@@ -57,11 +58,25 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_tile_n": (16, 32, 64, 128) if any(n % 32 for n in columns) else (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
-        "schedule": SCHEDULES if many_tiles else ("cooperative", "ahead"),
+        "schedule": SCHEDULES if _many_tiles(p, gpu) else ("cooperative", "ahead"),
     }
 
 
+def _many_tiles(p: Problem, gpu: Gpu) -> bool:
+    """Whether there are more tiles than SMs, so that one's store can run beside the next one's steps."""
+    return p.batch * math.ceil(p.m / 128) * math.ceil(p.n / 128) > gpu.sms
+
+
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+
+
+def _widths(p: Problem, gpu: Gpu, *, turned: bool) -> set[int]:
+    """The widths of tiles along n, or of the transposed product along m, that `candidates` has for a problem."""
+    if not _takes_any_width(p):
+        return set()
+    across, along = (p.n, p.m) if turned else (p.m, p.n)
+    of_rows = (widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu) for rows in _WAVE_ROWS)
+    return set(itertools.chain.from_iterable(of_rows))
 
 
 def _line(problem: Problem) -> int:
@@ -223,6 +238,11 @@ _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
 _MOST_PARTS = 4  # tiles of fitted rows that a problem's rows are
 _MOST_WAVES = 3  # of tiles of fitted columns
 _MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
+_WAVE_ROWS = (128, 256)  # of tiles whose width is fitted to a problem
+_WAVE_K = 512  # at least
+_WAVE_SPLITS = (("none", 1), ("m", 1), ("n", 1), ("none", 2), ("k", 2))
+_WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
+_MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
@@ -240,7 +260,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
     best: dict[tuple[Any, ...], tuple[float, Config]] = {}
-    for config in itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu)):
+    for config in itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu), _by_waves(problem, gpu)):
         found = deepest(problem, config, gpu)
         if found is not None:
             key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule)
@@ -303,6 +323,39 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
 def _up(size: int, unit: int) -> int:
     """The next multiple of unit."""
     return -(-size // unit) * unit
+
+
+def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Tiles of other widths than `_TILES` have, along n or, of the transposed product, along m, that fill waves better."""
+    p = problem
+    if not _takes_any_width(p):
+        return
+    for turned, rows in itertools.product((False, True), _WAVE_ROWS):
+        across, along = (p.n, p.m) if turned else (p.m, p.n)
+        for width in widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu):
+            tile_m, tile_n = (width, rows) if turned else (rows, width)
+            shape = dataclasses.replace(_shape(tile_m, tile_n, 64), wg_dimension="n" if turned else "m")
+            for schedule, (cluster, split_k) in itertools.product(("cooperative", "ahead", "deferred"), _WAVE_SPLITS):
+                if schedule != "deferred" or (rows * width <= _MOST_DEFERRED and split_k == 1 and _many_tiles(p, gpu)):
+                    yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)
+
+
+def _takes_any_width(p: Problem) -> bool:
+    """Whether a problem is like those that such tiles were measured with."""
+    return itemsize_of(p.dtype) == 2 and not p.residual and not p.normalised and p.m > gemm.ROWS and p.k >= _WAVE_K
+
+
+def widths_by_waves(side: int, rows: int, tiles: int, gpu: Gpu) -> list[int]:
+    """The two widths, in eights but not multiples of 64, with which tiles of so many rows take the least time, by waves.
+
+    side: what the tiles divide. tiles: how many there are across it, of the whole batch.
+    """
+    time = {}
+    for width in range(96, 257, 8):
+        count = math.ceil(side / width)
+        if width % gemm.ROWS and width == 8 * math.ceil(side / count / 8):  # else fewer columns would do
+            time[width] = math.ceil(tiles * count / gpu.sms) * rows * (width + _WAVE_MORE)
+    return sorted(time, key=time.__getitem__)[:2]
 
 
 def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:

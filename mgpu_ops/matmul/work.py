@@ -129,17 +129,18 @@ class Place:
     def store(self, staged: Any, ref: Any, i: int, j: int) -> None:
         """Starts the copy of the epilogue tile `staged` in shared memory to row i and column j of this part of the output.
 
-        An epilogue tile may overlap the one before (`tile_origins`): both hold the same values there. The interpreter would call
-        that a race, so there the columns that were stored before are left out.
+        An epilogue tile may overlap the one before (`tile_origins`): both hold the same values there. The interpreter would
+        call that a race, so there the columns that were stored before are left out.
         """
         width = self.work.config.epilogue_tile_n
         before = -j % width if interpreting() else 0
         if before:
-            staged = staged.at[pl.ds(before, width - before)] if self.work.transposed else staged.at[:, pl.ds(before, width - before)]
+            left = pl.ds(before, width - before)
+            staged = staged.at[left] if self.work.transposed else staged.at[:, left]
         plgpu.copy_smem_to_gmem(staged, self.block(ref, i, j + before, width - before))
 
     def block(self, ref: Any, i: int, j: int, width: int | None = None) -> Any:
-        """The epilogue tile that begins at row i and column j of this part, in an array like the output, `width` columns of it."""
+        """The epilogue tile that begins at row i and column j of this part, or `width` columns, in an array like the output."""
         c = self.work.config
         rows, columns = pl.ds(self.start(0, i), ROWS), pl.ds(self.start(1, j), width or c.epilogue_tile_n)
         if self.work.transposed:
