@@ -152,10 +152,8 @@ def _keep_finite(acc: Any) -> None:
 def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, int]]:
     """The tiles of A and B of a pipeline step, as they are stored."""
     a_t, b_t = transposed(p)
-    return (c.tile_k, c.tile_m) if a_t else (c.tile_m, c.tile_k), (c.tile_n, c.tile_k) if b_t else (
-        c.tile_k,
-        columns_of_b(p, c),
-    )
+    a, b = (c.tile_m, c.tile_k), (c.tile_k, columns_of_b(p, c))
+    return a[::-1] if a_t else a, (c.tile_n, c.tile_k) if b_t else b
 
 
 def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:

@@ -53,7 +53,7 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (
             P,
             {"tile_n": 104, "epilogue_tile_n": 64, "schedule": "ahead", "cluster": "m"},
-            "tile_n=104 must be a multiple of 64, because B is stored as .k, n., with cluster='m'",
+            "tile_n=104 must be a multiple of 64, because B is stored as .k, n., 512 x 512, with cluster='m'",
         ),
         (replace(P, k=513, layout="tn"), {"tile_m": 128}, None),
         (replace(P, n=520, k=513, layout="tn"), {"memory_registers": 24}, "tile_m=128 must be 64, .* A is 513 x 512"),
