@@ -21,6 +21,7 @@ from mgpu_ops.matmul.problem import (
     Problem,
     as_computed,
     cluster_size,
+    columns_of_b,
     computes_transposed,
     k_steps,
     multiplied,
@@ -210,7 +211,10 @@ def _loaded(p: Problem, c: Config) -> float:
     down, across = neighbours(c)
     shared = _MULTICAST if itemsize_of(p.dtype) == 2 else {1: 1.0, 2: _MULTICAST_8[c.tile_m * c.tile_n < 128 * 192], 4: 1.0}
     a = c.tile_m * _ACROSS_LINES[a_aligned] * shared[across]
-    b = c.tile_n * _ACROSS_LINES[b_aligned] * shared[down]
+    columns = columns_of_b(p, c)
+    if columns != c.tile_n:  # such tiles do not all begin at lines
+        b_aligned = min(b_aligned, _aligned(c.tile_n * itemsize_of(p.dtype)))
+    b = columns * _ACROSS_LINES[b_aligned] * shared[down]
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * (a + b)
 
 
@@ -242,6 +246,7 @@ _WAVE_ROWS = (128, 256)  # of tiles whose width is fitted to a problem
 _WAVE_K = 512  # at least
 _WAVE_SPLITS = (("none", 1), ("m", 1), ("n", 1), ("none", 2), ("k", 2))
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
+_MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
@@ -334,7 +339,8 @@ def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         across, along = (p.n, p.m) if turned else (p.m, p.n)
         for width in widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu):
             tile_m, tile_n = (width, rows) if turned else (rows, width)
-            shape = dataclasses.replace(_shape(tile_m, tile_n, 64), wg_dimension="n" if turned else "m")
+            registers = 24 if rows * width > _MOST_SUMS else 40
+            shape = _shape(tile_m, tile_n, 64, registers, "n" if turned else "m")
             for schedule, (cluster, split_k) in itertools.product(("cooperative", "ahead", "deferred"), _WAVE_SPLITS):
                 if schedule != "deferred" or (rows * width <= _MOST_DEFERRED and split_k == 1 and _many_tiles(p, gpu)):
                     yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)
@@ -368,7 +374,8 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     tile_m, tile_n = _DEFERRED
     if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
         tile_k = 128 if problem.k < _LONG_K else 64
-        yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred")
+        for cluster in ("none", "m", "n"):
+            yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred", cluster=cluster)
     if problem.k < _LONG_K or problem.residual:
         return
     for tile_m, tile_n in _TILES_IN_TURN:
@@ -388,7 +395,7 @@ def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Con
             yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=_STEPS[-1])
 
 
-def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
+def _shape(tile_m: int, tile_n: int, tile_k: int, memory_registers: int = 40, wg_dimension: str = "m") -> Config:
     """A tile of two consumer warpgroups, with as many steps as any may have."""
     return Config(
         tile_m=tile_m,
@@ -396,13 +403,13 @@ def _shape(tile_m: int, tile_n: int, tile_k: int) -> Config:
         tile_k=tile_k,
         max_concurrent_steps=_STEPS[-1],
         compute_warpgroups=2,
-        wg_dimension="m",
+        wg_dimension=wg_dimension,
         cluster="none",
         raster_dimension="m",
         raster_width=_STRIP,
         epilogue_tile_n=64,
         split_k=1,
-        memory_registers=40,
+        memory_registers=memory_registers,
     )
 
 
