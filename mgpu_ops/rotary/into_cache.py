@@ -1,0 +1,209 @@
+"""rotary_into_cache: what decoding does between the product for q, k and v and attention, in one kernel.
+
+Here: the public function, its batching rule, and the same through XLA. `into_cache_kernel.py`: the kernel. Nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats, integers
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import limits, mesh
+from mgpu_ops.registry import dispatch
+from mgpu_ops.rotary import Problem
+from mgpu_ops.rotary import reference as rotary_reference
+from mgpu_ops.rows_norm import checked_norm, divided, supports_rows
+
+_THREADS = 128  # of a warpgroup, each of which rotates as many pairs
+_BOX = 256  # a TMA copy's largest side
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    backend: dispatch.Backend | None
+    normalised: bool
+
+
+def rotary_into_cache(
+    qkv: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    positions: ArrayLike,
+    *,
+    rms_rows: ArrayLike | None = None,
+    rms_epsilon: float = 1e-6,
+    backend: dispatch.Backend | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotates the queries and keys of one new token for each sequence, and writes its keys and values to the cache.
+
+    A head of q or k with halves x1 and x2 becomes (x1 cos - x2 sin, x2 cos + x1 sin), in float32, rounded once; values are
+    copied. In a jitted function that donates the cache it is written in place: XLA takes three kernels or more, this is one.
+
+    Args:
+      qkv: [batch, (q_heads + 2 kv_heads) head_dim]: the heads of the queries, then of the keys, then of the values.
+      cos, sin: of each sequence's angles, floats [batch, head_dim / 2] or [head_dim / 2].
+      k_cache, v_cache: [batch, tokens, kv_heads, head_dim], of qkv's dtype.
+      positions: integers [batch] or a scalar: the row of the cache. One out of range counts as the nearest.
+      rms_rows: rows [batch, width], of any floats. Where given, qkv is first divided by sqrt(mean over the row of rms_rows^2 +
+        rms_epsilon): an RMS norm in front of the product that qkv is of, qkv = rms_rows @ w, with the norm's weight as a
+        factor of w's rows.
+      rms_epsilon: a number of at least 0.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
+        machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs: 16-bit floats, a head_dim that is a
+        multiple of 64 up to 512, and kv_heads that divide q_heads, with kv_heads head_dim a multiple of 256.
+
+    Returns:
+      q, [batch, 1, q_heads, head_dim], and both caches, as `flash_attention` takes them.
+
+    Works under jit, vmap and scan. There is no gradient.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other, an unknown backend, or one that cannot run the kernel.
+      TypeError: not arrays of floats, positions that are no integers; a gradient.
+    """
+    names = ("qkv", "cos", "sin", "k_cache", "v_cache")
+    given = (
+        floats.array("rotary_into_cache", name, x) for name, x in zip(names, (qkv, cos, sin, k_cache, v_cache), strict=True)
+    )
+    rows, cosines, sines, k, v = given
+    where = integers.array("positions", positions)
+    _check(rows, k, v)
+    batch, tokens, _, head_dim = k.shape
+    angles = []
+    for name, x in (("cos", cosines), ("sin", sines)):
+        if x.shape not in ((batch, head_dim // 2), (head_dim // 2,)):
+            raise ValueError(
+                f"{name} has shape {x.shape}: it must be [batch, head_dim / 2] = {(batch, head_dim // 2)}, or without batch"
+            )
+        angles.append(x.astype(jnp.float32).reshape(-1, head_dim // 2))
+    if where.shape not in ((batch,), ()):
+        raise ValueError(f"positions has shape {where.shape}: it must be [batch] = {(batch,)}, or a scalar")
+    where = integers.clipped(where, tokens - 1).reshape(-1)
+    norm = [] if rms_rows is None else checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
+    call = _Call(dispatch.requested_backend(backend), bool(norm))
+    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm)
+    q, k, v = _rotated(call, *arrays)
+    return q, k, v
+
+
+def _check(qkv: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    if k.ndim != 4 or k.shape != v.shape or 0 in k.shape:
+        raise ValueError(
+            f"k_cache{k.shape} and v_cache{v.shape} must both be [batch, tokens, kv_heads, head_dim], none of them 0"
+        )
+    if not qkv.dtype == k.dtype == v.dtype:
+        raise ValueError(f"qkv is {qkv.dtype}, k_cache {k.dtype} and v_cache {v.dtype}: cast them to one")
+    batch, _, kv_heads, head_dim = k.shape
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} has no halves: it must be even")
+    if qkv.ndim != 2 or qkv.shape[0] != batch or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
+        raise ValueError(
+            f"qkv{qkv.shape} does not fit k_cache{k.shape}: it must be [batch, (q_heads + 2 kv_heads) head_dim] with "
+            f"batch={batch}, kv_heads={kv_heads}, head_dim={head_dim}"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotated(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of qkv, cos and sin [batch or 1, head_dim / 2], both caches, positions [batch or 1], and rows and epsilon [1], if any."""
+    found: tuple[jax.Array, jax.Array, jax.Array] = _batchable(call)(*arrays)
+    return found
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise TypeError(
+        "rotary_into_cache has no gradient: it is for decoding. Train with rotations by jnp, or stop the gradients of its "
+        "arguments (jax.lax.stop_gradient)"
+    )
+
+
+_rotated.defvjp(_no_gradient, _no_gradient)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays. vmap makes one launch of it, with more sequences."""
+
+    @jax.custom_batching.custom_vmap
+    def rotate(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _run(call, *arrays)
+
+    @rotate.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        own, epsilon = arrays[: 6 + call.normalised], arrays[7:]
+
+        batch = arrays[0].shape[1 if batched[0] else 0]
+
+        def fold(x: jax.Array, mapped: bool) -> jax.Array:
+            x = x if mapped else x[None]
+            if x.shape[:2] == (1, 1):  # one for all sequences
+                return x[0]
+            return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
+
+        folded = [fold(x, mapped) for x, mapped in zip(own, batched[: len(own)], strict=True)]
+        out = rotate(*folded, *epsilon)
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * 3
+
+    return jax.jit(rotate)
+
+
+def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """On the backend that the call asks for; where it asks for none, the kernel where it can run."""
+    device = gpus.current()
+    if call.backend == "interpret" and (device is None or device.architecture != "hopper"):
+        device = gpus.find("h200")
+    rows = arrays[6] if call.normalised else None
+    reason = "no NVIDIA GPU is in use" if device is None else supports(arrays[0], arrays[3], rows, device)
+    if call.backend == "xla" or (call.backend is None and reason is not None):
+        return reference(*arrays)
+    if device is None or reason is not None:
+        raise ValueError(f"backend={call.backend!r} cannot run rotary_into_cache of k_cache{arrays[3].shape}: {reason}")
+    from mgpu_ops.rotary import into_cache_kernel  # it imports Pallas
+
+    return into_cache_kernel.launch(*arrays, interpret=call.backend == "interpret")
+
+
+def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, gpu: gpus.Gpu) -> str | None:
+    """Why the kernel cannot run on `gpu`, or None."""
+    _, tokens, kv_heads, head_dim = k.shape
+    if reason := limits.supports_dtypes(qkv.dtype.name, qkv.dtype.name, gpu):
+        return reason
+    q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    if q_heads % kv_heads:
+        return f"kv_heads={kv_heads} does not divide q_heads={q_heads}"
+    if head_dim % 64 or head_dim > 2 * _BOX or kv_heads > _BOX:
+        return f"head_dim={head_dim} is no multiple of 64 up to {2 * _BOX}, or kv_heads={kv_heads} is above {_BOX}"
+    if rows is not None and (reason := supports_rows(rows)):
+        return reason
+    if kv_heads * head_dim % (2 * _THREADS):
+        return f"kv_heads * head_dim = {kv_heads * head_dim} is no multiple of {2 * _THREADS}"
+    if kv_heads * head_dim * 10 > gpu.smem_per_block // 2 or max(qkv.size, tokens) >= 2**31:
+        return f"k_cache{k.shape} has too large heads, or too many tokens"
+    return None
+
+
+def reference(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *norm: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The same through XLA."""
+    qkv = divided(qkv, *norm)
+    batch, _, kv_heads, head_dim = k.shape
+    rows = qkv.reshape(batch, -1, head_dim)
+    problem = Problem(batch, cos.shape[0], rows.shape[1] - 2 * kv_heads, kv_heads, head_dim, qkv.dtype.name)
+    q, *new = (x[:, None] for x in rotary_reference(problem, rows, cos, sin))
+    if positions.shape[0] == 1:
+        write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=positions[0], axis=1)
+        return q, write(k, new[0]), write(v, new[1])
+    each = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=0))
+    return q, each(k, new[0], positions), each(v, new[1], positions)

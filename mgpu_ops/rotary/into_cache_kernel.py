@@ -1,0 +1,95 @@
+"""The kernel of rotary_into_cache: a block of one warpgroup for each kv_heads heads of a sequence's new token.
+
+TMA loads the halves of the heads apart, so that both lie alike in registers, and stores each where it belongs: to the queries,
+or to the row of the cache that the sequence's position names. A block finds the norm of its row by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mgpu_ops.core import engine
+from mgpu_ops.core.row_norm import row_factor
+
+
+def launch(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *norm: jax.Array,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Runs the kernel; the caches are written in place where XLA can give them up. norm: rows and epsilon, or nothing."""
+    batch, tokens, kv_heads, head_dim = k.shape
+    half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
+    groups = heads // kv_heads + 2  # of queries, and one of keys and of values
+    caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
+
+    def body(
+        x: Any, cos: Any, sin: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, angles: Any, full: Any
+    ) -> None:
+        *norm, q = rest
+        row, group = lax.axis_index("row"), lax.axis_index("group")
+        of_group = pl.ds(group * kv_heads, kv_heads)
+        for i, smem in enumerate(halves):
+            engine.copy_gmem_to_smem(x.at[row, of_group, i], smem, full)
+        for ref, smem in zip((cos, sin), angles, strict=True):
+            for head in range(kv_heads):  # the same for every head
+                engine.copy_gmem_to_smem(ref.at[_of(ref, row)], smem.at[head], full)
+        factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
+        at = positions[_of(positions, row)]
+        plgpu.barrier_wait(full)
+        if norm:
+            for smem in halves:
+                smem[...] = (smem[...].astype(jnp.float32) * factor).astype(x.dtype)
+
+        @pl.when(group < groups - 1)
+        def _() -> None:
+            left, right = (smem[...].astype(jnp.float32) for smem in halves)
+            c, s = (smem[...] for smem in angles)
+            halves[0][...] = (left * c - right * s).astype(x.dtype)
+            halves[1][...] = (right * c + left * s).astype(x.dtype)
+
+        plgpu.commit_smem()  # TMA sees what was written
+
+        @pl.when(group < groups - 2)
+        def _() -> None:
+            for i, smem in enumerate(halves):
+                plgpu.copy_smem_to_gmem(smem, q.at[row, of_group, i])
+
+        for which, cache in ((groups - 2, k), (groups - 1, v)):
+
+            @pl.when(group == which)
+            def _(cache: Any = cache) -> None:
+                for i, smem in enumerate(halves):
+                    plgpu.copy_smem_to_gmem(smem, cache.at[row, at, :, i])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
+
+    q = engine.kernel(
+        body,
+        engine.Launch(
+            "mgpu_ops_rotary_into_cache", {"row": batch, "group": groups}, warpgroups=1, approx_math=True, interpret=interpret
+        ),
+        out_type=jax.ShapeDtypeStruct((batch, heads, 2, half), qkv.dtype),
+        scratch_types={
+            "halves": tuple(plgpu.SMEM((kv_heads, half), qkv.dtype) for _ in range(2)),
+            "angles": tuple(plgpu.SMEM((kv_heads, half), jnp.float32) for _ in range(2)),
+            "full": plgpu.Barrier(num_arrivals=2 + 2 * kv_heads),
+        },
+    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), cos, sin, positions, *caches, *norm)
+    return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
+
+
+def _of(ref: Any, row: jax.Array) -> Any:
+    """The index of a sequence's own, or of the only one."""
+    return row if ref.shape[0] > 1 else 0
