@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,8 +72,10 @@ from mgpu_ops.matmul.store import (
 from mgpu_ops.matmul.work import Place, Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
 
 
-def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
+def load(work: Work, a_ref: Any, *b_refs: Any, shifts: Sequence[int] = ()) -> list[Any]:
     """Producer: what step (tile, k) loads, a tile of A and one of each B in the layout that they are stored in.
+
+    shifts: how many tiles behind its first column each B begins, 0 by default.
 
     TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster
     along m or n need the same tile of one operand: each loads half of it and multicasts that half to both.
@@ -102,14 +104,17 @@ def load(work: Work, a_ref: Any, *b_refs: Any) -> list[Any]:
         k = _block_of_part(work, k, 0)
         return (k, at.row) if a_t else (at.row, k)
 
-    def b_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
-        k = _block_of_part(work, k, 1)
-        return (at.column, k) if b_t else (k, at.column)
+    def b_index(shift: int, at: Tile, k: jax.Array) -> tuple[Int, Int]:
+        k, column = _block_of_part(work, k, 1), at.column + shift if shift else at.column
+        return (column, k) if b_t else (k, column)
 
     a_tile, b_tile = _operand_tiles(p, c)
     return [
         spec(a_ref, a_tile, a_index, shared=across > 1),
-        *(spec(b_ref, b_tile, b_index, shared=down > 1) for b_ref in b_refs),
+        *(
+            spec(b_ref, b_tile, functools.partial(b_index, shift), shared=down > 1)
+            for b_ref, shift in zip(b_refs, shifts or (0,) * len(b_refs), strict=True)
+        ),
     ]
 
 

@@ -25,6 +25,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.arguments import checked_epsilon, float_dtype
 from mgpu_ops.matmul.epilogue import normalised
+from mgpu_ops.matmul.gated.activation import FEW, run_gated_activation
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
     SHAPES,
@@ -35,6 +36,7 @@ from mgpu_ops.matmul.gated.problem import (
     check,
     flops,
     inputs,
+    is_joined,
     smem_bytes,
     supports,
     tolerance,
@@ -56,12 +58,13 @@ class Call:
     gradient: bool = False
     stored: bool = False
     normalised: bool = False
+    joined: bool = False  # one weight, of gate and up
 
 
 def gated_matmul(
     x: ArrayLike,
     w_gate: ArrayLike,
-    w_up: ArrayLike,
+    w_up: ArrayLike | None,
     *,
     activation: Activation | None = "silu",
     rms_epsilon: float | None = None,
@@ -76,7 +79,8 @@ def gated_matmul(
 
     Args:
       x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
-      w_gate, w_up: [k, n], or [n, k] with `transpose_w`, of x's dtype.
+      w_gate, w_up: [k, n], or [n, k] with `transpose_w`, of x's dtype. With w_up=None, w_gate is both, [k, 2 n] or [2 n, k],
+        gate's columns before up's. XLA then has one product, and with few rows is faster.
       activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
       rms_epsilon: where given, each row of x is first divided by sqrt(mean over k of x^2 + rms_epsilon), as in `matmul`.
       out_dtype: of the result; x's dtype by default, or "float32".
@@ -100,33 +104,51 @@ def gated_matmul(
 
     Source: the kernel's own, in mgpu_ops/matmul/gated/kernel.py; see docs/kernels/gated_matmul.md.
     """
-    arrays = {name: floats.array("gated_matmul", name, a) for name, a in (("x", x), ("w_gate", w_gate), ("w_up", w_up))}
+    given = {"x": x, "w_gate": w_gate} | ({} if w_up is None else {"w_up": w_up})
+    arrays = {name: floats.array("gated_matmul", name, a) for name, a in given.items()}
     for name, a in arrays.items():
         if a.dtype != arrays["x"].dtype:
             raise ValueError(f"x is {arrays['x'].dtype} and {name} is {a.dtype}: cast one with .astype")
         if a.ndim != 2 and (name != "x" or a.ndim == 0):
             raise ValueError(f"{name} has shape {a.shape}: gated_matmul takes x[..., k] and weights of rank 2; use jax.vmap")
-    rows, gate, up = arrays.values()
-    k, n = gate.shape[::-1] if transpose_w else gate.shape
-    if gate.shape != up.shape:
-        raise ValueError(f"w_gate{gate.shape} and w_up{up.shape} differ: both are [k, n], or [n, k] with transpose_w")
+    rows, *weights = arrays.values()
+    k, n = _sides(transpose_w, *weights)
     if rows.shape[-1] != k:
         raise ValueError(
-            f"x{rows.shape} and w_gate{gate.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})"
+            f"x{rows.shape} and w_gate{weights[0].shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})"
         )
     out = float_dtype(out_dtype, None, rows.dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
-    wanted = dispatch.requested_backend(backend)
-    call = Call(checked_activation(activation), bool(transpose_w), out.name, config, wanted, normalised=rms_epsilon is not None)
+    call = Call(
+        checked_activation(activation),
+        bool(transpose_w),
+        out.name,
+        config,
+        dispatch.requested_backend(backend),
+        normalised=rms_epsilon is not None,
+        joined=w_up is None,
+    )
     m = int(np.prod(rows.shape[:-1], dtype=np.int64))
     epsilon = [] if rms_epsilon is None else [checked_epsilon(rms_epsilon, rows)]
-    return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), gate, up, *epsilon)).reshape(*rows.shape[:-1], n)
+    return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), *weights, *epsilon)).reshape(*rows.shape[:-1], n)
+
+
+def _sides(transpose_w: bool, gate: jax.Array, up: jax.Array | None = None) -> tuple[int, int]:
+    """k and n of the weights, or of the one that has both."""
+    k, n = gate.shape[::-1] if transpose_w else gate.shape
+    if up is not None:
+        if gate.shape != up.shape:
+            raise ValueError(f"w_gate{gate.shape} and w_up{up.shape} differ: both are [k, n], or [n, k] with transpose_w")
+        return k, n
+    if n % 2:
+        raise ValueError(f"w_gate{gate.shape} has an odd number of columns: with w_up=None it has as many of gate as of up")
+    return k, n // 2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated(call: Call, *arrays: jax.Array) -> jax.Array:
-    """Of x, w_gate and w_up, and epsilon where x is normalised."""
+    """Of x, w_gate and w_up or one weight of both, and epsilon where x is normalised."""
     out: jax.Array = batchable(call)(*arrays)
     return out
 
@@ -135,8 +157,13 @@ def _forward(call: Call, *arrays: jax.Array) -> Any:
     return _gated(call, *arrays), arrays
 
 
-def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dgate and dup by the kernel; dx = dgate w_gate^T + dup w_up^T, dw_gate = x^T dgate and dw_up = x^T dup by matmul's."""
+    if call.joined:
+        x, both, *epsilon = saved
+        axis = 0 if call.transpose_w else 1
+        dx, dgate, dup, *rest = _backward(dataclasses.replace(call, joined=False), (x, *jnp.split(both, 2, axis), *epsilon), g)
+        return dx, jnp.concatenate([dgate, dup], axis), *rest
     x, w_gate, w_up, *epsilon = saved
     if epsilon:  # through x's rows as XLA normalises them
         rows, back = jax.vjp(normalised, x, *epsilon)
@@ -165,12 +192,16 @@ def batchable(call: Call) -> Any:
 
     @jax.custom_batching.custom_vmap
     def product(*arrays: jax.Array) -> Any:
-        return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+        problem = _problem(call, *arrays)
+        if not call.joined:
+            return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+        both, instead = (arrays[0], arrays[1], *arrays[1:]), functools.partial(_joined_through_xla, problem)
+        return dispatch.run(SPEC, problem, both, config=call.config, backend=call.backend, instead=instead)
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         marks = (True, True) if call.gradient or call.stored else True
-        end = (2 if call.stored else 3) + call.normalised
+        end = (2 if call.stored or call.joined else 3) + call.normalised
         if not any(batched[1:end]) and all((batched[0], *batched[end:])):  # one product with more rows
             x, *weights = arrays[:end]
             out = run(x.reshape(-1, x.shape[-1]), *weights, *(y.reshape(-1, y.shape[-1]) for y in arrays[end:]))
@@ -188,7 +219,7 @@ def batchable(call: Call) -> Any:
 
 
 def _problem(call: Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:
-    n = w_gate.shape[0 if call.transpose_w else 1]
+    n = w_gate.shape[0 if call.transpose_w else 1] // (2 if call.joined else 1)
     layout = "nt" if call.transpose_w else "nn"
     return Problem(
         x.shape[0],
@@ -213,17 +244,28 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
     if p.stored:
         return _of_stored(p, x, w_gate, w_up, *g)
     if p.normalised:
-        x, g = normalised(x, *g), ()
+        x = normalised(x, g[0])
     wide = np.promote_types(p.dtype, np.float32)
     kept = jnp.dtype(p.dtype) if p.dtype == p.out_dtype and gpus.current() is not None else wide
+    weights = [w_gate] if is_joined(p, w_gate) else [w_gate, w_up]
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
-        x, w_gate, w_up = (a.astype(wide) for a in (x, w_gate, w_up))
-    gate, up = (jnp.matmul(x, w.mT if p.layout == "nt" else w, preferred_element_type=kept) for w in (w_gate, w_up))
+        x, *weights = (a.astype(wide) for a in (x, *weights))
+    found = [jnp.matmul(x, w.mT if p.layout == "nt" else w, preferred_element_type=kept) for w in weights]
+    gate, up = jnp.split(found[0], 2, -1) if len(found) == 1 else found
     if not p.gradient:
         return (activate(p.activation, gate) * up).astype(p.out_dtype)
     activated, backward = jax.vjp(functools.partial(activate, p.activation), gate)
     cotangent = g[0].astype(gate.dtype)
     return backward(cotangent * up)[0].astype(p.out_dtype), (cotangent * activated).astype(p.out_dtype)
+
+
+def _joined_through_xla(p: Problem, x: jax.Array, w: jax.Array, _: jax.Array, *epsilon: jax.Array) -> jax.Array:
+    """XLA's product of few rows and `gated_activation`'s kernel behind it, which also divides by the norm of x's rows."""
+    if p.m > FEW or p.out_dtype != p.dtype:
+        return reference(p, x, w, w, *epsilon)
+    product = jnp.matmul(x, w.mT if p.layout == "nt" else w)
+    norm = (x, *epsilon) if epsilon else ()
+    return run_gated_activation(checked_activation(p.activation), None, product, *norm)
 
 
 def _of_stored(p: Problem, x: jax.Array, w: jax.Array, gate: jax.Array, *up: jax.Array) -> Any:

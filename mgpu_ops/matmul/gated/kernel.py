@@ -27,7 +27,17 @@ from mgpu_ops.core.gated import gate_stored, store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
-from mgpu_ops.matmul.gated.problem import SLOTS, Config, Problem, as_matmul, buffers, gradient_buffers, of_one
+from mgpu_ops.matmul.gated.problem import (
+    SLOTS,
+    Config,
+    Problem,
+    as_matmul,
+    buffers,
+    gradient_buffers,
+    halves,
+    is_joined,
+    of_one,
+)
 from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, square_rows, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.store import row_factors
@@ -120,7 +130,7 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
     plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(own_tiles, steps),
-        in_specs=load(work, x, w_gate, w_up),
+        in_specs=load(work, x, w_gate, w_up, shifts=(0, p.n // c.tile_n if is_joined(problem, w_gate) else 0)),
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
@@ -178,9 +188,12 @@ def _stored_kernel(
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
     """Runs the kernel on x, w_gate and w_up as stored, and g where the problem is the gradient's; then two results.
 
-    With a stored gate on x, its weight and gate, and for the gradient up; always two results.
+    With a stored gate on x, its weight and gate, and for the gradient up; always two results. Weights that are one matrix, with
+    gate's columns before up's, come twice.
     """
     p, c = of_one(problem), as_matmul(config)
+    if is_joined(problem, arrays[1]) and p.n % c.tile_n:  # tiles of up do not begin where blocks of columns do
+        arrays = (arrays[0], *halves(problem, arrays[1]), *arrays[3:])
     cluster = cluster_size(c)
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), transposed=False)
     shape = (1, 1, p.m, p.n) if ends_with_rows(p, c) else (p.m, p.n)

@@ -257,3 +257,18 @@ def tolerance(problem: Problem) -> float:
     """
     more = 1.5 if problem.normalised else 1.0
     return more * {"bfloat16": 1.5e-2, "float16": 2e-3}.get(problem.out_dtype, 1e-4)
+
+
+# --- Weights as one matrix ----------------------------------------------------------------------------------------------
+
+
+def is_joined(problem: Problem, w: Any) -> bool:
+    """Whether a weight has the columns of gate and then those of up."""
+    wide: bool = w.shape[0 if problem.layout == "nt" else 1] == 2 * problem.n
+    return wide and not problem.stored
+
+
+def halves(problem: Problem, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weights of gate and of up of a joined one."""
+    gate, up = jnp.split(w, 2, 0 if problem.layout == "nt" else 1)
+    return gate, up

@@ -234,6 +234,42 @@ def test_gradients_are_those_in_float32(backend, transpose, assert_near):
         assert_near(y, z, 2e-2)  # the gradients of gate and up are rounded to bfloat16
 
 
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(("backend", "transpose"), [("xla", False), ("xla", True), ("interpret", False)])
+@pytest.mark.parametrize("tile_n", [64, 128])  # which divides n, and which does not
+def test_one_weight_of_gate_and_up_gives_what_two_give(backend, transpose, tile_n, assert_near):
+    x, *weights = normal(0, 24, 64, dtype=BF16), *(normal(i, 64, 192, dtype=BF16) / 8 for i in (1, 2))
+    both = jnp.concatenate(weights, 1)
+    options = {"backend": backend, "transpose_w": transpose, "rms_epsilon": 1e-5}
+    if backend == "interpret":
+        options["config"] = replace(BASE, tile_m=64, tile_n=tile_n, max_concurrent_steps=2, compute_warpgroups=1)
+
+    def ours(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        found = gated_matmul(x, *(w.T if transpose else w for w in weights), *(None,) * (len(weights) == 1), **options)
+        assert found.shape == (24, 192)
+        return found
+
+    assert_near(ours(x, both), ours(x, *weights), 1e-2)
+    if backend == "interpret":
+        return
+    of_both = jax.grad(lambda *a: (ours(*a).astype(F32) ** 2).sum(), argnums=(0, 1))(x, both)
+    dx, *dweights = jax.grad(lambda *a: (ours(*a).astype(F32) ** 2).sum(), argnums=(0, 1, 2))(x, *weights)
+    for y, z in zip(of_both, (dx, jnp.concatenate(dweights, 1)), strict=True):
+        assert_near(y, z, 1e-2)
+    assert_near(jax.vmap(ours, (0, None))(x[None], both)[0], ours(x, both), 1e-2)
+
+
+@needs_compiler
+def test_one_weight_is_read_in_place():
+    shapes = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((16, 512), (512, 512))]
+    run = functools.partial(
+        gated_matmul, backend="mosaic", config=replace(BASE, tile_m=64, tile_n=128, max_concurrent_steps=4, wg_dimension="n")
+    )
+    with gpu.target("h200"):
+        text = jax.jit(lambda x, w: run(x, w, None)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert {op for op in re.findall(r"stablehlo\.(\w+)", text) if op != "custom_call"} <= {"reshape"}
+
+
 def test_the_forward_pass_writes_and_the_gradient_keeps_nothing_of_the_results_size_but_the_result():
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in layer()]
     with gpu.target("h200"):
@@ -275,6 +311,7 @@ X, W = np.zeros((8, 16), BF16), np.zeros((16, 24), BF16)
     ("arrays", "options", "error", "message"),
     [
         ((X, W, W[:, :8]), {}, ValueError, r"w_gate\(16, 24\) and w_up\(16, 8\) differ"),
+        ((X, W[:, :23], None), {}, ValueError, r"w_gate\(16, 23\) has an odd number of columns"),
         ((X, W.T, W.T), {}, ValueError, r"x\(8, 16\) and w_gate\(24, 16\) differ in k: 16 != 24 \(transpose_w=False\)"),
         ((X, W[None], W), {}, ValueError, r"w_gate has shape \(1, 16, 24\): .* use jax.vmap"),
         ((X, W, W.astype(F16)), {}, ValueError, "x is bfloat16 and w_up is float16: cast one with .astype"),

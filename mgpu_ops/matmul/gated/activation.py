@@ -1,0 +1,154 @@
+"""gated_activation: activation(gate) * up of a product's two halves, in one small kernel, and a norm behind the product.
+
+Here: the public function, its gradient and batching rules, and the same through XLA. `activation_kernel.py`: the kernel.
+Nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats
+from mgpu_ops.core import gpu as gpus
+from mgpu_ops.core import limits, mesh
+from mgpu_ops.core.activations import Activation, activate, checked_activation
+from mgpu_ops.registry import dispatch
+from mgpu_ops.rows_norm import checked_norm, factors, supports_rows
+
+FEW = 256  # rows up to which the kernel runs: with more it is bytes that take time, and XLA's kernel moves as many
+_COLUMNS = 128  # that a block computes are a multiple of this
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    activation: Activation
+    backend: dispatch.Backend | None
+
+
+def gated_activation(
+    gate_up: ArrayLike,
+    *,
+    activation: Activation | None = "silu",
+    rms_rows: ArrayLike | None = None,
+    rms_epsilon: float = 1e-6,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """activation(gate) * up of gate_up = [gate, up], in float32, rounded once: what follows a gated layer's joined product.
+
+    Args:
+      gate_up: floats [..., 2 n], gate's columns before up's.
+      activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None.
+      rms_rows: rows [..., width], of any floats. Where given, gate_up is first divided by sqrt(mean over the row of
+        rms_rows^2 + rms_epsilon): an RMS norm in front of the product that gate_up is of, gate_up = rms_rows @ w, with the
+        norm's weight as a factor of w's rows.
+      rms_epsilon: a number of at least 0.
+      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
+        machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel for up to 256 rows of 16-bit floats with an n that
+        is a multiple of 128, otherwise "xla".
+
+    Returns:
+      [..., n] of gate_up's dtype.
+
+    Works under jit, grad (reverse mode; through XLA) and vmap.
+
+    Raises:
+      ValueError: shapes that do not fit each other, an unknown activation or backend, or one that cannot run the kernel.
+      TypeError: not arrays of floats.
+    """
+    x = floats.array("gated_activation", "gate_up", gate_up)
+    if x.ndim == 0 or x.shape[-1] % 2 or not x.shape[-1]:
+        raise ValueError(f"gate_up has shape {x.shape}: it must be [..., 2 n]")
+    count = math.prod(x.shape[:-1])
+    arrays = [x.reshape(count, x.shape[-1])]
+    if rms_rows is not None:
+        rows = floats.array("gated_activation", "rms_rows", rms_rows)
+        if rows.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"rms_rows{rows.shape} and gate_up{x.shape} differ in rows")
+        arrays += checked_norm("gated_activation", count, rows.reshape(count, rows.shape[-1]), rms_epsilon)
+    call = _Call(checked_activation(activation), dispatch.requested_backend(backend))
+    out: jax.Array = _gated(call, *mesh.same_mesh_axes(*arrays))
+    return out.reshape(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(call: _Call, *arrays: jax.Array) -> jax.Array:
+    """Of gate_up, and rows with epsilon [1], if there are any."""
+    out: jax.Array = _batchable(call)(*arrays)
+    return out
+
+
+def _forward(call: _Call, *arrays: jax.Array) -> Any:
+    return _gated(call, *arrays), arrays
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+    gradients: tuple[jax.Array, ...] = jax.vjp(functools.partial(reference, call.activation), *saved)[1](g)
+    return gradients
+
+
+_gated.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays: vmap gives it more rows."""
+
+    @jax.custom_batching.custom_vmap
+    def gated(*arrays: jax.Array) -> jax.Array:
+        return run_gated_activation(call.activation, call.backend, *arrays)
+
+    @gated.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        def fold(x: jax.Array, mapped: bool) -> jax.Array:
+            x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, x.shape[-1])
+
+        rows = [fold(x, mapped) for x, mapped in zip(arrays[:2], batched[:2], strict=True)]
+        return gated(*rows, *arrays[2:]).reshape(size, -1, arrays[0].shape[-1] // 2), True
+
+    return jax.jit(gated)
+
+
+def run_gated_activation(activation: Activation, backend: dispatch.Backend | None, *arrays: jax.Array) -> jax.Array:
+    """Of gate_up, and rows and epsilon [1]. Where no backend is asked for, by the kernel if it can run and rows are few."""
+    device = gpus.current()
+    if backend == "interpret" and (device is None or device.architecture != "hopper"):
+        device = gpus.find("h200")
+    reason = "no NVIDIA GPU is in use" if device is None else supports(device, *arrays)
+    few = 0 < arrays[0].shape[0] <= FEW
+    if backend == "xla" or (backend is None and (reason is not None or not few)):
+        return reference(activation, *arrays)
+    if reason is not None:
+        raise ValueError(f"backend={backend!r} cannot run gated_activation of gate_up{arrays[0].shape}: {reason}")
+    from mgpu_ops.matmul.gated import activation_kernel  # it imports Pallas
+
+    return activation_kernel.launch(activation, *arrays, interpret=backend == "interpret")
+
+
+def supports(gpu: gpus.Gpu, gate_up: jax.Array, *norm: jax.Array) -> str | None:
+    """Why the kernel cannot run on `gpu`, or None."""
+    if reason := limits.supports_dtypes(gate_up.dtype.name, gate_up.dtype.name, gpu):
+        return reason
+    if gate_up.shape[1] % (2 * _COLUMNS):
+        return f"n={gate_up.shape[1] // 2} is no multiple of {_COLUMNS}"
+    if gate_up.size >= 2**31 or not gate_up.shape[0]:
+        return f"gate_up{gate_up.shape} has no rows, or 2^31 elements or more"
+    return supports_rows(norm[0]) if norm else None
+
+
+def reference(activation: Activation, gate_up: jax.Array, *norm: jax.Array) -> jax.Array:
+    """The same through XLA."""
+    wide = gate_up.astype(np.promote_types(gate_up.dtype, np.float32))
+    if norm:
+        wide = wide * factors(*norm)
+    gate, up = jnp.split(wide, 2, -1)
+    return (activate(activation, gate) * up).astype(gate_up.dtype)
