@@ -207,7 +207,10 @@ def rope(model: Model, x: jax.Array, positions: jax.Array) -> jax.Array:
 
     x: [batch, tokens, heads, head_dim]; positions: [tokens].
     """
-    cos, sin = (turn[:, None] for turn in turns(model, positions))
+    return rotated(x, *(turn[:, None] for turn in turns(model, positions)))
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     left, right = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
@@ -269,15 +272,18 @@ class Serving:
 
     prepared: trained weights, in bfloat16, as the other functions take them: a layer's by name, and the head.
     product: x w + residual, with a layer's weight.
-    normed: norm(x) w: of x, a layer or the model, and the names of the norm and of w in it.
+    cached: of x and a layer, cos and sin [head_dim / 2], the cache's keys and values, and the position: rotated queries of
+      norm(x) w_qkv, and the cache with rotated keys and with values.
     gated: silu(norm(x) w_gate) * (norm(x) w_up), of x and a layer.
+    head: norm(x) w_head, of x and the model.
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     """
 
     prepared: Callable[[Params], Params]
     product: Callable[[jax.Array, Any, jax.Array], jax.Array]
-    normed: Callable[[jax.Array, Params, str, str], jax.Array]
+    cached: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     gated: Callable[[jax.Array, Params], jax.Array]
+    head: Callable[[jax.Array, Params], jax.Array]
     look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -296,14 +302,17 @@ def joined(params: Params) -> Params:
 
 
 def folded(params: Params) -> Params:
-    """With the norms' weights as factors of rows of what they go into: products then divide by the root mean square alone."""
+    """With the norms' weights as factors of rows of what they go into, and gate and up as one matrix.
+
+    Products then are of rows as they are, and what reads a product divides by the root mean square of its rows.
+    """
 
     def fold(of: Params, norm: str, *names: str) -> Params:
         rows = of[norm].astype(jnp.float32)[:, None]
         return of | {name: (of[name] * rows).astype(of[name].dtype) for name in names}
 
     layers = _of_layers(params, lambda layer: fold(fold(layer, "attention_norm", "qkv"), "ffn_norm", "gate", "up"))
-    return fold(layers, "norm", "head")
+    return joined(fold(layers, "norm", "head"))
 
 
 def in_int8(params: Params) -> Params:
@@ -317,7 +326,7 @@ def in_int8(params: Params) -> Params:
     def change(layer: Params) -> Params:
         return {name: w if name.endswith("norm") else quantized(w) for name, w in layer.items()}
 
-    return _of_layers(joined(params), change)
+    return _of_layers(folded(params), change)
 
 
 def _silu_of_both(gate_up: jax.Array) -> jax.Array:
@@ -325,45 +334,55 @@ def _silu_of_both(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _xla_normed(x: jax.Array, of: Params, norm: str, name: str) -> jax.Array:
-    return _xla_norm(x, of[norm]) @ of[name]
+def _xla_cached(
+    x: jax.Array, layer: Params, cos: jax.Array, sin: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    batch, _, kv_heads, head_dim = k.shape
+    rows = (_xla_norm(x, layer["attention_norm"]) @ layer["qkv"]).reshape(batch, 1, -1, head_dim)
+    q, new_k, new_v = jnp.split(rows, (rows.shape[2] - 2 * kv_heads, rows.shape[2] - kv_heads), 2)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=position, axis=1)
+    return rotated(q, cos, sin), write(k, rotated(new_k, cos, sin)), write(v, new_v)
 
 
 def _xla_gated_joined(x: jax.Array, layer: Params) -> jax.Array:
-    return _silu_of_both(_xla_normed(x, layer, "ffn_norm", "gate_up"))
+    return _silu_of_both(_xla_norm(x, layer["ffn_norm"]) @ layer["gate_up"])
 
 
-def _normed(x: jax.Array, of: Params, _: str, name: str) -> jax.Array:
-    return mgpu_ops.matmul(x, of[name], rms_epsilon=EPSILON)
+def _xla_head(x: jax.Array, params: Params) -> jax.Array:
+    return _xla_norm(x, params["norm"]) @ params["head"]
 
 
-def _normed_gated(x: jax.Array, layer: Params) -> jax.Array:
-    return mgpu_ops.gated_matmul(x, layer["gate"], layer["up"], rms_epsilon=EPSILON)
+def _cached(x: jax.Array, layer: Params, *others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return mgpu_ops.rotary_into_cache(_served_product(x, layer["qkv"]), *others, rms_rows=x, rms_epsilon=EPSILON)
 
 
-def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-    return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
+def _gated_joined(x: jax.Array, layer: Params) -> jax.Array:
+    return mgpu_ops.gated_matmul(x, layer["gate_up"], None, rms_epsilon=EPSILON)
 
 
-def _int8_product(x: jax.Array, w: Any, residual: jax.Array | None = None) -> jax.Array:
+def _int8_gated(x: jax.Array, layer: Params) -> jax.Array:
+    return mgpu_ops.gated_activation(_served_product(x, layer["gate_up"]), rms_rows=x, rms_epsilon=EPSILON)
+
+
+def _served_product(x: jax.Array, w: Any, residual: jax.Array | None = None) -> jax.Array:
     if not isinstance(w, tuple):
         return _product(x, w, residual)
     out = mgpu_ops.quantized_matmul(x, *w, transpose_w=True)
     return out if residual is None else out + residual
 
 
-def _int8_normed(x: jax.Array, of: Params, norm: str, name: str) -> jax.Array:
-    return _int8_product(mgpu_ops.rms_norm(x, of[norm], epsilon=EPSILON), of[name])
+def _normed_head(x: jax.Array, params: Params) -> jax.Array:
+    return mgpu_ops.matmul(x, params["head"], rms_epsilon=EPSILON)
 
 
-def _int8_gated(x: jax.Array, layer: Params) -> jax.Array:
-    return _silu_of_both(_int8_normed(x, layer, "ffn_norm", "gate_up"))
+def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths)
 
 
 SERVING = {
-    "xla": Serving(joined, _xla_product, _xla_normed, _xla_gated_joined, _xla_attention),
-    "mgpu_ops": Serving(folded, _product, _normed, _normed_gated, _look_up),
-    "int8": Serving(in_int8, _int8_product, _int8_normed, _int8_gated, _look_up),
+    "xla": Serving(joined, _xla_product, _xla_cached, _xla_gated_joined, _xla_head, _xla_attention),
+    "mgpu_ops": Serving(folded, _served_product, _cached, _gated_joined, _normed_head, _look_up),
+    "int8": Serving(in_int8, _served_product, _cached, _int8_gated, _normed_head, _look_up),
 }
 
 
@@ -376,15 +395,14 @@ def decode(
     """
     batch = tokens.shape[0]
     lengths = jnp.full(batch, position + 1, jnp.int32)
-    x = params["embedding"][tokens]
-    grown = []
+    cos, sin = (turn[0] for turn in turns(model, position[None]))
+    x, grown = params["embedding"][tokens], []
     for layer, known in zip(params["layers"], cache, strict=True):
-        q, *new = heads(model, backend.normed(x, layer, "attention_norm", "qkv"), batch, position[None])
-        k, v = (jax.lax.dynamic_update_slice_in_dim(old, one, position, 1) for old, one in zip(known, new, strict=True))
+        q, k, v = backend.cached(x, layer, cos, sin, *known, position)
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
         x = backend.product(backend.gated(x, layer), layer["down"], x)
-    return backend.normed(x, params, "norm", "head"), grown
+    return backend.head(x, params), grown
 
 
 # --- Training on sums -------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from mgpu_ops.matmul.fp8_gated import fp8_gated_mlp
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
+from mgpu_ops.matmul.gated.activation import gated_activation
 from mgpu_ops.matmul.gated.layer import gated_mlp
 from mgpu_ops.matmul.quantize import quantize
 from mgpu_ops.matmul.quantized import Config as QuantizedMatmulConfig
@@ -58,6 +59,7 @@ from mgpu_ops.rms_norm import rms_norm
 from mgpu_ops.rotary import Config as RotaryConfig
 from mgpu_ops.rotary import Problem as RotaryProblem
 from mgpu_ops.rotary import rotary_qkv
+from mgpu_ops.rotary.into_cache import rotary_into_cache
 
 type OpName = Literal[
     "matmul",
@@ -178,6 +180,7 @@ __all__ = [
     "fp8_gated_mlp",
     "fp8_grouped_matmul",
     "fp8_matmul",
+    "gated_activation",
     "gated_grouped_matmul",
     "gated_matmul",
     "gated_mlp",
@@ -196,6 +199,7 @@ __all__ = [
     "ragged_dot_general",
     "reduce_scatter",
     "rms_norm",
+    "rotary_into_cache",
     "rotary_qkv",
     "spec_of",
     "target",

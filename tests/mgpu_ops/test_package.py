@@ -106,6 +106,8 @@ MODULES = {
     "cross_entropy": "cross_entropy",
     "rms_norm": "rms_norm",
     "dot_product_attention": "attention.dot_product_attention",
+    "rotary_into_cache": "rotary.into_cache",
+    "gated_activation": "matmul.gated.activation",
 }
 
 
