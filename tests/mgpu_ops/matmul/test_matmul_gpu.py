@@ -193,8 +193,11 @@ def test_random_config_for_few_rows_is_right_everywhere(seed, assert_matmul):
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
-def draw_fitted(seed: int) -> tuple[Any, Any]:
-    """As `draw`, with a tile of other sides than powers of two: of the transposed product, or wider than rows of A or B."""
+def draw_fitted(seed: int, clusters: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """As `draw`, with a tile of other sides than powers of two: of the transposed product, or wider than rows of A or B.
+
+    clusters: with any tile, in a cluster of these.
+    """
     rng, device = random.Random(seed), gpu.current()
     while True:
         layout = rng.choice(["nn", "nt", "tn", "tt"])
@@ -202,8 +205,9 @@ def draw_fitted(seed: int) -> tuple[Any, Any]:
         problem = P(m, n, k, out_dtype=rng.choice(["bfloat16", "float32"]), layout=layout, batch=rng.choice([1, 1, 3]))
         space = {**MATMUL.space(problem, device), "tile_m": range(64, 257, 8), "epilogue_tile_n": (16, 32, 64)}
         space |= {"tile_n": range(64, 257, 16), "schedule": ("cooperative", "ahead")}
+        space |= {"cluster": clusters, "tile_m": (16, 32, 64, 96, 128, 256)} if clusters else {}
         drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(20_000))
-        fitted = (c for c in drawn if c.tile_m % 64 or c.tile_n % 64 or (layout[0] == "t" and c.tile_m > m))
+        fitted = (c for c in drawn if clusters or c.tile_m % 64 or c.tile_n % 64 or (layout[0] == "t" and c.tile_m > m))
         for config in fitted:
             if MATMUL.check(problem, config, device) is None:
                 return problem, config
@@ -212,6 +216,13 @@ def draw_fitted(seed: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_tile_fitted_to_the_problem_is_right_everywhere(seed, assert_matmul):
     problem, config = draw_fitted(seed)
+    arrays = MATMUL.inputs(problem, jax.random.key(seed))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_a_cluster_of_four_is_right_everywhere(seed, assert_matmul):
+    problem, config = draw_fitted(seed, clusters=("m4", "n4"))
     arrays = MATMUL.inputs(problem, jax.random.key(seed))
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
