@@ -86,31 +86,41 @@ def _line(problem: Problem) -> int:
 
 
 # Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
-_RATE = 1.155  # of rates.POWER: bursts draw less power than what a program sustains
-_LEAST = 0.70  # of the rate is left with the narrowest tiles
-_ONE_WARPGROUP = 0.68  # of the rate is left with one consumer: nothing multiplies while it stores or waits
+_RATE = 1.13  # of rates.POWER: bursts draw less power than what a program sustains
+_LEAST = 0.745  # of the rate is left with the narrowest tiles
+_ONE_WARPGROUP = 0.661  # of the rate is left with one consumer: nothing multiplies while it stores or waits
 _OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
-_AHEAD = 1.01  # times the rate, where the next step's wgmma is in flight
+_AHEAD = 1.11  # times the rate, where the next step's wgmma is in flight
 _NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its tile longer all the same: products of short k
-_SWIZZLE_64 = 0.865  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
-_LOADS = 0.856  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_STORE = 1.47  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
+_SWIZZLE_64 = 0.602  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_LOADS = 0.679  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_STORE = 1.19  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
-_ACROSS_LINES = {128: 1.0, 64: 1.52, 32: 1.52, 16: 1.52}
-_STORE_ACROSS = {128: 1.0, 64: 1.0, 32: 1.0, 16: 1.0}  # as long take the stores of such rows of the output
-_MULTICAST = {1: 1.0, 2: 0.79, 4: 0.62}  # of the time is left to loads of an operand that so many blocks share
-_LATENCY = 0.81e-6  # s from a TMA request to its data
-_LAUNCH = 1.17e-6  # s
-_COLD = 0.3e-6  # s more, in products of a few microseconds, until operands that are not in L2 arrive
-_PARTS = 3.0  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_ACROSS_LINES = {128: 1.0, 64: 1.21, 32: 1.22, 16: 2.11}
+_STORE_NARROW = {16: 2.71}  # as long take stores in epilogue tiles of so many columns
+_STORE_ACROSS = {128: 1.0, 64: 1.22, 32: 1.15, 16: 1.79}  # as long take the stores of such rows of the output
+_MULTICAST = {1: 1.0, 2: 0.68, 4: 0.624}  # of the time is left to loads of an operand that so many blocks share
+_LATENCY = 8.29e-07  # s from a TMA request to its data
+_LAUNCH = 1.19e-06  # s
+_ISSUE = {
+    "cooperative": 4.6e-08,
+    "deferred": 3.72e-08,
+    "pingpong": 3.92e-08,
+    "ahead": 1.87e-08,
+}  # s of a step in which nothing multiplies
+_CROWD = 5.8e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
+_SOONER = 1.8e-07  # s less, where the kernel has its own pipeline and not Pallas's
+_COLD = 4.64e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
+_PARTS = 3.12  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
-_SUM = 0.23e-6  # s that a sum in a cluster takes,
-_SUM_OWN, _SUM_PART = 2.2, 3.3  # and times the store of a float32 tile: for the block that adds up, and for each other block
+_SUM = 3.03e-07  # s that a sum in a cluster takes,
+_SUM_OWN = 2.04  # and times the store of a float32 tile: for the block that adds up,
+_SUM_PART = 3.0  # and for each other block
 _HBM = 1.08  # of the time at the datasheet's rate,
-_HBM_ACROSS_LINES = {128: 1.0, 64: 1.19, 32: 1.19, 16: 1.19}  # and times as long for an operand of such rows
-_STEP_NORM = 4.6  # arithmetic, loads and latency of a step overlap nearly wholly,
-_MEMORY_NORM = 3.05  # all steps and HBM less so
+_HBM_ACROSS_LINES = {128: 1.0, 64: 1.13, 32: 1.18, 16: 1.08}  # and times as long for an operand of such rows
+_STEP_NORM = 5.29  # arithmetic, loads and latency of a step overlap nearly wholly,
+_MEMORY_NORM = 2.63  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
@@ -144,12 +154,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
-    step = gemm.step_seconds(c, gpu, efficiency, _LATENCY / max(c.max_concurrent_steps - held, 0.5), _loaded(p, c), _STEP_NORM)
-    store = (
-        _STORE
-        * _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))]
-        * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
-    )
+    arithmetic = gemm.step_seconds(c, gpu, efficiency, 0.0, 0.0) + _ISSUE[c.schedule]
+    latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
+    step = gemm.together(_STEP_NORM, arithmetic, _loaded(p, c) / rates.load_bytes(gpu), latency, _crowded(problem, config, gpu))
+    store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
+    store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     overlapped = c.schedule in ("pingpong", "deferred") and waves > 1
@@ -165,7 +174,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         reduction += (
             _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
         )
-    return _LAUNCH + _LATENCY + _COLD + gemm.together(_MEMORY_NORM, steps, memory) + reduction
+    own_pipeline = 0.0 if c.schedule == "cooperative" else _SOONER
+    return _LAUNCH + _LATENCY + _COLD - own_pipeline + gemm.together(_MEMORY_NORM, steps, memory) + reduction
 
 
 def _prepared(p: Problem, gpu: Gpu) -> float:
@@ -216,6 +226,18 @@ def _loaded(p: Problem, c: Config) -> float:
         b_aligned = min(b_aligned, _aligned(c.tile_n * itemsize_of(p.dtype)))
     b = columns * _ACROSS_LINES[b_aligned] * shared[down]
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * (a + b)
+
+
+def _crowded(p: Problem, c: Config, gpu: Gpu) -> float:
+    """Seconds that a step takes where all blocks read an operand whose rows along m or n are shorter than a line of 128 bytes.
+
+    Each block asks for a line once for each row in it, all at about the same time. Those of a cluster that share it ask once.
+    """
+    a_t, b_t = transposed(p)
+    down, across = neighbours(c)
+    sides = ((a_t, p.m, p.n / c.tile_n / across), (not b_t, p.n, p.m / c.tile_m / down))
+    lines = ((128 / (length * itemsize_of(p.dtype)), blocks) for along, length, blocks in sides if along)
+    return _CROWD * sum(min(blocks, gpu.sms) * rows for rows, blocks in lines if rows > 1)
 
 
 def _alignments(p: Problem) -> tuple[int, int]:
