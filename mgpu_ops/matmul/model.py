@@ -274,11 +274,23 @@ _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
-_SPLITS = (("none", 1), ("m", 1), ("n", 1), ("k", 2), ("none", 2), ("none", 3), ("none", 4), ("none", 8))  # (cluster, split_k)
+_SPLITS = (
+    ("none", 1),
+    ("m", 1),
+    ("n", 1),
+    ("m4", 1),
+    ("n4", 1),
+    ("k", 2),
+    ("none", 2),
+    ("none", 3),
+    ("none", 4),
+    ("none", 8),
+)  # (cluster, split_k)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Configs chosen without measurements, the least modelled `cost` first: one for each tile, split of k and wg_dimension.
+    """Configs chosen without measurements, the least modelled `cost` first: of each tile, split of k, wg_dimension and size of
+    cluster one.
 
     The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. With at most 48 rows, some compute the
     transposed product. Raises ValueError where `supports` has a reason.
@@ -290,7 +302,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     for config in itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu), _by_waves(problem, gpu)):
         found = deepest(problem, config, gpu)
         if found is not None:
-            key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule)
+            blocks = cluster_size(found)
+            key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule, blocks)
             best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
     ranked = sorted(best.values(), key=lambda pair: pair[0])
     ahead = [deepest(problem, config, gpu) for config in _ahead(problem, [config for _, config in ranked], gpu)]
@@ -309,12 +322,14 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         tiles += [(m, n, line) for m, n in _TILES]
     divided: list[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]]
     divided = [(tile, _DIVISIONS, _SPLITS) for tile in tiles]
-    divided += [((m, n, line), _DIVISIONS[:2], _SPLITS[:3]) for m, n in _fitted(problem, gpu)]
+    divided += [((m, n, line), _DIVISIONS[:2], _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         for warpgroups, wg_dimension in divisions:
             if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
                 continue
             for cluster, split_k in splits:
+                if _too_few(problem, tile_m, tile_n, cluster):
+                    continue
                 yield dataclasses.replace(
                     _shape(tile_m, tile_n, tile_k),
                     compute_warpgroups=warpgroups,
@@ -322,6 +337,13 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
                     cluster=cluster,
                     split_k=split_k,
                 )
+
+
+def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
+    """Whether more than one of four blocks of a cluster would have no tile, or operands are not those that were measured."""
+    if cluster not in ("m4", "n4"):
+        return False
+    return math.ceil(p.m / tile_m if cluster == "m4" else p.n / tile_n) < 3 or itemsize_of(multiplied(p).dtype) != 2
 
 
 def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
@@ -342,7 +364,7 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
         for tile_m in (64, 128, 192, 256):
             for waves in range(1, _MOST_WAVES + 1):
                 across = gpu.sms * waves // (p.batch * math.ceil(p.m / tile_m))
-                columns = _up(math.ceil(p.n / across), 16) if across else 0
+                columns = _up(math.ceil(p.n / across), 32) if across else 0  # narrower epilogue tiles are slow
                 if columns % gemm.ROWS and gemm.ROWS < columns < 256 and tile_m < p.m + gemm.ROWS:
                     yield tile_m, columns
 
@@ -412,8 +434,8 @@ def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Con
         return
     for config in ranked[:_MOST_AHEAD]:
         tiles = problem.batch * math.ceil(problem.m / config.tile_m) * math.ceil(problem.n / config.tile_n) * config.split_k
-        shared = config.schedule == "cooperative" and config.compute_warpgroups == 2 and not computes_transposed(config)
-        if shared and tiles <= 4 * gpu.sms and problem.k >= 8 * config.tile_k * config.split_k:
+        alone = config.cluster != "k" or (config.compute_warpgroups == 2 and not computes_transposed(config))
+        if config.schedule == "cooperative" and alone and tiles <= 4 * gpu.sms:
             yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=_STEPS[-1])
 
 
