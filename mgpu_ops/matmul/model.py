@@ -56,7 +56,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "cluster": ("none", "m", "n", "m4", "n4", "k"),
         "raster_dimension": ("m", "n"),
         "raster_width": (1, 2, 4, 8, 16),
-        "epilogue_tile_n": (16, 32, 64, 128) if any(n % 32 for n in columns) else (32, 64, 128),
+        "epilogue_tile_n": (16, 32, 64, 128) if any(n % 64 for _, n in fitted) else (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
         "schedule": SCHEDULES if _many_tiles(p, gpu) else ("cooperative", "ahead"),
