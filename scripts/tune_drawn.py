@@ -5,8 +5,8 @@
 `mgpu-tune run matmul --suite anywhere` searches longer and stores entries. This shows what the kernel reaches on problems that
 nobody chose, and stores none. Of each problem the default and the most promising configs by the model compile in processes
 without a GPU, and are timed in turn with XLA. Then the fastest is timed beside XLA alone, and these two times are written as
-`mgpu-tune bench` writes them; all configs' times go to a file of the same name that ends in .jsonl. Rows of problems that the
-CSV file has already are kept, but for those measured again, so that parts of the suite may be measured one after the other.
+`mgpu-tune bench` writes them; all configs' times go to a file of the same name that ends in .jsonl, and the fastest that it
+has of earlier runs are tried again (--again). Rows of problems that the CSV file has already are kept, but for those measured again, so that parts of the suite may be measured one after the other.
 """
 
 from __future__ import annotations
@@ -158,6 +158,20 @@ def told_of(name: str, problem: MatmulProblem, found: Tuned) -> str:
     )
 
 
+def fastest_before(path: Path, problem: MatmulProblem, gpu: Gpu, count: int) -> list[MatmulConfig]:
+    """The fastest configs of a problem in a .jsonl file of earlier runs, by their times over XLA's in the same run."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    times = [
+        (config["us"] / line["xla_us"], MatmulConfig(**config["config"]))
+        for line in lines
+        if MatmulProblem(**line["problem"]) == problem
+        for config in line["configs"]
+        if "us" in config
+    ]
+    ranked = dict.fromkeys(config for _, config in sorted(times, key=lambda pair: pair[0]))
+    return [config for config in ranked if MATMUL.check(problem, config, gpu) is None][:count]
+
+
 def named(problems: Mapping[str, MatmulProblem], names: str) -> dict[str, MatmulProblem]:
     """Those of a suite that are asked for, in that order; all for "". ValueError for a name that there is not."""
     asked = [name for name in names.split(",") if name]
@@ -174,6 +188,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="which part of the problems, as 0/2 and 1/2")
     parser.add_argument("--names", default="", help="only these problems, by name or by what follows its last '-', as 0,24")
     parser.add_argument("--configs", type=int, default=CONFIGS, help="of each problem")
+    parser.add_argument("--again", type=int, default=3, help="of each problem, so many of the fastest of earlier runs")
     parser.add_argument("--seconds", type=float, default=300.0, help="stop after this time")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -188,7 +203,8 @@ def main() -> None:
             parser.error(str(error))
         topology, queued = aot.attached(), []
         for name, problem in list(problems.items())[part::parts]:
-            configs = promising(problem, gpu, arguments.configs)
+            before = fastest_before(arguments.output.with_suffix(".jsonl"), problem, gpu, arguments.again)
+            configs = list(dict.fromkeys([*promising(problem, gpu, arguments.configs), *before]))
             queued.append((name, problem, [(c, pool.submit(CompileJob("matmul", problem, c, gpu, topology))) for c in configs]))
         _measure(queued, arguments.output, stamp_of("matmul", gpu), lambda: time.monotonic() - start < arguments.seconds)
 

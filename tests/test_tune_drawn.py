@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,22 @@ def test_problems_are_asked_for_by_name_or_number():
     assert tune_drawn.named(suite, "") == suite
     with pytest.raises(ValueError, match="no problem 4 in the suite"):
         tune_drawn.named(suite, "4")
+
+
+def test_the_fastest_of_earlier_runs_are_found_beside_xla(tmp_path):
+    problem = MatmulProblem(4096, 4096, 4096)
+    first, second, third = tune_drawn.promising(problem, H200, 3)
+
+    def line(xla_us: float, **us: float) -> str:
+        configs = {"first": first, "second": second, "third": third}
+        times = [{"config": dataclasses.asdict(configs[name]), "us": time} for name, time in us.items()]
+        times.append({"config": dataclasses.asdict(dataclasses.replace(first, tile_k=48)), "us": 1.0})  # refused
+        return json.dumps({"problem": dataclasses.asdict(problem), "xla_us": xla_us, "configs": times})
+
+    (tmp_path / "before.jsonl").write_text(line(100.0, first=90.0, second=99.0) + "\n" + line(200.0, third=110.0))
+    assert tune_drawn.fastest_before(tmp_path / "before.jsonl", problem, H200, 2) == [third, first]
+    assert tune_drawn.fastest_before(tmp_path / "before.jsonl", MatmulProblem(8, 8, 8), H200, 2) == []
+    assert tune_drawn.fastest_before(tmp_path / "missing.jsonl", problem, H200, 2) == []
 
 
 @pytest.mark.parametrize("name", ["anywhere-0", "anywhere-6", "anywhere-20", "anywhere-90"])
