@@ -5,8 +5,9 @@
 `mgpu-tune run matmul --suite anywhere` searches longer and stores entries. This shows what the kernel reaches on problems that
 nobody chose, and stores none. Of each problem the default and the most promising configs by the model compile in processes
 without a GPU, and are timed in turn with XLA. Then the fastest is timed beside XLA alone, and these two times are written as
-`mgpu-tune bench` writes them; all configs' times go to a file of the same name that ends in .jsonl, and the fastest that it
-has of earlier runs are tried again (--again). Rows of problems that the CSV file has already are kept, but for those measured again, so that parts of the suite may be measured one after the other.
+`mgpu-tune bench` writes them; all configs' times go to a file of the same name that ends in .jsonl, and the fastest that it has
+of earlier runs are tried again (--again). Rows of problems that the CSV file has already are kept, but for those measured again,
+so that parts of the suite may be measured one after the other.
 """
 
 from __future__ import annotations
