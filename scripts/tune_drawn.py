@@ -6,8 +6,8 @@
 nobody chose, and stores none. Of each problem the default and the most promising configs by the model compile in processes
 without a GPU, and are timed in turn with XLA. Then the fastest is timed beside XLA alone, and these two times are written as
 `mgpu-tune bench` writes them; all configs' times go to a file of the same name that ends in .jsonl, and the fastest that it has
-of earlier runs are tried again (--again). Rows of problems that the CSV file has already are kept, but for those measured again,
-so that parts of the suite may be measured one after the other.
+of earlier runs are tried again (--again). Rows of problems that the CSV file has already are kept, but for those measured
+again, so that parts of the suite may be measured one after the other.
 """
 
 from __future__ import annotations
