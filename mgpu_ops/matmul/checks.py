@@ -403,7 +403,7 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
     one before. Where rows are no multiple of 8, or shorter than a block, it copies the last ones tile by tile, which takes
     producer registers.
     """
-    few_registers = c.memory_registers < 40 or c.cluster != "none"
+    few_registers = c.memory_registers < 40
     a_t, b_t = transposed(p)
     tile = panel(p, c)
     operands = (  # name, rows and row length, and the block's row length and its field
@@ -420,8 +420,8 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
             continue
         if _tiles_divide(rows, length, tile) or width == tile:
             continue
-        by_tile = rows % 8 or width > length  # the last rows come so
-        if field == "tile_k" or length >= _LONGEST_RAGGED or (by_tile and few_registers):
+        by_tile = (rows % 8 and c.cluster != "none") or ((rows % 8 or width > length) and few_registers)  # the last rows
+        if field == "tile_k" or length >= _LONGEST_RAGGED or by_tile:
             return (
                 f"{field}={width} must be {tile}, one swizzle tile, because {name} is {rows} x {length}: "
                 f"not a multiple of 8 x {tile}"

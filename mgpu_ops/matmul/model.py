@@ -23,6 +23,7 @@ from mgpu_ops.matmul.problem import (
     cluster_size,
     columns_of_b,
     computes_transposed,
+    crowds,
     k_steps,
     multiplied,
     neighbours,
@@ -100,9 +101,10 @@ _STORE = 1.19  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile mu
 _ACROSS_LINES = {128: 1.0, 64: 1.21, 32: 1.22, 16: 2.11}
 _STORE_NARROW = {16: 2.71}  # as long take stores in epilogue tiles of so many columns
 _STORE_ACROSS = {128: 1.0, 64: 1.22, 32: 1.15, 16: 1.79}  # as long take the stores of such rows of the output
-_MULTICAST = {1: 1.0, 2: 0.68, 4: 0.624}  # of the time is left to loads of an operand that so many blocks share
+_MULTICAST = {1: 1.0, 2: 0.68, 4: 0.55}  # of the time is left to loads of an operand that so many blocks share
 _LATENCY = 8.29e-07  # s from a TMA request to its data
 _LAUNCH = 1.19e-06  # s
+_APART = 0.6  # of that time is left where blocks begin with steps of their own
 _ISSUE = {
     "cooperative": 4.6e-08,
     "deferred": 3.72e-08,
@@ -155,8 +157,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
     arithmetic = gemm.step_seconds(c, gpu, efficiency, 0.0, 0.0) + _ISSUE[c.schedule]
+    crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
-    step = gemm.together(_STEP_NORM, arithmetic, _loaded(p, c) / rates.load_bytes(gpu), latency, _crowded(problem, config, gpu))
+    step = gemm.together(_STEP_NORM, arithmetic, _loaded(p, c) / rates.load_bytes(gpu), latency, crowded)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)

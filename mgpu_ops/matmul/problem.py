@@ -244,6 +244,16 @@ def cluster_size(c: Config) -> int:
     return {"none": 1, "k": c.split_k, "m4": 4, "n4": 4}.get(c.cluster, 2)
 
 
+def crowds(p: Problem, c: Config) -> bool:
+    """Whether blocks ask for an operand whose rows along m or n are shorter than a line of 128 bytes, each for itself.
+
+    A line is then asked for once for each row in it by each block.
+    """
+    a_t, b_t = transposed(p)
+    sides = [p.m] * a_t + [p.n] * (not b_t)
+    return c.cluster == "none" and len(products(p)) == 1 and any(side * itemsize_of(p.dtype) < 128 for side in sides)
+
+
 def neighbours(c: Config) -> tuple[int, int]:
     """How many tiles along m and along n a cluster has, whose blocks load the operand that they share once."""
     size = cluster_size(c)

@@ -21,6 +21,7 @@ from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     columns_of_b,
+    crowds,
     k_steps,
     neighbours,
     panel,
@@ -83,8 +84,19 @@ def tile_of(work: Work, step: jax.Array) -> Tile:
 
 
 def step_of_k(work: Work, at: Tile, step: jax.Array) -> jax.Array:
-    """The number of a tile's step among all steps of k, of which a part of k has some."""
-    return step + at.part * k_steps(work.problem, work.config) if work.config.split_k > 1 else step
+    """The number of a tile's step among all steps of k, of which a part of k has some.
+
+    Where all blocks would ask for the same few lines at once (`crowds`), each begins with a step of its own: all tiles have their
+    order of sums, the same in every run.
+    """
+    p, c = work.problem, work.config
+    steps = k_steps(p, c)
+    if crowds(p, c):
+        step = lax.rem(step + _APART * (at.row + at.column), jnp.int32(steps))
+    return step + at.part * steps if c.split_k > 1 else step
+
+
+_APART = 3  # steps between those that neighbours begin with
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,6 +149,7 @@ CASES = {
         replace(FEW_ROWS, tile_m=104, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
     ),
     "transposed, A transposed": (P(40, 200, 136, layout="tn"), replace(FEW_ROWS, tile_m=32)),
+    "rows of A shorter than a line, steps of k rotated": (P(24, 456, 328, layout="tn"), replace(FEW_ROWS, tile_m=32)),
     "transposed, both transposed, raster along n": (
         P(40, 328, 128, layout="tt"),
         replace(FEW_ROWS, tile_m=32, raster_dimension="n", raster_width=2),
