@@ -86,8 +86,8 @@ def tile_of(work: Work, step: jax.Array) -> Tile:
 def step_of_k(work: Work, at: Tile, step: jax.Array) -> jax.Array:
     """The number of a tile's step among all steps of k, of which a part of k has some.
 
-    Where all blocks would ask for the same few lines at once (`crowds`), each begins with a step of its own: all tiles have their
-    order of sums, the same in every run.
+    Where all blocks would ask for the same few lines at once (`crowds`), each begins with a step of its own: a tile's order of
+    sums is the same in every run.
     """
     p, c = work.problem, work.config
     steps = k_steps(p, c)
