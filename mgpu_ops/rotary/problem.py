@@ -15,6 +15,7 @@ from mgpu_ops.core.limits import WARPGROUP, block_bytes, check_fields, itemsize_
 
 HEAD_DIMS = (64, 128, 256)
 _MOST_HEADS = 256  # of a row, along a side of a TMA copy
+_ALIGNED = 128  # numbers of q, whose halves are then multiples of 128 bytes, as TMA has copies begin in shared memory
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
 
@@ -91,6 +92,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"head_dim={p.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}: use backend='xla'"
     if sum(p.parts) > _MOST_HEADS:
         return f"{sum(p.parts)} heads of q, k and v are more than {_MOST_HEADS}: use backend='xla'"
+    if p.heads * p.head_dim % _ALIGNED:
+        return f"heads={p.heads} of head_dim={p.head_dim} are no multiple of {_ALIGNED} numbers: use backend='xla'"
     if not heads_at_once(p):
         return f"{p.heads + p.kv_heads} heads of q and k cannot be rotated in equal groups: use backend='xla'"
     return None

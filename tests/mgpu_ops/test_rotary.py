@@ -194,6 +194,7 @@ def test_error_names_the_value_the_rule_and_the_way_out(given: Any, options: Any
         (P(64, 64, 32, 8, 128), C(8, 3), "bytes of shared memory do not fit"),
         (P(64, 48, 32, 8, 128), C(1, 3), "rows=64 are no whole sequences of positions=48"),
         (P(64, 64, 2, 1, 64), C(1, 3), "3 heads of q and k cannot be rotated in equal groups"),
+        (P(64, 64, 9, 3, 64), C(1, 3), "heads=9 of head_dim=64 are no multiple of 128 numbers"),
         (P(64, 64, 256, 8, 64), C(1, 3), "272 heads of q, k and v are more than 256"),
         (P(64, 64, 4, 4, 64, "float32"), C(1, 3), "float32"),
     ],
