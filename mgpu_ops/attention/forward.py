@@ -322,7 +322,11 @@ class _Rows:
         many = _masks_many(p, self.block.tile_q, c.tile_kv)
         softmax = OnlineSoftmax.start(by_lanes=c.pv_wait == "half")
         if many:
-            softmax, step = lax.fori_loop(0, self.order.masked - 1, self._alone, (softmax, step))
+            # The first of them may be for rows of other consumers alone.
+            causal = p.right is not None
+            unseen = self.order.unseen(self.terms.kv_range(self.at.token, ROWS, c.tile_kv)) if causal else 0
+            step = self.block.skip(unseen, step) if causal else step
+            softmax, step = lax.fori_loop(unseen, self.order.masked - 1, self._alone, (softmax, step))
         stage = self._start_scores(step)
         scores = self._scores(stage, self.order.masked_block(self.order.masked - 1), p.masks(c.tile_kv), in_flight=0)
         weights, softmax, rescale = softmax.update(scores, p.dtype)

@@ -129,6 +129,10 @@ class BlockOrder:
         """The number of blocks without one."""
         return self.blocks.whole_end - self.blocks.whole
 
+    def unseen(self, own: BlockRange) -> Int:
+        """How many of the first blocks with a mask hold nothing that some of the rows see, whose blocks are `own`. One is left."""
+        return jnp.clip(self.blocks.end - own.end, 0, self.masked - 1)
+
     def masked_block(self, i: Int) -> Int:
         """The i-th block with a mask: first those after the whole ones, then those before."""
         _, whole, whole_end, end = self.blocks

@@ -167,6 +167,23 @@ def test_no_tile_is_visited_in_which_nothing_is_visible(entry):
         assert_least(seen[:, key : key + entry.own].T, first, end, entry.tile)
 
 
+@given(entries(causal=True))
+@example(Entry(P(1, 12, 12, 1, 1, 64, causal=True), 12, 12, 4, 4))
+@example(Entry(P(1, 12, 5, 1, 1, 64, causal=True), 12, 5, 4, 2))  # rows that see nothing
+def test_rows_pass_over_no_masked_tile_of_a_block_of_rows_in_which_they_see_something(entry):
+    p, seen, rows = entry.problem, entry.seen(), 3 * entry.own
+
+    def of_rows(row: Any) -> tuple[Any, ...]:
+        order = BlockOrder.of(entry.terms.kv_range(row // rows * rows, rows, entry.tile))
+        unseen = order.unseen(entry.terms.kv_range(row, entry.own, entry.tile))
+        return unseen, order.masked, order.masked_block(0)
+
+    for row, (unseen, masked, first) in tile_ranges(of_rows, p.q_tokens, entry.own):
+        assert 0 <= unseen < masked
+        passed = slice((first + 1 - unseen) * entry.tile, (first + 1) * entry.tile)
+        assert not seen[row : min(row + entry.own, entry.q_end), passed].any()
+
+
 @given(st.lists(st.integers(0, 12), min_size=4, max_size=4, unique=True), st.sampled_from(["first", "last", "both", "none"]))
 def test_each_tile_is_listed_once_and_those_to_be_masked_are(drawn, ends_that_are_whole):
     first, whole, whole_end, end = sorted(drawn)
