@@ -322,8 +322,8 @@ class _Rows:
         many = _masks_many(p, self.block.tile_q, c.tile_kv)
         softmax = OnlineSoftmax.start(by_lanes=c.pv_wait == "half")
         if many:
-            # The first of them may be for rows of other consumers alone.
-            causal = p.right is not None
+            # The first of them may be for rows of other consumers alone. With a window it is not worth the registers.
+            causal = p.right is not None and p.left is None
             unseen = self.order.unseen(self.terms.kv_range(self.at.token, ROWS, c.tile_kv)) if causal else 0
             step = self.block.skip(unseen, step) if causal else step
             softmax, step = lax.fori_loop(unseen, self.order.masked - 1, self._alone, (softmax, step))

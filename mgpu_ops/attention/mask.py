@@ -130,7 +130,7 @@ class BlockOrder:
         return self.blocks.whole_end - self.blocks.whole
 
     def unseen(self, own: BlockRange) -> Int:
-        """How many of the first blocks with a mask hold nothing that some of the rows see, whose blocks are `own`. One is left."""
+        """How many of the first blocks with a mask hold nothing that some rows see, which visit `own`. One is left."""
         return jnp.clip(self.blocks.end - own.end, 0, self.masked - 1)
 
     def masked_block(self, i: Int) -> Int:

@@ -94,7 +94,9 @@ def backward_inputs(problem: BackwardProblem, key: jax.Array) -> tuple[jax.Array
 
 _FEW_TOKENS = 16  # query tokens: up to here keys are split
 _SECTION_WAVES = (1, 2, 4, 8, 1024)  # the last: all heads together
-_SECTION = 4  # of candidates: `cost` does not know the L2
+_SECTION = 4
+_LONG = 8192  # query tokens: beyond, sections as in `_MEASURED`
+_KEPT = 0.6  # of the L2: keys and values of all heads that take less stay there
 
 
 def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
@@ -139,13 +141,13 @@ def splits_keys_by_default(problem: Problem) -> bool:
 # The fastest found on an H200 for long sequences, by head dims of keys and values (docs/kernels/flash_attention.md).
 _MEASURED = {
     (64, 64): Config(3, 128, 3, 2, 1, 32, "half", turns="products"),
-    (80, 80): Config(2, 128, 3, 2, 1, 40, "late"),
+    (80, 80): Config(2, 128, 3, 2, 1, 40, "half", turns="products"),
     (96, 96): Config(2, 128, 3, 2, 1, 40, "half", turns="products"),
-    (112, 112): Config(2, 128, 2, 2, 1, 40, "early"),
+    (112, 112): Config(2, 128, 2, 2, 1, 40, "half", turns="products"),
     (128, 128): Config(2, 128, 2, 2, 1, 24, "half", turns="products"),
-    (160, 160): Config(2, 128, 2, 1, 4, 40, "early"),
-    (192, 128): Config(2, 128, 2, 1, 1, 24, "early"),
-    (192, 192): Config(2, 64, 2, 2, 4, 24, "early"),
+    (160, 160): Config(2, 128, 2, 1, 4, 40, "half", turns="products"),
+    (192, 128): Config(2, 128, 2, 1, 1, 24, "half", turns="products"),
+    (192, 192): Config(2, 64, 2, 2, 4, 24, "half", turns="products"),
     (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
 _MARGIN = 1.10  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
@@ -162,7 +164,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
     if splits_keys_by_default(problem):
         return _split_candidates(problem, gpu)
-    measured = _measured(problem)
+    measured, section = _measured(problem, gpu), _section(problem, gpu, _SECTION)
     found = [] if measured is None else [measured]
     pv_wait, turns = "early", "none"
     if measured is not None and measured.turns != "none":  # faster at that head dim than the others, which come next
@@ -170,20 +172,33 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         found += [dataclasses.replace(measured, turns="none"), dataclasses.replace(measured, pv_wait="early", turns="none")]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
         order, registers = turns if warpgroups > 1 else "none", _producer_registers(problem, warpgroups, tile_kv)
-        pipelines = [Config(warpgroups, tile_kv, n, q_slots, _SECTION, registers, pv_wait, turns=order) for n in (3, 2)]
+        pipelines = [Config(warpgroups, tile_kv, n, q_slots, section, registers, pv_wait, turns=order) for n in (3, 2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     legal = [c for c in legal if not _spills(problem, c, gpu)] or legal
     return sorted(legal, key=lambda c: (cost(problem, c, gpu), c.compute_warpgroups))
 
 
-def _measured(problem: Problem) -> Config | None:
+def _section(problem: Problem, gpu: Gpu, of_long: int) -> int:
+    """`section_waves` where nothing was measured: all heads where their keys and values stay in the L2. `cost` does not know it.
+
+    Sections shorter than that end unevenly where they do not divide the heads, by up to a fifth of short problems
+    (results/2026-11-23-h200-flash_attention-defaults.jsonl).
+    """
+    p = problem
+    if p.batch * p.kv_heads * p.kv_tokens * (p.head_dim + p.v_dim) * itemsize_of(p.dtype) <= _KEPT * gpu.l2_bytes:
+        return _SECTION_WAVES[-1]
+    return _SECTION if p.q_tokens <= _LONG else of_long
+
+
+def _measured(problem: Problem, gpu: Gpu) -> Config | None:
     """The config of `_MEASURED` for its head dims, with as many registers for the producer as the problem takes."""
     found = _MEASURED.get((rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)))
     if found is None:
         return None
     least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
-    return dataclasses.replace(found, memory_registers=max(found.memory_registers, least))
+    section = _section(problem, gpu, found.section_waves)
+    return dataclasses.replace(found, section_waves=section, memory_registers=max(found.memory_registers, least))
 
 
 def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
@@ -210,7 +225,7 @@ def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
     if c.tile_kv > 128 and rounded(p.head_dim) > PANEL:
         return True
     tiles = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
-    rest, measured = 48 if c.compute_warpgroups == 3 else 52, _measured(p)
+    rest, measured = 48 if c.compute_warpgroups == 3 else 52, _measured(p, gpu)
     split = p.left is not None and not masks_all(p, c)
     if measured is not None and (measured.compute_warpgroups, measured.tile_kv) == (c.compute_warpgroups, c.tile_kv):
         rest = 56 if split and c.compute_warpgroups == 2 else 24  # what it takes is known, but for a window
@@ -228,7 +243,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
     best, *_ = ranked = candidates(problem, gpu)
     if best.kv_splits:
         return best
-    measured = _measured(problem)
+    measured = _measured(problem, gpu)
     if (
         measured is None
         or measured not in ranked
