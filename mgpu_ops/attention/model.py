@@ -180,10 +180,10 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def _section(problem: Problem, gpu: Gpu, of_long: int) -> int:
-    """`section_waves` where nothing was measured: all heads where their keys and values stay in the L2. `cost` does not know it.
+    """`section_waves` where nothing was measured: all heads together where their keys and values stay in the L2.
 
-    Sections shorter than that end unevenly where they do not divide the heads, by up to a fifth of short problems
-    (results/2026-11-23-h200-flash_attention-defaults.jsonl).
+    `cost` does not know the L2. Shorter sections end unevenly where they do not divide the heads, by up to a fifth of a
+    problem's time (results/2026-11-23-h200-flash_attention-defaults.jsonl).
     """
     p = problem
     if p.batch * p.kv_heads * p.kv_tokens * (p.head_dim + p.v_dim) * itemsize_of(p.dtype) <= _KEPT * gpu.l2_bytes:
