@@ -304,7 +304,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     best: dict[tuple[Any, ...], tuple[float, Config]] = {}
     for config in itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu), _by_waves(problem, gpu)):
         found = deepest(problem, config, gpu)
-        if found is not None:
+        if found is not None and not _wider_in_cluster(problem, found):
             blocks = cluster_size(found)
             key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule, blocks)
             best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
@@ -340,6 +340,15 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
                     cluster=cluster,
                     split_k=split_k,
                 )
+
+
+def _wider_in_cluster(problem: Problem, config: Config) -> bool:
+    """Whether blocks of a cluster load tiles wider than rows that no swizzle tile divides, which no GPU has run yet."""
+    p, c = as_computed(problem, config)
+    a_t, b_t = transposed(p)
+    sides = [(p.m, c.tile_m)] * a_t + [(p.n, columns_of_b(p, c))] * (not b_t)
+    panel = swizzle_bytes(p, c) // itemsize_of(p.dtype)
+    return c.cluster != "none" and any(panel < length < width and length % panel for length, width in sides)
 
 
 def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
