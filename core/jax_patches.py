@@ -124,7 +124,7 @@ def narrow_wgmma(context: launch_context.LaunchContext, whole: int, columns: int
 
 def narrow_products() -> None:
     """Kernels can multiply a part of B's columns (`narrow_wgmma`). The accumulator has all of them, the others unchanged."""
-    module = dialect_lowering.wgmma
+    module: Any = dialect_lowering.wgmma
     lower, multiply = dialect_lowering._lowerings[_WGMMA], module.wgmma_m64
 
     @functools.wraps(lower)
