@@ -132,6 +132,7 @@ def test_forward_and_backward_pass_are_a_kernel_each_and_keep_nothing_of_qkv():
         (P(8192, 8192, 32, 8, 128), "the kernel"),
         (P(8192, 8192, 16, 4, 128, gradient=True), "the kernel"),
         (P(8192, 8192, 32, 8, 64), "XLA"),
+        (P(1024, 1024, 32, 8, 128), "XLA"),
         (P(8192, 8192, 9, 1, 128), "XLA"),
     ],
     ids=str,
