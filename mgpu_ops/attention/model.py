@@ -15,7 +15,7 @@ import numpy as np
 
 from mgpu_ops.attention import reference
 from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
-from mgpu_ops.attention.mask import kv_blocks, q_blocks, whole_kv_blocks
+from mgpu_ops.attention.mask import keys_seen, kv_blocks, q_blocks, whole_kv_blocks
 from mgpu_ops.attention.problem import (
     KV_CLUSTERS,
     MAX_SPLITS,
@@ -150,7 +150,8 @@ _MEASURED = {
     (192, 192): Config(2, 64, 2, 2, 4, 24, "half", turns="products"),
     (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
-_MARGIN = 1.10  # a config modelled this much faster than the measured one is the default in its place: grids of few tiles
+# A config modelled this much faster than the measured one is the default in its place: by tiles of the measured one for an SM.
+_MARGIN_FEW, _MARGIN_MANY, _FEW_TILES = 1.03, 1.10, 16
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -251,7 +252,9 @@ def default(problem: Problem, gpu: Gpu) -> Config:
         or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1)
     ):
         return best
-    return measured if cost(problem, measured, gpu) <= _MARGIN * cost(problem, best, gpu) else best
+    tiles = problem.batch * problem.q_heads * math.ceil(problem.q_tokens / (ROWS * measured.compute_warpgroups))
+    margin = _MARGIN_FEW if tiles <= _FEW_TILES * gpu.sms else _MARGIN_MANY
+    return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best
 
 
 _EXPONENTIALS = 16  # a clock, of an SM (arXiv 2407.08608, section 3.1)
@@ -261,20 +264,22 @@ _SCORE_OPERATIONS = 5  # scale, maximum, sum, rounding: of the kernel with `kv_s
 
 @dataclasses.dataclass(frozen=True)
 class _Fitted:
-    """Constants of `cost`, fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl). s: seconds."""
+    """Constants of `cost`, fitted to an H200 (results/2026-11-23-h200-flash_attention-defaults.txt says to what). s: seconds."""
 
     operations: float = 2.35  # of a score: scale, maximum, sum, rounding
     mask_operations: float = 10.5  # more of one that is masked
+    causal_operations: float = 2.8  # likewise, by a causal mask alone
+    segment_operations: float = 10.6  # more of one with segments
     bias_operations: float = 17.5  # more of one with a bias
     exposed: tuple[float, float, float] = (0.5, 0.36, 0.33)  # of the shorter of products and softmax, by consumers
-    step: float = 0.07e-6  # s of a step for each consumer: barriers, tensor cores that begin and end
-    alone: float = 0.31e-6  # s more where nothing of it overlaps with the next one
+    step: float = 0.136e-6  # s of a step for each consumer: barriers, tensor cores that begin and end
+    alone: float = 0.28e-6  # s more where nothing of it overlaps with the next one
     own_softmax: float = 0.7  # of its share of all consumers' softmax, that one consumer takes by itself
-    tile: float = 1.2e-6  # s of an output tile beside its steps
+    tile: float = 1.5e-6  # s of an output tile beside its steps
     refill: float = 2.5e-6  # s more where the next queries cannot load before the output is stored
-    uneven: float = 0.6  # of an average tile, that the last block ends later where tiles differ
-    launch: float = 3.6e-6  # s of a kernel: its start, the first loads and the last stores
-    schedule: float = 0.9e-6  # s more where a block reads which tiles are its own
+    uneven: float = 0.23  # of an average tile, that the last block ends later where tiles differ
+    launch: float = 3.35e-6  # s of a kernel: its start, the first loads and the last stores
+    schedule: float = 0.1e-6  # s more where a block reads which tiles are its own
 
 
 _FIT = _Fitted()
@@ -291,12 +296,15 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     _require(supports(p, gpu))
     if c.kv_splits:
         return _split_cost(p, c, gpu)
-    typical, rows = _typical(p), ROWS * c.compute_warpgroups
+    typical, rows = reference.of_mean_length(p), ROWS * c.compute_warpgroups
     steps = _kv_blocks(typical, rows, c.tile_kv)
+    if p.segments:
+        steps, unseen = _segments_kv_blocks(typical, rows, c.tile_kv)
     if masks_all(p, c):
         tiles = _own_kv_blocks(typical, c.compute_warpgroups, c.tile_kv) * _step(p, c, gpu, masked=True, alone=False)
     else:
-        whole = np.minimum(_whole_kv_blocks(typical, rows, c.tile_kv), steps - 1)  # the first one overlaps with nothing
+        whole = _whole_kv_blocks(typical, rows, c.tile_kv) - (unseen if p.segments else 0)
+        whole = np.clip(whole, 0, steps - 1)  # the first one overlaps with nothing
         masks = p.left is not None or p.right is not None
         tiles = whole * _step(p, c, gpu, masked=False, alone=False)
         tiles = tiles + (steps - whole) * _step(p, c, gpu, masked=masks, alone=masks)
@@ -314,7 +322,9 @@ def _step(p: Problem, c: Config, gpu: Gpu, masked: bool, alone: bool) -> float:
     consumers, d, v_d = c.compute_warpgroups, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
     rows = ROWS * consumers
     scores, bias = rows * c.tile_kv, p.bias != "none"
-    operations = _FIT.operations + _FIT.mask_operations * masked + _FIT.bias_operations * bias
+    causal = p.right is not None and p.left is None and not p.segments
+    operations = _FIT.operations + _FIT.bias_operations * bias + _FIT.segment_operations * p.segments
+    operations += (_FIT.causal_operations if causal else _FIT.mask_operations) * masked
     products = 2 * scores * (d + v_d) / _rate(gpu)
     softmax = (scores / _EXPONENTIALS + (operations * scores + 1.5 * rows * v_d) / _LANES) / gpu.clock_hz
     loaded = 2 * c.tile_kv * (d + v_d) + (scores * itemsize_of(p.bias) if bias else 0)
@@ -593,6 +603,18 @@ def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
 _kv_blocks = functools.lru_cache(4096)(kv_blocks)
 _whole_kv_blocks = functools.lru_cache(4096)(whole_kv_blocks)
 _q_blocks = functools.lru_cache(4096)(q_blocks)
+
+
+@functools.lru_cache(4096)
+def _segments_kv_blocks(problem: Problem, tile_q: int, tile_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many kv blocks each q block visits with the segments of `inputs`, and how many before them it would without."""
+    p, count = problem, reference.SEGMENTS
+    rows = np.arange(0, p.q_tokens, tile_q)
+    low, high = (x * count // p.q_tokens for x in (rows, np.minimum(rows + tile_q, p.q_tokens) - 1))
+    first, end = keys_seen(p, tile_q)
+    before = np.maximum(0, -(-low * p.kv_tokens // count) - first) // tile_kv
+    first, end = np.maximum(first, -(-low * p.kv_tokens // count)), np.minimum(end, -(-(high + 1) * p.kv_tokens // count))
+    return np.maximum(1, -(-end // tile_kv) - first // tile_kv), before
 
 
 @functools.lru_cache(4096)

@@ -18,6 +18,7 @@ from mgpu_ops.attention import cudnn, model
 from mgpu_ops.attention.mask import MaskTerms, kv_blocks, q_blocks
 from mgpu_ops.attention.problem import BackwardProblem, Problem, padded
 from mgpu_ops.core import gpu
+from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
 
 FORWARD, BACKWARD = SPECS["flash_attention"], SPECS["flash_attention_backward"]
@@ -96,6 +97,32 @@ def test_the_default_of_long_sequences_is_what_was_measured_to_be_fastest(name: 
     c = FORWARD.default(problem, H200)
     wanted = {64: (3, 128, 3, 2), 128: (2, 128, 2, 2), 256: (2, 64, 2, 1)}
     assert (c.compute_warpgroups, c.tile_kv, c.max_concurrent_steps, c.q_slots) == wanted[problem.head_dim]
+
+
+@pytest.mark.parametrize(
+    ("problem", "section"),
+    [
+        (Problem(14, 1280, 1280, 4, 4, 128, causal=True), 1024),  # keys and values of all heads stay in the L2
+        (Problem(5, 2629, 2629, 64, 64, 112, causal=True), 4),
+        (Problem(1, 32768, 32768, 32, 8, 128, causal=True), 1),
+    ],
+)
+def test_the_more_keys_and_values_a_problem_has_the_shorter_its_sections_of_heads_are(problem: Problem, section: int) -> None:
+    assert FORWARD.default(problem, H200).section_waves == section
+
+
+@pytest.mark.parametrize("mask", [{"causal": True}, {}])
+@pytest.mark.parametrize(("sizes", "tiles"), [((96, 96), (8, 4)), ((50, 70), (7, 5)), ((3, 9), (2, 4))])
+def test_the_model_counts_the_blocks_of_keys_within_the_segments_of_random_inputs(
+    mask: dict[str, Any], sizes: tuple[int, int], tiles: tuple[int, int]
+) -> None:
+    problem = Problem(1, *sizes, 1, 1, 64, segments=True, **mask)
+    ids = [np.asarray(x) for x in FORWARD.inputs(problem, jax.random.key(0))[-2:]]
+    seen = cases.visible((1, 1, *sizes), **mask, q_segment_ids=ids[0], kv_segment_ids=ids[1])[0, 0]
+    steps, _ = model._segments_kv_blocks(problem, *tiles)
+    rows = [seen[row : row + tiles[0]].any(0) for row in range(0, sizes[0], tiles[0])]
+    ends = [(np.argmax(keys), len(keys) - np.argmax(keys[::-1])) if keys.any() else (0, 1) for keys in rows]
+    assert steps.tolist() == [-(-end // tiles[1]) - first // tiles[1] for first, end in ends]
 
 
 @given(problem=problems(paged=False), rows=st.integers(1, 64))
