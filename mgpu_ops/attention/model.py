@@ -264,7 +264,7 @@ _SCORE_OPERATIONS = 5  # scale, maximum, sum, rounding: of the kernel with `kv_s
 
 @dataclasses.dataclass(frozen=True)
 class _Fitted:
-    """Constants of `cost`, fitted to an H200 (results/2026-11-23-h200-flash_attention-defaults.txt says to what). s: seconds."""
+    """Constants of `cost`, fitted to an H200: results/2026-11-23-h200-flash_attention-defaults.txt says to what. s: seconds."""
 
     operations: float = 2.35  # of a score: scale, maximum, sum, rounding
     mask_operations: float = 10.5  # more of one that is masked
