@@ -36,7 +36,7 @@ from jax.experimental import serialize_executable, topologies
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mgpu_ops.core import extras, parallel_compile
+from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu, driver_version, find, target
 
 _lock = threading.RLock()  # the environment belongs to the process, not to a thread
@@ -363,7 +363,7 @@ def _with_plugin(describe: Callable[[], topologies.TopologyDescription]) -> topo
 def _compile(fn: Callable[..., Any], shapes: tuple[Any, ...], devices: np.ndarray) -> tuple[int, Any]:
     placed = jax.tree.map(functools.partial(_place, devices=devices), shapes)
     # Mosaic lowers for the default device's architecture. The new function misses JAX's caches.
-    with jax.default_device(devices[0]), parallel_compile.ahead(False):
+    with jax.default_device(devices[0]):
         lowered = jax.jit(lambda *args: fn(*args)).lower(*placed)
     launches = _rename_kernels(lowered.compiler_ir("stablehlo"))
     return launches, lowered.compile()
@@ -459,7 +459,6 @@ def _launched_smem(passes: pathlib.Path) -> int:
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
     with _lock:
-        parallel_compile.wait()  # what has begun to compile before shall not see it
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:

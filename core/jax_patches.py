@@ -217,20 +217,17 @@ _SIMPLIFY = "builtin.module(canonicalize{top-down=false})"
 
 
 def simplify_bottom_up() -> None:
-    """Our kernels are simplified before they are serialised. Then they begin to compile."""
+    """Our kernels are simplified before they are serialised. From then on programs are searched for kernels when compiled."""
     lower = mosaic._mosaic_gpu_lowering_rule
 
     @functools.wraps(lower)
     def lower_simplified(ctx: Any, *args: Any, module: ir.Module, **params: Any) -> Any:
-        ours = _is_ours(module)
-        if ours:
+        if _is_ours(module):
+            parallel_compile.lowered()
             passes = passmanager.PassManager.parse(_SIMPLIFY, module.context)
             passes.enable_verifier(False)  # Mosaic's own verifies
             passes.run(module.operation)
-        results = lower(ctx, *args, module=module, **params)
-        if ours:
-            parallel_compile.lowered(ctx.module_context, results[0].owner)
-        return results
+        return lower(ctx, *args, module=module, **params)
 
     mosaic._mosaic_gpu_lowering_rule = lower_simplified
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.extend.mlir import passmanager
 
 import mgpu_ops
 from mgpu_ops.core import aot, engine, gpu, parallel_compile, ptxas
+from tests.thorough import only_in_all
 
 ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
@@ -55,8 +55,7 @@ import json, sys
 import jax
 from tests.core import test_parallel_compile as this
 
-with this.parallel_compile.ahead(False):
-    test = this.lowered(jax.grad(lambda x: this.layers(2, x)), this.X)
+test = this.lowered(jax.grad(lambda x: this.layers(2, x)), this.X)
 before = len(this.parallel_compile.alone(test.compiler_ir("stablehlo")))
 test.compile()
 print(json.dumps(before))
@@ -81,109 +80,21 @@ def test_all_kernels_of_a_program_compile_at_the_same_time_and_once(tmp_path):
 @needs_compiler
 def test_kernels_of_a_program_of_several_devices_compile_for_one_of_them(monkeypatch):
     alone: list[bytes] = []
-    monkeypatch.setattr(parallel_compile, "_compile", lambda program, backend, device: alone.append(program))
+    find = parallel_compile.alone
+    monkeypatch.setattr(parallel_compile, "alone", lambda module: (alone.extend(found := find(module)), found)[1])
     mesh, spec = jax.sharding.AbstractMesh((2,), ("device",)), jax.sharding.PartitionSpec()
     function = jax.shard_map(jax.grad(functools.partial(layers, 1)), mesh=mesh, in_specs=spec, out_specs=spec)
-    monkeypatch.setattr(parallel_compile, "_begun", set())
     program = lowered(function, X, devices=2)
-    parallel_compile.wait()
-    assert len(set(alone)) == len(alone) == str(program.compiler_ir("stablehlo")).count("kernel_hash") >= 2
+    program.compile()
+    assert len(set(alone)) == str(program.compiler_ir("stablehlo")).count("kernel_hash") >= 2
 
 
-class NoCompilerError(Exception):
-    pass
-
-
-@pytest.fixture
-def begun(monkeypatch):
-    """The programs of kernels that begin to compile. Neither they nor other programs do."""
-
-    def refuse(*_: Any) -> None:
-        raise NoCompilerError
-
-    programs: list[bytes] = []
-    monkeypatch.setattr(parallel_compile, "_begun", set())
-    monkeypatch.setattr(parallel_compile, "_compile", lambda program, backend, device: programs.append(program))
-    monkeypatch.setattr(parallel_compile, "_compile_program", refuse)
-    return programs
-
-
+@only_in_all
 @needs_compiler
-def test_a_kernel_begins_to_compile_when_it_is_lowered_and_only_once(begun):
-    program = lowered(functools.partial(layers, 2), X)
-    parallel_compile.wait()
-    assert len(begun) == len(parallel_compile._begun) == 1
-    lowered(lambda x: 2 * layers(1, x), X)
-    with pytest.raises(NoCompilerError):
-        program.compile()
-    parallel_compile.wait()
-    assert len(begun) == 1
-
-
-@needs_compiler
-def test_kernels_that_were_not_compiled_when_lowered_are_with_their_program(begun):
-    with parallel_compile.ahead(False):
-        program = lowered(jax.grad(functools.partial(layers, 1)), X)
-    assert not begun
-    with pytest.raises(NoCompilerError):
-        program.compile()
-    parallel_compile.wait()
-    assert len(set(begun)) == len(begun) >= 2
-
-
-@needs_compiler
-def test_nothing_begins_to_compile_for_an_export_nor_where_a_cache_may_have_the_program(begun, tmp_path):
-    with gpu.target("h100-sxm"):
-        jax.export.export(jax.jit(functools.partial(layers, 1)), platforms=["cuda"])(X)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        lowered(functools.partial(layers, 1), X)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-    parallel_compile.wait()
-    assert not begun
-
-
-@needs_compiler
-def test_what_fails_ahead_has_no_say_in_whether_a_program_compiles(monkeypatch):
-    def fail(program: bytes, backend: Any, device: Any) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(parallel_compile, "_begun", set())
-    monkeypatch.setattr(parallel_compile, "_compile", fail)
-    lowered(functools.partial(layers, 1), X).compile()
-
-
-def test_threads_end_when_there_is_no_more_to_do_whatever_fails():
-    threads, turns, done = parallel_compile.Threads(2), threading.Semaphore(2), []
-
-    def job(number: int) -> None:
-        if turns.acquire(blocking=False):  # else there are more than two at the same time
-            done.append(number)
-            turns.release()
-        raise SystemExit if number % 2 else ValueError
-
-    for number in range(20):
-        threads.begin(functools.partial(job, number))
-    threads.wait()
-    assert sorted(done) == list(range(20))
-
-
-AT_EXIT = """
-import functools, time
-from mgpu_ops.core import parallel_compile
-
-threads = parallel_compile.Threads(1)
-threads.begin(functools.partial(time.sleep, 0.2))
-threads.begin(functools.partial(print, "dropped"))
-print("end")
-"""
-
-
-def test_a_process_that_ends_drops_what_has_not_begun_to_compile():
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["end"], done.stderr[-3000:]
+def test_what_is_compiled_ahead_has_no_say_in_whether_a_program_compiles(monkeypatch):
+    program = lowered(jax.grad(functools.partial(layers, 1)), X)
+    monkeypatch.setattr(parallel_compile, "alone", lambda module: [b"no module", b"none either"])
+    program.compile()
 
 
 @needs_compiler
