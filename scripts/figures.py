@@ -141,7 +141,9 @@ def matmul(results: Path) -> Iterator[str]:
     sampled, drawn = problems(results, r"h200-matmul", "jax-pallas"), problems(results, r"h200-matmul-anywhere")
     yield line("forward", "JAX's sample kernel, tuned", sampled, "jax-pallas")
     yield line("forward, drawn problems, nothing stored", "XLA (cuBLAS)", drawn, "xla")
-    yield from sources(*files(forward, both, sampled, drawn))
+    sustained = problems(results, r"h200-matmul-sustained")
+    yield line("without pause, m >= 4096", "XLA (cuBLAS)", sustained, "xla")
+    yield from sources(*files(forward, both, sampled, drawn, sustained))
 
 
 def grouped_matmul(results: Path) -> Iterator[str]:
@@ -422,6 +424,8 @@ def strips(results: Path) -> Iterator[Strip]:
     weights = problems(results, "h200-ragged_contraction")
     yield strip("attention, forward", "faster of cuDNN, tokamax", attention, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
+    drawn = problems(results, "h200-flash_attention-anywhere")
+    yield strip("attention, drawn problems, nothing stored", "cuDNN", drawn, "cudnn")
     yield strip("attention, decoding", "cuDNN", few, "cudnn")
     yield strip("grouped matmul, training", "faster of JAX's, tokamax", training, "jax-pallas", "tokamax")
     yield strip("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
