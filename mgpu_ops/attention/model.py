@@ -297,13 +297,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     if c.kv_splits:
         return _split_cost(p, c, gpu)
     typical, rows = reference.of_mean_length(p), ROWS * c.compute_warpgroups
-    steps = _kv_blocks(typical, rows, c.tile_kv)
-    if p.segments:
-        steps, unseen = _segments_kv_blocks(typical, rows, c.tile_kv)
+    steps, unseen = _segments_kv_blocks(typical, rows, c.tile_kv) if p.segments else (_kv_blocks(typical, rows, c.tile_kv), 0)
     if masks_all(p, c):
         tiles = _own_kv_blocks(typical, c.compute_warpgroups, c.tile_kv) * _step(p, c, gpu, masked=True, alone=False)
     else:
-        whole = _whole_kv_blocks(typical, rows, c.tile_kv) - (unseen if p.segments else 0)
+        whole = _whole_kv_blocks(typical, rows, c.tile_kv) - unseen
         whole = np.clip(whole, 0, steps - 1)  # the first one overlaps with nothing
         masks = p.left is not None or p.right is not None
         tiles = whole * _step(p, c, gpu, masked=False, alone=False)
