@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 DRAWN = RESULTS / "2026-11-22-h200-matmul-drawn.json.gz"
 DRAWN_AGAIN = ("2026-11-22-h200-matmul-drawn-2.jsonl.gz", "2026-11-22-h200-matmul-drawn-3.jsonl.gz")
 PING_PONG = "2026-11-22-h200-matmul-pingpong.jsonl.gz"
+ANYWHERE = "2026-11-23-h200-matmul-anywhere-tuned.jsonl"
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
 ATTENTION = {
@@ -67,6 +68,7 @@ def measured() -> list[Measured]:
         *_drawn_again(),
         *_timed("ping-pong, cold", PING_PONG),
         *_timed("deferred, cold", *DEFERRED),
+        *_timed("suite anywhere, cold", ANYWHERE),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
         *_grouped(),
@@ -105,13 +107,17 @@ def _drawn_again() -> Iterator[Measured]:
 
 def _timed(source: str, *names: str) -> Iterator[Measured]:
     """Problems of matmul with a cold L2, a line each."""
-    for line in b"".join(gzip.decompress((RESULTS / name).read_bytes()) for name in names).splitlines():
+    for line in b"".join(_read(RESULTS / name) for name in names).splitlines():
         entry = json.loads(line)
         pairs = [
             (MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"] if c.get("us") is not None and not c["spills"]
         ]
         pairs = [(c, us) for c, us in pairs if c.cluster != "k" or c.split_k == 2]  # some clusters of more had to wait
         yield Measured("matmul", source, MatmulProblem(**entry["problem"]), pairs, entry["xla_us"])
+
+
+def _read(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def _float32() -> Iterator[Measured]:

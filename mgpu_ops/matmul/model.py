@@ -343,7 +343,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
 
 def _wider_in_cluster(problem: Problem, config: Config) -> bool:
-    """Whether blocks of a cluster load tiles wider than rows that no swizzle tile divides, which no GPU has run yet."""
+    """Whether blocks of a cluster load tiles wider than rows that no swizzle tile divides: right, but not timed yet."""
     p, c = as_computed(problem, config)
     a_t, b_t = transposed(p)
     sides = [(p.m, c.tile_m)] * a_t + [(p.n, columns_of_b(p, c))] * (not b_t)
