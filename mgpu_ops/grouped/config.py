@@ -31,7 +31,8 @@ class Config:
     epilogue_slots: buffers of a warpgroup for epilogue tiles.
     memory_registers: registers of a producer thread; consumers share the rest.
     schedule: "static", a block has each so many-th tile; or "dynamic", it takes the next one when it is free, of a contraction
-      those of the largest groups first. For groups of uneven sizes; it takes a small kernel of XLA's before.
+      those of the largest groups first. For groups of uneven sizes; it takes a small kernel of XLA's before. "deferred" and
+      "dynamic-deferred" are the same, but a tile is rounded and kept in registers, and stored while the next one is multiplied.
     """
 
     tile_m: int
@@ -51,12 +52,28 @@ class Config:
         return False
 
 
-SCHEDULES = ("static", "dynamic")
+SCHEDULES = ("static", "dynamic", "deferred", "dynamic-deferred")
 
 
 def hands_out(c: Config) -> bool:
     """Whether blocks take tiles as they become free."""
-    return c.schedule == "dynamic"
+    return c.schedule.startswith("dynamic")
+
+
+def defers(c: Config) -> bool:
+    """Whether a tile is stored while the next one is multiplied."""
+    return c.schedule.endswith("deferred")
+
+
+def check_deferred(c: Config, problem: GroupedProblem, refused: str | None) -> str | None:
+    """Why a tile cannot be kept in registers until the next one is multiplied, or None. refused: what of a problem it is."""
+    if not defers(c):
+        return None
+    if refused is not None:
+        return f"schedule={c.schedule!r} does not run with {refused}: use 'static' or 'dynamic'"
+    if itemsize_of(problem.out_dtype) > 2:
+        return f"schedule={c.schedule!r} keeps tiles of 16 bits, not of {problem.out_dtype}: use 'static' or 'dynamic'"
+    return None
 
 
 def check_tiles(c: Config, out_itemsize: int, gpu: Gpu, dtype: str = "bfloat16", scales: str = "none") -> str | None:
@@ -69,7 +86,7 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu, dtype: str = "bfloat16",
         or _check_order(c)
         or _check_epilogue(c, 128 // out_itemsize)
         or (_check_scales(c) if scales == "block" else None)
-        or gemm.check_accumulator(c, consumer_registers(c, gpu), fp8.accumulators_in_all(c, scales))
+        or gemm.check_accumulator(c, consumer_registers(c, gpu), fp8.accumulators_in_all(c, scales) + 0.5 * defers(c))
     )
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, hand_out, tile_scheduler
-from mgpu_ops.core.gemm import SLOTS, warpgroup_tile
+from mgpu_ops.core import engine, hand_out, inflight, tile_scheduler
+from mgpu_ops.core.epilogue import Copy, store_in_turn, tile_origins
+from mgpu_ops.core.gemm import ROWS, SLOTS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.hand_out import HandOut
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows, wait_gathered
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn, OrderedGroups
-from mgpu_ops.grouped.config import Config, consumer_registers, hands_out, panel, storage
+from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, hands_out, panel, storage
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -108,6 +109,10 @@ class Stages(Protocol):
         """How many pipeline steps of an output tile are multiplied."""
 
     @property
+    def fewest_steps(self) -> int:
+        """Any output tile has so many pipeline steps, where stores are deferred."""
+
+    @property
     def further_steps(self) -> int:
         """How many pipeline steps of an output tile come after those: `store` reads them."""
 
@@ -136,8 +141,13 @@ class Stages(Protocol):
     def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
         """Consumer, before a step is multiplied: starts loads that `store` needs."""
 
-    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
-        """Consumer: accs += the products of a full stage, this warpgroup's share. No wgmma is in flight afterwards."""
+    def multiply(
+        self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Consumer: accs += the products of a full stage, this warpgroup's share. No wgmma is in flight afterwards.
+
+        meanwhile: what to do beside them, where stores are deferred.
+        """
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: Read) -> None:
         """Consumer: starts the stores of this warpgroup's share of an output tile, through its epilogue buffers.
@@ -145,8 +155,28 @@ class Stages(Protocol):
         read(i, compute): waits for the i-th of the further steps, runs `compute(stage)` and declares the stage empty.
         """
 
+    def nothing_held(self) -> Held:
+        """Consumer, where stores are deferred: what is held before the first tile."""
+
+    def keep(self, tile: GroupTile, accs: tuple[Any, ...]) -> Held:
+        """Consumer, where stores are deferred: what `store` would store of an output tile, and where."""
+
+    def store_held(self, held: Held, number: int, staging: Any) -> None:
+        """Consumer: starts the store of one of the epilogue tiles of `held`, after those before it."""
+
     def finish(self, end: jax.Array, staging: Any) -> None:
         """Consumer: what is left to do after all tiles; groups end at row `end`."""
+
+
+class Held(NamedTuple):
+    """An output tile that was multiplied and not stored yet, of a consumer.
+
+    there: int32, 1 for one and 0 for none. place: int32 numbers that tell where it lies. parts: its epilogue tiles, rounded.
+    """
+
+    there: jax.Array
+    place: tuple[jax.Array, ...]
+    parts: tuple[jax.Array, ...]
 
 
 def run_block(kernel: Stages, gpu: Gpu) -> None:
@@ -154,15 +184,15 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     c, refs = kernel.config, kernel.refs
     pipeline, behind = Pipeline(c.max_concurrent_steps, *refs.barriers), kernel.behind
 
-    def for_each_tile(body: Callable[[GroupTile, jax.Array], jax.Array], asks: bool = False) -> tuple[jax.Array, jax.Array]:
-        """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles; carry counts steps."""
+    def for_each_tile(body: Callable[[GroupTile, Any], Any], carry: Any, asks: bool = False) -> tuple[jax.Array, Any]:
+        """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles."""
         block, groups = lax.axis_index("block"), kernel.groups()
         if refs.counter is None:
             turns = InTurn(block, kernel.blocks)
-            return tile_scheduler.for_each_group_tile(groups, kernel.tiles, turns, body, jnp.int32(0))
+            return tile_scheduler.for_each_group_tile(groups, kernel.tiles, turns, body, carry)
         answers = Pipeline(SLOTS, *refs.answered)
         taken = HandOut(block, kernel.blocks, refs.counter.at[0], refs.work_smem, answers, kernel.most_tiles)
-        return taken.for_each_group_tile(groups, kernel.tiles, body, jnp.int32(0), asks)
+        return taken.for_each_group_tile(groups, kernel.tiles, body, carry, asks)
 
     def producer() -> None:
         def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
@@ -187,7 +217,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
                 pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i))
             return done + kernel.further_steps if kernel.further_steps else done
 
-        _, steps = for_each_tile(load_tile, asks=True)
+        _, steps = for_each_tile(load_tile, jnp.int32(0), asks=True)
         pipeline.drain(steps)  # a block does not end before its last stages are read
 
     def consumer(*accs: Any) -> None:
@@ -205,11 +235,13 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
             done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
             # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
             kernel.store(tile, accs, staging, lambda i, compute: pipeline.read(done + i, compute))
-            for acc in accs:
-                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            _clear(accs)
             return done + kernel.further_steps if kernel.further_steps else done
 
-        end, _ = for_each_tile(compute_tile)
+        if defers(c):
+            end = _compute_deferred(kernel, pipeline, for_each_tile, accs, staging)
+        else:
+            end, _ = for_each_tile(compute_tile, jnp.int32(0))
         kernel.finish(end, staging)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
@@ -220,6 +252,86 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c, gpu),
     )
+
+
+def _compute_deferred(kernel: Stages, pipeline: Pipeline, for_each_tile: Any, accs: tuple[Any, ...], staging: Any) -> jax.Array:
+    """The row where the last group ends. A consumer computes all tiles, and stores each while it multiplies the next.
+
+    At its end a tile is rounded, which halves its registers, and kept. Each of the next tile's first steps stores an epilogue
+    tile of it, or several, between the start of its wgmma and the wait for them.
+    """
+    number, fewest = epilogue_tiles(kernel.config), kernel.fewest_steps
+    each = math.ceil(number / fewest)  # so many epilogue tiles a step stores
+    storing = math.ceil(number / each)
+
+    def store_some(held: Held, first: int) -> None:
+        @pl.when(held.there > 0)
+        def _() -> None:
+            for i in range(first, min(first + each, number)):
+                kernel.store_held(held, i, staging)
+
+    def compute_tile(tile: GroupTile, state: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
+        before, held = state
+        share, steps = kernel.share(tile), kernel.steps(tile)
+        before = engine.opaque(before)  # the compiler would change loops of a known number of steps
+
+        def multiply(i: Any, meanwhile: Callable[[], None] | None) -> None:
+            kernel.begin_step(tile, i, share)
+            pipeline.read(before + i, lambda stage: kernel.multiply(accs, stage, share, meanwhile))
+
+        def step(i: jax.Array, _: None) -> None:
+            with inflight.iteration():
+                multiply(i, None)
+
+        _clear(accs)  # here, not at its end: while the next tile is looked for, sums need no second registers
+        for i in range(storing):
+            multiply(i, functools.partial(store_some, held, i * each))
+        lax.fori_loop(before + storing, before + steps, lambda at, _: step(at - before, None), None)
+        return before + steps, kernel.keep(tile, accs)
+
+    end, (_, held) = for_each_tile(compute_tile, (jnp.int32(0), kernel.nothing_held()))
+    for i in range(0, number, each):
+        store_some(held, i)
+    return end
+
+
+def _clear(accs: tuple[Any, ...]) -> None:
+    for acc in accs:
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+
+def nothing_held(c: Config, dtype: str, places: int) -> Held:
+    """A `Held` of no tile, with so many numbers for its place."""
+    nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.epilogue_tile_n), dtype), plgpu.Layout.WGMMA)
+    return Held(jnp.int32(0), (jnp.int32(0),) * places, (nothing,) * epilogue_tiles(c))
+
+
+def in_units(index: jax.Array, anywhere: bool) -> jax.Array:
+    """Where a tile lies that is held, so that `of_units` gives it back and the compiler sees of what it is a multiple.
+
+    anywhere: it may be any multiple of 8, as tiles are that end with a row; others are multiples of a panel.
+    """
+    return lax.div(jnp.int32(index), jnp.int32(8 if anywhere else PANEL))
+
+
+def of_units(units: jax.Array, anywhere: bool) -> jax.Array:
+    """The reverse of `in_units`."""
+    return units * (8 if anywhere else PANEL)
+
+
+def hold(c: Config, values: jax.Array, dtype: Any, place: tuple[Any, ...]) -> Held:
+    """A `Held` of a consumer's share of an output tile, float32."""
+    parts = [values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in _origins(c)]
+    return Held(jnp.int32(1), tuple(map(jnp.int32, place)), tuple(part.astype(dtype) for part in parts))
+
+
+def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> None:
+    """Starts the store of one of the epilogue tiles that are held, through a consumer's buffers in turn."""
+    store_in_turn(staging, iter([(held.parts[number], copy, *_origins(c)[number])]), number)
+
+
+def _origins(c: Config) -> list[tuple[int, int]]:
+    return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
 
 
 def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
 from mgpu_ops.grouped.config import (
     Config,
+    check_deferred,
     check_gathered,
     check_tiles,
     consumer_registers,
@@ -112,6 +113,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or grouped.check_windows(of_one(p), c)
         or (check_gathered(c) if p.lhs_rows else None)
+        or check_deferred(c, p, "gates")
         or _check_scales(p, c)
         or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators_in_all(p, c))
         or limits.check_smem(smem_bytes(p, c), gpu)

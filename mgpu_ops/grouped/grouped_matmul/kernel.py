@@ -65,6 +65,10 @@ class GroupedStages:
         return (1 + self.problem.second) * self.steps_of_one
 
     @property
+    def fewest_steps(self) -> int:
+        return (1 + self.problem.second) * self.steps_of_one
+
+    @property
     def further_steps(self) -> int:
         return 0
 
@@ -189,7 +193,9 @@ class GroupedStages:
         """With scales of blocks: those of each matrix, and their stages."""
         return ((self.refs.scale_rhs, self.refs.rhs_scale_smem),)
 
-    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
+    def multiply(
+        self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
+    ) -> None:
         c, refs = self.config, self.refs
         if refs.lhs_scale_smem is not None:
             self.multiply_scaled(accs, stage, share)
@@ -206,6 +212,8 @@ class GroupedStages:
                     engine.wgmma(acc, lhs, rhs.at[stage, ks, ns])
                 else:
                     engine.wgmma(acc, lhs, engine.transpose_ref(rhs.at[stage, ns, ks]))
+        if meanwhile is not None:
+            meanwhile()
         engine.wgmma_wait(0)
 
     def multiply_scaled(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
@@ -250,6 +258,25 @@ class GroupedStages:
             return
         values = self.with_epilogue(accs[0][...], tile.group, row, column)
         store_tile(values.astype(refs.out.dtype), staging, copy)
+
+    def nothing_held(self) -> kernel.Held:
+        return kernel.nothing_held(self.config, self.problem.out_dtype, 3)
+
+    def keep(self, tile: GroupTile, accs: tuple[Any, ...]) -> kernel.Held:
+        """What `store` stores; its first row, its first column in units and the end of its group."""
+        row, column = (x + y for x, y in zip(self.origin(tile), self.share(tile)[:2], strict=True))
+        values = self.with_epilogue(accs[0][...], tile.group, row, column)
+        place = row, kernel.in_units(column, self.ends_with_rows), tile.end
+        return kernel.hold(self.config, values, self.refs.out.dtype, place)
+
+    def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
+        row, units, end = held.place
+        column = kernel.of_units(units, self.ends_with_rows)
+
+        def copy(staged: Any, i: int, j: int) -> None:
+            store_rows(staged, self.refs.out, row + i, end, column + j, self.ends_with_rows)
+
+        kernel.store_part(self.config, held, number, staging, copy)
 
     def with_epilogue(self, values: jax.Array, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
         """row_scale * activation(scales * values + bias) in float32; scales of blocks are in the values."""

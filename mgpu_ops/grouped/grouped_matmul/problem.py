@@ -18,7 +18,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, check_smem, itemsize_of, supports_dtypes, supports_gpu
 from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_gathered, check_last_tile, check_tiles, panel
+from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_gathered, check_last_tile, check_tiles, panel
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -156,6 +156,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or check_windows(p, c)
         or (check_gathered(c) if p.lhs_rows else None)
+        or check_deferred(c, p, "a gated gradient" if p.gated_gradient else "scales of blocks" if p.scales == "block" else None)
         or _check_gated_gradient(p, c)
         or check_smem(smem_bytes(p, c), gpu)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler, tma
-from mgpu_ops.core.epilogue import store_tile
-from mgpu_ops.core.gemm import warpgroup_tile
+from mgpu_ops.core.epilogue import Copy, store_tile
+from mgpu_ops.core.gemm import epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config, hands_out
+from mgpu_ops.grouped.config import PANEL, Config, defers, hands_out
 from mgpu_ops.grouped.kernel import Refs
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 from mgpu_ops.grouped.sizes import largest_first
@@ -59,7 +60,13 @@ class _Stages:
         return jnp.int32(math.prod(_tiles(self.problem, self.config)))
 
     def steps(self, tile: GroupTile) -> Any:
-        return tile_scheduler.cdiv(tile.end - tile.start, self.config.tile_k)
+        """As many as the group's rows take. A held tile takes a few, in which rows beyond the group's are zeros."""
+        steps = tile_scheduler.cdiv(tile.end - tile.start, self.config.tile_k)
+        return jnp.maximum(steps, self.fewest_steps) if defers(self.config) else steps
+
+    @property
+    def fewest_steps(self) -> int:
+        return epilogue_tiles(self.config)
 
     @property
     def further_steps(self) -> int:
@@ -117,28 +124,55 @@ class _Stages:
     def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
         """Nothing: sums are all that is stored."""
 
-    def multiply(self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...]) -> None:
+    def multiply(
+        self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
+    ) -> None:
         (acc,) = accs
         lhs_part, rhs_part = share
         lhs, rhs = self.refs.lhs_smem.at[stage, lhs_part], self.refs.rhs_smem.at[stage, rhs_part]
         engine.wgmma(acc, engine.transpose_ref(lhs), rhs)
+        if meanwhile is not None:
+            meanwhile()
         engine.wgmma_wait(0)  # the stage is read
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """The sums, rounded to out_dtype. TMA clips what lies outside the array."""
-        anywhere = any(_ends_with_rows(self.problem, self.config))
         (acc,) = accs
-        refs = self.refs
-        wg_m, wg_n = warpgroup_tile(self.config)
-        height, width = staging.shape[2:]
+        copy = self.copy(tile.group, *self.own_position(tile), staging)
+        store_tile(acc[...].astype(self.refs.out.dtype), staging.at[lax.axis_index("wg")], copy)
+
+    def own_position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
+        """First k and first n of this consumer's share of an output tile."""
         first, parts = self.position(tile), self.share(tile)
-        row, column = first[0] + parts[0] * wg_m, first[1] + parts[1] * wg_n
+        row, column = (at + part * width for at, part, width in zip(first, parts, warpgroup_tile(self.config), strict=True))
+        return row, column
+
+    def copy(self, group: jax.Array, row: jax.Array, column: jax.Array, staging: Any) -> Copy:
+        """What stores the epilogue tiles of a consumer's share that begins there."""
+        anywhere = any(_ends_with_rows(self.problem, self.config))
+        out, (height, width) = self.refs.out, staging.shape[2:]
 
         def copy(staged: Any, i: int, j: int) -> None:
-            at = tile.group, pl.ds(row + i, height), pl.ds(column + j, width)
-            plgpu.copy_smem_to_gmem(staged, tma.block_anywhere(refs.out, *at) if anywhere else refs.out.at[at])
+            at = group, pl.ds(row + i, height), pl.ds(column + j, width)
+            plgpu.copy_smem_to_gmem(staged, tma.block_anywhere(out, *at) if anywhere else out.at[at])
 
-        store_tile(acc[...].astype(refs.out.dtype), staging.at[lax.axis_index("wg")], copy)
+        return copy
+
+    def nothing_held(self) -> kernel.Held:
+        return kernel.nothing_held(self.config, self.problem.out_dtype, 3)
+
+    def keep(self, tile: GroupTile, accs: tuple[Any, ...]) -> kernel.Held:
+        """What `store` stores; its group, and its first k and first n in units."""
+        (acc,) = accs
+        ends = _ends_with_rows(self.problem, self.config)
+        place = map(kernel.in_units, self.own_position(tile), ends)
+        return kernel.hold(self.config, acc[...], self.refs.out.dtype, (tile.group, *place))
+
+    def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
+        group, *place = held.place
+        row, column = map(kernel.of_units, place, _ends_with_rows(self.problem, self.config))
+        copy = self.copy(group, row, column, staging)
+        kernel.store_part(self.config, held, number, staging.at[lax.axis_index("wg")], copy)
 
     def finish(self, end: jax.Array, staging: Any) -> None:
         """Nothing: rows of no group are in no sum."""

@@ -13,7 +13,7 @@ from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_last_tile, check_smem, check_tiles
+from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_last_tile, check_smem, check_tiles
 from mgpu_ops.grouped.problem import MODELS, TRAINING, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -64,7 +64,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
-    reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu)
+    reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu) or check_deferred(c, p, None)
     if reason is not None:
         return reason
     for field, width, name, length in zip(("tile_m", "tile_n"), warpgroup_tile(c), "kn", (p.k, p.n), strict=True):

@@ -46,7 +46,11 @@ def test_good_tiles_have_no_reason_against_them(config):
         (replace(BASE, compute_warpgroups=3), 2, r"compute_warpgroups=3 is not one of \(1, 2\)"),
         (replace(BASE, wg_dimension="k"), 2, r"wg_dimension='k' is not one of \('m', 'n'\)"),
         (replace(BASE, tile_k=96), 2, r"tile_k=96 is not one of \(64, 128\)"),
-        (replace(BASE, schedule="fair"), 2, r"schedule='fair' is not one of \('static', 'dynamic'\)"),
+        (
+            replace(BASE, schedule="fair"),
+            2,
+            r"schedule='fair' is not one of \('static', 'dynamic', 'deferred', 'dynamic-deferred'\)",
+        ),
         (replace(BASE, tile_m=0), 2, "tile_m=0 must be at least 1"),
         (replace(BASE, raster_width=0), 2, "raster_width=0 must be from 1 to 1024"),
         (replace(BASE, epilogue_tile_n=0), 2, "epilogue_tile_n=0 must be at least 1"),

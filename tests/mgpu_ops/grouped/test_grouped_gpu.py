@@ -163,8 +163,8 @@ def test_any_dtype_of_a_contraction_is_right(dtype, out_dtype, assert_grouped):
         assert_right_for(problem, functools.partial(public, problem), all_sizes, assert_grouped)
 
 
-def draw(spec: Any, seed: int) -> tuple[Any, Any]:
-    """A problem of any kind and a legal config for it."""
+def draw(spec: Any, seed: int, schedule: str | None = None) -> tuple[Any, Any]:
+    """A problem of any kind and a legal config for it, of a schedule where one is named."""
     rng = random.Random(seed)
     unit = rng.choice([8, 64])
     n, k = (unit * rng.randint(1, 1000 // unit) for _ in "nk")
@@ -174,7 +174,9 @@ def draw(spec: Any, seed: int) -> tuple[Any, Any]:
         activation = rng.choice(["none", "relu", "silu", "gelu"])
         problem = replace(problem, layout=rng.choice(["nn", "nt"]), bias=rng.random() < 0.5, activation=activation)
     device = gpu.current()
-    space = spec.space(problem, device)
+    space = dict(spec.space(problem, device)) | ({"schedule": [schedule]} if schedule else {})
+    if schedule:  # what is kept has 16 bits
+        problem = replace(problem, out_dtype=problem.dtype)
     drawn = (GroupedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
     return problem, next(c for c in drawn if spec.check(problem, c, device) is None)
 
@@ -390,6 +392,24 @@ def test_calls_of_one_program_count_their_own_tiles(spec):
     for _ in range(5):
         np.testing.assert_array_equal(looped(lhs, rhs), wanted)
         np.testing.assert_array_equal(both(lhs, rhs), wanted[:2])
+
+
+# --- tiles stored while the next one is multiplied
+
+
+@OPS
+@pytest.mark.parametrize("seed", range(12))
+def test_tiles_stored_beside_the_next_one_are_right_and_have_the_bits_of_those_stored_at_once(spec, seed, assert_grouped):
+    problem, config = draw(spec, 300 + seed, ("deferred", "dynamic-deferred")[seed % 2])
+    problem = replace(problem, group_offset=seed % 3 == 1)
+    groups = problem.groups + problem.group_offset
+    all_sizes = kinds_of_sizes(problem.m, groups)
+    assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
+    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
+    at_once, deferred = (jax.jit(launch(problem, c)) for c in (replace(config, schedule="static"), config))
+    for sizes in all_sizes:
+        rows = np.array(sizes, np.int32)
+        np.testing.assert_array_equal(at_once(lhs, rhs, rows, *bias), deferred(lhs, rhs, rows, *bias))
 
 
 # --- gradients and transforms

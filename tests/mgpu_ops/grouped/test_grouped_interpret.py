@@ -315,6 +315,42 @@ def test_tiles_handed_out_in_any_order_give_the_bits_of_fixed_ones(name, assert_
             np.testing.assert_array_equal(run(*arrays), run_static(*arrays))
 
 
+# --- tiles stored while the next one is multiplied
+
+DEFERRED = {
+    "one step for two epilogue tiles": (P(150, 128, 64, 4), replace(WIDE, compute_warpgroups=1), "deferred"),
+    "an epilogue, the last tile ends with the row": (
+        P(150, 136, 264, 4, layout="nn", bias=True, activation="silu", row_scale=True),
+        replace(TWO, tile_n=128),
+        "deferred",
+    ),
+    "a shard, transposed, tiles handed out": (
+        P(150, 72, 136, 4, layout="nt", group_offset=True),
+        replace(HALVES, tile_m=64),
+        "dynamic-deferred",
+    ),
+    "a contraction of small and empty groups": (R(150, 136, 136, 5), replace(HALVES, tile_n=256, epilogue_slots=2), "deferred"),
+    "a contraction, tiles handed out": (R(150, 136, 200, 4), replace(TWO, epilogue_slots=1), "dynamic-deferred"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", thorough.cases(DEFERRED, ["an epilogue, the last tile ends with the row", "a contraction, tiles handed out"])
+)
+def test_tiles_stored_beside_the_next_one_have_the_bits_of_those_stored_at_once(name, assert_grouped):
+    problem, config, schedule = DEFERRED[name]
+    problem = replace(problem, n=max(problem.n, config.tile_n) if isinstance(problem, R) else problem.n)
+    run, at_once = (compiled(problem, replace(config, schedule=s)) for s in (schedule, "static"))
+    for sizes in ((33, 0, 65, 1, 20), (0, 150, 0, 0, 0), (-7, 40, 2**31 - 1, 5, 0), (0, 0, 0, 0, 0))[
+        : None if thorough.ALL else 2
+    ]:
+        sizes = sizes[: problem.groups + problem.group_offset]
+        assert_right(problem, run, sizes, assert_grouped)
+        lhs, rhs, *extra = operands(problem)
+        arrays = lhs, rhs, np.array(sizes, np.int32), *extra
+        np.testing.assert_array_equal(run(*arrays), at_once(*arrays))
+
+
 class HastyAnswers(Pipeline):
     """Declares an answer's slot empty before it has read it."""
 
