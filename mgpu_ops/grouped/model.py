@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
-from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, panel
+from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, panel
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -40,17 +40,18 @@ def candidates(
     epilogues: Callable[[int], Sequence[tuple[int, int]]],
     legal: Callable[[Config], bool],
     tiles: Sequence[tuple[int, int]] = TILES,
-    schedule: str = "static",
+    schedules: Sequence[str] = ("static", "deferred"),
     row: int = PANEL,
 ) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
     epilogues: from the columns of a consumer's part of the tile to pairs (epilogue_tile_n, epilogue_slots).
     row: elements of a swizzle row of the operands, the least tile_k.
+    Stores are deferred of tiles that a consumer has two epilogue tiles of at least: others are stored in less than a step.
     Strips of 16 tile rows keep a group's operands in L2.
     """
     found = []
-    for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(tiles, (row, 2 * row), ("m", "n")):
+    for (tile_m, tile_n), tile_k, wg_dimension, schedule in itertools.product(tiles, (row, 2 * row), ("m", "n"), schedules):
         warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
         wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
         for epilogue_tile_n, buffers in epilogues(wg_n):
@@ -97,6 +98,9 @@ _STEP = 7.6e-9  # s of a step beside its copies and its arithmetic: barriers
 _OVERLAP = 0.22  # of the shorter of arithmetic and memory time is not hidden behind the longer
 _EPILOGUE_TILE = 0.10e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 _STORE = 1.37  # of the time at rates.LOAD_BYTES_PER_CLOCK
+# Where the store of a tile is deferred (results/2026-11-23-h200-grouped-deferred.jsonl):
+_NOT_HIDDEN = 0.4  # of its store's time a tile takes longer all the same,
+_KEPT = 1.01  # and times as long all else
 _ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
 # Times as long, less one, take stores of such rows; and of those that begin within a sector of 32 bytes, where other tiles'
 # parts of a sector come later: for all of them, and for tiles of 64 columns.
@@ -134,7 +138,7 @@ def cost(
     """Modelled time in seconds of `tiles` output tiles of so many `steps` each.
 
     step = the longest of arithmetic, loads, and latency / stages, in one SM
-    time = launch + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
+    time = launch + the longer of waves * (steps * step + store, or what is not hidden of it) and HBM bytes / HBM rate + a part of the shorter
 
     moved: bytes of HBM that are read, and that are written. rows: elements of a row of lhs and of rhs in memory. rate: of
     arithmetic, in parts of that of 16 bits.
@@ -148,10 +152,14 @@ def cost(
     latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
     step = _STEP + gemm.step_seconds(c, gpu, _RATE * rate * gemm.efficiency(c), latency, loaded)
     store = _STORE * across * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
-    store += _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
-    compute = waves * (steps * step + store) * gemm.raster_factor(c.raster_width, _STRIP)
+    waiting = _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
+    stores = waves * (store + waiting)
+    if defers(c):  # beside the next tile, but for the last one's
+        stores = (waves - 1) * _NOT_HIDDEN * store + store + waiting
+    kept = _KEPT if defers(c) else 1.0
+    compute = (waves * steps * step + stores) * gemm.raster_factor(c.raster_width, _STRIP)
     memory = (moved[0] + across * moved[1]) / (gpu.memory_bytes_per_s * rates.HBM)
-    return _LAUNCH + max(compute, memory) + _OVERLAP * min(compute, memory)
+    return _LAUNCH + kept * (max(compute, memory) + _OVERLAP * min(compute, memory))
 
 
 def distance(x: GroupedProblem, y: GroupedProblem, other: float = 0.0) -> float | None:

@@ -50,8 +50,10 @@ def sums_at(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
         return _pass(*state, lambda at: at, most)
 
     sums, each = lax.while_loop(several, again, _pass(rows, each, lambda at: order[at], most))
-    found = sums.at[jnp.minimum(_before(each), most - 1)].get(mode="promise_in_bounds")
-    return jnp.where(each[:, None] > 0, found, 0)
+    first, there = lax.optimization_barrier(
+        (jnp.minimum(_before(each), most - 1), each > 0)
+    )  # found once, not for each element
+    return jnp.where(there[:, None], sums.at[first].get(mode="promise_in_bounds"), 0)
 
 
 def _pass(rows: jax.Array, each: jax.Array, place: Callable[[jax.Array], jax.Array], most: int) -> tuple[jax.Array, jax.Array]:

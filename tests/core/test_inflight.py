@@ -29,6 +29,7 @@ from mgpu_ops.tuning import suites
 
 H200 = gpu.find("h200")
 
+_DEFERRED = {"schedule": "deferred", "epilogue_tile_n": 64, "epilogue_slots": 1}
 KERNELS = {  # op, name of the shape, changes to the default config; which between them have all the waits that there are
     "matmul": ("matmul", "square-4096", {}),
     "matmul, deferred": ("matmul", "square-4096", {"schedule": "deferred", "wg_dimension": "m"}),
@@ -39,8 +40,10 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "quantized_matmul of groups": ("quantized_matmul", "llama3-8b-down-16-w4", {}),
     "quantized_grouped_matmul": ("quantized_grouped_matmul", "qwen3-30b-gate_up-64-random-w4", {}),
     "grouped_matmul": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", {}),
+    "grouped_matmul, deferred": ("grouped_matmul", "mixtral-8x7b-gate_up-2048-even", _DEFERRED),
     "grouped_matmul, scales of blocks": ("grouped_matmul", "qwen3-30b-gate_up-16384-random-fp8-block", {}),
     "ragged_contraction": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", {}),
+    "ragged_contraction, deferred": ("ragged_contraction", "mixtral-8x7b-gate_up-2048-even-drhs", _DEFERRED),
     "forward": ("flash_attention", "mistral-7b-16384-window", {}),
     "decoding": ("flash_attention", "llama3-8b-decode-16x8192", {}),
     "backward, fused": (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+from mgpu_ops.core.gemm import epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.config import Config
+from mgpu_ops.grouped.config import Config, defers
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
 
@@ -17,6 +18,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
     steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
+    steps = max(steps, epilogue_tiles(c)) if defers(c) else steps
     written = p.groups * p.k * p.n * itemsize_of(p.out_dtype)
     return common.cost(p, c, tiles, steps, (bytes_moved(p) - written, written), (p.k, p.n), gpu)
 
@@ -31,9 +33,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
-    schedule = "dynamic" if problem.spread == "skewed" else "static"
+    schedules = ("dynamic", "dynamic-deferred") if problem.spread == "skewed" else ("static", "deferred")
     epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731
-    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedule=schedule)
+    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedules=schedules)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 

@@ -313,7 +313,8 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
 
 
 @pytest.mark.parametrize(
-    ("spread", "schedule"), [("skewed", "dynamic"), ("even", "static"), ("random", "static"), ("sparse", "static")]
+    ("spread", "schedule"),
+    [("skewed", "dynamic-deferred"), ("even", "deferred"), ("random", "deferred"), ("sparse", "deferred")],
 )
 def test_by_default_the_tiles_of_skewed_groups_are_handed_out(spread, schedule):
     assert SPEC.default(P(65536, 2048, 768, 128, spread=spread), H200).schedule == schedule
@@ -331,8 +332,14 @@ WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
         (P(512, 192, 136, 4), None),
         (P(512, 256, 192, 4, "float16", "float32"), None),
         (P(512, 256, 256, 4), replace(WIDE, tile_k=128, epilogue_tile_n=128, schedule="dynamic")),
+        (P(512, 256, 256, 4), replace(WIDE, tile_n=256, epilogue_slots=2, schedule="dynamic-deferred")),
     ],
-    ids=["default, tails", "default, float32", "two warpgroups, wide epilogue tiles, tiles handed out"],
+    ids=[
+        "default, tails",
+        "default, float32",
+        "two warpgroups, wide epilogue tiles, tiles handed out",
+        "stores deferred, tiles handed out",
+    ],
 )
 def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem, config):
     ragged.assert_compiles(SPEC, problem, config)
