@@ -138,7 +138,8 @@ def cost(
     """Modelled time in seconds of `tiles` output tiles of so many `steps` each.
 
     step = the longest of arithmetic, loads, and latency / stages, in one SM
-    time = launch + the longer of waves * (steps * step + store, or what is not hidden of it) and HBM bytes / HBM rate + a part of the shorter
+    time = launch + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
+    where a store is deferred, what is not hidden of it takes its place
 
     moved: bytes of HBM that are read, and that are written. rows: elements of a row of lhs and of rhs in memory. rate: of
     arithmetic, in parts of that of 16 bits.
