@@ -265,9 +265,9 @@ class GroupedStages:
     def keep(self, tile: GroupTile, accs: tuple[Any, ...]) -> kernel.Held:
         """What `store` stores; its first row, its first column in units and the end of its group."""
         row, column = (x + y for x, y in zip(self.origin(tile), self.share(tile)[:2], strict=True))
-        values = self.with_epilogue(accs[0][...], tile.group, row, column)
+        finished = self.with_epilogue(accs[0][...], tile.group, row, column)
         place = row, kernel.in_units(column, self.ends_with_rows), tile.end
-        return kernel.hold(self.config, values, self.refs.out.dtype, place)
+        return kernel.hold(self.config, finished, self.refs.out.dtype, place)
 
     def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
         row, units, end = held.place
