@@ -313,11 +313,19 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
 
 
 @pytest.mark.parametrize(
-    ("spread", "schedule"),
-    [("skewed", "dynamic-deferred"), ("even", "deferred"), ("random", "deferred"), ("sparse", "deferred")],
+    ("spread", "schedule"), [("skewed", "dynamic"), ("even", "static"), ("random", "static"), ("sparse", "static")]
 )
 def test_by_default_the_tiles_of_skewed_groups_are_handed_out(spread, schedule):
     assert SPEC.default(P(65536, 2048, 768, 128, spread=spread), H200).schedule == schedule
+
+
+@pytest.mark.parametrize("rows", [0, 8, 64, 4096])
+def test_stores_are_not_deferred_by_the_model_where_groups_have_few_rows(rows):
+    """Each tile would take further steps."""
+    problem = P(max(16 * rows, 1), 2048, 2048, 16)
+    static = replace(BASE, tile_m=128, tile_n=256, compute_warpgroups=2, max_concurrent_steps=4, epilogue_slots=2)
+    costs = [SPEC.cost(problem, replace(static, schedule=schedule), H200) for schedule in ("static", "deferred")]
+    assert (costs[1] < costs[0]) == (rows == 4096)
 
 
 # --- compiled, without a GPU
