@@ -11,7 +11,6 @@ from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import Config, defers
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
-
 # Tiles whose stores are deferred have as many steps as epilogue tiles at least. Of 16 drawn contractions on an H200, most with
 # small or empty groups, 15 took 1.06 to 1.55 times as long so (results/2026-11-23-h200-grouped_matmul-anywhere.jsonl).
 _FURTHER = 0.8  # times as long, at most, more
