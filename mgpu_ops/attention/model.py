@@ -29,7 +29,6 @@ from mgpu_ops.attention.problem import (
     blocks_of_an_sm,
     check,
     check_backward,
-    in_a_circle,
     masks_all,
     padded,
     split_stages,
@@ -480,7 +479,7 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     reason = supports_backward(problem, gpu)
     choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
-    if problem.deterministic and not in_a_circle(problem):  # in long sections, fewer wait for their turn
+    if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
         every = [dataclasses.replace(c, section_waves=_TURNS_SECTION) if c.mode == "fused" else c for c in every]
     legal = [c for c in every if check_backward(problem, c, gpu) is None]
     if reason is not None or not legal:
@@ -493,12 +492,13 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, turns where they were measured to be faster than two kernels: without lengths and windows to the left.
+    `deterministic`, turns where the default is one kernel, without lengths: there two kernels were measured to be faster.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
-        in_turns = not problem.lengths and problem.left is None
-        return next(c for c in ranked if in_turns or c.mode == "split")
+        in_any_order = backward_default(dataclasses.replace(problem, deterministic=False), gpu)
+        in_turns = [c for c in ranked if c.mode == "fused" and in_any_order.mode == "fused" and not problem.lengths]
+        return in_turns[0] if in_turns else next(c for c in ranked if c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
     same = next(c for c in fused if c.dq_step == "same")

@@ -474,6 +474,8 @@ def test_random_lengths_segments_and_windows_are_right_with_dq_a_step_later_at_h
         {"causal": True, "q_tokens": 1777},
         {"window_right": 100, "align": "top_left"},
         {"window_left": 300, "window_right": 40},
+        {"lengths": True, "causal": True},
+        {"segments": True},
         {"batch": 3, "q_tokens": 130, "dtype": "float16"},
     ],
     ids=str,

@@ -198,6 +198,22 @@ def test_the_schedule_that_was_fastest_is_the_default(name: str) -> None:
     assert (config.dq_step, config.q_order, config.dk_operand, config.max_concurrent_steps) == ("next", "apart", "memory", 3)
 
 
+@pytest.mark.parametrize(
+    ("problem", "mode"),
+    [
+        (BACKWARD.shapes["mha128-4096"], "fused"),
+        (BACKWARD.shapes["mha64-4096-causal"], "fused"),
+        (BACKWARD.shapes["mistral-7b-16384-window"], "fused"),
+        (BACKWARD.shapes["llama3-8b-512-causal"], "split"),
+        (BACKWARD.Problem(4, 4096, 4096, 16, 16, 128, causal=True, lengths=True), "split"),
+        (BACKWARD.Problem(4, 4096, 4096, 16, 16, 96, causal=True), "split"),
+    ],
+    ids=str,
+)
+def test_deterministic_gradients_take_turns_by_default_where_that_was_faster(problem: Any, mode: str) -> None:
+    assert BACKWARD.default(dataclasses.replace(problem, deterministic=True), H200).mode == mode
+
+
 @pytest.mark.parametrize("mask", [{"lengths": True}, {"segments": True, "causal": True}, {"causal": True, "window_left": 2000}])
 def test_head_dim_64_has_dq_a_step_later_by_default_with_any_mask(mask: dict[str, Any]) -> None:
     assert BACKWARD.default(BACKWARD.Problem(4, 4096, 4096, 16, 16, 64, **mask), H200).dq_step == "next"
