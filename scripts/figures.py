@@ -475,7 +475,7 @@ def summary(results: Path) -> Iterator[str]:
 
 
 _PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
-    ("One NVIDIA H200", (0.85, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.4, 3.2)),
+    ("One NVIDIA H200", (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 5.0)),
     ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)),
 )
 _WIDTH, _LEFT, _RIGHT, _ROW = 640, 24, 616, 46  # pixels
