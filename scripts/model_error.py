@@ -276,8 +276,8 @@ def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
 
 # --- The picture
 
-_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030", "#555555")
-_MARKERS = "os^Dv<"
+_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030", "#555555", "#7a5a3a")
+_MARKERS = "os^Dv<>"
 _ACROSS = 3
 
 

@@ -36,7 +36,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
     assert {op for op, source in sources if source == "sweeps"} == swept
     assert {source for op, source in sources if op == "matmul"} == {
         *("sweeps", "drawn, warm", "drawn again, cold"),
-        *("ping-pong, cold", "deferred, cold", "float32, cold"),
+        *("ping-pong, cold", "deferred, cold", "suite anywhere, cold", "float32, cold"),
     }
 
 
