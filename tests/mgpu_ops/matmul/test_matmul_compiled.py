@@ -128,6 +128,14 @@ def test_the_default_of_a_large_product_keeps_a_tile_without_spills(layout):
     assert compiled(problem, config).spills == 0
 
 
+def test_a_tile_between_two_panels_multiplies_its_own_columns_only():
+    config = replace(BASE, tile_n=160, max_concurrent_steps=4, schedule="deferred", epilogue_tile_n=32)
+    report = compiled(MatmulProblem(1024, 480, 512), config)
+    assert "HGMMA.64x160x16" in report.sass
+    assert "HGMMA.64x192" not in report.sass
+    assert report.spills == 0
+
+
 def test_a_deferred_store_stands_between_the_wgmma_of_the_next_tile_and_the_wait_for_it():
     config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred")
     problem = MatmulProblem(4096, 14336, 4096)

@@ -204,7 +204,7 @@ def draw_fitted(seed: int, clusters: tuple[str, ...] = ()) -> tuple[Any, Any]:
         m, n, k = (8 * rng.randint(1, limit) for limit in (32, 150, 150))
         problem = P(m, n, k, out_dtype=rng.choice(["bfloat16", "float32"]), layout=layout, batch=rng.choice([1, 1, 3]))
         space = {**MATMUL.space(problem, device), "tile_m": range(64, 257, 8), "epilogue_tile_n": (16, 32, 64)}
-        space |= {"tile_n": range(64, 257, 16), "schedule": ("cooperative", "ahead")}
+        space |= {"tile_n": range(64, 257, 8), "schedule": ("cooperative", "ahead", "deferred", "pingpong")}
         space |= {"cluster": clusters, "tile_m": (16, 32, 64, 96, 128, 256)} if clusters else {}
         drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(20_000))
         fitted = (c for c in drawn if clusters or c.tile_m % 64 or c.tile_n % 64 or (layout[0] == "t" and c.tile_m > m))
