@@ -74,7 +74,7 @@ _STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 
 def _widths(p: Problem, gpu: Gpu, *, turned: bool) -> set[int]:
     """The widths of tiles along n, or of the transposed product along m, that `candidates` has for a problem."""
-    if not _takes_any_width(p):
+    if not _takes_any_width(p, turned):
         return set()
     across, along = (p.n, p.m) if turned else (p.m, p.n)
     of_rows = (widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu) for rows in _WAVE_ROWS)
@@ -389,9 +389,9 @@ def _up(size: int, unit: int) -> int:
 def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles of other widths than `_TILES` have, along n or, of the transposed product, along m, that fill waves better."""
     p = problem
-    if not _takes_any_width(p):
-        return
     for turned, rows in itertools.product((False, True), _WAVE_ROWS):
+        if not _takes_any_width(p, turned):
+            continue
         across, along = (p.n, p.m) if turned else (p.m, p.n)
         for width in widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu):
             tile_m, tile_n = (width, rows) if turned else (rows, width)
@@ -402,9 +402,10 @@ def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
                     yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)
 
 
-def _takes_any_width(p: Problem) -> bool:
-    """Whether a problem is like those that such tiles were measured with."""
-    return itemsize_of(p.dtype) == 2 and not p.residual and not p.normalised and p.m > gemm.ROWS and p.k >= _WAVE_K
+def _takes_any_width(p: Problem, turned: bool) -> bool:
+    """Whether a problem is like those that such tiles were faster with: with the operand of that side stored along k."""
+    along_k = p.layout[0] == "n" if turned else p.layout[1] == "t"
+    return along_k and itemsize_of(p.dtype) == 2 and not p.residual and not p.normalised and p.m > gemm.ROWS and p.k >= _WAVE_K
 
 
 def widths_by_waves(side: int, rows: int, tiles: int, gpu: Gpu) -> list[int]:
