@@ -87,6 +87,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     joules: Positive | None = None  # of one call
     baseline_watts: Positive | None = None
     baseline_joules: Positive | None = None
+    previous_us: Positive | None = None  # the config that was stored before, in the same run
 
     def __post_init__(self) -> None:
         try:

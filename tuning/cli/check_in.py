@@ -83,8 +83,10 @@ def evidence_faults(entry: Entry) -> Iterator[str]:
         return
     known = {"with which driver": e.driver, "with which CUDA": e.cuda}
     yield from (f"does not say {what}: measure again" for what, value in known.items() if not value)
-    times = {"a baseline": e.baseline_us, "the default config": e.default_us}
+    times = {"a baseline": e.baseline_us, "the default config": e.default_us or e.previous_us}
     yield from (f"has no time of {what} from the same run: measure again" for what, us in times.items() if us is None)
+    if e.previous_us is not None and e.median_us > e.previous_us:
+        yield f"{e.median_us:.4g} us are more than the {e.previous_us:.4g} us of the config stored before: measure again"
     if e.error is None:
         yield "has no error against the reference: measure again"
     xla_anyway = e.baseline_us is not None and e.median_us - e.spread_us > e.baseline_us

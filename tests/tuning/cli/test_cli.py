@@ -804,7 +804,7 @@ def with_evidence(path: Path, **changes: Any) -> Path:
 def test_what_is_shipped_can_be_checked_in(mgpu_tune: Command) -> None:
     done = mgpu_tune("check-in", database.shipped_path("h200", "matmul").parents[1])
     assert (done.code, done.err) == (0, "")
-    assert "h200/matmul.json: 60 entries, all measured on NVIDIA H200" in done.out
+    assert "h200/matmul.json: 83 entries, all measured on NVIDIA H200" in done.out
 
 
 FAULTY_EVIDENCE: dict[str, tuple[dict[str, Any], str]] = {
@@ -813,6 +813,10 @@ FAULTY_EVIDENCE: dict[str, tuple[dict[str, Any], str]] = {
     "no cuda": ({"cuda": None}, "does not say with which CUDA: measure again"),
     "no baseline": ({"baseline_us": None}, "has no time of a baseline from the same run: measure again"),
     "no default": ({"default_us": None}, "has no time of the default config from the same run: measure again"),
+    "slower than before": (
+        {"default_us": None, "previous_us": 12.0},
+        "12.5 us are more than the 12 us of the config stored before",
+    ),
     "no error": ({"error": None}, "has no error against the reference: measure again"),
     "wide": ({"spread_us": 4.0}, "spread of 4 us is more than 20 % of 12.5 us: measure again, with nothing else on the GPU"),
     "samples": ({"samples_us": [9.0, 9.1, 9.2]}, "the median of its samples is 9.1 us, not 12.5: measure again"),
@@ -830,6 +834,11 @@ def test_check_in_names_an_entry_whose_evidence_does_not_do(name: str, tmp_path:
     assert "h200/matmul.json: 1 fault\n" in done.out
     assert "'m': 512" in done.out
     assert fault in done.out
+
+
+def test_beside_the_config_stored_before_the_default_need_not_be_timed(tmp_path: Path, mgpu_tune: Command) -> None:
+    with_evidence(tmp_path / "tuned" / "h200" / "matmul.json", default_us=None, previous_us=14.0)
+    assert mgpu_tune("check-in", tmp_path / "tuned").code == 0
 
 
 def test_check_in_names_files_that_no_call_would_find(tmp_path: Path, mgpu_tune: Command) -> None:
