@@ -239,7 +239,7 @@ def _crowded(p: Problem, c: Config, gpu: Gpu) -> float:
     a_t, b_t = transposed(p)
     down, across = neighbours(c)
     sides = ((a_t, p.m, p.n / c.tile_n / across), (not b_t, p.n, p.m / c.tile_m / down))
-    lines = ((128 / (length * itemsize_of(p.dtype)), blocks) for along, length, blocks in sides if along)
+    lines = ((128 / (length * itemsize_of(p.dtype)), blocks) for along, length, blocks in sides if along and length)
     return _CROWD * sum(min(blocks, gpu.sms) * rows for rows, blocks in lines if rows > 1)
 
 

@@ -19,7 +19,7 @@ from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue
+from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue, neighbours
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows, epilogue_origins
 
 
@@ -48,9 +48,12 @@ def refs_of(p: Problem, a: Any, b: Any, *rest: Any) -> Refs:
 
 
 def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-    """What follows A and B as the kernel reads it: vectors up to the end of the last tile, a residual [1, ...] where out is."""
+    """What follows A and B as the kernel reads it: vectors up to the end of the last cluster's tiles, a residual [1, ...] where
+    out is.
+    """
     p, c, found = work.problem, work.config, []
-    rows, columns = (p.m, c.tile_m), (p.n, c.tile_n)
+    down, across = neighbours(c)
+    rows, columns = (p.m, c.tile_m * down), (p.n, c.tile_n * across)
     if work.transposed:
         rows, columns = columns, rows
 

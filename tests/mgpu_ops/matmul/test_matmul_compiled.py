@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -163,16 +164,19 @@ def test_arrays_of_more_than_2_31_elements_compile(problem):
 
 
 @pytest.mark.parametrize(
-    ("problem", "config"),
+    ("problem", "config", "dimensions"),
     [
-        (MatmulProblem(2, 256, 64, layout="nt"), replace(FEW_ROWS, compute_warpgroups=2, wg_dimension="m")),
-        (MatmulProblem(256, 32, 64, layout="nt"), replace(BASE, tile_n=128)),
-        (MatmulProblem(1112, 32, 72, "float16", "float32", "tt"), replace(BASE, tile_n=128, epilogue_tile_n=32)),
+        (MatmulProblem(2, 256, 64, layout="nt"), replace(FEW_ROWS, compute_warpgroups=2, wg_dimension="m"), "[45]d"),
+        (MatmulProblem(256, 32, 64, layout="nt"), replace(BASE, tile_n=128), "[45]d"),
+        # as an array of rows and columns, which are more than one
+        (MatmulProblem(1112, 32, 72, "float16", "float32", "tt"), replace(BASE, tile_n=128, epilogue_tile_n=32), "2d"),
     ],
     ids=["rows", "columns", "where the last tile of rows ends with the array"],
 )
-def test_a_store_beyond_an_array_of_one_swizzle_tile_keeps_its_index(problem, config):
+def test_a_store_beyond_an_array_of_one_swizzle_tile_keeps_its_index(problem, config, dimensions):
     """Else TMA would store it at the array's beginning: Mosaic drops a dimension of size 1 and the index in it."""
     arrays = jax.eval_shape(functools.partial(MATMUL.inputs, problem), jax.random.key(0))
     ptx = "".join(aot.ptx(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays))
-    assert ".4d.global.shared" in ptx or ".5d.global.shared" in ptx
+    stores = set(re.findall(r"tensor\.(\dd)\.global\.shared", ptx))
+    assert stores
+    assert all(re.fullmatch(dimensions, found) for found in stores)

@@ -62,7 +62,7 @@ CASES = {
     "four blocks of a cluster along m, tiles beyond the last": (P(360, 136, 136), replace(ONE, cluster="m4")),
     "four blocks of a cluster along n, transposed, A transposed": (
         P(40, 456, 136, layout="tn"),
-        replace(FEW_ROWS, tile_m=32, cluster="n4", schedule="ahead"),
+        replace(FEW_ROWS, tile_m=64, cluster="n4", schedule="ahead"),
     ),
     "one row": (P(1, 136, 72), ONE),
     "33 rows": (P(33, 136, 200), ONE),

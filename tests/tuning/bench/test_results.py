@@ -93,7 +93,7 @@ def test_every_committed_result_is_read_and_its_problems_are_of_their_op(path: P
     rows = results.read_csv(path)
     assert rows
     for r in rows:
-        op = r.op.removesuffix(results.GRAD)
+        op = results.base_op(r.op)
         if op.startswith("llama-"):  # a program of examples/, whose problems are named there
             assert r.problem.startswith("llama3-8b-")
             continue
