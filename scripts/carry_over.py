@@ -5,7 +5,8 @@
 An H100 takes the H200's entries: it has as many SMs and the same clock, but less memory bandwidth. For each problem that the
 family has an entry for, the stored config is timed on the GPU here beside the default, configs of the nearest other entries,
 the most promising by the model, and the baseline (XLA, cuDNN). An entry for this GPU goes to DIR/<op>.json where another config
-is faster by more than 1 % and for sure, or where a call would then run the other of kernel and XLA. All times go to the output.
+is faster by more than 1 % and for sure, or where a call would then run the other of kernel and XLA. All times go to the output;
+problems that it has already are passed over, so that a run may go on where another ended.
 
 `mgpu-tune run` searches longer, and stores an entry for every problem.
 """
@@ -90,9 +91,8 @@ def to_try(spec: OpSpec, one: Stored, others: Sequence[Stored], gpu: Gpu) -> lis
     """The stored config, then the default, those of the nearest other problems, and the best by the model: each once."""
     comparable = [(spec.distance(one.problem, other.problem), other.config) for other in others if other is not one]
     nearest = [c for d, c in sorted(((d, c) for d, c in comparable if d is not None), key=lambda pair: pair[0])]
-    ranked = sorted(spec.candidates(one.problem, gpu), key=lambda c: spec.cost(one.problem, c, gpu))
     found = dict.fromkeys([one.config, spec.default(one.problem, gpu)])
-    for configs, count in ((nearest, NEIGHBOURS), (ranked, BY_MODEL)):
+    for configs, count in ((nearest, NEIGHBOURS), (spec.candidates(one.problem, gpu), BY_MODEL)):
         most = len(found) + count
         for config in configs:
             if len(found) < most and spec.check(one.problem, config, gpu) is None:
@@ -167,13 +167,20 @@ def record(spec: OpSpec, one: Stored, found: Measurement, device: Device) -> dic
     }
 
 
+def known(output: Path) -> set[tuple[str, Any]]:
+    """Op and key of the problems whose times the output has."""
+    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else ()
+    return {(record["op"], database.key_of_fields(record["problem"])) for record in map(json.loads, lines)}
+
+
 def carry_over(ops: Sequence[str], device: Measured, database_folder: Path, output: Path, seconds: float) -> None:
-    """Measures what the device's GPU takes from its family, op after op, for so many seconds."""
-    until, queued = time.monotonic() + seconds, []
+    """Measures what the device's GPU takes from its family and the output lacks, op after op, for so many seconds."""
+    until, queued, done = time.monotonic() + seconds, [], known(output)
     for name in ops:
         spec = spec_of(name)
         entries = stored(spec, device.gpu)
-        queued += [(spec, one, to_try(spec, one, entries, device.gpu)) for one in entries]
+        left = [one for one in entries if (name, database.key_of_fields(dataclasses.asdict(one.problem))) not in done]
+        queued += [(spec, one, to_try(spec, one, entries, device.gpu)) for one in left]
     for i, (spec, one, configs) in enumerate(queued):
         for s, o, c in queued[i : i + 1 + _AHEAD] if i == 0 else queued[i + _AHEAD : i + 1 + _AHEAD]:
             device.prepare(s, o.problem, c)

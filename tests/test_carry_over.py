@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
 
 from mgpu_ops import spec_of
 from mgpu_ops.core import gpu
+from mgpu_ops.registry import database
 from mgpu_ops.tuning.outcome import Outcome
 from scripts import carry_over
 from scripts.carry_over import Stored
@@ -51,6 +56,18 @@ def test_where_the_familys_config_fails_here_the_fastest_other_is_stored() -> No
     assert found.entry is not None
     assert found.failed == {HELD: "wrong: error 1 exceeds 0"}
     assert measured({HELD: Outcome("crash"), OPTIMUM: Outcome("crash")}).entry is None
+
+
+def test_a_run_passes_over_problems_whose_times_the_output_has(tmp_path: Path) -> None:
+    output = tmp_path / "times.jsonl"
+    assert carry_over.known(output) == set()
+    device = FakeDevice({HELD: 100.0}.__getitem__)
+    device.submit(HELD)
+    device.open(SPEC, PROBLEM, 0)
+    one = Stored(PROBLEM, HELD, "kernel")
+    found = carry_over.measured(SPEC, one, [HELD], device)  # type: ignore[arg-type]
+    output.write_text(json.dumps(carry_over.record(SPEC, one, found, device)) + "\n")  # type: ignore[arg-type]
+    assert carry_over.known(output) == {(SPEC.name, database.key_of_fields(dataclasses.asdict(PROBLEM)))}
 
 
 @pytest.mark.parametrize("op", ["matmul", "flash_attention_backward"])
