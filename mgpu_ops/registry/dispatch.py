@@ -53,20 +53,28 @@ def choose(spec: OpSpec, problem: Problem, backend: str | None, reason: str | No
     A named backend is taken, or raises ValueError. With None, a problem that the kernel cannot run goes through XLA, and why is
     logged once per reason.
     """
+    return choose_for(spec.name, problem, lambda device: spec.supports(problem, device) or reason, backend)
+
+
+def choose_for(name: str, what: Any, supports: Callable[[gpu.Gpu], str | None], backend: str | None) -> Choice:
+    """`choose` for what is not an op of the database too: the function `name`, called with `what`.
+
+    supports: why its kernel cannot run on a GPU, or None.
+    """
     if backend == "xla":
         return Choice("xla", None, "backend='xla'")
     device = gpu.current()
     if backend == "interpret":  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
         hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
         device = dataclasses.replace(hopper, sms=4)
-    reason = "no NVIDIA GPU is in use" if device is None else spec.supports(problem, device) or reason
+    reason = "no NVIDIA GPU is in use" if device is None else supports(device)
     if reason is None:
         return Choice("interpret" if backend == "interpret" else "mosaic", device, None)
     if backend is not None:
-        raise ValueError(f"backend={backend!r} cannot run {spec.name} {problem}: {reason}")
-    if not capture.capturing() and (spec.name, reason) not in _said:
-        _said.add((spec.name, reason))
-        _log.warning("%s runs through XLA: %s", spec.name, reason)
+        raise ValueError(f"backend={backend!r} cannot run {name} {what}: {reason}")
+    if not capture.capturing() and (name, reason) not in _said:
+        _said.add((name, reason))
+        _log.warning("%s runs through XLA: %s", name, reason)
     return Choice("xla", None, reason)
 
 

@@ -160,18 +160,18 @@ def _batchable(call: _Call) -> Any:
 
 def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """On the backend that the call asks for; where it asks for none, the kernel where it can run."""
-    device = gpus.current()
-    if call.backend == "interpret" and (device is None or device.architecture != "hopper"):
-        device = gpus.find("h200")
     rows = arrays[6] if call.normalised else None
-    reason = "no NVIDIA GPU is in use" if device is None else supports(arrays[0], arrays[3], rows, device)
-    if call.backend == "xla" or (call.backend is None and reason is not None):
+    choice = dispatch.choose_for(
+        "rotary_into_cache",
+        f"of k_cache{arrays[3].shape}",
+        lambda device: supports(arrays[0], arrays[3], rows, device),
+        call.backend,
+    )
+    if choice.device is None:
         return reference(*arrays)
-    if device is None or reason is not None:
-        raise ValueError(f"backend={call.backend!r} cannot run rotary_into_cache of k_cache{arrays[3].shape}: {reason}")
     from mgpu_ops.rotary import into_cache_kernel  # it imports Pallas
 
-    return into_cache_kernel.launch(*arrays, interpret=call.backend == "interpret")
+    return into_cache_kernel.launch(*arrays, interpret=choice.backend == "interpret")
 
 
 def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, gpu: gpus.Gpu) -> str | None:

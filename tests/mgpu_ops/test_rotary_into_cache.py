@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import mgpu_ops
 from mgpu_ops import rotary_into_cache
 from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.registry import dispatch
 from tests import thorough
 from tests.arrays import normal
 
@@ -130,6 +132,17 @@ def test_what_the_kernel_does_not_take_runs_through_xla_or_says_why(assert_near)
         rotary_into_cache(*given, backend="interpret")
     for y, z in zip(rotary_into_cache(*given), written_out(*given), strict=True):
         assert_near(y, z, 4e-3)
+
+
+def test_why_xla_runs_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_said", set())
+    given = arrays(kv_heads=1, head_dim=64)
+    with caplog.at_level(logging.WARNING, "mgpu_ops"), gpu.target("h200"):
+        for _ in range(2):
+            jax.eval_shape(lambda *x: rotary_into_cache(*x), *given)
+        jax.eval_shape(lambda *x: rotary_into_cache(*x, backend="xla"), *given)
+    reason = "kv_heads * head_dim = 64 is no multiple of 256"
+    assert [record.getMessage() for record in caplog.records] == [f"rotary_into_cache runs through XLA: {reason}"]
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))

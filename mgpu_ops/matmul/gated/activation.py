@@ -120,18 +120,15 @@ def _batchable(call: _Call) -> Any:
 
 def run_gated_activation(activation: Activation, backend: dispatch.Backend | None, *arrays: jax.Array) -> jax.Array:
     """Of gate_up, and rows and epsilon [1]. Where no backend is asked for, by the kernel if it can run and rows are few."""
-    device = gpus.current()
-    if backend == "interpret" and (device is None or device.architecture != "hopper"):
-        device = gpus.find("h200")
-    reason = "no NVIDIA GPU is in use" if device is None else supports(device, *arrays)
-    few = 0 < arrays[0].shape[0] <= FEW
-    if backend == "xla" or (backend is None and (reason is not None or not few)):
+    if backend is None and arrays[0].shape[0] > FEW:
         return reference(activation, *arrays)
-    if reason is not None:
-        raise ValueError(f"backend={backend!r} cannot run gated_activation of gate_up{arrays[0].shape}: {reason}")
+    of = f"of gate_up{arrays[0].shape}"
+    choice = dispatch.choose_for("gated_activation", of, lambda device: supports(device, *arrays), backend)
+    if choice.device is None:
+        return reference(activation, *arrays)
     from mgpu_ops.matmul.gated import activation_kernel  # it imports Pallas
 
-    return activation_kernel.launch(activation, *arrays, interpret=backend == "interpret")
+    return activation_kernel.launch(activation, *arrays, interpret=choice.backend == "interpret")
 
 
 def supports(gpu: gpus.Gpu, gate_up: jax.Array, *norm: jax.Array) -> str | None:

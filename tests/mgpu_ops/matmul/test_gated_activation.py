@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from mgpu_ops import gated_activation
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.core.activations import ACTIVATIONS, activate
+from mgpu_ops.registry import dispatch
 from tests import thorough
 from tests.arrays import normal
 
@@ -101,6 +103,16 @@ def test_rows_that_are_none_or_many_run_through_xla():
         traced = [jax.jit(gated_activation).trace(jax.ShapeDtypeStruct((rows, 512), BF16)) for rows in (256, 257)]
         texts = [one.lower(lowering_platforms=("cuda",)).as_text() for one in traced]
     assert ["mosaic_gpu" in text for text in texts] == [True, False]
+
+
+def test_why_xla_runs_few_rows_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_said", set())
+    with caplog.at_level(logging.WARNING, "mgpu_ops"), gpu.target("h200"):
+        for rows in (5, 6, 257):
+            jax.eval_shape(lambda x: gated_activation(x), np.ones((rows, 200), BF16))
+    assert [record.getMessage() for record in caplog.records] == [
+        "gated_activation runs through XLA: n=100 is no multiple of 128"
+    ]
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
