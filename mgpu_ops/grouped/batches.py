@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops.core import mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.grouped.problem import MAX_ROWS
 from mgpu_ops.grouped.sizes import split
 
@@ -45,7 +46,7 @@ def batchable(
         yes = True if count == 1 else (True,) * count
         batch = _Batch.of(size, batched, arrays, kinds, result, group_offset)
         if batch is None:
-            return _one_after_the_other(run, batched, arrays), yes
+            return one_after_the_other(run, batched, arrays), yes
         function = run if without_offset is None or not group_offset else without_offset()
         outs = function(*(batch.taken(x, kind, is_batched) for x, kind, is_batched in zip(arrays, kinds, batched, strict=True)))
         return jax.tree.map(lambda x: batch.put_back(x, result), outs), yes
@@ -150,14 +151,3 @@ def _entry(ends: jax.Array, row: jax.Array) -> jax.Array:
     """Which entry each row is in, by where the entries end; the last one beyond."""
     found = jnp.searchsorted(ends, row, side="right", method="scan_unrolled").astype(jnp.int32)
     return jnp.minimum(found, len(ends) - 1)
-
-
-def _one_after_the_other(function: Callable[..., Any], batched: Sequence[bool], arrays: tuple[jax.Array, ...]) -> Any:
-    """The function mapped over the leading axis of those arrays that are batched, in a loop."""
-    mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-    def call(slices: list[jax.Array]) -> jax.Array:
-        each = iter(slices)
-        return function(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-    return lax.map(call, mapped)

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh, order
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
@@ -162,13 +163,7 @@ def _batchable(call: _Call) -> Any:
         if list(batched) == [True, False]:  # more rows; a gradient's dw is a sum over one norm's
             x = arrays[0]
             return run(x.reshape(-1, x.shape[-1]), arrays[1]).reshape(x.shape), True
-        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-        def one(slices: list[jax.Array]) -> Any:
-            each = iter(slices)
-            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-        return lax.map(one, mapped), (True, True) if call.gradient else True
+        return one_after_the_other(run, batched, arrays), (True, True) if call.gradient else True
 
     run = jax.jit(norm)
     return run

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
@@ -147,13 +148,7 @@ def _batchable(call: _Call) -> Any:
         if all(batched[:-2]) and not any(batched[-2:]):  # more sequences
             out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-2]), *arrays[-2:])
             return jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), out), marks
-        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-        def one(slices: list[jax.Array]) -> Any:
-            each = iter(slices)
-            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-        return lax.map(one, mapped), marks
+        return one_after_the_other(run, batched, arrays), marks
 
     run = jax.jit(rotate)
     return run

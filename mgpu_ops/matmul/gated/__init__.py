@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.arguments import checked_epsilon, float_dtype
@@ -206,13 +206,7 @@ def batchable(call: Call) -> Any:
             x, *weights = arrays[:end]
             out = run(x.reshape(-1, x.shape[-1]), *weights, *(y.reshape(-1, y.shape[-1]) for y in arrays[end:]))
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out), marks
-        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-        def one(slices: list[jax.Array]) -> Any:
-            each = iter(slices)
-            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-        return lax.map(one, mapped), marks
+        return one_after_the_other(run, batched, arrays), marks
 
     run = jax.jit(product)
     return run

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul.arguments import float_dtype
 from mgpu_ops.matmul.quantized.model import baseline_cost, candidates, cost, default, distance, space
@@ -203,13 +203,7 @@ def _batchable(call: _Call) -> Any:
             x, *rest = arrays
             out = run(x.reshape(-1, x.shape[-1]), *rest)
             return out.reshape(*x.shape[:-1], out.shape[-1]), True
-        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-        def one(slices: list[jax.Array]) -> Any:
-            each = iter(slices)
-            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-        return lax.map(one, mapped), True
+        return one_after_the_other(run, batched, arrays), True
 
     run = jax.jit(product)
     return run
