@@ -35,8 +35,10 @@ from mgpu_ops.matmul.gated.problem import (
     bytes_moved,
     check,
     flops,
+    halves,
     inputs,
     is_joined,
+    join,
     smem_bytes,
     supports,
     tolerance,
@@ -161,9 +163,9 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dgate and dup by the kernel; dx = dgate w_gate^T + dup w_up^T, dw_gate = x^T dgate and dw_up = x^T dup by matmul's."""
     if call.joined:
         x, both, *epsilon = saved
-        axis = 0 if call.transpose_w else 1
-        dx, dgate, dup, *rest = _backward(dataclasses.replace(call, joined=False), (x, *jnp.split(both, 2, axis), *epsilon), g)
-        return dx, jnp.concatenate([dgate, dup], axis), *rest
+        problem = _problem(call, x, both)
+        dx, dgate, dup, *rest = _backward(dataclasses.replace(call, joined=False), (x, *halves(problem, both), *epsilon), g)
+        return dx, join(problem, dgate, dup), *rest
     x, w_gate, w_up, *epsilon = saved
     if epsilon:  # through x's rows as XLA normalises them
         rows, back = jax.vjp(normalised, x, *epsilon)

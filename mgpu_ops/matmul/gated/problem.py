@@ -264,11 +264,20 @@ def tolerance(problem: Problem) -> float:
 
 def is_joined(problem: Problem, w: Any) -> bool:
     """Whether a weight has the columns of gate and then those of up."""
-    wide: bool = w.shape[0 if problem.layout == "nt" else 1] == 2 * problem.n
+    wide: bool = w.shape[_columns_axis(problem)] == 2 * problem.n
     return wide and not problem.stored
 
 
 def halves(problem: Problem, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The weights of gate and of up of a joined one."""
-    gate, up = jnp.split(w, 2, 0 if problem.layout == "nt" else 1)
+    gate, up = jnp.split(w, 2, _columns_axis(problem))
     return gate, up
+
+
+def join(problem: Problem, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The reverse of `halves`."""
+    return jnp.concatenate([gate, up], _columns_axis(problem))
+
+
+def _columns_axis(problem: Problem) -> int:
+    return 0 if problem.layout == "nt" else 1
