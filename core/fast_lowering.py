@@ -312,9 +312,8 @@ def remember_transfers() -> None:
 # Pallas moves the index of a ref before its swizzle and its tiling, by tracing and lowering a function of both: for each use of
 # a buffer, and before a swizzle to no effect, as the two change places as they are.
 
-_moves: dict[
-    Any, Any
-] = {}  # by function and types, the jaxpr and the types of its results, of the kernel that is being lowered
+# By function and types, the jaxpr and the types of its results, of the kernel that is being lowered.
+_moves: dict[Any, Any] = {}
 
 
 def index_untraced() -> None:

@@ -45,13 +45,8 @@ _MISSPELT = re.compile(r"\b(?:postgres|mysql|grpc)[\w+.-]*:", re.IGNORECASE)  # 
 _SECRET = re.compile(r"pass|pwd|secret|token|credential", re.IGNORECASE)  # in the name of an option
 
 
-_OF_CORRUPT = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    AssertionError,
-)  # what optuna raises for what it did not write
+# What optuna raises for what it did not write.
+_OF_CORRUPT = (ValueError, TypeError, AttributeError, IndexError, AssertionError)
 
 
 class StorageError(ValueError):

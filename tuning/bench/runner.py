@@ -45,12 +45,8 @@ from mgpu_ops.tuning.public import BACKWARD
 from mgpu_ops.tuning.terminal import brief
 
 _GRAD_FACTOR = 3  # forward and backward are three products of the same size, but for attention and these:
+_GRADIENTS = ("cross_entropy", "rms_norm", "rotary")  # ops whose own problem with `gradient` computes all of their gradient
 _UNTUNED = {"xla_gpu_autotune_level": 0}  # what runs once need not be fast: XLA times no kernels for it
-_GRADIENTS = (
-    "cross_entropy",
-    "rms_norm",
-    "rotary",
-)  # ops whose gradient is all that their own problem with `gradient` computes
 
 
 @dataclass(frozen=True)
