@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -298,20 +299,42 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. With at most 48 rows, some compute the
     transposed product. Raises ValueError where `supports` has a reason.
     """
+    return [config for _, config in _ranked(problem, gpu)]
+
+
+def _ranked(problem: Problem, gpu: Gpu, most: int | None = None) -> list[tuple[float, Config]]:
+    """The `candidates` with their cost; with `most`, of tiles no more than so many."""
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
-    best: dict[tuple[Any, ...], tuple[float, Config]] = {}
-    for config in itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu), _by_waves(problem, gpu)):
-        found = deepest(problem, config, gpu)
-        if found is not None and not _wider_in_cluster(problem, found):
-            blocks = cluster_size(found)
-            key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule, blocks)
-            best[key] = min(best.get(key, (math.inf, found)), (cost(problem, found, gpu), found), key=lambda pair: pair[0])
-    ranked = sorted(best.values(), key=lambda pair: pair[0])
+    ranked = list(itertools.islice(_best_of_each(problem, gpu), most))
     ahead = [deepest(problem, config, gpu) for config in _ahead(problem, [config for _, config in ranked], gpu)]
     ranked += [(cost(problem, config, gpu), config) for config in ahead if config is not None]
-    return [config for _, config in sorted(ranked, key=lambda pair: pair[0])]
+    return sorted(ranked, key=lambda pair: pair[0])
+
+
+def _best_of_each(problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+    """Of each tile, split of k, wg_dimension, schedule and size of cluster the config of least cost, the least first.
+
+    Few are asked for, mostly. A config costs no less than with the deepest pipeline and the widest epilogue tile of all, whether
+    these fit or not: so whether they do is looked at of those alone which come first by that.
+    """
+    shapes = itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu), _by_waves(problem, gpu))
+    queue = [(cost(problem, config, gpu), False, number, config) for number, config in enumerate(shapes)]
+    heapq.heapify(queue)
+    seen = set()
+    while queue:
+        seconds, fits, number, config = heapq.heappop(queue)
+        found = config if fits else deepest(problem, config, gpu)
+        if found is None or _wider_in_cluster(problem, found):
+            continue
+        if not fits:
+            heapq.heappush(queue, (cost(problem, found, gpu), True, number, found))
+            continue
+        key = (found.tile_m, found.tile_n, found.tile_k, found.wg_dimension, found.split_k, found.schedule, cluster_size(found))
+        if key not in seen:
+            seen.add(key)
+            yield seconds, found
 
 
 def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
@@ -327,6 +350,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     divided = [(tile, _DIVISIONS, _SPLITS) for tile in tiles]
     divided += [((m, n, line), _DIVISIONS[:2], _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
+        shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
             if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
                 continue
@@ -334,11 +358,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
                 if _too_few(problem, tile_m, tile_n, cluster):
                     continue
                 yield dataclasses.replace(
-                    _shape(tile_m, tile_n, tile_k),
-                    compute_warpgroups=warpgroups,
-                    wg_dimension=wg_dimension,
-                    cluster=cluster,
-                    split_k=split_k,
+                    shape, compute_warpgroups=warpgroups, wg_dimension=wg_dimension, cluster=cluster, split_k=split_k
                 )
 
 
@@ -514,7 +534,8 @@ def _fits(problem: Problem, config: Config, gpu: Gpu, steps: int, columns: int) 
 @functools.lru_cache(maxsize=256)  # `resolve` compares each near entry with it
 def default(problem: Problem, gpu: Gpu) -> Config:
     """The first of the `candidates`. Raises ValueError where there is none."""
-    return first_of(candidates(problem, gpu), problem, gpu)
+    best = [config for _, config in _ranked(problem, gpu, most=_MOST_AHEAD)]
+    return first_of(best, problem, gpu)
 
 
 def distance(x: Problem, y: Problem) -> float | None:

@@ -298,8 +298,7 @@ def consumer_registers(c: Config, gpu: Gpu) -> int:
 
 def accumulators(p: Problem, c: Config) -> tuple[tuple[int, int], ...]:
     """The shapes of a consumer warpgroup's accumulators; where rows are normalised, the last is of rows times themselves."""
-    widened = replace(c, tile_n=columns_of_b(p, c))
-    return (*fp8.accumulators(widened, p.scales), *((gemm.ROWS, gemm.ROWS),) * p.normalised)
+    return (*fp8.accumulators(_widened(p, c), p.scales), *((gemm.ROWS, gemm.ROWS),) * p.normalised)
 
 
 def accumulators_in_all(p: Problem, c: Config) -> float:
@@ -323,10 +322,16 @@ def columns_of_b(p: Problem, c: Config) -> int:
     return math.ceil(c.tile_n / panel) * panel
 
 
+def _widened(p: Problem, c: Config) -> Config:
+    """The config with tiles as wide as those of B in shared memory."""
+    columns = columns_of_b(p, c)
+    return c if columns == c.tile_n else replace(c, tile_n=columns)
+
+
 def swizzle_bytes(problem: Problem, c: Config) -> int:
     """The largest swizzle in bytes that divides the rows of both operands' tiles, and of what a warpgroup takes; 0 for none."""
     a_t, b_t = transposed(problem)
-    wg_m, wg_n = gemm.warpgroup_tile(replace(c, tile_n=columns_of_b(problem, c)))
+    wg_m, wg_n = gemm.warpgroup_tile(_widened(problem, c))
     rows = (c.tile_k, wg_m if a_t else c.tile_k, c.tile_k if b_t else wg_n)
     return next((s for s in (128, 64) if all(r * itemsize_of(problem.dtype) % s == 0 for r in rows)), 0)
 

@@ -177,6 +177,16 @@ def test_the_default_of_a_large_product_defers_its_stores():
     assert SPEC.default(replace(large, layout="nt", residual=True), H200).schedule == "cooperative"  # there is no room for it
 
 
+@pytest.mark.parametrize(
+    "p", [P, replace(P, m=16384, layout="nt"), Problem(24, 12416, 744, layout="tn"), Problem(4000, 136, 7576), replace(F8, m=8)]
+)
+def test_the_default_is_the_candidate_of_least_modelled_time(p):
+    candidates = SPEC.candidates(p, H200)
+    times = [SPEC.cost(p, config, H200) for config in candidates]
+    assert times == sorted(times)
+    assert SPEC.default(p, H200) == candidates[0]
+
+
 @pytest.mark.parametrize("tile_m", [8, 24, 64, 192])
 def test_stages_of_scales_begin_where_tma_can_write(tile_m):
     """At multiples of 128 bytes of shared memory, which neither the compiler nor the interpreter asks for."""
