@@ -316,8 +316,8 @@ def _ranked(problem: Problem, gpu: Gpu, most: int | None = None) -> list[tuple[f
 def _best_of_each(problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
     """Of each tile, split of k, wg_dimension, schedule and size of cluster the config of least cost, the least first.
 
-    Few are asked for, mostly. A config costs no less than with the deepest pipeline and the widest epilogue tile of all, whether
-    these fit or not: so whether they do is looked at of those alone which come first by that.
+    Few are asked for, mostly. A config costs no less than with the deepest pipeline and the widest epilogue tile, whether these
+    fit or not. So what fits is looked at of those alone which come first by that.
     """
     shapes = itertools.chain(_shapes(problem, gpu), _overlapped(problem, gpu), _by_waves(problem, gpu))
     queue = [(cost(problem, config, gpu), False, number, config) for number, config in enumerate(shapes)]
