@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, regions
+from mgpu_ops.core.gemm import ROWS, Tiled, warpgroup_tile
 
 type Copy = Callable[[Any, int, int], None]  # starts the copy of an epilogue tile: its buffer, its first row and column
 
@@ -100,6 +101,11 @@ def tile_origins(shape: tuple[int, ...], height: int, width: int) -> list[tuple[
     """
     rows, columns = shape
     return [(i, min(j, columns - width)) for i in range(0, rows, height) for j in range(0, columns, width)]
+
+
+def epilogue_origins(c: Tiled) -> list[tuple[int, int]]:
+    """`tile_origins` of a warpgroup's part of the output tile."""
+    return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
 
 
 def along(ref: Any, start: Any, shape: tuple[int, ...], axis: int) -> Any:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, hand_out, inflight, tile_scheduler
-from mgpu_ops.core.epilogue import Copy, store_in_turn, tile_origins
+from mgpu_ops.core.epilogue import Copy, epilogue_origins, store_in_turn
 from mgpu_ops.core.gemm import ROWS, SLOTS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.hand_out import HandOut
@@ -321,17 +321,13 @@ def of_units(units: jax.Array, anywhere: bool) -> jax.Array:
 
 def hold(c: Config, values: jax.Array, dtype: Any, place: tuple[Any, ...]) -> Held:
     """A `Held` of a consumer's share of an output tile, float32."""
-    parts = [values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in _origins(c)]
+    parts = [values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in epilogue_origins(c)]
     return Held(jnp.int32(1), tuple(map(jnp.int32, place)), tuple(part.astype(dtype) for part in parts))
 
 
 def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> None:
     """Starts the store of one of the epilogue tiles that are held, through a consumer's buffers in turn."""
-    store_in_turn(staging, iter([(held.parts[number], copy, *_origins(c)[number])]), number)
-
-
-def _origins(c: Config) -> list[tuple[int, int]]:
-    return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
+    store_in_turn(staging, iter([(held.parts[number], copy, *epilogue_origins(c)[number])]), number)
 
 
 def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
-from mgpu_ops.core.epilogue import along, store_in_turn, store_tile
+from mgpu_ops.core.epilogue import along, epilogue_origins, store_in_turn, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
 from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue, neighbours
-from mgpu_ops.matmul.work import Place, Work, ends_with_rows, epilogue_origins
+from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
 
 @dataclasses.dataclass(frozen=True)

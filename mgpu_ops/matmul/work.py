@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import tile_scheduler, tma
-from mgpu_ops.core.epilogue import tile_origins
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.tile_scheduler import Int
@@ -160,11 +159,6 @@ class Place:
         if ends_with_rows(self.work.problem, c):
             return tma.block_anywhere(ref, self.product(), rows, columns)
         return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
-
-
-def epilogue_origins(c: Config) -> list[tuple[int, int]]:
-    """`tile_origins` of a warpgroup's part of the output tile."""
-    return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
 
 
 def ends_with_rows(p: Problem, c: Config) -> bool:

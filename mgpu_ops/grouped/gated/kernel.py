@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
-from mgpu_ops.core.epilogue import tile_origins
+from mgpu_ops.core.epilogue import epilogue_origins
 from mgpu_ops.core.gated import store_gated, store_gated_and_kept, store_gated_gradients
-from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.scaled import Sums
@@ -101,12 +101,10 @@ class _Stages(GroupedStages):
 
     def load_gradient(self, tile: GroupTile, share: tuple[Any, ...]) -> None:
         refs, wg = self.refs, lax.axis_index("wg")
-        _, _, height, width = refs.g_smem.shape
         row, column = (x + y for x, y in zip(self.origin(tile), share, strict=True))
-        origins = tile_origins(warpgroup_tile(self.config), height, width)
         # The last tile's stores have read the buffers: they started half a tile ago.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for number, (i, j) in enumerate(origins):
+        for number, (i, j) in enumerate(epilogue_origins(self.config)):
             to, arrived = refs.g_smem.at[wg, number], refs.g_arrived.at[wg]
             load_rows(refs.g, row + i, tile.end, column + j, to, arrived, self.ends_with_rows)
 

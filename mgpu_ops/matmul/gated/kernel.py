@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core.epilogue import epilogue_origins
 from mgpu_ops.core.gated import gate_stored, store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
@@ -41,7 +42,7 @@ from mgpu_ops.matmul.gated.problem import (
 from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, square_rows, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.store import row_factors
-from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows, epilogue_origins
+from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows
 
 
 @dataclasses.dataclass(frozen=True)
