@@ -1,4 +1,4 @@
-"""What follows a product of rows that are divided by their root mean square: the product divided by it.
+"""Rows that are divided by their root mean square, through XLA; and a product of such rows, divided by it afterwards.
 
 A product of normalised rows is that of the rows as they are, divided row by row: sum_k (x[k] r) w[k] = r sum_k x[k] w[k].
 So a small kernel behind the product, which reads it anyway, can do what would take one in front of it.
@@ -29,16 +29,19 @@ def checked_norm(function: str, count: int, rows: ArrayLike, epsilon: float) -> 
     return [found, jnp.full((1,), epsilon, np.float32)]
 
 
-def divided(x: jax.Array, rows: jax.Array | None = None, epsilon: jax.Array | None = None) -> jax.Array:
-    """x [rows, n], in float32 divided by sqrt(mean of rows^2 + epsilon) row by row; x itself without rows."""
-    if rows is None or epsilon is None:
-        return x
+def normalised(rows: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """rows [..., n] divided by sqrt(mean of rows^2 + epsilon), in float32 at least, rounded to their dtype."""
+    return divided(rows, rows, epsilon)
+
+
+def divided(x: jax.Array, rows: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """x [..., n], in float32 at least divided by sqrt(mean of rows^2 + epsilon) row by row, rounded to its dtype."""
     of_rows = factors(rows, epsilon)
     return (x.astype(of_rows.dtype) * of_rows).astype(x.dtype)
 
 
 def factors(rows: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """1 / sqrt(mean of rows^2 + epsilon), [rows, 1], in float32 at least."""
+    """1 / sqrt(mean of rows^2 + epsilon), [..., 1], in float32 at least."""
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
     return lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
 

@@ -28,7 +28,7 @@ from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_epsilon, checked_out_dtype
 from mgpu_ops.matmul.checks import check, supports
-from mgpu_ops.matmul.epilogue import by_name, names, normalised, ranks, rows_of_blocks, scaled, with_epilogue
+from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.matmul.problem import (
     SHAPES,
@@ -43,6 +43,7 @@ from mgpu_ops.matmul.quantities import bytes_moved, flops, inputs, tolerance
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.rows_norm import normalised
 
 
 @dataclasses.dataclass(frozen=True)

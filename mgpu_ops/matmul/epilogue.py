@@ -57,12 +57,6 @@ def with_epilogue(
     return product.astype(p.out_dtype)
 
 
-def normalised(a: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """The rows of A divided by their root mean square, in float32, rounded to A's dtype."""
-    wide = a.astype(np.promote_types(a.dtype, np.float32))
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)).astype(a.dtype)
-
-
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     """x[..., rows, k], of which each block of 128 of k has the scales [..., rows, k / 128], multiplied by them in float32."""
     wide = jnp.repeat(scale.astype(np.float32), BLOCK, -1)[..., : x.shape[-1]]

@@ -16,6 +16,7 @@ from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, epilogue_origins, store_in_turn, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
+from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
@@ -202,7 +203,7 @@ def row_factors(rows_squared: jax.Array, k: int, epsilon: Any) -> jax.Array:
     shape, layout = rows_squared.shape, plgpu.Layout.WGMMA
     row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
     squares = jnp.sum(jnp.where(row == column, rows_squared, 0.0), 1)
-    return lax.rsqrt(squares * (1.0 / k) + epsilon[0])
+    return factor_of_squares(squares, k, epsilon[0])
 
 
 def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any, cluster_sum: Any) -> None:

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.row_norm import row_factor
 from mgpu_ops.rms_norm.problem import LANES, Config, Problem, inputs_of_a_row, reads_again
 
 
@@ -87,10 +88,6 @@ class _Rows:
         engine.copy_gmem_to_smem(w, self.w_smem, self.w_full)
         plgpu.barrier_wait(self.w_full)
 
-    def scale(self, x: jax.Array, epsilon: jax.Array) -> jax.Array:
-        """1 / sqrt(mean of x^2 + epsilon)."""
-        return lax.rsqrt(jnp.sum(x * x) * (1.0 / self.problem.width) + epsilon)
-
     def for_each(
         self, row: Callable[[Callable[[], list[jax.Array]], Callable[[Any, jax.Array], None], Any], Any], carry: Any
     ) -> Any:
@@ -132,7 +129,7 @@ def _forward(rows: _Rows, epsilon: jax.Array, out: Any) -> None:
 
     def row(read: Callable[[], list[jax.Array]], store: Callable[[Any, jax.Array], None], carry: None) -> None:
         (x,) = read()
-        store(out, x * rows.scale(x, epsilon) * weights)
+        store(out, x * row_factor(x, epsilon) * weights)
         return carry
 
     rows.for_each(row, None)
@@ -143,7 +140,7 @@ def _gradient(rows: _Rows, epsilon: jax.Array, dx: Any, dw: Any) -> None:
 
     def row(read: Callable[[], list[jax.Array]], store: Callable[[Any, jax.Array], None], total: jax.Array) -> jax.Array:
         x, g, *added = read()
-        scale = rows.scale(x, epsilon)
+        scale = row_factor(x, epsilon)
         if reads_again(p):  # after each sum, as registers do not hold wide rows
             x, g, *added = read()
         of_x = g * rows.w_smem[...].astype(jnp.float32)

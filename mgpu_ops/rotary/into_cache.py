@@ -197,7 +197,7 @@ def reference(
     qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *norm: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The same through XLA."""
-    qkv = divided(qkv, *norm)
+    qkv = divided(qkv, *norm) if norm else qkv
     batch, _, kv_heads, head_dim = k.shape
     rows = qkv.reshape(batch, -1, head_dim)
     problem = Problem(batch, cos.shape[0], rows.shape[1] - 2 * kv_heads, kv_heads, head_dim, qkv.dtype.name)

@@ -24,7 +24,6 @@ from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.arguments import checked_epsilon, float_dtype
-from mgpu_ops.matmul.epilogue import normalised
 from mgpu_ops.matmul.gated.activation import FEW, run_gated_activation
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
@@ -46,6 +45,7 @@ from mgpu_ops.matmul.gated.problem import (
 )
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
+from mgpu_ops.rows_norm import normalised
 
 
 @dataclasses.dataclass(frozen=True)
