@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,6 +107,12 @@ def tile_origins(shape: tuple[int, ...], height: int, width: int) -> list[tuple[
 def epilogue_origins(c: Tiled) -> list[tuple[int, int]]:
     """`tile_origins` of a warpgroup's part of the output tile."""
     return tile_origins(warpgroup_tile(c), ROWS, c.epilogue_tile_n)
+
+
+def deferred_stores(tiles: int, steps: int) -> list[range]:
+    """Which epilogue tiles of the tile before a tile's first steps store, at most `steps` of them: as many each, in order."""
+    each = math.ceil(tiles / steps)
+    return [range(first, min(first + each, tiles)) for first in range(0, tiles, each)]
 
 
 def along(ref: Any, start: Any, shape: tuple[int, ...], axis: int) -> Any:

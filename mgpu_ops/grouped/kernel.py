@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, hand_out, inflight, tile_scheduler
-from mgpu_ops.core.epilogue import Copy, epilogue_origins, store_in_turn
+from mgpu_ops.core.epilogue import Copy, deferred_stores, epilogue_origins, store_in_turn
 from mgpu_ops.core.gemm import ROWS, SLOTS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.hand_out import HandOut
@@ -260,14 +260,12 @@ def _compute_deferred(kernel: Stages, pipeline: Pipeline, for_each_tile: Any, ac
     At its end a tile is rounded, which halves its registers, and kept. Each of the next tile's first steps stores an epilogue
     tile of it, or several, between the start of its wgmma and the wait for them.
     """
-    number, fewest = epilogue_tiles(kernel.config), kernel.fewest_steps
-    each = math.ceil(number / fewest)  # so many epilogue tiles a step stores
-    storing = math.ceil(number / each)
+    stores = deferred_stores(epilogue_tiles(kernel.config), kernel.fewest_steps)
 
-    def store_some(held: Held, first: int) -> None:
+    def store_some(held: Held, some: range) -> None:
         @pl.when(held.there > 0)
         def _() -> None:
-            for i in range(first, min(first + each, number)):
+            for i in some:
                 kernel.store_held(held, i, staging)
 
     def compute_tile(tile: GroupTile, state: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
@@ -284,14 +282,14 @@ def _compute_deferred(kernel: Stages, pipeline: Pipeline, for_each_tile: Any, ac
                 multiply(i, None)
 
         _clear(accs)  # here, not at its end: while the next tile is looked for, sums need no second registers
-        for i in range(storing):
-            multiply(i, functools.partial(store_some, held, i * each))
-        lax.fori_loop(before + storing, before + steps, lambda at, _: step(at - before, None), None)
+        for i, some in enumerate(stores):
+            multiply(i, functools.partial(store_some, held, some))
+        lax.fori_loop(before + len(stores), before + steps, lambda at, _: step(at - before, None), None)
         return before + steps, kernel.keep(tile, accs)
 
     end, (_, held) = for_each_tile(compute_tile, (jnp.int32(0), kernel.nothing_held()))
-    for i in range(0, number, each):
-        store_some(held, i)
+    for some in stores:
+        store_some(held, some)
     return end
 
 

@@ -14,7 +14,6 @@ Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU doc
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, inflight, tile_scheduler, tma
 from mgpu_ops.core.cluster import ClusterShares, ClusterSum
+from mgpu_ops.core.epilogue import deferred_stores
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
@@ -267,7 +267,7 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
     number = epilogue_tiles(c)
-    each = math.ceil(number / steps)  # so many epilogue tiles a step stores
+    stores = deferred_stores(number, steps)
 
     # The residual of a warpgroup's rows comes in a stage's buffer of B, in a step of its own after those of k.
     def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
@@ -294,21 +294,20 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             before = Place.of(work, t - 1)
 
-            def store_some(first: int) -> None:
+            def store_some(some: range) -> None:
                 @pl.when(t > 0)
                 def _() -> None:
-                    for i in range(first, min(first + each, number)):
+                    for i in some:
                         store_kept(before, i, parts[i], of, out_smem)
 
-            storing = math.ceil(number / each)
-            for k in range(storing):
-                multiply_step(t * each_tile + k, functools.partial(store_some, k * each))
+            for k, some in enumerate(stores):
+                multiply_step(t * each_tile + k, functools.partial(store_some, some))
 
             def step(k: jax.Array, _: None) -> None:
                 with inflight.iteration():
                     multiply_step(t * each_tile + k, lambda: None)
 
-            lax.fori_loop(storing, steps, step, None)
+            lax.fori_loop(len(stores), steps, step, None)
             return keep(t, acc)
 
         shape = (ROWS, c.epilogue_tile_n)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
-from mgpu_ops.core.epilogue import store_tile
+from mgpu_ops.core.epilogue import deferred_stores, store_tile
 
 TILES, ROWS, COLUMNS = 3, 128, 64
 
@@ -77,3 +77,11 @@ def test_detector_finds_a_tile_that_does_not_wait_for_its_buffer(buffers, monkey
     except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on a race raises
         found = "RACE DETECTED" in str(error)
     assert found
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "wanted"),
+    [(4, 8, [[0], [1], [2], [3]]), (4, 3, [[0, 1], [2, 3]]), (5, 3, [[0, 1], [2, 3], [4]]), (3, 1, [[0, 1, 2]])],
+)
+def test_first_steps_store_all_epilogue_tiles_of_a_deferred_store(tiles, steps, wanted):
+    assert [list(some) for some in deferred_stores(tiles, steps)] == wanted
