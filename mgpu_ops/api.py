@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -51,8 +51,7 @@ from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.quantized_grouped import Problem as QuantizedGroupedMatmulProblem
 from mgpu_ops.quantized_grouped import quantized_grouped_matmul
 from mgpu_ops.registry.capture import capture
-from mgpu_ops.registry.database import DatabaseError
-from mgpu_ops.registry.resolution import use_configs
+from mgpu_ops.registry.database import AnyPath, DatabaseError
 from mgpu_ops.rms_norm import Config as RmsNormConfig
 from mgpu_ops.rms_norm import Problem as RmsNormProblem
 from mgpu_ops.rms_norm import rms_norm
@@ -102,6 +101,23 @@ def explain(op: OpName, problem: Any, gpu: str | None = None) -> str:
     if device is None:
         raise ValueError("no NVIDIA GPU is in use: name one, e.g. gpu='h200'")
     return resolution.explain(spec, problem, device)
+
+
+def use_configs(configs: Mapping[str, Any] | AnyPath) -> AbstractContextManager[None]:
+    """Uses `configs` inside a `with`, in this thread; the innermost block that has one wins.
+
+    `configs` maps an op's name to a Config, for every problem, or to a list of (Problem, Config); or it is the path of a
+    database file, read once here. In place of a Config, "xla" lets XLA run what it can run instead of the kernel
+    (`Baseline.differs`). A jitted function is traced again where the configs differ. A backward pass that JAX traces after the
+    block does not see them.
+
+    ValueError for an op that there is not, TypeError for what is no config; a config that cannot run raises at the call.
+    """
+    from mgpu_ops.registry import resolution
+
+    for op in configs if isinstance(configs, Mapping) else ():
+        spec_of(op)
+    return resolution.use_configs(configs)
 
 
 def autotune(

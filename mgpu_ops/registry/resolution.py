@@ -85,14 +85,7 @@ _overrides: Any = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def use_configs(configs: Mapping[str, Any] | AnyPath) -> Iterator[None]:
-    """Uses `configs` inside a `with`, in this thread; the innermost block that has one wins.
-
-    `configs` maps an op's name to a Config, for every problem, or to a list of (Problem, Config);
-    or it is the path of a database file, read once here. In place of a Config, "xla" lets XLA run
-    what it can run instead of the kernel (`Baseline.differs`). A jitted function is traced again
-    where the configs differ. A backward pass that JAX traces after the block does not see them.
-    TypeError for anything else; a config that cannot run raises at the call.
-    """
+    """What `mgpu_ops.use_configs` does, which knows what ops there are."""
     layer = _layer(configs)
     with _overrides((layer, *(_overrides.value or ()))):
         yield

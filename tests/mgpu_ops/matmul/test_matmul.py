@@ -643,6 +643,11 @@ def test_use_configs_retraces_and_ends_with_its_block(configs_that_run):
     assert rest == [OTHER, THIRD]
 
 
+def test_use_configs_names_the_ops_that_there_are():
+    with pytest.raises(ValueError, match="op 'matmull' is not one of matmul, gated_matmul"), use_configs({"matmull": OTHER}):
+        pass
+
+
 def test_use_configs_can_name_one_problem(configs_that_run):
     with gpu.target("h20"), use_configs({"matmul": [(MatmulProblem(24, 40, 16), OTHER)]}):
         matmul(*operands("nn", 24, 40, 16), backend="mosaic")
