@@ -7,6 +7,7 @@ So a small kernel behind the product, which reads it anyway, can do what would t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,17 @@ def checked_norm(function: str, count: int, rows: ArrayLike, epsilon: float) -> 
     found = floats.array(function, "rms_rows", rows)
     if found.ndim != 2 or found.shape[0] != count or not found.shape[1]:
         raise ValueError(f"rms_rows has shape {found.shape}: it must be [rows, width] with {count} rows")
+    return [found, jnp.full((1,), checked_epsilon("rms_epsilon", epsilon), np.float32)]
+
+
+def checked_epsilon(name: str, epsilon: Any) -> float:
+    """epsilon as a float. TypeError for what is no number, or traced; ValueError for one that is not finite or below 0."""
+    number = isinstance(epsilon, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(epsilon, jax.core.Tracer)
+    if not number or np.ndim(epsilon):
+        raise TypeError(f"{name}={epsilon!r:.80} is no Python number")
     if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"rms_epsilon={epsilon!r} must be a finite number of at least 0")
-    return [found, jnp.full((1,), epsilon, np.float32)]
+        raise ValueError(f"{name}={epsilon!r} must be a finite number of at least 0")
+    return float(epsilon)
 
 
 def normalised(rows: jax.Array, epsilon: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
-from mgpu_ops.matmul.arguments import checked_arrays, checked_epsilon, checked_out_dtype
+from mgpu_ops.matmul.arguments import checked_arrays, checked_out_dtype, epsilon_of
 from mgpu_ops.matmul.checks import check, supports
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space
@@ -174,7 +174,7 @@ def matmul(
     if rms_epsilon is not None:
         if transpose_a or "scale_a" in arrays or "scale_b" in arrays:
             raise ValueError("rms_epsilon divides rows of A stored as [..., m, k], without scales: leave one of them out")
-        arrays["epsilon"] = checked_epsilon(rms_epsilon, arrays["a"])
+        arrays["epsilon"] = epsilon_of(rms_epsilon, arrays["a"])
     return products(call, **arrays)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core.limits import FLOAT8, result_dtype
+from mgpu_ops.rows_norm import checked_epsilon
 
 
 def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
@@ -27,12 +27,9 @@ def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
     return arrays
 
 
-def checked_epsilon(epsilon: float, a: jax.Array) -> jax.Array:
-    """epsilon as the kernel takes it, float32 [1]. Raises for one that is no number of at least 0, and for A of 8 bits."""
-    if isinstance(epsilon, jax.core.Tracer) or not isinstance(epsilon, int | float | np.number):
-        raise TypeError(f"rms_epsilon={epsilon!r:.80} is no Python number")
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"rms_epsilon={epsilon!r} must be a finite number of at least 0")
+def epsilon_of(rms_epsilon: Any, a: jax.Array) -> jax.Array:
+    """rms_epsilon as the kernel takes it, float32 [1]. Raises for one that is no number of at least 0, and for A of 8 bits."""
+    epsilon = checked_epsilon("rms_epsilon", rms_epsilon)
     if a.dtype.name in FLOAT8 or not jnp.issubdtype(a.dtype, jnp.floating):
         raise ValueError(f"rms_epsilon divides rows of floats of 16 bits and more, not of {a.dtype}")
     return jnp.full((1,), epsilon, jnp.float32)

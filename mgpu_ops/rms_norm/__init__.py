@@ -39,6 +39,7 @@ from mgpu_ops.rms_norm.problem import (
     tolerance,
     unmeasured,
 )
+from mgpu_ops.rows_norm import checked_epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +116,9 @@ def rms_norm(
         raise ValueError(f"x{rows.shape} and weight{w.shape} do not fit: they are [..., width] and [width]")
     if w.dtype != rows.dtype:
         raise ValueError(f"x is {rows.dtype} and weight is {w.dtype}: cast one with .astype")
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"epsilon={epsilon!r} must be a finite number of at least 0")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.RmsNormConfig")
-    call = _Call(float(epsilon), config, dispatch.requested_backend(backend), bool(return_x))
+    call = _Call(checked_epsilon("epsilon", epsilon), config, dispatch.requested_backend(backend), bool(return_x))
     count = math.prod(rows.shape[:-1])
     found = _norm(call, *mesh.same_mesh_axes(rows.reshape(count, rows.shape[-1]), w))
     return jax.tree.map(lambda y: y.reshape(rows.shape), found)

@@ -23,7 +23,7 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
-from mgpu_ops.matmul.arguments import checked_epsilon, float_dtype
+from mgpu_ops.matmul.arguments import epsilon_of, float_dtype
 from mgpu_ops.matmul.gated.activation import FEW, run_gated_activation
 from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.gated.problem import (
@@ -132,7 +132,7 @@ def gated_matmul(
         joined=w_up is None,
     )
     m = int(np.prod(rows.shape[:-1], dtype=np.int64))
-    epsilon = [] if rms_epsilon is None else [checked_epsilon(rms_epsilon, rows)]
+    epsilon = [] if rms_epsilon is None else [epsilon_of(rms_epsilon, rows)]
     return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), *weights, *epsilon)).reshape(*rows.shape[:-1], n)
 
 

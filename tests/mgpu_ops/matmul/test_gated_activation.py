@@ -82,6 +82,12 @@ def test_gradients_and_vmap_and_leading_dimensions(assert_near):
             ValueError,
             "rms_epsilon=-1.0 must be",
         ),
+        (
+            np.ones((4, 8), BF16),
+            {"rms_rows": np.ones((4, 8), BF16), "rms_epsilon": None},
+            TypeError,
+            "rms_epsilon=None is no Python number",
+        ),
         (np.ones((4, 8), BF16), {"activation": "swish"}, ValueError, "activation='swish' is not one of"),
         (np.ones((4, 8), BF16), {"backend": "interpret"}, ValueError, "cannot run .*n=4 is no multiple of 128"),
         (
