@@ -92,8 +92,9 @@ def rotary_qkv(
     rows = floats.array("rotary_qkv", "qkv", qkv)
     turns = [floats.array("rotary_qkv", name, x).astype(np.float32) for name, x in (("cos", cos), ("sin", sin))]
     for name, number in (("heads", heads), ("kv_heads", kv_heads)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
             raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+    heads, kv_heads = int(heads), int(kv_heads)
     every = heads + 2 * kv_heads
     if rows.ndim < 2 or rows.shape[-1] % (2 * every) or not rows.shape[-1]:
         raise ValueError(

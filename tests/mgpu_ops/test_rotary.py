@@ -117,6 +117,13 @@ def test_rotations_leave_scores_of_equal_distances_equal():
         assert np.allclose(of_distance, of_distance[:, :1], atol=1e-2)
 
 
+def test_heads_are_integers_of_any_kind():
+    qkv = joined(2)
+    counted = rotary_qkv(qkv, *turns(), heads=np.int64(HEADS), kv_heads=np.int32(KV_HEADS))
+    for found, wanted in zip(counted, rotary_qkv(qkv, *turns(), heads=HEADS, kv_heads=KV_HEADS), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_forward_and_backward_pass_are_a_kernel_each_and_keep_nothing_of_qkv():
     qkv = jax.ShapeDtypeStruct((1, 8192, 6144), BF16)
     rotate = functools.partial(rotary_qkv, heads=32, kv_heads=8)

@@ -1140,6 +1140,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": np.ones(4, int)}, TypeError, "sinks have dtype int32: they must be floats; cast them first"),
     # numbers
     ({"scale": 0}, ValueError, "scale=0 must be a finite number other than 0"),
+    ({"scale": "x"}, TypeError, "scale='x' is no number"),
     ({"scale": float("nan")}, ValueError, "scale=nan must be a finite number other than 0"),
     ({"scale": float("inf")}, ValueError, "scale=inf must be a finite number"),
     ({"soft_cap": 0.0}, ValueError, "soft_cap=0.0 must be a finite number above 0"),
