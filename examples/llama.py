@@ -94,20 +94,21 @@ def init(model: Model, key: jax.Array, dtype: Any = jnp.float32) -> Params:
 class Backend:
     """The functions in which backends differ.
 
+    embedding: rows of a table [vocabulary, width], of tokens [n].
     product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
-    heads: q, k and v, rotated, of what a layer's first product yields: of the model, that, the batch and positions (`heads`).
     gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
     mlp: (silu(x w_gate) * (x w_up)) w_down + residual, of which gate and up are kept for the backward pass.
-    attention: causal, of q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim].
+    attention: causal, of what a layer's first product yields, q, k and v joined, once q and k are rotated: of the model, that,
+      the batch and positions; [batch, tokens, heads, head_dim].
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
     norm: RMS norm of x [tokens, width] with a weight [width]; with return_x=True that and x, for what goes around it.
     """
 
+    embedding: Callable[[jax.Array, jax.Array], jax.Array]
     product: Callable[..., jax.Array]
-    heads: Callable[[Model, jax.Array, int, jax.Array], Sequence[jax.Array]]
     gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     mlp: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-    attention: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    attention: Callable[[Model, jax.Array, int, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
 
@@ -161,29 +162,29 @@ def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
     return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
 
 
-def _rotary_heads(model: Model, qkv: jax.Array, batch: int, positions: jax.Array) -> Sequence[jax.Array]:
+def _rotary_attention(model: Model, qkv: jax.Array, batch: int, positions: jax.Array) -> jax.Array:
     cos, sin = turns(model, positions)
     qkv = qkv.reshape(batch, len(positions), -1)
-    return mgpu_ops.rotary_qkv(qkv, cos, sin, heads=model.heads, kv_heads=model.kv_heads)
+    return mgpu_ops.rotary_attention(qkv, cos, sin, heads=model.heads, kv_heads=model.kv_heads, causal=True)
 
 
 OURS = Backend(
+    mgpu_ops.embedding,
     _product,
-    _rotary_heads,
     mgpu_ops.gated_matmul,
     _gated_mlp,
-    functools.partial(mgpu_ops.flash_attention, causal=True),
+    _rotary_attention,
     mgpu_ops.cross_entropy,
     functools.partial(mgpu_ops.rms_norm, epsilon=EPSILON),
 )
 BACKENDS = {
     # The loss through XLA is written so that its gradient keeps the logits and their sums of exponentials alone.
     "xla": Backend(
+        lambda table, tokens: table[tokens],
         _xla_product,
-        lambda *given: heads(*given),
         _xla_gated,
         functools.partial(_mlp, _xla_product),
-        _xla_attention,
+        lambda *given: _xla_attention(*heads(*given)),
         functools.partial(mgpu_ops.cross_entropy, backend="xla"),
         _xla_norm,
     ),
@@ -235,10 +236,10 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
     """The mean cross-entropy of tokens [batch, n + 1], each from those before it."""
     batch, n = tokens.shape[0], tokens.shape[1] - 1
     positions = jnp.arange(n)
-    x = params["embedding"][tokens[:, :-1].reshape(-1)]
+    x = backend.embedding(params["embedding"], tokens[:, :-1].reshape(-1))
     for layer in params["layers"]:
         normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
-        attended = backend.attention(*backend.heads(model, backend.product(normal, layer["qkv"]), batch, positions))
+        attended = backend.attention(model, backend.product(normal, layer["qkv"]), batch, positions)
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
         x = ffn(backend, layer, x, recompute)
     logits = _head(backend, params, x)

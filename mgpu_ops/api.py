@@ -19,6 +19,9 @@ from mgpu_ops.core.gpu import target
 from mgpu_ops.cross_entropy import Config as CrossEntropyConfig
 from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
 from mgpu_ops.cross_entropy import cross_entropy
+from mgpu_ops.embedding import Config as EmbeddingConfig
+from mgpu_ops.embedding import Problem as EmbeddingProblem
+from mgpu_ops.embedding import embedding
 from mgpu_ops.fp8_grouped import fp8_grouped_matmul
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.dot_general import ragged_dot_general
@@ -59,6 +62,7 @@ from mgpu_ops.rotary import Config as RotaryConfig
 from mgpu_ops.rotary import Problem as RotaryProblem
 from mgpu_ops.rotary import rotary_qkv
 from mgpu_ops.rotary.into_cache import rotary_into_cache
+from mgpu_ops.rotary_attention import rotary_attention
 
 type OpName = Literal[
     "matmul",
@@ -74,6 +78,7 @@ type OpName = Literal[
     "cross_entropy",
     "rms_norm",
     "rotary",
+    "embedding",
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -160,6 +165,8 @@ __all__ = [
     "CrossEntropyConfig",
     "CrossEntropyProblem",
     "DatabaseError",
+    "EmbeddingConfig",
+    "EmbeddingProblem",
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
     "FlashAttentionProblem",
@@ -191,6 +198,7 @@ __all__ = [
     "dot_general",
     "dot_product_attention",
     "einsum",
+    "embedding",
     "explain",
     "flash_attention",
     "fp8_gated_mlp",
@@ -215,6 +223,7 @@ __all__ = [
     "ragged_dot_general",
     "reduce_scatter",
     "rms_norm",
+    "rotary_attention",
     "rotary_into_cache",
     "rotary_qkv",
     "spec_of",

@@ -6,6 +6,7 @@ from mgpu_ops.attention.flash_attention import BACKWARD as _FLASH_ATTENTION_BACK
 from mgpu_ops.attention.flash_attention import FORWARD as _FLASH_ATTENTION
 from mgpu_ops.collectives import SPECS as _COLLECTIVES
 from mgpu_ops.cross_entropy import SPEC as _CROSS_ENTROPY
+from mgpu_ops.embedding import SPEC as _EMBEDDING
 from mgpu_ops.grouped.gated import SPEC as _GATED_GROUPED_MATMUL
 from mgpu_ops.grouped.grouped_matmul import SPEC as _GROUPED_MATMUL
 from mgpu_ops.grouped.ragged_contraction import SPEC as _RAGGED_CONTRACTION
@@ -32,6 +33,7 @@ _OPS = (
     _CROSS_ENTROPY,
     _RMS_NORM,
     _ROTARY,
+    _EMBEDDING,
     *_COLLECTIVES.values(),
 )
 SPECS: dict[str, OpSpec] = {spec.name: spec for spec in _OPS}

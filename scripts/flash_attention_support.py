@@ -221,7 +221,7 @@ def watched(device: gpus.Gpu | None) -> Iterator[list[Ran]]:
 
         return dataclasses.replace(spec, run=run, reference=reference)
 
-    for product in (attention._forward_product, attention._backward_product):
+    for product in (attention.forward_product, attention.backward_product):
         product.cache_clear()  # what was traced before would not be dispatched again
     with (
         mock.patch.object(gpus, "current", return_value=device),
@@ -229,7 +229,7 @@ def watched(device: gpus.Gpu | None) -> Iterator[list[Ran]]:
         mock.patch.object(attention, "BACKWARD", watch(attention.BACKWARD)),
     ):
         yield ran
-    for product in (attention._forward_product, attention._backward_product):
+    for product in (attention.forward_product, attention.backward_product):
         product.cache_clear()
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import mgpu_ops
 from mgpu_ops import (
     CrossEntropyProblem,
+    EmbeddingProblem,
     FlashAttentionProblem,
     GatedGroupedMatmulProblem,
     GatedMatmulProblem,
@@ -172,6 +173,11 @@ def _rotary(problem: RotaryProblem, backend: dispatch.Backend | None) -> Callabl
     return lambda qkv, cos, sin: rotate(qkv.reshape(sequences, p.positions, -1), cos, sin)
 
 
+def _embedding(problem: EmbeddingProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
+    """The op itself, a gradient, which users get through `jax.grad`."""
+    return lambda *arrays: dispatch.run(mgpu_ops.spec_of("embedding"), problem, arrays, config=None, backend=backend)
+
+
 # op -> call(problem, backend): the public function on the arrays of `arrays_of`
 CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] = {
     "matmul": _matmul,
@@ -187,6 +193,7 @@ CALLS: dict[str, Callable[[Any, dispatch.Backend | None], Callable[..., Any]]] =
     "cross_entropy": _cross_entropy,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
+    "embedding": _embedding,
 }
 
 

@@ -15,7 +15,7 @@ import dataclasses
 
 import jax
 
-from mgpu_ops.attention import backward_dkdv, backward_dq
+from mgpu_ops.attention import backward_dkdv, backward_dq, backward_round
 from mgpu_ops.attention.heads import backward_dim
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import BackwardArrays, pad_head
@@ -41,3 +41,19 @@ def launch(
         dq = backward_dq.launch(p, c, gpu, given, interpret)
     gradients = dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_dim]
     return gradients if dbias is None else (*gradients, dbias)
+
+
+def launch_joined(
+    p: BackwardProblem,
+    c: BackwardConfig,
+    gpu: Gpu,
+    turned: tuple[jax.Array, ...],
+    *arrays: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """As `launch`, the gradient of what q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim]."""
+    q, k, v, out_grad, lse, delta, *options = arrays
+    given = BackwardArrays(q, k, v, out_grad, lse, delta, Inputs.of(p, tuple(options)))
+    dq, dk, dv, _ = backward_dkdv.launch(p, c, gpu, given, interpret, as_tiles=True)
+    assert dq is not None
+    return backward_round.launch_joined(p, dq, dk, dv, given.inputs.options, turned, interpret)

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
@@ -46,9 +47,12 @@ from mgpu_ops.core.pipeline import Pipeline
 
 
 def launch(
-    p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool
+    p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool, as_tiles: bool = False
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
-    """dq in mode "fused", else None; dk; dv; the gradient of the bias, or None."""
+    """dq in mode "fused", else None; dk; dv; the gradient of the bias, or None.
+
+    as_tiles: with `dq_step="next"`, dq as its tiles in float32, without scale.
+    """
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
     lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
@@ -63,7 +67,9 @@ def launch(
         if stores_first(p, c) and not interpret:
             dq_type = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
         else:
-            dq = jax.new_ref(jnp.zeros((tiles if interpret else 1, *shape), jnp.float32))
+            # After delta, or XLA would write the zeros of all layers at the program's start, and keep them.
+            zero, delta = lax.optimization_barrier((jnp.zeros((), jnp.float32), delta))
+            dq = jax.new_ref(jnp.broadcast_to(zero, (tiles if interpret else 1, *shape)))
     turns: Any = None
     following: Any = None
     if in_turns(p, c):
@@ -101,7 +107,7 @@ def launch(
     if c.mode == "fused":
         dq = (outputs[0] if outputs else engine.frozen(dq, arrays.q, arrays.k)).sum(0)
         if c.dq_step == "next":
-            dq = backward_round.launch(p, dq, arrays, interpret)
+            dq = dq if as_tiles else backward_round.launch(p, dq, arrays, interpret)
         else:
             dq = (dq[:, : p.q_tokens] * arrays.inputs.options[0]).astype(p.dtype)
     if dbias is not None:

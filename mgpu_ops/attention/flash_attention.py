@@ -234,7 +234,7 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Output and log2 of each row's sum of exponentials with any sink, +inf for a row that sees nothing."""
-    return _forward_product(call)(q, k, v, inputs)
+    return forward_product(call)(q, k, v, inputs)
 
 
 def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
@@ -250,14 +250,19 @@ def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inp
 def _attention_backward(call: Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     q, k, v, inputs, out, lse = saved
     out_grad, lse_grad = gradients
-    accurate = np.promote_types(q.dtype, np.float32)
-    delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
-    delta = jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
-    dq, dk, dv, *dbias = _backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta, out)
+    delta = delta_of(out, out_grad, lse, lse_grad)
+    dq, dk, dv, *dbias = backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta, out)
     if inputs.bias is not None and not dbias:
         dbias = [jnp.zeros_like(inputs.bias)]  # a mask
     dsinks = None if inputs.sinks is None else _gradient_of_sinks(inputs.sinks, lse, delta)
     return dq, dk, dv, Inputs(jnp.zeros_like(inputs.options), bias=dbias[0] if dbias else None, sinks=dsinks)
+
+
+def delta_of(out: jax.Array, out_grad: jax.Array, lse: jax.Array, lse_grad: ArrayLike) -> jax.Array:
+    """The rows' sums of output times its gradient, less the gradient of lse; [batch, q_heads, q_tokens]."""
+    accurate = np.promote_types(out.dtype, np.float32)
+    delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
+    return jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
 
 
 def _gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
@@ -277,7 +282,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.cache
-def _forward_product(call: Call) -> Callable[..., Any]:
+def forward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs) to (output, lse): one kernel, or XLA. Jitted, so that eager calls trace once."""
 
     @jax.custom_batching.custom_vmap
@@ -299,7 +304,7 @@ def _forward_product(call: Call) -> Callable[..., Any]:
 
 
 @functools.cache
-def _backward_product(call: Call) -> Callable[..., Any]:
+def backward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any."""
 
     @jax.custom_batching.custom_vmap
@@ -413,6 +418,31 @@ def _run_backward(
     from mgpu_ops.attention.backward import launch
 
     return launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+def joins(problem: BackwardProblem, config: BackwardConfig) -> bool:
+    """Whether `joined` can run: where the kernel leaves dq as tiles in float32, whose two panels are the halves of a head."""
+    p = problem
+    plain = p.q_tokens == p.kv_tokens and p.head_dim == p.v_dim == 128 and not (p.lengths or p.sinks or p.bias_grad)
+    return plain and (config.mode, config.dq_step) == ("fused", "next")
+
+
+def joined(
+    problem: BackwardProblem,
+    config: BackwardConfig,
+    gpu: gpus.Gpu,
+    turned: tuple[jax.Array, ...],
+    *arrays: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """The gradient of the array that q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim].
+
+    turned: cosines and sines, float32 [tokens, head_dim / 2]. arrays: q, k, v, the output's gradient, lse, delta and
+    `Inputs.arrays()`. Only where `joins`.
+    """
+    from mgpu_ops.attention.backward import launch_joined
+
+    return launch_joined(problem, config, gpu, turned, *arrays, interpret=interpret)
 
 
 def _baseline(problem: Problem) -> Baseline | None:

@@ -106,3 +106,17 @@ def run(
         if callable(instead):
             return instead(*arrays)
     return spec.run(problem, found.config, choice.device, *arrays, interpret=choice.backend == "interpret")
+
+
+def kernel_of(
+    spec: OpSpec, problem: Problem, *, config: Config | None, backend: str | None
+) -> tuple[Config, gpu.Gpu, bool] | None:
+    """The config of the kernel that `run` would run, its GPU, and whether it is interpreted. None: it would run no kernel."""
+    if capture.capturing():
+        return None
+    choice = choose(spec, problem, backend)
+    if choice.device is None:
+        return None
+    found = resolution.resolve(spec, problem, choice.device, config)
+    runs_kernel = backend is not None or found.runs == "kernel"
+    return (found.config, choice.device, choice.backend == "interpret") if runs_kernel else None

@@ -42,7 +42,7 @@ from mgpu_ops.rotary.problem import (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class RotaryCall:
     """The arguments of a call other than its arrays."""
 
     heads: int
@@ -50,6 +50,43 @@ class _Call:
     config: Config | None
     backend: dispatch.Backend | None
     gradient: bool = False
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, config: Config | None, backend: dispatch.Backend | None) -> RotaryCall:
+        """Raises for what is none of these."""
+        for name, number in (("heads", heads), ("kv_heads", kv_heads)):
+            if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
+                raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config is {config!r}: pass a mgpu_ops.RotaryConfig")
+        return cls(int(heads), int(kv_heads), config, dispatch.requested_backend(backend))
+
+    def checked(self, op: str, qkv: ArrayLike, cos: ArrayLike, sin: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """qkv as [rows, all heads, head_dim], and cosines and sines. Raises where they do not fit each other."""
+        rows = floats.array(op, "qkv", qkv)
+        turns = [floats.array(op, name, x).astype(np.float32) for name, x in (("cos", cos), ("sin", sin))]
+        every = self.heads + 2 * self.kv_heads
+        if rows.ndim < 2 or rows.shape[-1] % (2 * every) or not rows.shape[-1]:
+            raise ValueError(
+                f"qkv has shape {rows.shape}: it is [..., tokens, width], and width is {every} (heads + 2 kv_heads) times an "
+                "even head_dim"
+            )
+        tokens, head_dim = rows.shape[-2], rows.shape[-1] // every
+        for name, x in zip(("cos", "sin"), turns, strict=True):
+            if x.shape != (tokens, head_dim // 2):
+                raise ValueError(
+                    f"{name} has shape {x.shape}: for qkv{rows.shape} it is [tokens, head_dim / 2] = {(tokens, head_dim // 2)}"
+                )
+        cos, sin = map(lax.stop_gradient, turns)
+        return rows.reshape(math.prod(rows.shape[:-1]), every, head_dim), cos, sin
+
+    def backward(self) -> RotaryCall:
+        """The call of the gradient."""
+        return dataclasses.replace(self, config=None, gradient=True)
+
+    def run(self, *arrays: jax.Array) -> Any:
+        """q, k and v of what is joined, cosines and sines; with `gradient`, what is joined of q, k, v, cosines and sines."""
+        return _batchable(self)(*arrays)
 
 
 def rotary_qkv(
@@ -89,44 +126,24 @@ def rotary_qkv(
       ValueError: shapes that do not fit each other, heads that do not divide, an unknown backend, a config that cannot run.
       TypeError: not arrays of floats.
     """
-    rows = floats.array("rotary_qkv", "qkv", qkv)
-    turns = [floats.array("rotary_qkv", name, x).astype(np.float32) for name, x in (("cos", cos), ("sin", sin))]
-    for name, number in (("heads", heads), ("kv_heads", kv_heads)):
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
-            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
-    heads, kv_heads = int(heads), int(kv_heads)
-    every = heads + 2 * kv_heads
-    if rows.ndim < 2 or rows.shape[-1] % (2 * every) or not rows.shape[-1]:
-        raise ValueError(
-            f"qkv has shape {rows.shape}: it is [..., tokens, width], and width is {every} (heads + 2 kv_heads) times an even "
-            "head_dim"
-        )
-    tokens, head_dim = rows.shape[-2], rows.shape[-1] // every
-    for name, x in zip(("cos", "sin"), turns, strict=True):
-        if x.shape != (tokens, head_dim // 2):
-            raise ValueError(
-                f"{name} has shape {x.shape}: for qkv{rows.shape} it is [tokens, head_dim / 2] = {(tokens, head_dim // 2)}"
-            )
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.RotaryConfig")
-    call = _Call(heads, kv_heads, config, dispatch.requested_backend(backend))
-    lead = rows.shape[:-1]
-    arrays = mesh.same_mesh_axes(rows.reshape(math.prod(lead), every, head_dim), *map(lax.stop_gradient, turns))
+    call = RotaryCall.of(heads, kv_heads, config, backend)
+    arrays = mesh.same_mesh_axes(*call.checked("rotary_qkv", qkv, cos, sin))
+    lead, head_dim = np.shape(qkv)[:-1], arrays[0].shape[-1]
     q, k, v = _apart(call, *arrays)
     return q.reshape(*lead, heads, head_dim), k.reshape(*lead, kv_heads, head_dim), v.reshape(*lead, kv_heads, head_dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apart(call: _Call, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
-    return _batchable(call)(qkv, cos, sin)
+def _apart(call: RotaryCall, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+    return call.run(qkv, cos, sin)
 
 
-def _forward(call: _Call, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+def _forward(call: RotaryCall, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
     return _apart(call, qkv, cos, sin), (cos, sin)
 
 
-def _backward(call: _Call, saved: Any, gradients: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    joined = _batchable(dataclasses.replace(call, config=None, gradient=True))(*gradients, *saved)
+def _backward(call: RotaryCall, saved: Any, gradients: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    joined = call.backward().run(*gradients, *saved)
     return joined, *map(jnp.zeros_like, saved)
 
 
@@ -134,7 +151,7 @@ _apart.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _batchable(call: _Call) -> Any:
+def _batchable(call: RotaryCall) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
     @jax.custom_batching.custom_vmap
@@ -202,4 +219,4 @@ SPEC = OpSpec(
     unmeasured=unmeasured,
 )
 
-__all__ = ["SPEC", "Config", "Problem", "default", "launch", "reference", "rotary_qkv", "smem_bytes"]
+__all__ = ["SPEC", "Config", "Problem", "RotaryCall", "default", "launch", "reference", "rotary_qkv", "smem_bytes"]

@@ -215,6 +215,7 @@ UNBOUNDED = {
     ("cross_entropy", 3): {"stages"},
     ("rms_norm", 3): {"stages"},
     ("rotary", 3): {"stages"},
+    ("embedding", 3): {"blocks"},
     **{(kind, 3): {"blocks", "stages"} for kind in ("all_reduce", "reduce_scatter", "all_gather")},
 }
 

@@ -606,6 +606,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
     "cross_entropy": {"xla": _baseline("cross_entropy")},
     "rms_norm": {"xla": _baseline("rms_norm")},
     "rotary": {"xla": _baseline("rotary")},
+    "embedding": {"xla": _baseline("embedding")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
         "jax-pallas": Competitor(

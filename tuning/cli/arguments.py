@@ -67,6 +67,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "cross_entropy": ("llm", "gradient"),
     "rms_norm": ("llm", "gradient"),
     "rotary": ("llm", "gradient"),
+    "embedding": ("llm",),
     "all_reduce": ("2-gpus", "4-gpus", "8-gpus"),
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
@@ -86,6 +87,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "cross_entropy": ("xla",),
     "rms_norm": ("xla",),
     "rotary": ("xla",),
+    "embedding": ("xla",),
 }
 BACKENDS = ("mosaic", "interpret", "xla")
 _SHAPES = "square-2048 of matmul, mixtral-8x7b-gate_up-2048-even of grouped_matmul, llama3-8b-8192-causal of flash_attention"
@@ -282,10 +284,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
         "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
     },
-    "cross_entropy (--dtype also f32, --gradient too), rms_norm (--gradient and --residual too)": {
+    "cross_entropy (--dtype also f32, --gradient too), rms_norm (--gradient and --residual too), embedding": {
         "rows": _SIZE | {"help": "rows of the logits, or of x: tokens"},
-        "vocabulary": _SIZE | {"help": "columns of the logits"},
-        "width": _SIZE | {"help": "columns of x"},
+        "vocabulary": _SIZE | {"help": "columns of the logits; rows of an embedding"},
+        "width": _SIZE | {"help": "columns of x, or of an embedding"},
     },
     "rotary (--rows, --kv-heads, --head-dim and --gradient too)": {
         "positions": _SIZE | {"help": "tokens of a sequence, of which the rows are one or more"},

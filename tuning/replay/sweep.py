@@ -39,7 +39,8 @@ ANALYTIC = 6  # of an op's candidates are among the extras
 _SAVE_SECONDS = 20.0  # between two saves of a sweep under way
 
 # The problems of the suite "replay", by op: names of `OpSpec.shapes`. Small and large, square and flat, of three layouts and
-# three kinds of mask, bound by arithmetic and by memory. rms_norm and rotary have 16 configs at most: nothing to search.
+# three kinds of mask, bound by arithmetic and by memory. rms_norm, rotary and embedding have 16 configs at most: nothing to
+# search.
 REPLAY: dict[str, tuple[str, ...]] = {
     "matmul": (
         "square-2048",
@@ -119,6 +120,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "cross_entropy": {},
     "rms_norm": {},
     "rotary": {},
+    "embedding": {},
 }
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("epilogue_tile_n", "raster_width", "cluster"),
@@ -134,6 +136,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("stages",),
     "rms_norm": ("stages",),
     "rotary": ("stages",),
+    "embedding": ("loads",),
 }
 
 

@@ -1,0 +1,171 @@
+"""embedding: rows of a table by token, whose gradient is one pass over the table; for NVIDIA Hopper.
+
+`problem.py`: what the gradient is, and which configs run it. `model.py`: which configs are worth trying. `kernel.py`: the
+kernel. Here: the public function, its gradient and batching rules, the reference, and the op's SPEC.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats, integers
+from mgpu_ops.core import mesh
+from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.embedding.model import candidates, cost, default, distance, space
+from mgpu_ops.embedding.problem import (
+    SHAPES,
+    SUITES,
+    Config,
+    Problem,
+    bytes_moved,
+    check,
+    flops,
+    inputs,
+    supports,
+    tolerance,
+    unmeasured,
+)
+from mgpu_ops.registry import dispatch
+from mgpu_ops.registry.spec import Baseline, OpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    config: Config | None
+    backend: dispatch.Backend | None
+
+
+def embedding(
+    table: ArrayLike,
+    tokens: ArrayLike,
+    *,
+    config: Config | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """table[tokens], whose gradient is one pass over the table and sums in float32.
+
+    Args:
+      table: floats [vocabulary, width]. For the kernel bfloat16 or float16 with a width that is a multiple of 256.
+      tokens: integers [...] of any dtype. One that is out of range counts as the nearest.
+      config: runs the gradient's kernel with this Config instead of the database's.
+      backend: of the gradient: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race
+        detection; any machine, slow), "xla" (a scatter, which adds in the table's dtype). Default: $MGPU_OPS_BACKEND, else
+        "mosaic" where GPU and problem allow it and the kernel was measured to be the faster for this problem or one near it,
+        otherwise "xla".
+
+    Returns:
+      [..., width] of the table's dtype. XLA gathers it, whatever the backend.
+
+    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps the tokens alone. With the kernel the sum of a
+    word's tokens is rounded once, and the same from run to run.
+
+    Raises:
+      ValueError: a table of another rank, an empty vocabulary, an unknown backend, a config that cannot run.
+      TypeError: a table that holds no floats, tokens that are no integers.
+    """
+    rows, numbers = floats.array("embedding", "table", table), integers.array("tokens", tokens)
+    if rows.ndim != 2 or not rows.shape[0]:
+        raise ValueError(f"table has shape {rows.shape}: it is [vocabulary, width], with a word or more")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}: pass a mgpu_ops.EmbeddingConfig")
+    call, last = _Call(config, dispatch.requested_backend(backend)), rows.shape[0] - 1
+    known = jnp.clip(integers.clipped(numbers, last), 0, last)
+    out = _look_up(call, *mesh.same_mesh_axes(rows, known.reshape(-1)))
+    return out.reshape(*known.shape, rows.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _look_up(call: _Call, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table.at[tokens].get(mode="promise_in_bounds")
+
+
+def _forward(call: _Call, table: jax.Array, tokens: jax.Array) -> Any:
+    return _look_up(call, table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    tokens, like = saved
+    return _gradient(call, like.shape[0])(g, tokens), None
+
+
+_look_up.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _gradient(call: _Call, vocabulary: int) -> Any:
+    """The gradient of the table from that of its rows and from the tokens. It is jitted, so that eager calls trace once."""
+
+    @jax.custom_batching.custom_vmap
+    def gradient(g: jax.Array, tokens: jax.Array) -> jax.Array:
+        problem = Problem(g.shape[0], vocabulary, g.shape[1], g.dtype.name)
+        return dispatch.run(SPEC, problem, (g, tokens), config=call.config, backend=call.backend)
+
+    @gradient.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        whole = [x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(arrays, batched, strict=True)]
+        return lax.map(lambda each: run(*each), whole), True
+
+    run = jax.jit(gradient)
+    return run
+
+
+def reference(problem: Problem, g: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The same through XLA."""
+    p = problem
+    zeros = jnp.zeros((p.vocabulary, p.width), np.promote_types(p.dtype, np.float32))
+    return zeros.at[tokens].add(g.astype(zeros.dtype), mode="promise_in_bounds").astype(p.dtype)
+
+
+def _scattered(problem: Problem, g: jax.Array, tokens: jax.Array) -> jax.Array:
+    """As JAX has the gradient of a lookup: each sum is rounded."""
+    zeros = jnp.zeros((problem.vocabulary, problem.width), problem.dtype)
+    return zeros.at[tokens].add(g, mode="promise_in_bounds")
+
+
+def _baseline(problem: Problem) -> Baseline:
+    return Baseline("xla", _scattered, differs="it rounds each sum to the table's dtype")
+
+
+def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
+    """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
+    from mgpu_ops.embedding import kernel
+
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+
+
+SPEC = OpSpec(
+    name="embedding",
+    version=1,
+    Problem=Problem,
+    Config=Config,
+    shapes=SHAPES,
+    suites=SUITES,
+    space=space,
+    supports=supports,
+    check=check,
+    candidates=candidates,
+    default=default,
+    cost=cost,
+    distance=distance,
+    flops=flops,
+    bytes=bytes_moved,
+    inputs=inputs,
+    run=launch,
+    reference=reference,
+    tolerance=tolerance,
+    baseline=_baseline,
+    unmeasured=unmeasured,
+)
+
+__all__ = ["SPEC", "Config", "Problem", "default", "embedding", "launch", "reference"]

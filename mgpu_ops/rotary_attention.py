@@ -1,0 +1,170 @@
+"""rotary_attention: attention of one projection's q, k and v, of which q and k are rotated: `rotary_qkv` and `flash_attention`.
+
+The backward pass is where it gains: dq, which the kernel of attention's gradients adds up in float32, is rounded, rotated back
+and joined with dk and dv by one kernel, where a call of each of the two takes two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from mgpu_ops.attention import flash_attention as attention
+from mgpu_ops.attention.arguments import Arguments, Call, Window, check_qkv
+from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem, Config
+from mgpu_ops.core import mesh
+from mgpu_ops.registry import dispatch
+from mgpu_ops.rotary import RotaryCall
+
+
+def rotary_attention(
+    qkv: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    *,
+    heads: int,
+    kv_heads: int,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    deterministic: bool = False,
+    config: Config | None = None,
+    backward_config: BackwardConfig | None = None,
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """`flash_attention` of the q, k and v of `rotary_qkv`, whose gradient takes one kernel less.
+
+    Args:
+      qkv: floats [..., tokens, (heads + 2 kv_heads) * head_dim]: the heads of q, then those of k, then those of v.
+      cos, sin: [tokens, head_dim / 2], constants, as of `rotary_qkv`.
+      heads, kv_heads: of q; of k, and of v.
+      causal, window, scale, soft_cap, deterministic, config, backward_config: as of `flash_attention`.
+      backend: as of both. Default: for each of the two kernels what a call of its own would run.
+
+    Returns:
+      [..., tokens, heads, head_dim] of qkv's dtype.
+
+    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps q, k and v as they are rotated, and the output.
+
+    Raises:
+      ValueError, TypeError: as `rotary_qkv` and `flash_attention`.
+    """
+    rotary = RotaryCall.of(heads, kv_heads, None, backend)
+    rows, *turned = rotary.checked("rotary_attention", qkv, cos, sin)
+    tokens, head_dim = turned[0].shape[0], rows.shape[-1]
+    lead = jnp.shape(qkv)[:-2]
+    shapes: list[Any] = [
+        jax.ShapeDtypeStruct((math.prod(lead), tokens, n, head_dim), rows.dtype)
+        for n in (rotary.heads, rotary.kv_heads, rotary.kv_heads)
+    ]
+    q, k, v = shapes
+    check_qkv(q, k, v)
+    arguments = Arguments(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        deterministic=deterministic,
+        config=config,
+        backward_config=backward_config,
+        backend=backend,
+    )
+    call = _Call(rotary, arguments.call())
+    joined = rows.reshape(*q.shape[:2], -1, head_dim)
+    if arguments.checked_scale() < 0:  # the kernels take the largest score before they scale
+        sign = jnp.where(jnp.arange(joined.shape[2]) < heads, -1, 1)[:, None]
+        joined *= sign.astype(joined.dtype)
+    out = _attention(call, *mesh.same_mesh_axes(joined, *turned, arguments.inputs().options))
+    return out.reshape(*lead, tokens, heads, head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call other than its arrays."""
+
+    rotary: RotaryCall
+    attention: Call
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, joined: jax.Array, cos: jax.Array, sin: jax.Array, options: jax.Array) -> jax.Array:
+    """joined: [batch, tokens, heads + 2 kv_heads, head_dim]; options as of `Inputs`."""
+    return _forward(call, joined, cos, sin, options)[0]
+
+
+def _forward(call: _Call, joined: jax.Array, cos: jax.Array, sin: jax.Array, options: jax.Array) -> Any:
+    batch, tokens, _, head_dim = joined.shape
+    apart = call.rotary.run(joined.reshape(batch * tokens, -1, head_dim), cos, sin)
+    q, k, v = (x.reshape(batch, tokens, -1, head_dim) for x in apart)
+    out, lse = attention.forward_product(call.attention)(q, k, v, Inputs(options))
+    return out, (q, k, v, options, out, lse, cos, sin)
+
+
+def _backward(call: _Call, saved: Any, out_grad: jax.Array) -> tuple[jax.Array, ...]:
+    q, k, v, options, out, lse, cos, sin = saved
+    delta = attention.delta_of(out, out_grad, lse, 0.0)
+    joined = _joined(call)(q, k, v, out_grad.astype(q.dtype), lse, delta, out, options, cos, sin)
+    return joined, *map(jnp.zeros_like, (cos, sin, options))
+
+
+_attention.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _joined(call: _Call) -> Any:
+    """From q, k, v, the gradient of the output, lse, delta, the output, options, cosines and sines to what `joined` gets."""
+
+    @jax.custom_batching.custom_vmap
+    def gradient(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        out_grad: jax.Array,
+        lse: jax.Array,
+        delta: jax.Array,
+        out: jax.Array,
+        options: jax.Array,
+        *turned: jax.Array,
+    ) -> jax.Array:
+        inputs, of = Inputs(options), call.attention
+        problem = BackwardProblem(**dataclasses.asdict(of.problem(q, k, v, inputs)), deterministic=of.deterministic)
+        if found := dispatch.kernel_of(attention.BACKWARD, problem, config=of.backward_config, backend=of.backend):
+            config: Any = found[0]
+            _, gpu, interpret = found
+            if attention.joins(problem, config):
+                return attention.joined(
+                    problem, config, gpu, turned, q, k, v, out_grad, lse, delta, options, interpret=interpret
+                )
+        gradients = attention.backward_product(of)(q, k, v, inputs, out_grad, lse, delta, out)
+        batch, tokens, _, head_dim = q.shape
+        joined = call.rotary.backward().run(*(x.reshape(batch * tokens, -1, head_dim) for x in gradients), *turned)
+        return joined.reshape(batch, tokens, -1, head_dim)
+
+    @gradient.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        if all(batched[:-3]) and not any(batched[-3:]):  # more sequences
+            out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-3]), *arrays[-3:])
+            return out.reshape(size, -1, *out.shape[1:]), True
+        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
+
+        def one(slices: list[jax.Array]) -> Any:
+            each = iter(slices)
+            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+        return lax.map(one, mapped), True
+
+    run = jax.jit(gradient)
+    return run
