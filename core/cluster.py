@@ -132,11 +132,19 @@ class ClusterColumns(ScratchType):
         return [plgpu.RefUnion(before, inbox) if self.blocks > 1 else before]
 
 
-class _ClusterSum:
-    """What a kernel has of a `ClusterSum`. Its inbox is free when `taken` by the first block, and holds what has `arrived`."""
+class _Inbox[Kind]:
+    """What a kernel has of sums over a cluster: memory that blocks send to, and barriers, when all `arrived` and is `taken`."""
 
-    def __init__(self, kind: ClusterSum, inbox: Any, arrived: Any, taken: Any):
+    def __init__(self, kind: Kind, inbox: Any, arrived: Any, taken: Any):
         self._kind, self._inbox, self._arrived, self._taken = kind, inbox, arrived, taken
+
+    def finish(self) -> None:
+        """Waits until all have their last sums: a block that ends before would take its shared memory from under the others."""
+        plgpu.barrier_wait(self._taken)
+
+
+class _ClusterSum(_Inbox[ClusterSum]):
+    """What a kernel has of a `ClusterSum`. Its inbox is free when `taken` by the first block, and holds what has `arrived`."""
 
     def add(self, values: jax.Array, number: jax.Array, use: Callable[[jax.Array], None]) -> None:
         """Runs `use(sum over the blocks)` in the cluster's first block.
@@ -159,10 +167,6 @@ class _ClusterSum:
             use(total)
 
         plgpu.barrier_arrive(self._taken)
-
-    def finish(self) -> None:
-        """Waits until the last sum is made: a block that ends before would take its shared memory from under the others."""
-        plgpu.barrier_wait(self._taken)
 
     def _send(self, values: jax.Array) -> None:
         wg, axis = lax.axis_index("wg"), self._kind.axis
@@ -192,11 +196,8 @@ class _SimulatedClusterSum(_ClusterSum):
             yield self._inbox[lax.axis_index("block"), part, lax.axis_index("wg")]
 
 
-class _ClusterShares:
+class _ClusterShares(_Inbox[ClusterShares]):
     """What a kernel has of a `ClusterShares`. Its inbox is free when `taken` by all blocks, and holds what has `arrived`."""
-
-    def __init__(self, kind: ClusterShares, inbox: Any, arrived: Any, taken: Any):
-        self._kind, self._inbox, self._arrived, self._taken = kind, inbox, arrived, taken
 
     def add(self, tiles: Sequence[jax.Array], round: jax.Array, use: Callable[[int, jax.Array], None]) -> None:
         """Runs `use(i, sum over the blocks of tiles[i])` for each i of this block.
@@ -224,10 +225,6 @@ class _ClusterShares:
                 use(number, total)
 
         plgpu.barrier_arrive(self._taken)
-
-    def finish(self) -> None:
-        """Waits until all have their last sums: a block that ends before would take its shared memory from under the others."""
-        plgpu.barrier_wait(self._taken)
 
     def _send(self, values: jax.Array, owner: int, tile: int, sender: jax.Array) -> None:
         wg, axis = lax.axis_index("wg"), self._kind.axis

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -425,8 +425,8 @@ def _both(x: ir.Value | None, y: ir.Value | None) -> ir.Value | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _TilesToTheEnd(launch_context.MemRefTransform):
-    """Views an array in tiles of which the last of a row ends with the row; the first columns, less than one, are left out."""
+class _InTiles(launch_context.MemRefTransform):
+    """A view of an array in tiles, as of whole ones."""
 
     tiling: tuple[int, int]
 
@@ -434,24 +434,29 @@ class _TilesToTheEnd(launch_context.MemRefTransform):
     def _tiles(self) -> Any:
         return launch_context.TileTransform(self.tiling, launch_context.Rounding.DOWN)
 
-    def apply(self, ref: ir.Value) -> ir.Value:
-        ty = ir.MemRefType(ref.type)
-        *lead, columns = ty.shape
-        first = columns % self.tiling[1]
-        return self._tiles.apply(_view(ref, [*lead, columns - first], ty.get_strides_and_offset()[0], first))
-
     def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
         return self._tiles.transform_index(idx)
 
     def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self._tiles.transform_shape(shape)
 
+    def batch(self, leading_rank: int) -> Self:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class _TilesToTheEnd(_InTiles):
+    """Views an array in tiles of which the last of a row ends with the row; the first columns, less than one, are left out."""
+
+    def apply(self, ref: ir.Value) -> ir.Value:
+        ty = ir.MemRefType(ref.type)
+        *lead, columns = ty.shape
+        first = columns % self.tiling[1]
+        return self._tiles.apply(_view(ref, [*lead, columns - first], ty.get_strides_and_offset()[0], first))
+
     def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, columns = shape
         return self._tiles.transform_gmem_shape((*lead, columns - columns % self.tiling[1]))
-
-    def batch(self, leading_rank: int) -> _TilesToTheEnd:
-        return self
 
 
 def _rows_in_tiles(rows: int, length: int, width: int, tile: int) -> int:
@@ -460,36 +465,22 @@ def _rows_in_tiles(rows: int, length: int, width: int, tile: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _TilesBeyond(launch_context.MemRefTransform):
+class _TilesBeyond(_InTiles):
     """Views an array in tiles, more panels of them than a row has: the last ones hold what follows the row, the next rows.
 
     A copy must end where as much of the array follows (`_rows_in_tiles`).
     """
 
-    tiling: tuple[int, int]
     panels: int
-
-    @property
-    def _tiles(self) -> Any:
-        return launch_context.TileTransform(self.tiling, launch_context.Rounding.DOWN)
 
     def apply(self, ref: ir.Value) -> ir.Value:
         ty = ir.MemRefType(ref.type)
         *lead, row, _ = ty.get_strides_and_offset()[0]
         return _view(ref, self.transform_gmem_shape(ty.shape), [*lead, self.tiling[0] * row, self.tiling[1], row, 1])
 
-    def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
-        return self._tiles.transform_index(idx)
-
-    def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return self._tiles.transform_shape(shape)
-
     def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *lead, rows, _ = shape
         return (*lead, max(1, rows // self.tiling[0]), self.panels, *self.tiling)
-
-    def batch(self, leading_rank: int) -> _TilesBeyond:
-        return self
 
 
 def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]) -> None:

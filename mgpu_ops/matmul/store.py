@@ -166,9 +166,6 @@ def store(
 
         cluster_sum.add(rows_squared[...], t * (epilogue_tiles(c) + norms), keep)
 
-    def copy(staged: Any, i: int, j: int) -> None:
-        place.store(staged, refs.out, i, j)
-
     def finish(part: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
         if rows_squared is not None:
             of_rows = factors
@@ -191,7 +188,7 @@ def store(
     store_tile(
         values.astype(jnp.float32 if wide else refs.out.dtype),
         out_smem.at[lax.axis_index("wg")],
-        copy,
+        place.copies_to(refs.out),
         transpose=work.transposed,
         add=None if cluster_sum is None else add,
         finish=finish if has_epilogue(p) else None,
@@ -211,14 +208,11 @@ def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any
     c, place, blocks, values = work.config, Place.of(work, t), cluster_size(work.config), acc[...]
     origins = epilogue_origins(c)
 
-    def copy(staged: Any, i: int, j: int) -> None:
-        place.store(staged, refs.out, i, j)
-
     def use(number: int, total: jax.Array) -> None:
         at = origins[number]
         if has_epilogue(work.problem):
             total = _finish(work, refs, place, total, None, at)
-        store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(total, copy, *at)]), number // blocks)
+        store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(total, place.copies_to(refs.out), *at)]), number // blocks)
 
     cluster_sum.add([values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in origins], t, use)
 
@@ -242,10 +236,8 @@ def store_kept(place: Place, number: int, part: jax.Array, refs: Refs, out_smem:
     """Consumer: stores epilogue tile `number` of those `kept` of the tile at `place`."""
     at = epilogue_origins(place.work.config)[number]
 
-    def copy(staged: Any, i: int, j: int) -> None:
-        place.store(staged, refs.out, i, j)
-
-    store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(part, copy, *at)]), number, transpose=place.work.transposed)
+    stores = iter([(part, place.copies_to(refs.out), *at)])
+    store_in_turn(out_smem.at[lax.axis_index("wg")], stores, number, transpose=place.work.transposed)
 
 
 def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import tile_scheduler, tma
+from mgpu_ops.core.epilogue import Copy
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.tile_scheduler import Int
@@ -149,6 +150,10 @@ class Place:
             left = pl.ds(before, width - before)
             staged = staged.at[left] if self.work.transposed else staged.at[:, left]
         plgpu.copy_smem_to_gmem(staged, self.block(ref, i, j + before, width - before))
+
+    def copies_to(self, ref: Any) -> Copy:
+        """What stores epilogue tiles to this part of `ref`, for `core.epilogue`."""
+        return lambda staged, i, j: self.store(staged, ref, i, j)
 
     def block(self, ref: Any, i: int, j: int, width: int | None = None) -> Any:
         """The epilogue tile that begins at row i and column j of this part, or `width` columns, in an array like the output."""
