@@ -201,11 +201,6 @@ def efficiency(c: Tiled, least: float = 0.55) -> float:
     return least + (1.0 - least) * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
 
 
-def step_bytes(c: Tiled, itemsize: int) -> int:
-    """Bytes of both operands, of so many an element, that a pipeline step brings."""
-    return (c.tile_m + c.tile_n) * c.tile_k * itemsize
-
-
 def step_seconds(c: Tiled, gpu: Gpu, efficiency: float, latency: float, loaded: float, norm: float = math.inf) -> float:
     """A pipeline step of one SM: arithmetic, loads, and the latency that falls to each step, joined by `together`.
 

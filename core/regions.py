@@ -33,7 +33,6 @@ _PRIMITIVES = {
     "copy_smem_to_gmem": "store",
     "wait_smem_to_gmem": "store",
 }
-BYTES = 16  # of a range in shared memory, for each warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
