@@ -110,7 +110,7 @@ class Stages(Protocol):
 
     @property
     def fewest_steps(self) -> int:
-        """Any output tile has so many pipeline steps, where stores are deferred."""
+        """Any output tile has so many pipeline steps, where stores are deferred; 0: it depends on the tile."""
 
     @property
     def further_steps(self) -> int:
@@ -258,15 +258,20 @@ def _compute_deferred(kernel: Stages, pipeline: Pipeline, for_each_tile: Any, ac
     """The row where the last group ends. A consumer computes all tiles, and stores each while it multiplies the next.
 
     At its end a tile is rounded, which halves its registers, and kept. Each of the next tile's first steps stores an epilogue
-    tile of it, or several, between the start of its wgmma and the wait for them.
+    tile of it, or several, between the start of its wgmma and the wait for them. One of too few steps begins after the store.
     """
-    stores = deferred_stores(epilogue_tiles(kernel.config), kernel.fewest_steps)
+    tiles = epilogue_tiles(kernel.config)
+    stores = deferred_stores(tiles, kernel.fewest_steps or tiles)
 
     def store_some(held: Held, some: range) -> None:
         @pl.when(held.there > 0)
         def _() -> None:
             for i in some:
                 kernel.store_held(held, i, staging)
+
+    def store_all(held: Held) -> None:
+        for some in stores:
+            store_some(held, some)
 
     def compute_tile(tile: GroupTile, state: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
         before, held = state
@@ -282,14 +287,23 @@ def _compute_deferred(kernel: Stages, pipeline: Pipeline, for_each_tile: Any, ac
                 multiply(i, None)
 
         _clear(accs)  # here, not at its end: while the next tile is looked for, sums need no second registers
-        for i, some in enumerate(stores):
-            multiply(i, functools.partial(store_some, held, some))
-        lax.fori_loop(before + len(stores), before + steps, lambda at, _: step(at - before, None), None)
+
+        def store_beside_steps() -> None:
+            for i, some in enumerate(stores):
+                multiply(i, functools.partial(store_some, held, some))
+
+        first: Any = len(stores)
+        if not kernel.fewest_steps:
+            first = jnp.where(steps < len(stores), 0, first)
+            pl.when(steps < len(stores))(lambda: store_all(held))
+            pl.when(steps >= len(stores))(store_beside_steps)
+        else:
+            store_beside_steps()
+        lax.fori_loop(before + first, before + steps, lambda at, _: step(at - before, None), None)
         return before + steps, kernel.keep(tile, accs)
 
     end, (_, held) = for_each_tile(compute_tile, (jnp.int32(0), kernel.nothing_held()))
-    for some in stores:
-        store_some(held, some)
+    store_all(held)
     return end
 
 

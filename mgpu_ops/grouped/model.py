@@ -33,6 +33,7 @@ def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
+_DEFERRED = 128 * 256, PANEL, 2  # elements of the tile, columns and buffers of its epilogue tiles: of others it gained nothing
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
 
 
@@ -40,21 +41,22 @@ def candidates(
     epilogues: Callable[[int], Sequence[tuple[int, int]]],
     legal: Callable[[Config], bool],
     tiles: Sequence[tuple[int, int]] = TILES,
-    schedule: str = "static",
+    schedules: Sequence[str] = ("static",),
     row: int = PANEL,
 ) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
     epilogues: from the columns of a consumer's part of the tile to pairs (epilogue_tile_n, epilogue_slots).
     row: elements of a swizzle row of the operands, the least tile_k.
-    No store is deferred: over 23 drawn products that gained nothing in the mean, and contractions of small groups lost.
     Strips of 16 tile rows keep a group's operands in L2.
     """
     found = []
     for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(tiles, (row, 2 * row), ("m", "n")):
         warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
         wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
-        for epilogue_tile_n, buffers in epilogues(wg_n):
+        for schedule, (epilogue_tile_n, buffers) in itertools.product(schedules, epilogues(wg_n)):
+            if schedule.endswith("deferred") and (tile_m * tile_n, epilogue_tile_n, buffers) != _DEFERRED:
+                continue
             for steps in range(8, 1, -1):
                 config = Config(
                     tile_m=tile_m,
@@ -99,7 +101,7 @@ _OVERLAP = 0.22  # of the shorter of arithmetic and memory time is not hidden be
 _EPILOGUE_TILE = 0.10e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 _STORE = 1.37  # of the time at rates.LOAD_BYTES_PER_CLOCK
 # Where the store of a tile is deferred (results/2026-11-23-h200-grouped-deferred.jsonl):
-_NOT_HIDDEN = 0.4  # of its store's time a tile takes longer all the same,
+_HIDDEN = 0.30  # of its store's time a tile takes less, of a product,
 _KEPT = 1.01  # and times as long all else
 _ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
 # Times as long, less one, take stores of such rows; and of those that begin within a sector of 32 bytes, where other tiles'
@@ -134,15 +136,16 @@ def cost(
     rows: tuple[int, int],
     gpu: Gpu,
     rate: float = 1.0,
+    hidden: float = _HIDDEN,
 ) -> float:
     """Modelled time in seconds of `tiles` output tiles of so many `steps` each.
 
     step = the longest of arithmetic, loads, and latency / stages, in one SM
     time = launch + the longer of waves * (steps * step + store) and HBM bytes / HBM rate + a part of the shorter
-    where a store is deferred, what is not hidden of it takes its place
+    where a store is deferred, what is not hidden of it takes its place, but for a block's last one
 
     moved: bytes of HBM that are read, and that are written. rows: elements of a row of lhs and of rhs in memory. rate: of
-    arithmetic, in parts of that of 16 bits.
+    arithmetic, in parts of that of 16 bits. hidden: how much of a deferred store is.
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
@@ -155,8 +158,8 @@ def cost(
     store = _STORE * across * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     waiting = _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
     stores = waves * (store + waiting)
-    if defers(c):  # beside the next tile, but for the last one's
-        stores = (waves - 1) * _NOT_HIDDEN * store + store + waiting
+    if defers(c):
+        stores = (waves - 1) * (1 - hidden) * (store + waiting) + store + waiting
     kept = _KEPT if defers(c) else 1.0
     compute = (waves * steps * step + stores) * gemm.raster_factor(c.raster_width, _STRIP)
     memory = (moved[0] + across * moved[1]) / (gpu.memory_bytes_per_s * rates.HBM)

@@ -43,7 +43,11 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     row = 128 // itemsize_of(problem.out_dtype)  # stores of several swizzle rows were slower wherever they were tried
     tiles = _TILES_OF_BLOCKS if problem.scales == "block" else common.TILES
     legal = common.candidates(
-        lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, tiles, row=panel(problem.dtype)
+        lambda wg_n: ((row, 2), (row, 1)),
+        lambda c: check(problem, c, gpu) is None,
+        tiles,
+        ("static", "deferred"),
+        panel(problem.dtype),
     )
     if problem.gated_gradient:
         # Its epilogue takes more registers than consumers have with a producer of 40. Gate and up come through the stages: four

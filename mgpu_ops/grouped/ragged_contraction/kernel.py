@@ -21,12 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.epilogue import Copy, store_tile
-from mgpu_ops.core.gemm import epilogue_tiles, warpgroup_tile
+from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config, defers, hands_out
+from mgpu_ops.grouped.config import PANEL, Config, hands_out
 from mgpu_ops.grouped.kernel import Refs
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 from mgpu_ops.grouped.sizes import largest_first
@@ -60,13 +60,12 @@ class _Stages:
         return jnp.int32(math.prod(_tiles(self.problem, self.config)))
 
     def steps(self, tile: GroupTile) -> Any:
-        """As many as the group's rows take. A held tile takes a few, in which rows beyond the group's are zeros."""
-        steps = tile_scheduler.cdiv(tile.end - tile.start, self.config.tile_k)
-        return jnp.maximum(steps, self.fewest_steps) if defers(self.config) else steps
+        """As many as the group's rows take."""
+        return tile_scheduler.cdiv(tile.end - tile.start, self.config.tile_k)
 
     @property
     def fewest_steps(self) -> int:
-        return epilogue_tiles(self.config)
+        return 0
 
     @property
     def further_steps(self) -> int:

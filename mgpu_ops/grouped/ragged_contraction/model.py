@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from mgpu_ops.core.gemm import epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.config import Config, defers
+from mgpu_ops.grouped.config import SCHEDULES, Config, defers, hands_out
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
-# Tiles whose stores are deferred have as many steps as epilogue tiles at least. Of 16 drawn contractions on an H200, most with
-# small or empty groups, 15 took 1.06 to 1.55 times as long so (results/2026-11-23-h200-grouped_matmul-anywhere.jsonl).
-_FURTHER = 0.8  # times as long, at most, more
-_EMPTY = 0.4  # of it where half of the groups are empty
+_HIDDEN = 0.60  # of the store of a tile that is deferred, where the next one has steps enough
+
+# Tiles handed out (results/2026-11-22-h200-grouped-handed-out.jsonl and -23-h200-grouped-deferred-short.jsonl) take XLA's
+# kernels that order the groups, and are a little slower; in turn, the block with most to do is behind the others.
+_HANDED_OUT, _OUT_OF_TURN = 5e-6, 1.01  # s, and times as long
+_BEHIND = 1.5  # standard deviations of a block's time
+_SQUARES = {"even": 0.0, "sparse": 1.5}  # of groups' sizes, less the mean, over its square; of random ones
+_RANDOM = 0.25
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -23,25 +28,47 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
     steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
-    few = max(0.0, 1 - steps / epilogue_tiles(c), _EMPTY * (p.spread == "sparse")) if defers(c) else 0.0
     written = p.groups * p.k * p.n * itemsize_of(p.out_dtype)
-    seconds = common.cost(p, c, tiles, steps, (bytes_moved(p) - written, written), (p.k, p.n), gpu)
-    return seconds * (1 + _FURTHER * few)
+    moved, rows = (bytes_moved(p) - written, written), (p.k, p.n)
+    hidden = _HIDDEN * _long_enough(p, epilogue_tiles(c) * c.tile_k) if defers(c) else 0.0
+    seconds = common.cost(p, c, tiles, steps, moved, rows, gpu, hidden=hidden)
+    return _HANDED_OUT + _OUT_OF_TURN * seconds if hands_out(c) else seconds + _uneven(p, c, tiles / p.groups, gpu)
+
+
+def _long_enough(p: Problem, rows: int) -> float:
+    """Of how many groups, about, the tiles take so many rows that the store of the tile before is hidden."""
+    if p.spread == "skewed":
+        return min(1.0, p.m / (rows * _harmonic(p.groups)) / p.groups)
+    used = 0.5 if p.spread == "sparse" else 1.0
+    return used * (p.m >= rows * p.groups * used)
+
+
+@functools.lru_cache(maxsize=256)
+def _harmonic(groups: int) -> float:
+    """The sum of 1/g of all groups."""
+    return sum(1 / (g + 1) for g in range(groups))
+
+
+def _uneven(p: Problem, c: Config, tiles: float, gpu: Gpu) -> float:
+    """Seconds that the last block is behind where each has every so many-th tile: some have a tile more of large groups."""
+    more = tiles / gpu.sms % 1
+    mean = p.m / p.groups
+    squares = (
+        1.6 / _harmonic(p.groups) ** 2 * p.groups**2 if p.spread == "skewed" else _SQUARES.get(p.spread, _RANDOM) * p.groups
+    )
+    seconds_of_row = 2 * c.tile_m * c.tile_n * gpu.sms / gpu.bf16_flops
+    return _BEHIND * mean * math.sqrt(more * (1 - more) * squares) * seconds_of_row
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason.
-
-    Tiles of skewed groups, of which few take most of the time, are handed out as blocks become free.
-    """
+    """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
-    schedule = "dynamic" if problem.spread == "skewed" else "static"
     epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731
-    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedule=schedule)
+    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedules=SCHEDULES)
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 

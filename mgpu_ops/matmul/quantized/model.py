@@ -118,11 +118,11 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     reason = supports(problem, gpu)
     if reason is not None:
         raise ValueError(f"no config of quantized_matmul fits {problem} on {gpu.name}: {reason}")
-    found = (deepest(problem, config, gpu) for config in _shapes(problem) if not _is_short_of_registers(problem, config))
+    found = (deepest(problem, config, gpu) for config in _shapes(problem) if not is_short_of_registers(problem, config))
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 
 
-def _is_short_of_registers(p: Problem, c: Config) -> bool:
+def is_short_of_registers(p: Problem, c: Config) -> bool:
     """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps of many rows."""
     if c.exchange != "x" or c.tile_m < 48:
         return False

@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 import mgpu_ops
 from mgpu_ops import RaggedContractionProblem, ragged_contraction, use_configs
 from mgpu_ops.core import gpu
+from mgpu_ops.grouped.config import hands_out
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import (
     BASE,
@@ -313,15 +314,20 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
 
 
 @pytest.mark.parametrize(
-    ("spread", "schedule"), [("skewed", "dynamic"), ("even", "static"), ("random", "static"), ("sparse", "static")]
+    ("problem", "handed_out"),
+    [
+        (P(65536, 2048, 768, 128, spread="skewed"), True),
+        (P(65536, 2048, 768, 128, spread="even"), False),
+        (P(41, 3184, 6944, 13, spread="skewed"), False),  # every tile takes one step
+    ],
 )
-def test_by_default_the_tiles_of_skewed_groups_are_handed_out(spread, schedule):
-    assert SPEC.default(P(65536, 2048, 768, 128, spread=spread), H200).schedule == schedule
+def test_by_default_the_tiles_of_groups_of_very_unlike_sizes_are_handed_out(problem, handed_out):
+    assert hands_out(SPEC.default(problem, H200)) == handed_out
 
 
 @pytest.mark.parametrize("rows", [0, 8, 64, 4096])
 def test_stores_are_not_deferred_by_the_model_where_groups_have_few_rows(rows):
-    """Each tile would take further steps."""
+    """They have too few steps to store another tile beside."""
     problem = P(max(16 * rows, 1), 2048, 2048, 16)
     static = replace(BASE, tile_m=128, tile_n=256, compute_warpgroups=2, max_concurrent_steps=4, epilogue_slots=2)
     costs = [SPEC.cost(problem, replace(static, schedule=schedule), H200) for schedule in ("static", "deferred")]
