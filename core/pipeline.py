@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,10 +88,19 @@ class Pipeline:
             def _(stage: int = stage) -> None:
                 plgpu.barrier_wait(self.empty.at[stage])
 
-    def multiply(self, first: jax.Array, steps: int, start: Callable[[jax.Array], None]) -> None:
-        """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on, the next one in flight.
+    def multiply(
+        self,
+        first: jax.Array,
+        steps: int,
+        start: Callable[[jax.Array], None],
+        beside: Sequence[Callable[[], None]] = (),
+        in_flight: int = 1,
+    ) -> None:
+        """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on.
 
-        A stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always have work.
+        beside: what the first steps do, one each, when they have started their wgmma.
+        in_flight: 1, a stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always
+          have work; or 0, when its own wgmma is done.
         """
 
         def begin(step: jax.Array) -> None:
@@ -106,11 +115,18 @@ class Pipeline:
         def step(i: jax.Array, _: None) -> None:
             with inflight.iteration():
                 begin(first + i)
-                release(first + i - 1, 1)
+                release(first + i - in_flight, in_flight)
 
-        begin(first)
-        lax.fori_loop(1, steps, step, None)
-        release(first + (steps - 1), 0)
+        alone = max(in_flight, len(beside))
+        for i in range(alone):
+            begin(first + i)
+            if i < len(beside):
+                beside[i]()
+            if i >= in_flight:
+                release(first + (i - in_flight), in_flight)
+        lax.fori_loop(alone, steps, step, None)
+        if in_flight:
+            release(first + (steps - 1), 0)
 
     def first(self, step: jax.Array) -> jax.Array:
         """The stage of a step. A loop counts on from it with `next`, which takes fewer instructions."""

@@ -183,11 +183,17 @@ class Search:
     # --- where they come from
 
     def _seeded(self, pool: Sequence[Config]) -> Iterator[tuple[Config, str]]:
-        """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model."""
+        """The default, the nearest stored entries, the op's analytic candidates, and the best of the pool by the model.
+
+        For times without pause also the op's `thrifty` ones, which the model of bursts may put behind.
+        """
         yield self._spec.default(self._problem, self._gpu), "default"
         named = self._options.neighbours
-        near = stored_neighbours(self._spec, self._problem, self._gpu) if named is None else named
+        objective = self._options.objective
+        near = stored_neighbours(self._spec, self._problem, self._gpu, objective) if named is None else named
         yield from ((c, "near") for c in near[:NEAREST])
+        if objective == "sustained":
+            yield from ((c, "model") for c in self._spec.thrifty(self._problem, self._gpu))
         yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
         yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])
 
@@ -243,8 +249,8 @@ def lacks_for_gp() -> str | None:
     return f"needs {' and '.join(lacking)}: {extras.install('gp')}" if lacking else None
 
 
-def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Config]:
-    """Configs of the stored entries nearest to a problem, its own first."""
+def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu, objective: database.Objective = "burst") -> list[Config]:
+    """Configs of the stored entries nearest to a problem, its own first; of those equally near, the objective's first."""
     found = []
     for entry in _stored(spec.name, gpu):
         try:
@@ -254,9 +260,9 @@ def stored_neighbours(spec: OpSpec, problem: Problem, gpu: Gpu) -> list[Config]:
             continue  # of another version of the kernel
         distance = spec.distance(other, problem)
         if distance is not None and not spec.leaves_to_xla(config):
-            found.append((distance, config))
-    found.sort(key=lambda pair: pair[0])
-    return list(dict.fromkeys(config for _, config in found))[:NEAREST]
+            found.append((distance, entry.evidence.objective != objective, config))
+    found.sort(key=lambda near: near[:2])
+    return list(dict.fromkeys(config for *_, config in found))[:NEAREST]
 
 
 def stored_config(

@@ -29,7 +29,7 @@ from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_out_dtype, epsilon_of
 from mgpu_ops.matmul.checks import check, supports
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
-from mgpu_ops.matmul.model import candidates, cost, default, distance, space
+from mgpu_ops.matmul.model import candidates, cost, default, distance, space, thrifty
 from mgpu_ops.matmul.problem import (
     SHAPES,
     SUITES,
@@ -450,6 +450,7 @@ SPEC = OpSpec(
     supports=supports,
     check=check,
     candidates=candidates,
+    thrifty=thrifty,
     default=default,
     cost=cost,
     distance=distance,

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, inflight, tile_scheduler, tma
+from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.cluster import ClusterShares, ClusterSum
 from mgpu_ops.core.epilogue import deferred_stores
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
@@ -255,11 +255,14 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
 
+_STAGES_AHEAD = 4  # with which a stage may be held for a step more: with two, loads then come 1.6 times too late
+
+
 def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any) -> None:
     """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
 
-    At its end a tile is rounded and kept in registers. Each of the next tile's first steps stores an epilogue tile of it, or
-    several, between the start of a wgmma and the wait for it.
+    At its end a tile is rounded and kept in registers. Each of the next tile's first steps starts its wgmma, stores an epilogue
+    tile of what is kept, or several, and then waits for the wgmma of the step before; with few stages, for its own.
     """
     p, c = work.problem, work.config
     of, steps, slabs = refs_of(p, *refs), k_steps(p, c), residual_steps(p, c)
@@ -282,13 +285,8 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
         return parts
 
     def consumer(acc: Any) -> None:
-        def multiply_step(step: jax.Array, meanwhile: Callable[[], None]) -> None:
-            def compute(stage: jax.Array) -> None:
-                multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage])
-                meanwhile()
-                engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
-
-            pipeline.read(step, compute)
+        def start(stage: jax.Array) -> None:
+            multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage])
 
         def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
@@ -300,14 +298,8 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
                     for i in some:
                         store_kept(before, i, parts[i], of, out_smem)
 
-            for k, some in enumerate(stores):
-                multiply_step(t * each_tile + k, functools.partial(store_some, some))
-
-            def step(k: jax.Array, _: None) -> None:
-                with inflight.iteration():
-                    multiply_step(t * each_tile + k, lambda: None)
-
-            lax.fori_loop(len(stores), steps, step, None)
+            beside = [functools.partial(store_some, some) for some in stores]
+            pipeline.multiply(t * each_tile, steps, start, beside, in_flight=int(c.max_concurrent_steps >= _STAGES_AHEAD))
             return keep(t, acc)
 
         shape = (ROWS, c.epilogue_tile_n)

@@ -337,6 +337,19 @@ def _best_of_each(problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
             yield seconds, found
 
 
+def thrifty(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Configs for large products without pause, where the power cap makes the fastest of what takes the least energy.
+
+    Steps of 128 of k have half as many barriers and waits; tiles of 256 x 192 load 22 % less than those of 128 x 256.
+    """
+    if itemsize_of(multiplied(problem).dtype) != 2 or not _many_tiles(problem, gpu):
+        return []
+    long_steps = dataclasses.replace(_shape(*_DEFERRED, 128), schedule="deferred", raster_width=2 * _STRIP)
+    large_tile = dataclasses.replace(_shape(256, 192, 64), schedule="ahead")
+    found = (deepest(problem, config, gpu) for config in (long_steps, large_tile))
+    return [config for config in found if config is not None]
+
+
 def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles, and how they are divided, with as many steps as any of them may have."""
     few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)

@@ -80,6 +80,7 @@ class OpSpec:
         0
     )  # bytes a thread that a config may spill, as no loop reads them
     leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel
+    thrifty: Callable[[Any, Gpu], list[Any]] = lambda problem, gpu: []  # candidates that may take less energy
     plain: Callable[[Any], Any] = lambda problem: problem  # a problem whose entries count as this one's, if it has none itself
     devices: Callable[[Any], int] = lambda problem: 1  # GPUs of one host that a problem takes; inputs are [devices, ...] then
 

@@ -58,6 +58,22 @@ def test_a_sampler_alone_has_no_seeds(alone: bool) -> None:
         assert origins[:2] == ["default", "near"]
 
 
+def test_for_times_without_pause_thrifty_configs_are_tried_early_and_entries_of_such_times_count_first() -> None:
+    in_bursts, without_pause, thrifty = (Config(a, 16, 1, 8, "n") for a in (2, 4, 8))
+    store(1024, in_bursts)
+    store(1024, without_pause, objective="sustained")
+    spec = dataclasses.replace(SPEC, thrifty=lambda problem, gpu: [thrifty])
+    assert played(searching(spec, objective="sustained"), 4) == [
+        (DEFAULT, "default"),
+        (without_pause, "near"),
+        (in_bursts, "near"),
+        (thrifty, "model"),
+    ]
+    named = [config for config, _ in played(searching(spec), 4)]
+    assert named[1:3] == [in_bursts, without_pause]
+    assert thrifty not in named
+
+
 def test_what_nobody_measured_yet_is_not_named_twice() -> None:
     found = searching()
     named = [found.ask() for _ in range(40)]

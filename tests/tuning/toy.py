@@ -184,12 +184,15 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, *devices: FakeDevice, spec: OpSp
         yield
 
 
-def store(size: int, config: Config, path: Path | None = None, kind: str = "modelled") -> None:
+def store(
+    size: int, config: Config, path: Path | None = None, kind: str = "modelled", objective: database.Objective = "burst"
+) -> None:
     """Puts an entry into the user's database, or the file at `path`."""
     evidence = database.Evidence(
         kind=kind,  # type: ignore[arg-type]
         gpu=GPU.name, driver=None, jax="0", jaxlib="0", cuda=None, kernel_version=3, median_us=1.0, spread_us=0.0,
         default_us=None, baseline=None, baseline_us=None, error=None, trials=1, seed=0, date="2025-11-20",
+        objective=objective,
     )  # fmt: skip
     entry = database.to_entry(Problem(size), config, evidence)
     database.update(path or database.user_path(GPU.key, "toy"), [entry], gpu_key=GPU.key, op="toy")

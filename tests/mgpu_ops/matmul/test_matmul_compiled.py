@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -137,7 +138,7 @@ def test_a_tile_between_two_panels_multiplies_its_own_columns_only():
     assert report.spills == 0
 
 
-def test_a_deferred_store_stands_between_the_wgmma_of_the_next_tile_and_the_wait_for_it():
+def test_a_deferred_store_runs_beside_the_wgmma_of_the_next_tile_of_which_the_next_one_is_in_flight():
     config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred")
     problem = MatmulProblem(4096, 14336, 4096)
     report = compiled(problem, config)
@@ -145,11 +146,11 @@ def test_a_deferred_store_stands_between_the_wgmma_of_the_next_tile_and_the_wait
     assert report.spills == 0
     assert not report.serialized
     assert report.smem_bytes <= smem_bytes(problem, config)
-    first, *between = kernel.sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")
-    steps = [text for text in (first, *between) if "HGMMA" in text]
-    storing = [text.rindex("UTMASTG") > text.rindex("HGMMA") for text in steps if "UTMASTG" in text]
-    assert storing == [True] * 4  # each of the tile's first steps starts a wgmma, then stores 64 columns
-    assert "UTMASTG" not in steps[-1]  # all other steps
+    found = re.findall(r"HGMMA|UTMASTG|DEPBAR\.LE gsb0, 0x[01]", kernel.sass)
+    order = [name for name, _ in itertools.groupby(found)]
+    wait, begin_and_store = "DEPBAR.LE gsb0, 0x1", ["HGMMA", "UTMASTG"]
+    storing = [*begin_and_store, *3 * [*begin_and_store, wait]]  # of the tile before, 64 columns a step
+    assert order == [*storing, "HGMMA", wait, "DEPBAR.LE gsb0, 0x0", "UTMASTG"]  # all other steps; the last tile
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ FEW_SMS = replace(gpu.find("h200"), sms=4)
 P = MatmulProblem
 ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
-DEFERRED = replace(BASE, tile_n=128, max_concurrent_steps=2, schedule="deferred")
-AHEAD = replace(DEFERRED, schedule="ahead")
+DEFERRED = replace(BASE, tile_n=128, max_concurrent_steps=4, schedule="deferred")
+AHEAD = replace(DEFERRED, max_concurrent_steps=2, schedule="ahead")
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
 WIDE_8, ONE_8, FEW_ROWS_8 = (replace(config, tile_k=128) for config in (BASE, ONE, FEW_ROWS))
 
@@ -204,6 +204,7 @@ CASES = {
     # tiles that are stored while the next one is multiplied
     "deferred, many tiles and tails": (P(450, 136, 264), DEFERRED),
     "deferred, one tile, one step": (P(64, 64, 64), replace(DEFERRED, tile_m=64, compute_warpgroups=1)),
+    "deferred, two stages, each read alone": (P(450, 136, 264), replace(DEFERRED, max_concurrent_steps=2)),
     "deferred, fewer steps than epilogue tiles": (P(300, 320, 128), replace(DEFERRED, tile_n=192, epilogue_tile_n=32)),
     "deferred, cluster along m, columns shared": (P(450, 320, 200), replace(DEFERRED, cluster="m", wg_dimension="n")),
     "deferred, cluster along n, a batch": (P(200, 512, 128, batch=2), replace(DEFERRED, cluster="n")),

@@ -169,6 +169,16 @@ def test_a_residual_costs_xla_another_kernel_and_the_products_own_epilogue_littl
     assert ours[1] - ours[0] < 15e-6
 
 
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_thrifty_configs_of_a_large_product_run_and_have_longer_steps_or_larger_tiles(layout):
+    p = Problem(8192, 10240, 8192, layout=layout)
+    found = SPEC.thrifty(p, H200)
+    assert [(c.tile_m, c.tile_n, c.tile_k, c.schedule) for c in found] == [(128, 256, 128, "deferred"), (256, 192, 64, "ahead")]
+    assert [SPEC.check(p, c, H200) for c in found] == [None, None]
+    assert not SPEC.thrifty(replace(p, m=128, n=256), H200)
+    assert not SPEC.thrifty(Problem(8192, 8192, 8192, "float32", "float32"), H200)
+
+
 def test_the_default_of_a_large_product_defers_its_stores():
     large = replace(P, m=8192, n=8192, k=4096)
     default = SPEC.default(large, H200)
