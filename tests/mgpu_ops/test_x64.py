@@ -58,6 +58,7 @@ def on_two_devices(collective: Callable[[jax.Array], jax.Array]) -> jax.Array:
 
 
 A, W, Q, FEW, KEYS = draw(64, 64), draw(2, 64, 64), draw(1, 64, 2, 64), draw(1, 1, 4, 64), draw(1, 128, 2, 64)
+NEXT = mgpu_ops.FlashAttentionBackwardConfig("fused", 64, 128, 3, 4, 24, "next", "apart", "memory")
 SIZES, LOGITS, TURNS = np.array([30, 34]), draw(64, 256), np.ones((64, 32))
 CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "matmul": lambda **b: gradients(functools.partial(mgpu_ops.matmul, **b), A, W[0]),
@@ -81,6 +82,11 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "rotary_qkv": lambda **b: gradients(
         lambda x: jnp.concatenate(mgpu_ops.rotary_qkv(x, TURNS, TURNS, heads=2, kv_heads=2, **b), 1), draw(64, 384)
     ),
+    "rotary_attention": lambda **b: gradients(
+        lambda x: mgpu_ops.rotary_attention(x, *2 * [np.ones((64, 64))], heads=2, kv_heads=2, backward_config=NEXT, **b),
+        draw(64, 768),
+    ),
+    "embedding": lambda **b: gradients(lambda x: mgpu_ops.embedding(x, np.arange(64) // 3, **b), LOGITS),
     "cross_entropy": lambda **b: gradients(lambda x: mgpu_ops.cross_entropy(x, np.arange(64), **b), LOGITS),
     "all_reduce": lambda **b: on_two_devices(functools.partial(mgpu_ops.all_reduce, axis_name="d", **b)),
     "reduce_scatter": lambda **b: on_two_devices(functools.partial(mgpu_ops.reduce_scatter, axis_name="d", **b)),
