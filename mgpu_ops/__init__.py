@@ -53,6 +53,7 @@ else:
         "capture",
         "collective_workspace",
         "cross_entropy",
+        "decoding_layer",
         "dot_general",
         "dot_product_attention",
         "einsum",
