@@ -283,6 +283,8 @@ def moe_experts(
         raise ValueError(
             f"num_experts={num_experts} is less than the {w_gate.shape[0]} experts of w_gate: it counts all experts"
         )
+    if w_up.shape != w_gate.shape:
+        raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [experts, d, hidden]")
     if w_down.shape != (w_gate.shape[0], w_gate.shape[2], x.shape[-1]):
         raise ValueError(
             f"w_gate{w_gate.shape} and w_down{w_down.shape} do not fit x{x.shape}: they are [experts, d, hidden] and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,6 +39,10 @@ def autotuned(
 ) -> AbstractContextManager[None]:
     """See `mgpu_ops.autotune`."""
 
+    if trials < 1:
+        raise ValueError(f"trials={trials} must be at least 1")
+    if not (math.isfinite(budget) and budget > 0):
+        raise ValueError(f"budget={budget} must be a finite number of seconds above 0")
     options = TuneOptions(trials, budget)
 
     def choose() -> str:

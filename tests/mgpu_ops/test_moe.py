@@ -280,6 +280,7 @@ OK = layer(8, 16, 24, 4)
         (lambda: moe(*OK, 1.5), TypeError, "top_k=1.5 is no integer"),
         (lambda: moe(*OK, True), TypeError, "top_k=True is no integer"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), True), TypeError, "num_experts=True is no integer"),
+        (lambda: moe(*OK[:3], OK[3][..., :8], OK[4], 2), ValueError, r"w_gate\(4, 16, 24\) and w_up\(4, 16, 8\) differ"),
         (lambda: moe(*OK[:4], OK[4].mT, 2), ValueError, r"w_gate\(4, 16, 24\) and w_down\(4, 16, 24\) do not fit x\(8, 16\)"),
         (lambda: moe_route(jnp.ones((2, 3), int), 1), TypeError, "router_logits has dtype int32: moe_route takes floats"),
         (lambda: moe(OK[0][0], jnp.float32(1), *OK[2:], 2), ValueError, r"x\(16,\) and router_logits\(\) differ"),

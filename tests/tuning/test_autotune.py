@@ -132,6 +132,12 @@ def test_ctrl_c_keeps_what_was_found_and_ends_the_program(monkeypatch: pytest.Mo
     assert len(stored()) == 1
 
 
+@pytest.mark.parametrize(("options", "message"), [({"trials": 0}, "trials=0 must"), ({"budget": -1.0}, "budget=-1.0 must")])
+def test_what_is_no_search_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mgpu_ops.autotune(lambda: None, gpu="h200", **options)
+
+
 def test_without_a_gpu_one_must_be_named() -> None:
     with pytest.raises(ValueError, match=r"no Hopper GPU here to measure on: .* gpu= \(h100-sxm, "):
         mgpu_ops.autotune(matmul, A, B)
