@@ -297,9 +297,6 @@ def _check_order(p: Problem, c: Config) -> str | None:
         return f"split_k={c.split_k} must be 2, 4 or 8, the blocks of a cluster, with cluster='k'"
     if not 1 <= c.split_k <= steps_in_all(p, c):
         return f"split_k={c.split_k} must be from 1 to the {steps_in_all(p, c)} steps of k={p.k}"
-    tiles_m, tiles_n = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
-    if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
-        return f"cluster={c.cluster!r} needs an even number of tiles along it, but there are {tiles_m} x {tiles_n}"
     return _check_shared(p, c)
 
 
@@ -412,7 +409,8 @@ def _check_ragged_operands(p: Problem, c: Config) -> str | None:
     )
     for name, (rows, length), width, field in operands:
         if field == "tile_n" and columns_of_b(p, c) != c.tile_n:
-            if length >= _LONGEST_RAGGED or rows >= _MOST_ROWS or c.memory_registers < 40 or neighbours(c)[0] > 1:
+            shared = neighbours(c)[0] > 1 and rows % 8
+            if length >= _LONGEST_RAGGED or rows >= _MOST_ROWS or c.memory_registers < 40 or shared:
                 return (
                     f"tile_n={c.tile_n} must be a multiple of {tile}, because B is stored as [k, n], {rows} x {length}, with "
                     f"cluster={c.cluster!r} and memory_registers={c.memory_registers}"

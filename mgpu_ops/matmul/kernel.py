@@ -415,7 +415,8 @@ def _copy_widened(work: Work, spec: Any, ref: Any, indices: tuple[jax.Array, jax
     c = work.config
     *batch, k, column = spec.index_map(*indices)
     rows, columns = pl.ds(k * c.tile_k, c.tile_k), pl.ds(column * c.tile_n, columns_of_b(work.problem, c))
-    engine.copy_gmem_to_smem(tma.block_anywhere(ref, *(batch or [0]), rows, columns), stage, full)
+    block = tma.block_anywhere(ref, *(batch or [0]), rows, columns)
+    engine.copy_gmem_to_smem(block, stage, full, collective_axes=spec.collective_axes)
 
 
 def compute_ahead(

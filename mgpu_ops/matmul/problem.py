@@ -83,8 +83,8 @@ class Config:
     compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
     wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
     cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast); "m4" or "n4": four
-      blocks, of which the last ones have no tile where tiles along it are no multiple of four; "k": `split_k`
-      blocks, 2, 4 or 8, compute parts of k of one tile and add them up through distributed shared memory.
+      blocks. The last ones have no tile where tiles along it are no multiple of two or four. "k": `split_k` blocks, 2, 4 or 8,
+      compute parts of k of one tile and add them up through distributed shared memory.
     raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
     raster_width: see raster_dimension.
     epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which the output is stored; two are in flight.

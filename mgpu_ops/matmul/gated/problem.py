@@ -156,6 +156,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = of_one(problem), as_matmul(config)
     return (
         checks.check_norm(problem.normalised, c)
+        or _check_cluster(p, c)
         or checks.check_schedule(p, c)
         or checks.check_counts(p, c, gpu)
         or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=_accumulators_in_all(problem, c))
@@ -172,6 +173,14 @@ def _check_turns(p: Problem, c: Config) -> str | None:
         wanted = "pingpong" if p.stored else "cooperative"
         return f"schedule={c.schedule!r} must be {wanted!r} {'with' if p.stored else 'without'} a stored gate"
     return checks.check_turns(as_matmul(c))
+
+
+def _check_cluster(p: matmul.Problem, c: matmul.Config) -> str | None:
+    """Each block of a cluster has a tile."""
+    tiles_m, tiles_n = math.ceil(p.m / c.tile_m), math.ceil(p.n / c.tile_n)
+    if (c.cluster == "m" and tiles_m % 2) or (c.cluster == "n" and tiles_n % 2):
+        return f"cluster={c.cluster!r} needs an even number of tiles along it, but there are {tiles_m} x {tiles_n}"
+    return None
 
 
 # --- What a config takes --------------------------------------------------------------------------------------------

@@ -138,6 +138,13 @@ def test_a_tile_between_two_panels_multiplies_its_own_columns_only():
     assert report.spills == 0
 
 
+def test_the_blocks_of_a_cluster_load_a_tile_between_two_panels_once():
+    config = replace(BASE, tile_n=160, max_concurrent_steps=4, schedule="ahead", epilogue_tile_n=32, cluster="m")
+    report = compiled(MatmulProblem(1024, 480, 512), config)
+    assert "MULTICAST" in report.sass
+    assert report.spills == 0
+
+
 def test_a_deferred_store_runs_beside_the_wgmma_of_the_next_tile_of_which_the_next_one_is_in_flight():
     config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred")
     problem = MatmulProblem(4096, 14336, 4096)

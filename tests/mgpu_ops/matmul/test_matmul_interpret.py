@@ -242,6 +242,11 @@ CASES = {
         P(136, 200, 136, batch=2),
         replace(AHEAD, tile_n=104, epilogue_tile_n=64),
     ),
+    "ahead, tiles of 104 columns shared in a cluster of four, of which one has no tile": (
+        P(300, 200, 136, batch=2),
+        replace(AHEAD, tile_n=104, epilogue_tile_n=64, cluster="m4"),
+    ),
+    "cluster along n, an odd number of tiles": (P(200, 320, 136, bias=True), replace(BASE, cluster="n")),
     "ahead, 72 rows a tile, transposed, A transposed": (
         P(136, 200, 72, layout="tn"),
         replace(AHEAD, tile_m=72, wg_dimension="n", epilogue_tile_n=64),
