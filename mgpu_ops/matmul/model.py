@@ -75,11 +75,7 @@ _STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 
 def _widths(p: Problem, gpu: Gpu, *, turned: bool) -> set[int]:
     """The widths of tiles along n, or of the transposed product along m, that `candidates` has for a problem."""
-    if not _takes_any_width(p, turned):
-        return set()
-    across, along = (p.n, p.m) if turned else (p.m, p.n)
-    of_rows = (widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu) for rows in _WAVE_ROWS)
-    return set(itertools.chain.from_iterable(of_rows))
+    return {width for _, width, _ in _waves(p, gpu, turned)}
 
 
 def _line(problem: Problem) -> int:
@@ -89,39 +85,42 @@ def _line(problem: Problem) -> int:
 
 # Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
 _RATE = 1.13  # of rates.POWER: bursts draw less power than what a program sustains
-_LEAST = 0.745  # of the rate is left with the narrowest tiles
-_ONE_WARPGROUP = 0.661  # of the rate is left with one consumer: nothing multiplies while it stores or waits
+_LEAST = 0.81  # of the rate is left with the narrowest tiles
+_ONE_WARPGROUP = 0.755  # of the rate is left with one consumer: nothing multiplies while it stores or waits
 _OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
-_AHEAD = 1.11  # times the rate, where the next step's wgmma is in flight
+_AHEAD = 1.03  # times the rate, where the next step's wgmma is in flight
 _NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its tile longer all the same: products of short k
-_SWIZZLE_64 = 0.602  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
-_LOADS = 0.679  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_STORE = 1.19  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
+_SWIZZLE_64 = 0.7  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_LOADS = 0.68  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_STORE = 1.0  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
-_ACROSS_LINES = {128: 1.0, 64: 1.21, 32: 1.22, 16: 2.11}
+_ACROSS_LINES = {128: 1.0, 64: 1.5, 32: 1.18, 16: 1.89}
 _STORE_NARROW = {16: 2.71}  # as long take stores in epilogue tiles of so many columns
-_STORE_ACROSS = {128: 1.0, 64: 1.22, 32: 1.15, 16: 1.79}  # as long take the stores of such rows of the output
-_MULTICAST = {1: 1.0, 2: 0.68, 4: 0.55}  # of the time is left to loads of an operand that so many blocks share
+_STORE_ACROSS = {128: 1.0, 64: 1.0, 32: 1.29, 16: 2.27}  # as long take the stores of such rows of the output
+_MULTICAST = {1: 1.0, 2: 0.67, 4: 0.35}  # of the time is left to loads of an operand that so many blocks share,
+_MULTICAST_ACROSS = {1: 1.0, 2: 0.57, 4: 0.2}  # and of what they take longer across lines
 _LATENCY = 8.29e-07  # s from a TMA request to its data
-_LAUNCH = 1.19e-06  # s
-_APART = 0.6  # of that time is left where blocks begin with steps of their own
+_LAUNCH = 1.15e-06  # s
+_APART = 0.72  # of that time is left where blocks begin with steps of their own
 _ISSUE = {
-    "cooperative": 4.6e-08,
-    "deferred": 3.72e-08,
+    "cooperative": 5.0e-08,
+    "deferred": 4.0e-08,
     "pingpong": 3.92e-08,
-    "ahead": 1.87e-08,
+    "ahead": 3.1e-08,
 }  # s of a step in which nothing multiplies
-_CROWD = 5.8e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
-_SOONER = 1.8e-07  # s less, where the kernel has its own pipeline and not Pallas's
-_COLD = 4.64e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
-_PARTS = 3.12  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_ISSUE_SHARED = {1: 0.0, 2: 1e-08, 4: 7e-09}  # and more where so many blocks share an operand: each waits for the others
+_CROWD = 6.2e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
+_SOONER = 1.6e-07  # s less, where the kernel has its own pipeline and not Pallas's
+_COLD = 8.3e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
+_PARTS = 2.54  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
-_SUM = 3.03e-07  # s that a sum in a cluster takes,
-_SUM_OWN = 2.04  # and times the store of a float32 tile: for the block that adds up,
-_SUM_PART = 3.0  # and for each other block
+_SUM = 4.4e-07  # s that a sum in a cluster takes,
+_SUM_OWN = 2.2  # and times the store of a float32 tile: for the block that adds up,
+_SUM_PART = 2.68  # and for each other block
+_SHARED = 0.6  # of that is left where each block adds up a share of the tile
 _HBM = 1.08  # of the time at the datasheet's rate,
-_HBM_ACROSS_LINES = {128: 1.0, 64: 1.13, 32: 1.18, 16: 1.08}  # and times as long for an operand of such rows
+_HBM_ACROSS_LINES = {128: 1.0, 64: 1.12, 32: 1.12, 16: 1.05}  # and times as long for an operand of such rows
 _STEP_NORM = 5.29  # arithmetic, loads and latency of a step overlap nearly wholly,
 _MEMORY_NORM = 2.63  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
@@ -157,7 +156,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
-    arithmetic = gemm.step_seconds(c, gpu, efficiency, 0.0, 0.0) + _ISSUE[c.schedule]
+    arithmetic = gemm.step_seconds(c, gpu, efficiency, 0.0, 0.0) + _ISSUE[c.schedule] + _ISSUE_SHARED[max(down, across)]
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
     step = gemm.together(_STEP_NORM, arithmetic, _loaded(p, c) / rates.load_bytes(gpu), latency, crowded)
@@ -172,8 +171,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         memory *= _SHORT_STEPS
     reduction = _prepared(problem, gpu)
     if c.cluster == "k":
-        shares = c.split_k if c.schedule == "ahead" else 1
-        reduction += waves * (_SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu) / shares)
+        summed = _SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu)
+        reduction += waves * (_SHARED * summed if c.schedule == "ahead" else summed)
     elif c.split_k > 1:
         reduction += (
             _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
@@ -223,13 +222,18 @@ def _loaded(p: Problem, c: Config) -> float:
     """What the loads of a pipeline step count as, in bytes: rows across lines take longer, shared operands less long."""
     a_aligned, b_aligned = _alignments(p)
     down, across = neighbours(c)
-    shared = _MULTICAST if itemsize_of(p.dtype) == 2 else {1: 1.0, 2: _MULTICAST_8[c.tile_m * c.tile_n < 128 * 192], 4: 1.0}
-    a = c.tile_m * _ACROSS_LINES[a_aligned] * shared[across]
     columns = columns_of_b(p, c)
     if columns != c.tile_n:  # such tiles do not all begin at lines
         b_aligned = min(b_aligned, _aligned(c.tile_n * itemsize_of(p.dtype)))
-    b = columns * _ACROSS_LINES[b_aligned] * shared[down]
-    return _LOADS * itemsize_of(p.dtype) * c.tile_k * (a + b)
+    wide = c.tile_m * c.tile_n >= 128 * 192
+
+    def times(aligned: int, blocks: int) -> float:
+        if itemsize_of(p.dtype) == 1:
+            return _ACROSS_LINES[aligned] * (_MULTICAST_8[not wide] if blocks == 2 else 1.0)
+        return _MULTICAST[blocks] + (_ACROSS_LINES[aligned] - 1.0) * _MULTICAST_ACROSS[blocks]
+
+    rows = c.tile_m * times(a_aligned, across) + columns * times(b_aligned, down)
+    return _LOADS * itemsize_of(p.dtype) * c.tile_k * rows
 
 
 def _crowded(p: Problem, c: Config, gpu: Gpu) -> float:
@@ -268,9 +272,13 @@ _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
 _MOST_PARTS = 4  # tiles of fitted rows that a problem's rows are
 _MOST_WAVES = 3  # of tiles of fitted columns
 _MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
-_WAVE_ROWS = (128, 256)  # of tiles whose width is fitted to a problem
-_WAVE_K = 512  # at least
-_WAVE_SPLITS = (("none", 1), ("m", 1), ("n", 1), ("none", 2), ("k", 2))
+_WAVE_ROWS = (128, 192, 256)  # of tiles whose width is fitted to a problem
+_WAVE_K = 128  # at least
+_WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
+    1: (("none", 1), ("m", 1), ("n", 1), ("none", 2), ("k", 2)),
+    2: (("m", 1), ("n", 1)),
+    4: (("m4", 1), ("n4", 1)),
+}
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
@@ -326,7 +334,7 @@ def _best_of_each(problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
     while queue:
         seconds, fits, number, config = heapq.heappop(queue)
         found = config if fits else deepest(problem, config, gpu)
-        if found is None or _wider_in_cluster(problem, found):
+        if found is None:
             continue
         if not fits:
             heapq.heappush(queue, (cost(problem, found, gpu), True, number, found))
@@ -375,20 +383,14 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
                 )
 
 
-def _wider_in_cluster(problem: Problem, config: Config) -> bool:
-    """Whether blocks of a cluster load tiles wider than rows that no swizzle tile divides: right, but not timed yet."""
-    p, c = as_computed(problem, config)
-    a_t, b_t = transposed(p)
-    sides = [(p.m, c.tile_m)] * a_t + [(p.n, columns_of_b(p, c))] * (not b_t)
-    panel = swizzle_bytes(p, c) // itemsize_of(p.dtype)
-    return c.cluster != "none" and any(panel < length < width and length % panel for length, width in sides)
-
-
 def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
-    """Whether more than one of four blocks of a cluster would have no tile, or operands are not those that were measured."""
-    if cluster not in ("m4", "n4"):
+    """Whether a cluster has one tile, or more than one of four blocks none, or operands are not those that were measured."""
+    if cluster[:1] not in ("m", "n"):
         return False
-    return math.ceil(p.m / tile_m if cluster == "m4" else p.n / tile_n) < 3 or itemsize_of(multiplied(p).dtype) != 2
+    tiles = math.ceil(p.m / tile_m if cluster[:1] == "m" else p.n / tile_n)
+    if cluster in ("m", "n"):
+        return tiles < 2
+    return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2
 
 
 def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
@@ -422,36 +424,52 @@ def _up(size: int, unit: int) -> int:
 def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles of other widths than `_TILES` have, along n or, of the transposed product, along m, that fill waves better."""
     p = problem
-    for turned, rows in itertools.product((False, True), _WAVE_ROWS):
-        if not _takes_any_width(p, turned):
-            continue
-        across, along = (p.n, p.m) if turned else (p.m, p.n)
-        for width in widths_by_waves(along, rows, p.batch * math.ceil(across / rows), gpu):
+    for turned in (False, True):
+        for rows, width, splits in _waves(p, gpu, turned):
             tile_m, tile_n = (width, rows) if turned else (rows, width)
             registers = 24 if rows * width > _MOST_SUMS else 40
-            shape = _shape(tile_m, tile_n, 64, registers, "n" if turned else "m")
-            for schedule, (cluster, split_k) in itertools.product(("cooperative", "ahead", "deferred"), _WAVE_SPLITS):
+            shape = _shape(tile_m, tile_n, 64, registers, "n" if turned != (rows % 128 != 0) else "m")
+            for schedule, (cluster, split_k) in itertools.product(("cooperative", "ahead", "deferred"), splits):
+                if _too_few(p, tile_m, tile_n, cluster):
+                    continue
                 if schedule != "deferred" or (rows * width <= _MOST_DEFERRED and split_k == 1 and _many_tiles(p, gpu)):
                     yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)
 
 
-def _takes_any_width(p: Problem, turned: bool) -> bool:
-    """Whether a problem is like those that such tiles were faster with: with the operand of that side stored along k."""
-    along_k = p.layout[0] == "n" if turned else p.layout[1] == "t"
-    return along_k and itemsize_of(p.dtype) == 2 and not p.residual and not p.normalised and p.m > gemm.ROWS and p.k >= _WAVE_K
+def _waves(p: Problem, gpu: Gpu, turned: bool) -> Iterator[tuple[int, int, Sequence[tuple[str, int]]]]:
+    """Rows and width of tiles, and the clusters and splits to try them with; of the transposed product where turned.
 
-
-def widths_by_waves(side: int, rows: int, tiles: int, gpu: Gpu) -> list[int]:
-    """The two widths, in eights but not multiples of 64, with which tiles of so many rows take the least time, by waves.
-
-    side: what the tiles divide. tiles: how many there are across it, of the whole batch.
+    Where the operand of that side lies along it, tiles end between panels (`columns_of_b`): where its rows begin at lines,
+    nothing is gained.
     """
-    time = {}
-    for width in range(96, 257, 8):
+    if itemsize_of(p.dtype) != 2 or p.residual or p.normalised or p.m <= gemm.ROWS or p.k < _WAVE_K:
+        return
+    across, along = (p.n, p.m) if turned else (p.m, p.n)
+    along_k = p.layout[0] == "n" if turned else p.layout[1] == "t"
+    if not along_k and along % gemm.ROWS == 0:
+        return
+    for rows in _WAVE_ROWS:
+        both = rows % 128 == 0  # two warpgroups share the rows; those of 192 share the columns
+        if rows - gemm.ROWS >= across or not (both or along_k):  # a tile of fewer rows would do
+            continue
+        tiles = p.batch * math.ceil(across / rows)
+        for blocks, splits in _WAVE_SPLITS.items():
+            for width in widths_by_waves(along, rows, tiles, gpu, blocks, 8 if both else 16)[: 2 if blocks == 1 else 1]:
+                yield rows, width, splits
+
+
+def widths_by_waves(side: int, rows: int, tiles: int, gpu: Gpu, blocks: int = 1, step: int = 8) -> list[int]:
+    """The widths, multiples of step but not of 64, of tiles of so many rows, those that take the least time by waves first.
+
+    side: what the tiles divide. tiles: how many there are across it, of the whole batch. blocks: of a cluster, which the tiles
+    along the side fill.
+    """
+    time, at_once = {}, blocks * resident_clusters(blocks, gpu)
+    for width in range(96, 257, step):
         count = math.ceil(side / width)
-        if width % gemm.ROWS and width == 8 * math.ceil(side / count / 8):  # else fewer columns would do
-            time[width] = math.ceil(tiles * count / gpu.sms) * rows * (width + _WAVE_MORE)
-    return sorted(time, key=time.__getitem__)[:2]
+        if width % gemm.ROWS and width == step * math.ceil(side / count / step):  # else fewer columns would do
+            time[width] = math.ceil(tiles * _up(count, blocks) / at_once) * rows * (width + _WAVE_MORE)
+    return sorted(time, key=time.__getitem__)
 
 
 def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
@@ -465,7 +483,8 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
         tile_k = 128 if problem.k < _LONG_K else 64
         for cluster in ("none", "m", "n"):
-            yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred", cluster=cluster)
+            if not _too_few(problem, tile_m, tile_n, cluster):
+                yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred", cluster=cluster)
     if problem.k < _LONG_K or problem.residual:
         return
     for tile_m, tile_n in _TILES_IN_TURN:

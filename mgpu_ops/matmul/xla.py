@@ -7,6 +7,7 @@ longer k first, and that takes three times as long as the product itself. The ke
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -18,10 +19,11 @@ from mgpu_ops.matmul.model import slowdown
 from mgpu_ops.matmul.problem import Problem
 from mgpu_ops.matmul.quantities import bytes_moved
 
-# Fitted to 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
-_LAUNCH = 3.33e-6  # s
+# Fitted to 250 problems of an H200, drawn, of the suites and stored (docs/kernels/matmul.md).
+_LAUNCH = 3.52e-6  # s
+_SHORTER, _SHORT_K = 0.42e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
 _TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
-_RATE = 0.869  # of the datasheet's FLOP/s
+_RATE = 0.829  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.2e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
 _LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
@@ -34,17 +36,24 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
     "float32": 0.054,
 }
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
-_MEMORY = 0.952  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
+_MEMORY = 0.954  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
 _MEMORY_64 = 0.929
-_STORE = 0.4e-6  # s for the first loads and the store of a tile of 128 x 128
+_STORE = 0.49e-6  # s for the first loads and the store of a tile of 128 x 128
 _NORM = 3.4  # arithmetic and HBM overlap (`gemm.together`)
-_TILES = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.95))  # rows, columns, and what is left of the rate
-_SUM_LAUNCH = 1.05e-6  # s of the kernel that adds up the parts of k
-_SUM_RATE = 0.714  # of HBM's rate, at which float32 parts are written and read
+_SIDES = (64, 96, 128, 160, 192, 224, 256)  # of tiles of 16 bits, one of them a multiple of 64
+_SMALLER = 0.066  # times as much less than 128 x 128 a tile multiplies for each element that it loads, it is slower
+_TILES = tuple(  # rows, columns, and what is left of the rate
+    (rows, columns, 1.0 / (1.0 + _SMALLER * (128 / rows + 128 / columns - 2.0)))
+    for rows, columns in itertools.product(_SIDES, _SIDES)
+    if rows * columns <= 256 * 192 and (rows % 64 == 0 or columns % 64 == 0)
+)
+_TILES_OTHERS = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.95))  # of other dtypes
+_SUM_LAUNCH = 1.44e-6  # s of the kernel that adds up the parts of k
+_SUM_RATE = 1.04  # of HBM's rate, at which float32 parts are written and read
 _ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel after the product that adds a residual to it, and of HBM's rate
 _NORMALISED, _NORMALISED_RATE = 2.5e-6, 0.47  # s of the kernels that normalise rows, and of HBM's rate at which they do
-_PAD_LAUNCH = 0.74e-6  # s of a kernel that copies an operand to an array with a longer k,
-_PAD_TIMES = 3.2  # and times the operand's bytes at HBM's rate, with what it costs the product that its copy is not in L2
+_PAD_LAUNCH = 0.78e-6  # s of a kernel that copies an operand to an array with a longer k,
+_PAD_TIMES = 3.15  # and times the operand's bytes at HBM's rate, with what it costs the product that its copy is not in L2
 
 # When XLA splits k: the costs that its heuristic has for Hopper, in units of its own (`ChooseSplitK` in openxla/xla). Of 457
 # problems compiled by jax 0.11.2 for an H200, it predicts the parts of all.
@@ -71,7 +80,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
         p = replace(p, residual=False)
     memory = bytes_moved(p) / gpu.memory_bytes_per_s
     summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
-    tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES
+    tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES if p.dtype in DTYPES else _TILES_OTHERS
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in tiles)
     arithmetic = slowdown(arithmetic)
     seconds = gemm.together(_NORM, arithmetic + summed, memory / (_MEMORY_64 if 32 < p.m <= 64 else _MEMORY)) + _widening(
@@ -84,7 +93,9 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     if p.normalised:
         read_and_written = 2 * p.batch * p.m * p.k * itemsize_of(p.dtype)
         seconds += _NORMALISED + read_and_written / (_NORMALISED_RATE * gpu.memory_bytes_per_s)
-    launch = _LAUNCH + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
+    launch = (
+        _LAUNCH - _SHORTER * math.exp(-p.k / _SHORT_K) + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
+    )
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 
