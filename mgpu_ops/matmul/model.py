@@ -385,9 +385,9 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
 def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
     """Whether a cluster has one tile, or more than one of four blocks none, or operands are not those that were measured."""
-    if cluster[:1] not in ("m", "n"):
+    if cluster not in ("m", "n", "m4", "n4"):
         return False
-    tiles = math.ceil(p.m / tile_m if cluster[:1] == "m" else p.n / tile_n)
+    tiles = math.ceil(p.m / tile_m if cluster[0] == "m" else p.n / tile_n)
     if cluster in ("m", "n"):
         return tiles < 2
     return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2
