@@ -84,45 +84,46 @@ def _line(problem: Problem) -> int:
 
 
 # Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
-_RATE = 1.13  # of rates.POWER: bursts draw less power than what a program sustains
-_LEAST = 0.81  # of the rate is left with the narrowest tiles
-_ONE_WARPGROUP = 0.755  # of the rate is left with one consumer: nothing multiplies while it stores or waits
+_RATE = 1.27  # of rates.POWER: bursts draw less power than what a program sustains
+_ONE_WARPGROUP = 0.71  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
+_ONE_AHEAD = 0.85  # and where the next step is in flight
 _OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
-_AHEAD = 1.03  # times the rate, where the next step's wgmma is in flight
+_AHEAD = 0.92  # times the rate, where the next step's wgmma is in flight
 _NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its tile longer all the same: products of short k
-_SWIZZLE_64 = 0.7  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
+_SMEM, _SMEM_BYTES_PER_CLOCK = 0.821, 128  # of the time at which shared memory is read and written, at the boost clock
 _LOADS = 0.68  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_STORE = 1.0  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
+_STORE = 1.25  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
-_ACROSS_LINES = {128: 1.0, 64: 1.5, 32: 1.18, 16: 1.89}
+_ACROSS_LINES = {128: 1.0, 64: 1.23, 32: 1.25, 16: 2.12}
 _STORE_NARROW = {16: 2.71}  # as long take stores in epilogue tiles of so many columns
-_STORE_ACROSS = {128: 1.0, 64: 1.0, 32: 1.29, 16: 2.27}  # as long take the stores of such rows of the output
-_MULTICAST = {1: 1.0, 2: 0.67, 4: 0.35}  # of the time is left to loads of an operand that so many blocks share,
-_MULTICAST_ACROSS = {1: 1.0, 2: 0.57, 4: 0.2}  # and of what they take longer across lines
-_LATENCY = 8.29e-07  # s from a TMA request to its data
-_LAUNCH = 1.15e-06  # s
-_APART = 0.72  # of that time is left where blocks begin with steps of their own
+_STORE_ACROSS = {128: 1.0, 64: 1.08, 32: 1.21, 16: 1.96}  # as long take the stores of such rows of the output
+_MULTICAST = {1: 1.0, 2: 0.631, 4: 0.168}  # of the time is left to loads of an operand that so many blocks share,
+_MULTICAST_ACROSS = {1: 1.0, 2: 0.389, 4: 0.102}  # and of what they take longer across lines
+_LATENCY = 7.18e-07  # s from a TMA request to its data
+_LAUNCH = 1.12e-06  # s
+_APART = 0.805  # of that time is left where blocks begin with steps of their own
 _ISSUE = {
-    "cooperative": 5.0e-08,
-    "deferred": 4.0e-08,
+    "cooperative": 5.08e-08,
+    "deferred": 7.82e-08,
     "pingpong": 3.92e-08,
-    "ahead": 3.1e-08,
+    "ahead": 2.46e-08,
 }  # s of a step in which nothing multiplies
-_ISSUE_SHARED = {1: 0.0, 2: 1e-08, 4: 7e-09}  # and more where so many blocks share an operand: each waits for the others
-_CROWD = 6.2e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
-_SOONER = 1.6e-07  # s less, where the kernel has its own pipeline and not Pallas's
-_COLD = 8.3e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
+_ISSUE_SHARED = {1: 0, 2: 1.38e-08, 4: 4.01e-09}  # and more where so many blocks share an operand: each waits for the others
+_CROWD = 6.1e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
+_SOONER = 2.33e-07  # s less, where the kernel has its own pipeline and not Pallas's
+_COLD = 1.04e-06  # s more, in products of a few microseconds, until operands that are not in L2 arrive
 _PARTS = 2.54  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
-_SUM = 4.4e-07  # s that a sum in a cluster takes,
-_SUM_OWN = 2.2  # and times the store of a float32 tile: for the block that adds up,
+_SUM = 3.99e-07  # s that a sum in a cluster takes,
+_SUM_OWN = 2.99  # and times the store of a float32 tile: for the block that adds up,
 _SUM_PART = 2.68  # and for each other block
-_SHARED = 0.6  # of that is left where each block adds up a share of the tile
+_SHARED = 0.477  # of that is left where each block adds up a share of the tile
 _HBM = 1.08  # of the time at the datasheet's rate,
-_HBM_ACROSS_LINES = {128: 1.0, 64: 1.12, 32: 1.12, 16: 1.05}  # and times as long for an operand of such rows
-_STEP_NORM = 5.29  # arithmetic, loads and latency of a step overlap nearly wholly,
-_MEMORY_NORM = 2.63  # all steps and HBM less so
+_HBM_ACROSS_LINES = {128: 1.0, 64: 1.14, 32: 1.15, 16: 1.04}  # and times as long for an operand of such rows
+_STEP_NORM = 5.04  # arithmetic, loads and latency of a step overlap nearly wholly,
+_MEMORY_NORM = 2.95  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
@@ -147,8 +148,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     down, across = neighbours(c)
     clusters = p.batch * math.ceil(math.ceil(p.m / c.tile_m) / down) * math.ceil(math.ceil(p.n / c.tile_n) / across)
     waves = math.ceil(clusters / resident_clusters(cluster_size(c), gpu))
-    efficiency = _RATE * gemm.efficiency(c, _LEAST) * gpu.flops(p.dtype) / gpu.bf16_flops
-    efficiency *= _ONE_WARPGROUP if c.compute_warpgroups == 1 else 1.0
+    efficiency = _RATE * gpu.flops(p.dtype) / gpu.bf16_flops
+    if c.compute_warpgroups == 1:
+        efficiency *= _ONE_AHEAD if c.schedule == "ahead" else _ONE_WARPGROUP
     efficiency *= _SWIZZLE_64 if swizzle_bytes(p, c) == 64 else 1.0
     if p.normalised:  # rows times themselves beside each product
         columns = gemm.warpgroup_tile(c)[1]
@@ -159,7 +161,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     arithmetic = gemm.step_seconds(c, gpu, efficiency, 0.0, 0.0) + _ISSUE[c.schedule] + _ISSUE_SHARED[max(down, across)]
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
-    step = gemm.together(_STEP_NORM, arithmetic, _loaded(p, c) / rates.load_bytes(gpu), latency, crowded)
+    loaded = _loaded(p, c) / rates.load_bytes(gpu)
+    step = gemm.together(_STEP_NORM, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
@@ -236,6 +239,13 @@ def _loaded(p: Problem, c: Config) -> float:
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * rows
 
 
+def _shared_memory(p: Problem, c: Config) -> float:
+    """Clocks in which shared memory takes a step's tiles and gives them to wgmma, which reads all columns for each 64 rows."""
+    rows, columns = gemm.warpgroup_tile(c)
+    read = (1 if c.takes_turns else c.compute_warpgroups) * (rows + rows // gemm.ROWS * columns)
+    return _SMEM * itemsize_of(p.dtype) * c.tile_k * (read + c.tile_m + columns_of_b(p, c)) / _SMEM_BYTES_PER_CLOCK
+
+
 def _crowded(p: Problem, c: Config, gpu: Gpu) -> float:
     """Seconds that a step takes where all blocks read an operand whose rows along m or n are shorter than a line of 128 bytes.
 
@@ -285,7 +295,7 @@ _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
-_ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most
+_ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most; twice as many where k is long
 _SPLITS = (
     ("none", 1),
     ("m", 1),
@@ -369,18 +379,23 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         tiles += [(m, n, line) for m, n in _TILES]
     divided: list[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]]
     divided = [(tile, _DIVISIONS, _SPLITS) for tile in tiles]
-    divided += [((m, n, line), _DIVISIONS[:2], _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
+    divided += [((m, n, line), _DIVISIONS, _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
-            if warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER:
+            large = warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER
+            if large and (problem.k < _LONG_K or tile_m * tile_n > 2 * _ONE_CONSUMER or problem.normalised):
                 continue
             for cluster, split_k in splits:
                 if _too_few(problem, tile_m, tile_n, cluster):
                     continue
-                yield dataclasses.replace(
+                config = dataclasses.replace(
                     shape, compute_warpgroups=warpgroups, wg_dimension=wg_dimension, cluster=cluster, split_k=split_k
                 )
+                if not large:
+                    yield config
+                elif cluster != "k":  # that alone keeps the tensor cores busy
+                    yield dataclasses.replace(config, schedule="ahead")
 
 
 def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
