@@ -63,10 +63,10 @@ HEADS: dict[str, tuple[int, int, tuple[tuple[int, str], ...]]] = {
 }
 
 
-def drawn() -> list[MatmulProblem]:
-    spec, rng = spec_of("matmul"), random.Random(SEED)
+def drawn(seed: int = SEED, count: int = DRAWN) -> list[MatmulProblem]:
+    spec, rng = spec_of("matmul"), random.Random(seed)
     found: list[MatmulProblem] = []
-    while len(found) < DRAWN:
+    while len(found) < count:
         i = len(found)
         layout = LAYOUTS[i % 4]
         m = round(_log_uniform(rng, 1, 16384))
