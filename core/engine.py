@@ -401,7 +401,8 @@ def _words_of_thread(values: Any) -> Iterator[list[Any]]:
 def await_count(ref: Any, count: Any) -> None:
     """Waits until `ref` [1], int32 in global memory, is `count`: what another block has added there before is then there.
 
-    The interpreter, which runs a block after the other, does not wait.
+    What is added after that comes after it. To read it, a block would have to invalidate its L1, which holds spilled registers:
+    this does not. The interpreter, which runs a block after the other, does not wait.
     """
     if interpreting():
         return
@@ -413,7 +414,7 @@ def await_count(ref: Any, count: Any) -> None:
             .reg .pred other;
             .reg .u32 found;
             AGAIN:
-            ld.acquire.gpu.global.u32 found, [$0];
+            ld.relaxed.gpu.global.u32 found, [$0];
             setp.ne.u32 other, found, $1;
             @other bra AGAIN;
         }"""
@@ -423,18 +424,43 @@ def await_count(ref: Any, count: Any) -> None:
 
 
 def set_count(ref: Any, count: Any) -> None:
-    """ref[0] = count, once all is there that was added to global memory before a barrier that this thread has waited at."""
+    """ref[0] = count, once all is there that was added to global memory before a barrier that this warp has waited at."""
     if interpreting():
         return
     scalar = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar))
     def store(_: Any, ref: Any, count: Any) -> None:
-        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARP):
             code = "st.release.gpu.global.u32 [$0], $1;"
             mosaic.inline_ptx(code, mosaic.memref_ptr(ref), count.registers.item(), has_side_effects=True)
 
     store(ref, laid_out(count, scalar))
+
+
+def warp() -> jax.Array | None:
+    """Which of the four warps of a warpgroup this is, for what each does on its own. None in the interpreter, which has none.
+
+    Nothing in which a warpgroup's warps meet may be in there. They may wait at barriers, and arrive by `arrive_as_warp`.
+    """
+    if interpreting():
+        return None
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar))
+    def number(_: Any) -> Any:
+        code = "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; and.b32 $0, t, 3; }"
+        word = mosaic.inline_ptx(code, result_types=ir.IntegerType.get_signless(32), has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
+
+    own: jax.Array = number()
+    return own
+
+
+def arrive_as_warp(barrier: Any) -> None:
+    """One of the four warps of a warpgroup arrives in place of all of them: see `warp`."""
+    for _ in range(1 if interpreting() else 4):
+        plgpu.barrier_arrive(barrier)
 
 
 def frozen(ref: Any, *operands: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ need each other's dS for dq alone, and by then each has started its next scores.
 At head dim 64 a q block has 128 rows, in two *halves* of 64, for products as long as at 128. The scores of both are started
 first; while those of the second become weights, dP and dv of the first are computed. Each warpgroup computes dq of one half.
 
-With deterministic=True, the warpgroups add to dq of a q block when the producer says that it is the thread block's turn
-(`ThreadBlock.turns`), and tell it when they have.
+With deterministic=True, the warpgroups add to dq of a q block when a helper says that it is the thread block's turn
+(`ThreadBlock.take_turns`), and tell it when they have.
 """
 
 from __future__ import annotations
@@ -271,17 +271,20 @@ class _Consumer:
         block = self.block
         dq = engine.accumulated(self.dq_acc, len(self.halves))
         engine.barrier_arrive(self.together)
-        part, tile = block.dq_part(kv), self._tile(kv, last)
-        place = block.refs.dq.at[part, tile, self.wg if len(self.halves) == 1 else 0]
-        block.wait_for_turn()
-        engine.add_fragments(dq, place, block.is_first(kv, last.q_block))
-        block.end_turn()
-
-    def _tile(self, kv: KvBlock, last: _Last) -> jax.Array:
-        """Which tile of 64 rows of a head this warpgroup's part of dq of the last q block is."""
-        rows = last.q_block if len(self.halves) == 1 else 2 * last.q_block + self.wg
-        tile: jax.Array = (kv.at.batch * (self.block.refs.lse.shape[2] // ROWS) + rows) * self.block.p.q_heads + last.head
-        return tile
+        part, whole = (
+            block.dq_part(kv),
+            len(self.halves) == 1,
+        )  # a warpgroup has 64 columns of dq or, where these are all, 64 rows
+        if block.turn is None:
+            rows = last.q_block if whole else 2 * last.q_block + self.wg
+            tile, first = block.dq_tile(kv, last.head, rows), None
+        else:
+            plgpu.barrier_wait(block.turn[0].at[last.stage])
+            tile, first = block.tile_in_turn(last.stage)
+            tile = tile if whole else tile + self.wg * block.p.q_heads
+        engine.add_fragments(dq, block.refs.dq.at[part, tile, self.wg if whole else 0], first)
+        if block.turn is not None:
+            engine.barrier_arrive(block.turn[1].at[last.stage])
 
     def _half(self, tile: ScoreTile, half: int) -> ScoreTile:
         return dataclasses.replace(tile, part=half)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
-from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks
+from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
@@ -31,17 +33,26 @@ from mgpu_ops.core.tile_scheduler import Int
 CONSUMERS = 2
 SQUARE = (ROWS, ROWS)
 TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
+# As turns are planned: the time of a step, and how much later the next kv block adds to the same rows. Longer than it takes
+# (2.3 us, or 1.1 steps) they were slower.
+STEP, TURN = 16, 18
+MOST_PLANNED = 1 << 22  # turns
 
 
 @tile_scheduler.cached
 def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """Which thread block works on which kv blocks."""
-    steps = q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads) * (c.tile_q // 64)
-    if in_turns(p, c) and in_a_circle(p):
-        return _in_circles(len(steps), p.batch * p.kv_heads, blocks)
-    if in_turns(p, c):
-        return _falling(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
-    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.kv_heads, c.section_waves, blocks)
+    costs = _steps(p, c) * (c.tile_q // 64) + TILE_COST
+    if in_turns(p, c) and _begin_together(p, c, blocks):
+        return _in_circles(len(costs), p.batch * p.kv_heads, blocks)
+    if in_turns(p, c) and in_a_line(p, c):
+        return _falling(costs, p.batch * p.kv_heads, c.section_waves, blocks)
+    return tile_scheduler.assign_heads(costs, p.batch * p.kv_heads, c.section_waves, blocks)
+
+
+def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:
+    """How many steps each kv block of a head takes, lengths and segments apart."""
+    return q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads)
 
 
 def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
@@ -85,30 +96,111 @@ def _by_arrays(p: BackwardProblem) -> bool:
     return p.lengths or p.segments
 
 
+def in_a_line(p: BackwardProblem, c: BackwardConfig) -> bool:
+    """Whether kv blocks of a head add to dq from later keys to earlier ones: no other order is known, or it is faster.
+
+    It is where heads share keys: they visit a q block one after the other, so that kv blocks are as many steps apart.
+    """
+    if in_a_circle(p) or _by_arrays(p):
+        return _by_arrays(p)
+    numbers = p.batch * p.kv_heads * math.ceil(p.kv_tokens / c.tile_kv) * math.ceil(p.q_tokens / c.tile_q)
+    return p.q_heads > p.kv_heads or (p.left, p.right) == (None, None) or numbers > MOST_PLANNED
+
+
+def _begin_together(p: BackwardProblem, c: BackwardConfig, blocks: int) -> bool:
+    """Whether all kv blocks of a head begin at the same time, each at a q block of its own."""
+    return in_a_circle(p) and math.ceil(p.kv_tokens / c.tile_kv) <= blocks
+
+
 def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
     """Whether the first kv block that has a turn at a tile of dq stores, so that dq need not be zeros. Each tile has one."""
     return in_turns(p, c) and p.left is None and (p.right is None or p.offset + p.right > -ROWS) and not _by_arrays(p)
 
 
-def turn_order(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, rows: int) -> tuple[jax.Array, jax.Array | None]:
-    """Which kv block is the first to add to dq of each batch entry, q block and query head, int32, for `rows` padded rows.
+def turn_numbers(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, blocks: int) -> Any:
+    """int32 [heads, kv blocks, q blocks]: how many kv blocks add to dq of a q block before this one.
 
-    And for each batch entry, q block and kv block, which one is the next, where arrays say which blocks visit each other.
+    By heads of keys in all batch entries, or one for all of them; by batch entries where arrays say which blocks visit
+    each other.
     """
-    q_block = jnp.arange(rows // c.tile_q, dtype=jnp.int32)
-    numbers = jnp.arange(math.ceil(p.kv_tokens / c.tile_kv), dtype=jnp.int32)
-    following = None
+    if not _by_arrays(p):
+        return _numbers_planned(p, c, blocks)
+    entries = jnp.arange(p.batch, dtype=jnp.int32)[:, None, None]
+    number = jnp.arange(math.ceil(p.kv_tokens / c.tile_kv), dtype=jnp.int32)[:, None]
+    q_block = jnp.arange(math.ceil(p.q_tokens / c.tile_q), dtype=jnp.int32)
+    visited = Operands(p, None, None, None, optional).q_range(entries, number * c.tile_kv, c.tile_kv, c.tile_q)
+    visits = ((visited.first <= q_block) & (q_block < visited.end)).astype(jnp.int32)
+    return lax.cumsum(visits, 1, reverse=True) - visits
+
+
+@tile_scheduler.cached
+def _numbers_planned(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
+    first, count, rows = *_visited(p, c), np.arange(math.ceil(p.q_tokens / c.tile_q))
+    place = rows - first[:, None]
+    visits = (place >= 0) & (place < count[:, None])
+    if in_a_line(p, c):
+        return (visits[None, ::-1].cumsum(1)[:, ::-1] - visits).astype(np.int32)
     if in_a_circle(p):
-        first = (q_block // apart(p, c))[None]
-    else:  # from the last one that visits it to the first one
-        entries = jnp.arange(p.batch, dtype=jnp.int32)[:, None]
-        blocks = Operands(p, None, None, None, optional).q_range(entries, numbers[None] * c.tile_kv, c.tile_kv, c.tile_q)
-        begin, end = (jnp.broadcast_to(x, (p.batch, len(numbers)))[:, None, :] for x in (blocks.first, blocks.end))
-        visits = jnp.where((begin <= q_block[:, None]) & (q_block[:, None] < end), numbers, -1)
-        first = visits.max(2)
-        if _by_arrays(p):
-            following = jnp.pad(lax.cummax(visits, 2), ((0, 0), (0, 0), (1, 0)), constant_values=-1)[:, :, :-1]
-    return jnp.broadcast_to(first[:, :, None], (p.batch, len(q_block), p.q_heads)).reshape(-1), following
+        start = np.array([first_turn(p, c, number) for number in range(len(first))])
+        place = (place - start[:, None]) % len(rows)
+    begins = np.zeros((1, len(first))) if _begin_together(p, c, blocks) else plan(p, c, blocks)
+    times = begins[:, :, None] + place * (STEP * (p.q_heads // p.kv_heads))
+    times = np.where(visits, times, np.iinfo(np.int32).max).swapaxes(1, 2)
+    numbers = times.argsort(2, stable=True).argsort(2)
+    return np.ascontiguousarray(numbers.swapaxes(1, 2), np.int32)
+
+
+def _visited(p: BackwardProblem, c: BackwardConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The first q block that visits each kv block, and how many do; lengths and segments apart."""
+    first = rows_seeing(p, c.tile_kv)[0] // c.tile_q
+    return np.minimum(first, math.ceil(p.q_tokens / c.tile_q) - 1), q_blocks(p, c.tile_kv, c.tile_q)
+
+
+@tile_scheduler.cached
+def plan(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
+    """When each kv block begins, as turns are planned: int32 [heads of keys in all batch entries, kv blocks].
+
+    The time of a step is `STEP`. kv blocks begin as `schedule` has it, but at rows that both visit, any two are a turn apart:
+    the second one begins that much later. So in the order of these times nobody waits for a kv block that begins later.
+    """
+    first, count = (x.tolist() for x in _visited(p, c))
+    tiles, heads, step = len(first), p.batch * p.kv_heads, STEP * (p.q_heads // p.kv_heads)
+    table = schedule(p, c, blocks).tolist()
+    begins = np.zeros((heads, tiles), np.int32)
+    planned: list[list[tuple[int, int]]] = [[] for _ in range(heads)]  # of each head: times of the first row, kv blocks
+    idle = [(0, block, 1) for block in range(len(table))]
+    while idle:
+        time, block, i = heapq.heappop(idle)
+        if i > table[block][0]:
+            continue
+        head, tile = divmod(table[block][i], tiles)
+        begin = time + STEP * TILE_COST * 64 // c.tile_q
+        if not in_a_circle(p):
+            start = step * first[tile]
+            begin = start + _apart_from(planned[head], begin - start, tile, first, count)
+        begins[head, tile] = begin
+        heapq.heappush(idle, (begin + step * count[tile], block, i + 1))
+    return begins
+
+
+def _apart_from(planned: list[tuple[int, int]], time: int, tile: int, first: Sequence[int], count: Sequence[int]) -> int:
+    """The earliest time from `time` on a turn apart from those `planned` whose rows it visits too; it joins them."""
+    for other, its in planned[bisect.bisect_left(planned, (time - TURN + 1, 0)) :]:
+        if other >= time + TURN:
+            break
+        shared = min(first[tile] + count[tile], first[its] + count[its]) > max(first[tile], first[its])
+        if shared and other > time - TURN:
+            time = other + TURN
+    bisect.insort(planned, (time, tile))
+    return time
+
+
+def first_turn(p: BackwardProblem, c: BackwardConfig, number: Int) -> Int | None:
+    """In a circle: the q block that a kv block begins with. The kv blocks of a head begin apart."""
+    if not in_a_circle(p):
+        return None
+    start = number * apart(p, c)
+    return start * (start < math.ceil(p.q_tokens / c.tile_q))
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +214,7 @@ class Refs(BackwardRefs):
     dbias: Any  # [batch * q_heads, keys, rows] or None
     # int32 for each batch entry, q block and query head: whose turn at dq it is. None: they take no turns.
     turns: Any = None
-    following: Any = None  # `turn_order`'s second
+    numbers: Any = None  # `turn_numbers`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +301,10 @@ class ThreadBlock:
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
-            start = self._first_turn(at) if in_a_circle(self.p) else None
+            start = first_turn(self.p, self.c, lax.div(at.token, jnp.int32(self.c.tile_kv)))
+            front = self.p.right is not None
             back = self.p.left is not None or self.p.lengths or self.p.kv_tokens % self.c.tile_kv > 0
-            return KvBlock(at, TurnOrder(blocks, start, front=self.p.right is not None, back=back))
+            return KvBlock(at, TurnOrder(blocks, start, front=front, back=back))
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
@@ -224,33 +317,17 @@ class ThreadBlock:
         own, blocks = lax.div(at.token, jnp.int32(self.c.tile_kv)), math.ceil(self.p.kv_tokens / self.c.tile_kv)
         return lax.div(own * order.unmasked, jnp.int32(blocks))
 
-    def _first_turn(self, at: Position) -> Int:
-        """Without a mask: the q block that a kv block begins with. The kv blocks of a head begin apart, in a circle."""
-        start = lax.div(at.token, jnp.int32(self.c.tile_kv)) * apart(self.p, self.c)
-        return jnp.where(start < math.ceil(self.p.q_tokens / self.c.tile_q), start, 0)
-
     def number(self, kv: KvBlock) -> jax.Array:
         """Of a kv block, among those of its head."""
         number: jax.Array = lax.div(kv.at.token, jnp.int32(self.c.tile_kv))
         return number
 
-    def following(self, kv: KvBlock, q_block: Int) -> Int:
-        """The kv block that adds to dq of a q block after `kv`: one of earlier keys, in a circle."""
-        own = self.number(kv)
-        if self.refs.following is not None:
-            return self.refs.following[kv.at.batch, q_block, own]
-        return jnp.where(own == 0, math.ceil(self.p.kv_tokens / self.c.tile_kv), own) - 1
-
-    def is_first(self, kv: KvBlock, q_block: Int) -> jax.Array | None:
-        """Whether (1 or 0) a kv block is the first that adds to dq of a q block: it stores. None: dq is zeros before."""
-        if not stores_first(self.p, self.c):
-            return None
-        own = self.number(kv)
-        if in_a_circle(self.p):
-            return (own == lax.div(q_block, jnp.int32(apart(self.p, self.c)))).astype(jnp.int32)
-        following = self.x.q_range(kv.at.batch, kv.at.token + self.c.tile_kv, self.c.tile_kv, self.c.tile_q).first
-        last = own == math.ceil(self.p.kv_tokens / self.c.tile_kv) - 1
-        return (last | (q_block < following)).astype(jnp.int32)
+    def turn_number(self, kv: KvBlock, q_block: Int) -> jax.Array:
+        """How many kv blocks add to dq of a q block before this one."""
+        head: Int = kv.at.batch if _by_arrays(self.p) else kv.at.batch * self.p.kv_heads + kv.at.head
+        head = 0 if self.refs.numbers.shape[0] == 1 else head
+        number: jax.Array = self.refs.numbers[head, self.number(kv), q_block]
+        return number
 
     # --- The producer
 
@@ -277,39 +354,57 @@ class ThreadBlock:
         return kv.q_blocks.for_each(functools.partial(self._load_q_block, kv), step, members=self.group)
 
     def _load_in_turns(self, kv: KvBlock, order: TurnOrder, step: jax.Array) -> jax.Array:
-        """Loads the q blocks that visit a kv block, and lets consumers add to dq when it is this kv block's turn.
+        def load(i: jax.Array, step: jax.Array) -> jax.Array:
+            return self._load_q_block(kv, *order.visit(i, self.group), step, False)
 
-        Here, as who polls or fences waits for a trip to memory, and a consumer would have nothing to do meanwhile. The turn at
-        a q block is looked for while consumers are at their next step but one to it, so many steps after its load.
+        loaded: jax.Array = lax.fori_loop(0, order.count * self.group, load, step)
+        return loaded
+
+    # --- The helper, where thread blocks take turns
+
+    def take_turns(self) -> None:
+        """Lets consumers add to dq of each q block when it is the kv block's turn, and gives the turn on when they have.
+
+        A warp that polls, or that waits until sums are in global memory, waits for a trip there. So as many warps as there are
+        stages take the q blocks one by one, each those of a stage of its own.
         """
-        visits, behind = order.count * self.group, self.c.max_concurrent_steps - 1
+        own = engine.warp()
 
-        def load(i: jax.Array) -> None:
-            self._load_q_block(kv, *order.visit(i, self.group), step + i, False)
+        def run() -> None:
+            self.tiles.for_each(functools.partial(self._take_turns, own), jnp.int32(0))
 
-        def visit(i: jax.Array, _: None) -> None:
-            pl.when(i >= behind)(lambda: self._await_turn(kv, *order.visit(i - behind, self.group)))
-            pl.when(i < visits)(lambda: load(i))
-            pl.when(i >= behind)(lambda: self._give_turn(kv, *order.visit(i - behind, self.group)))
+        run() if own is None else pl.when(own < self.c.max_concurrent_steps)(run)
 
-        lax.fori_loop(0, visits + behind, visit, None)
+    def _take_turns(self, own: jax.Array | None, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
+        del i
+        kv, stages = self.kv_block(number), jnp.int32(self.c.max_concurrent_steps)
+        order = kv.q_blocks
+        assert isinstance(order, TurnOrder)
+        visits = order.count * self.group
+        first, by = (
+            (jnp.int32(0), jnp.int32(1)) if own is None else (lax.rem(own + stages - lax.rem(step, stages), stages), stages)
+        )
+
+        def visit(j: jax.Array, _: None) -> None:
+            i = first + j * by
+            stage = lax.rem(step + i, stages) if own is None else own
+            self._take_turn(kv, stage, *order.visit(i, self.group))
+
+        lax.fori_loop(0, lax.div(visits - first + by - 1, by), visit, None)
         return step + visits
 
-    def _await_turn(self, kv: KvBlock, member: Int, q_block: Int) -> None:
-        """Waits until it is this kv block's turn at dq of a q block, and tells the consumers."""
+    def _take_turn(self, kv: KvBlock, stage: jax.Array, member: Int, q_block: Int) -> None:
         assert self.turn is not None
-        engine.await_count(self._turn_at(kv, member, q_block), self.number(kv))
-        engine.barrier_arrive(self.turn[0])
+        own, added = self.turn_number(kv, q_block), self._added(kv, member, q_block)
+        tile = self.dq_tile(kv, kv.at.head * self.group + member, q_block * (self.c.tile_q // ROWS))
+        self.smem["turns"][stage] = 2 * tile + (own == 0).astype(jnp.int32)
+        engine.await_count(added, own)
+        engine.arrive_as_warp(self.turn[0].at[stage])
+        plgpu.barrier_wait(self.turn[1].at[stage])
+        engine.set_count(added, own + 1)
 
-    def _give_turn(self, kv: KvBlock, member: Int, q_block: Int) -> None:
-        """Gives the turn on when the consumers have added to dq."""
-        assert self.turn is not None
-        following = self.following(kv, q_block)
-        plgpu.barrier_wait(self.turn[1])
-        engine.set_count(self._turn_at(kv, member, q_block), following)
-
-    def _turn_at(self, kv: KvBlock, member: Int, q_block: Int) -> Any:
-        """Whose turn it is at dq of a q block, in global memory."""
+    def _added(self, kv: KvBlock, member: Int, q_block: Int) -> Any:
+        """How many kv blocks have added to dq of a q block, in global memory."""
         blocks = self.refs.lse.shape[2] // self.c.tile_q
         head = kv.at.head * self.group + member
         return self.refs.turns.at[pl.ds((kv.at.batch * blocks + q_block) * self.p.q_heads + head, 1)]
@@ -382,15 +477,18 @@ class ThreadBlock:
 
     # --- The way out
 
-    def wait_for_turn(self) -> None:
-        """A consumer waits until it may add to dq of a q block, where thread blocks take turns."""
-        if self.turn is not None:
-            plgpu.barrier_wait(self.turn[0])
+    def tile_in_turn(self, stage: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """`dq_tile` of the first rows of a stage's q block; whether (1 or 0) this adds first: it stores. None: dq is zeros.
 
-    def end_turn(self) -> None:
-        """A consumer tells that it has."""
-        if self.turn is not None:
-            engine.barrier_arrive(self.turn[1])
+        Once it is the thread block's turn. The helper knows both, which takes registers that consumers do not have.
+        """
+        word = self.smem["turns"][stage]
+        return lax.shift_right_logical(word, 1), word & 1 if stores_first(self.p, self.c) else None
+
+    def dq_tile(self, kv: KvBlock, head: Int, rows: Int) -> jax.Array:
+        """Which tile of dq, in `backward_round.tiles_shape`, some 64 rows of a head are."""
+        tile: jax.Array = (kv.at.batch * (self.refs.lse.shape[2] // ROWS) + rows) * self.p.q_heads + head
+        return tile
 
     def add_dq(self, kv: KvBlock, src: Any, at: Position, column: Int) -> None:
         """Starts adding `src` [64, columns] in shared memory to the gradient of the 64 query rows from `at` on."""

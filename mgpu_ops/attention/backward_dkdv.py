@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
-from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, in_turns, schedule, stores_first, turn_order
+from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, in_turns, schedule, stores_first, turn_numbers
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -71,10 +71,10 @@ def launch(
             zero, delta = lax.optimization_barrier((jnp.zeros((), jnp.float32), delta))
             dq = jax.new_ref(jnp.broadcast_to(zero, (tiles if interpret else 1, *shape)))
     turns: Any = None
-    following: Any = None
+    numbers: Any = None
     if in_turns(p, c):
-        first, following = turn_order(p, c, optional, rows)
-        turns = jax.new_ref(first)
+        numbers = turn_numbers(p, c, optional, blocks)
+        turns = jax.new_ref(jnp.zeros(p.batch * (rows // c.tile_q) * p.q_heads, jnp.int32))
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))
 
@@ -84,7 +84,8 @@ def launch(
         block = ThreadBlock.of(p, c, refs, outputs, scratch)
         narrow = backward_ahead if c.dq_step == "next" else backward_narrow
         consumers = backward_wide if p.head_dim > 128 else narrow
-        specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu)
+        helper = block.take_turns if in_turns(p, c) else None
+        specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu, helper)
 
     refs = Refs(
         schedule=schedule(p, c, blocks),
@@ -98,7 +99,7 @@ def launch(
         dq=dq,
         dbias=dbias,
         turns=turns,
-        following=following,
+        numbers=numbers,
     )
     out_type = rows_like(arrays.k), rows_like(arrays.v), *([] if dq_type is None else [dq_type])
     dk, dv, *outputs = run(
@@ -116,7 +117,7 @@ def launch(
 
 
 def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any]) -> BlockSpec:
-    stages, fused, wide = c.max_concurrent_steps, c.mode == "fused", p.head_dim > 128
+    stages, fused, wide, turns = c.max_concurrent_steps, c.mode == "fused", p.head_dim > 128, in_turns(p, c)
     part, shares = whole(p.head_dim), backward_narrow.shares(p.head_dim) if fused else None
     smem = {
         "q": in_rows(part, (stages, c.tile_q), p.dtype),
@@ -135,6 +136,8 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
     if wide:
         smem["weights"] = swizzled((1, ROWS, ROWS), p.dtype)
     if c.dq_step == "next":
+        if turns:
+            smem["turns"] = plgpu.SMEM((stages,), jnp.int32)
         smem["here"] = plgpu.SMEM((CONSUMERS, 4), jnp.int32)
     if fused or p.bias_grad:
         shape: tuple[int, ...] = (1, 1, ROWS, ROWS) if wide else (2, c.tile_q // ROWS, c.tile_kv, PANEL)
@@ -143,13 +146,14 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
         smem["ds"] = swizzled(shape, p.dtype, 128 if wide else part.swizzle)  # as the keys, beside which it is an operand
     return BlockSpec(
         consumers=CONSUMERS,
+        helpers=turns,
         accumulators=_accumulators(p, c),
         smem=smem,
         barriers={
             "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
             "kv": Pipeline.barriers(1, copies=(1 if shares else part.panels) + part.panels, consumers=CONSUMERS),
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
-            **({"turn": [plgpu.Barrier(num_arrivals=n) for n in (1, CONSUMERS)]} if in_turns(p, c) else {}),
+            **({"turn": [plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (1, CONSUMERS)]} if turns else {}),
         },
     )
 

@@ -30,6 +30,7 @@ class BlockSpec:
     accumulators: Sequence[tuple[int, int]]  # shapes, float32 in the registers of each consumer
     smem: Mapping[str, Any]
     barriers: Mapping[str, Any]
+    helpers: int = 0  # further warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ def run(
     def with_trees(*refs: Any, **scratch: Any) -> None:
         body(jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :], Scratch(**scratch))
 
-    launch = engine.Launch(name, {"block": blocks}, warpgroups=spec.consumers + 1, approx_math=True, interpret=interpret)
+    warpgroups = spec.consumers + 1 + spec.helpers
+    launch = engine.Launch(name, {"block": blocks}, warpgroups=warpgroups, approx_math=True, interpret=interpret)
     scratch = {
         "accumulators": engine.Accumulators(tuple(spec.accumulators), spec.consumers),
         "smem": dict(spec.smem),
@@ -69,15 +71,23 @@ def run(
 
 
 def specialize(
-    producer: Callable[[], None], consumer: Callable[[], None], consumers: int, config: Config | BackwardConfig, gpu: Gpu
+    producer: Callable[[], None],
+    consumer: Callable[[], None],
+    consumers: int,
+    config: Config | BackwardConfig,
+    gpu: Gpu,
+    helper: Callable[[], None] | None = None,
 ) -> None:
-    """`engine.specialize`, with the registers shared out as the config says."""
+    """`engine.specialize`, with the registers shared out as the config says. A helper has as many as the producer."""
+    helper_registers = config.memory_registers if helper is not None else 0
     engine.specialize(
         producer,
         consumer,
         consumers=consumers,
         producer_registers=config.memory_registers,
-        consumer_registers=limits.consumer_registers(consumers, config.memory_registers, gpu),
+        consumer_registers=limits.consumer_registers(consumers, config.memory_registers, gpu, helper_registers),
+        helper=helper,
+        helper_registers=helper_registers,
     )
 
 

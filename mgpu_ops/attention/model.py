@@ -492,12 +492,13 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, turns where the default is one kernel, without lengths: there two kernels were measured to be faster.
+    `deterministic`, turns where the default is one kernel, but with lengths alone: there they were not measured.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
         in_any_order = backward_default(dataclasses.replace(problem, deterministic=False), gpu)
-        in_turns = [c for c in ranked if c.mode == "fused" and in_any_order.mode == "fused" and not problem.lengths]
+        measured = not problem.lengths or problem.right is not None
+        in_turns = [c for c in ranked if c.mode == "fused" and in_any_order.mode == "fused" and measured]
         return in_turns[0] if in_turns else next(c for c in ranked if c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]

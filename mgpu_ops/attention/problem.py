@@ -513,7 +513,7 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
     if c.mode == "fused" and wide:
         return f"mode='fused' has no registers for dq of head_dim={p.head_dim}: use 'split'"
-    if c.mode == "fused" and p.deterministic and (reason := _check_turns(p, c, gpu)):
+    if c.mode == "fused" and p.deterministic and (reason := _check_turns(c)):
         return reason
     tile_kv = ROWS if wide else 2 * ROWS
     if c.tile_kv != tile_kv:
@@ -534,13 +534,12 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     return limits.check_smem(max(sizes), gpu)
 
 
-def _check_turns(p: BackwardProblem, c: BackwardConfig, gpu: Gpu) -> str | None:
+def _check_turns(c: BackwardConfig) -> str | None:
     """Why thread blocks cannot take turns at adding to dq, so that the sums are always in one order, or None."""
     if (c.dq_step, c.q_order) != ("next", "apart"):
         return "mode='fused' adds to dq in any order: use 'split', or dq_step='next' with q_order='apart'"
-    blocks = math.ceil(p.kv_tokens / c.tile_kv)
-    if in_a_circle(p) and blocks > gpu.sms:
-        return f"mode='fused' with deterministic=True takes turns among {gpu.sms} kv blocks at most, not {blocks}: use 'split'"
+    if c.max_concurrent_steps > 4:
+        return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 4 where a warp waits for turns at each stage"
     return None
 
 
@@ -610,13 +609,15 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, ((steps, c.tile_q, d), 2)]  # delta, the output's gradient
     buffers += [((ROWS, d if d % PANEL else 2 * PANEL), 4)] if fused and c.dq_step == "same" else []  # dq
-    buffers += [((2, 4), 4)] if c.dq_step == "next" else []  # here
+    turns = fused and p.deterministic
     ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
     buffers += [(ds, 2)] if fused or p.bias_grad else []
+    buffers += [((2, 4), 4)] if c.dq_step == "next" else []  # here
     buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
+    buffers += [((steps,), 4)] if turns else []
     buffers += [((c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
-    return limits.block_bytes(buffers, barriers=2 * steps + 2 + (2 if wide else 1))
+    return limits.block_bytes(buffers, barriers=(4 if turns else 2) * steps + 2 + (2 if wide else 1))
 
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
