@@ -156,8 +156,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = of_one(problem), as_matmul(config)
     return (
         checks.check_norm(problem.normalised, c)
-        or _check_cluster(p, c)
         or checks.check_schedule(p, c)
+        or _check_cluster(p, c)
         or checks.check_counts(p, c, gpu)
         or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=_accumulators_in_all(problem, c))
         or limits.check_smem(smem_bytes(problem, config), gpu)
