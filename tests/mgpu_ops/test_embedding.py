@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import EmbeddingConfig as C
 from mgpu_ops import EmbeddingProblem as P
-from mgpu_ops import capture, embedding, spec_of
+from mgpu_ops import capture, embedding, explain, spec_of
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.embedding.kernel import sorted_tokens
 from tests import thorough
@@ -88,6 +88,21 @@ def test_the_gradient_is_a_kernel_and_keeps_the_tokens_alone():
     assert [p.problem for p in found.problems] == [P(8192, 16384, 4096)]
     _, vjp = jax.eval_shape(lambda t, x: jax.vjp(lambda t: embedding(t, x), t), table, tokens)
     assert sum(x.size for x in jax.tree.leaves(vjp)) == 8192
+
+
+@pytest.mark.parametrize(
+    ("problem", "runs"),
+    [
+        (P(8192, 16384, 4096), "the kernel"),
+        (P(4096, 128256, 2048), "the kernel"),
+        (P(512, 16384, 4096), "XLA"),
+        (P(8192, 16384, 768), "XLA"),
+        (P(8192, 16384, 4096, "float16"), "XLA"),
+    ],
+    ids=str,
+)
+def test_a_call_runs_the_kernel_where_a_step_of_training_did(problem, runs):
+    assert explain("embedding", problem, gpu="h200").splitlines()[1].split(":")[0].split(maxsplit=1)[1].startswith(runs)
 
 
 def test_tokens_out_of_range_count_as_the_nearest():
