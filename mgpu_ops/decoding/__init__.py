@@ -53,8 +53,8 @@ def decoding_layer(
 
     norm(x) is x / sqrt(mean of x^2 + rms_epsilon), row by row: an RMS norm whose weight is a factor of the rows of the matrix
     that it is multiplied with. Sums are of float32; x and what is between the products are rounded as they are apart. With the
-    few rows of decoding a product takes as long as its weights take to come, and memory waits from one kernel to the next. This
-    is one kernel.
+    few rows of decoding a product takes as long as its weights take to come, and memory waits from one kernel to the next. With
+    backend="mosaic" this is one kernel.
 
     Args:
       attended: [..., k], what attention yields.
@@ -66,9 +66,9 @@ def decoding_layer(
       activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None.
       next_normalised: product = norm(x) w_next. Without, `rotary_into_cache` can divide the product by the norm of its rows.
       rms_epsilon: a number of at least 0.
-      backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
-        machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs: up to 64 rows of 16-bit floats, with
-        k, width, hidden and n multiples of 128.
+      backend: "mosaic" (the kernel; a Hopper GPU, up to 64 rows of 16-bit floats, k, width, hidden and n multiples of 128),
+        "interpret" (the kernel in JAX's GPU interpreter, with race detection; any machine, slow), "xla". Default:
+        $MGPU_OPS_BACKEND, else "xla": the kernel was not timed yet in its present form.
 
     Returns:
       x, and where w_next is given the product, [..., n].
@@ -163,10 +163,10 @@ def _batchable(call: _Call) -> Any:
 
 
 def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """On the backend that the call asks for; where it asks for none, the kernel where it can run."""
+    """On the backend that the call asks for; where it asks for none, XLA: the kernel's present form was not timed yet."""
     attended, x, _, *weights = arrays
     choice = dispatch.choose_for(
-        "decoding_layer", f"of x{x.shape}", lambda device: supports(attended, x, weights, device), call.backend
+        "decoding_layer", f"of x{x.shape}", lambda device: supports(attended, x, weights, device), call.backend or "xla"
     )
     if choice.device is None:
         return reference(call.activation, call.next_normalised, *arrays)

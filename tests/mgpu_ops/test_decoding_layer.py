@@ -122,6 +122,14 @@ def test_every_unit_has_a_block_and_every_count_is_reached(rows, tiles):
     assert cut.stages >= 4
 
 
+def test_a_call_that_names_no_backend_runs_through_xla():
+    given = arrays(2)
+    with gpu.target(H200):
+        traced = str(jax.make_jaxpr(decoding_layer)(*given))
+        named = str(jax.make_jaxpr(functools.partial(decoding_layer, backend="mosaic"))(*given))
+    assert ("mgpu_ops_decoding_layer" in traced, "mgpu_ops_decoding_layer" in named) == (False, True)
+
+
 def test_what_cannot_run_is_told_and_runs_through_xla():
     given: Any = arrays(2, k=192)
     assert "multiple of 128" in str(supports(given[0], given[1], given[2:], H200))
