@@ -17,7 +17,7 @@ import jax
 
 from mgpu_ops.attention import backward_dkdv, backward_dq, backward_round
 from mgpu_ops.attention.heads import backward_dim
-from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import BackwardArrays, pad_head
 from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem
 from mgpu_ops.core.gpu import Gpu
@@ -35,7 +35,7 @@ def launch(
     q, k, v, out_grad = (pad_head(x, d) for x in arrays[:4])
     inputs = Inputs.of(p, arrays[6:])
     inputs = dataclasses.replace(inputs, sinks=None)  # they are in lse, and a key without a value adds nothing
-    given = BackwardArrays(q, k, v, out_grad, arrays[4], arrays[5], inputs)
+    given = BackwardArrays(q, k, v, out_grad, arrays[4] * LOG2E, arrays[5], inputs)
     dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, interpret)
     if dq is None:
         dq = backward_dq.launch(p, c, gpu, given, interpret)
@@ -53,7 +53,7 @@ def launch_joined(
 ) -> jax.Array:
     """As `launch`, the gradient of what q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim]."""
     q, k, v, out_grad, lse, delta, *options = arrays
-    given = BackwardArrays(q, k, v, out_grad, lse, delta, Inputs.of(p, tuple(options)))
+    given = BackwardArrays(q, k, v, out_grad, lse * LOG2E, delta, Inputs.of(p, tuple(options)))
     dq, dk, dv, _ = backward_dkdv.launch(p, c, gpu, given, interpret, as_tiles=True)
     assert dq is not None
     return backward_round.launch_joined(p, dq, dk, dv, given.inputs.options, turned, interpret)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import some_see_nothing
 from mgpu_ops.attention.problem import BackwardProblem, Problem
 from mgpu_ops.core import gpu as gpus
@@ -114,9 +114,8 @@ def missing() -> str | None:
 def forward(
     problem: Problem, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of the forward op, of a problem without `differs`: output, and log2 of each row's sum of exponentials."""
-    out, lse = jax_names.cudnn_attention(q, k, v, scale, problem.right == 0, _window(problem))
-    return out, lse * LOG2E
+    """The results of the forward op, of a problem without `differs`: output, and the logarithm of each row's sum of exponentials."""
+    return jax_names.cudnn_attention(q, k, v, scale, problem.right == 0, _window(problem))
 
 
 def backward(
@@ -124,8 +123,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """The results of the backward op, likewise: dq, dk and dv. `out` is the output, whose lse has no gradient of its own."""
     out_grad, lse, *_ = rest
-    known = out, lse / LOG2E
-    return jax_names.cudnn_attention_gradients(q, k, v, known, out_grad, scale, problem.right == 0, _window(problem))
+    return jax_names.cudnn_attention_gradients(q, k, v, (out, lse), out_grad, scale, problem.right == 0, _window(problem))
 
 
 def _window(problem: Problem) -> int | None:

@@ -468,7 +468,7 @@ def _add_up(
                 shared = 0 if sinks[0].shape[0] == p.q_heads else entry * p.q_heads
                 factor, log_sum = _with_sink(log_sum, sinks[0][shared + head])
             else:
-                log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+                log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum * (1 / LOG2E))
             shares.append(weights if factor is None else [weight * factor for weight in weights])
             log_sums.append((at, log_sum))
         layout = plgpu.Layout.WG_STRIDED((_COLUMNS,), vec_size=1)
@@ -516,4 +516,4 @@ def _finished(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[
         keys = OnlineSoftmax(jnp.maximum(lse, LOWEST), jnp.where(lse == -jnp.inf, 0.0, 1.0))
         softmax, rescale = keys.with_sink(sinks * LOG2E)
         return softmax.normalise(out, some_see_nothing=True, rescale=rescale), softmax.log_sum_exp()
-    return out, jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    return out, jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / LOG2E))

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from mgpu_ops.attention import cudnn, cudnn_model, reference
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
-from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import zero_unseen
 from mgpu_ops.attention.model import (
     backward_candidates,
@@ -225,7 +225,7 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     nothing: Any = -jnp.inf
     if inputs.sinks is not None:  # alone in the sum; -inf is none, and without a gradient
         nothing = jnp.where(inputs.sinks == -jnp.inf, -jnp.inf, inputs.sinks)[:, :, None].astype(lse.dtype)
-    return out, jnp.where(lse == jnp.inf, nothing, lse / LOG2E)
+    return out, jnp.where(lse == jnp.inf, nothing, lse)
 
 
 # --- Gradient and batching rules -------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Output and log2 of each row's sum of exponentials with any sink, +inf for a row that sees nothing."""
+    """Output and the logarithm of each row's sum of exponentials with any sink, +inf for a row that sees nothing."""
     return forward_product(call)(q, k, v, inputs)
 
 
@@ -261,19 +261,19 @@ def _attention_backward(call: Call, saved: Any, gradients: tuple[jax.Array, jax.
 def delta_of(out: jax.Array, out_grad: jax.Array, lse: jax.Array, lse_grad: ArrayLike) -> jax.Array:
     """The rows' sums of output times its gradient, less the gradient of lse; [batch, q_heads, q_tokens]."""
     accurate = np.promote_types(out.dtype, np.float32)
-    delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - LOG2E * lse_grad
+    delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - lse_grad
     return jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
 
 
 def _gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Of sinks [batch or 1, q_heads]. A sink is a key without a value: its weight times the difference of 0 and delta.
 
-    lse: log2 of the rows' sums, [batch, q_heads, q_tokens]; delta likewise, the rows' sums of output times its gradient, less
+    lse: the logarithms of the rows' sums, [batch, q_heads, q_tokens]; delta likewise, the rows' sums of output times its gradient, less
     the gradient of lse.
     """
-    nothing, scores = lse == jnp.inf, (sinks[:, :, None] * LOG2E).astype(lse.dtype)
+    nothing, scores = lse == jnp.inf, sinks[:, :, None].astype(lse.dtype)
     # No weight is above 1: lse, when it is as large as a sink, may be rounded below it.
-    weights = jnp.where(nothing, 0.0, jnp.exp2(jnp.minimum(scores - jnp.where(nothing, 0.0, lse), 0.0)))
+    weights = jnp.where(nothing, 0.0, jnp.exp(jnp.minimum(scores - jnp.where(nothing, 0.0, lse), 0.0)))
     gradient = -(weights * delta).sum(2)
     return (gradient.sum(0, keepdims=True) if sinks.shape[0] == 1 else gradient).astype(sinks.dtype)
 

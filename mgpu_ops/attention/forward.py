@@ -474,8 +474,8 @@ class _Rows:
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel on q, k, v and `Inputs.arrays()`.
 
-    Returns the output, and for each row the logarithm to base 2 of its sum of exponentials [batch, q_heads, q_tokens], float32,
-    +inf where the row sees nothing, so that 2^(score - it) is 0.
+    Returns the output, and for each row the logarithm of its sum of exponentials [batch, q_heads, q_tokens], float32,
+    +inf where the row sees nothing, so that e^(score - it) is 0.
     """
     v_dim, d, v_d = p.v_dim, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
     p = dataclasses.replace(p, head_dim=d, v_head_dim=v_d if v_d < d else 0)

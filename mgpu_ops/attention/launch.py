@@ -117,7 +117,7 @@ class BackwardArrays:
     k: jax.Array
     v: jax.Array
     out_grad: jax.Array
-    lse: jax.Array  # [batch, q_heads, q_tokens], as the forward kernel gives it
+    lse: jax.Array  # [batch, q_heads, q_tokens], times log2(e), as exponentials are powers of two
     delta: jax.Array  # [batch, q_heads, q_tokens], the rows' sums of output times its gradient
     inputs: Inputs
 

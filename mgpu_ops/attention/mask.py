@@ -6,6 +6,7 @@ A kv block is `tile_kv` keys with their values, a q block `tile_q` query rows. `
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from jax import lax
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core.tile_scheduler import Int, cdiv
+
+FEW_PAIRS = 2**25  # 10 us of an H200, and what sorting takes at least is 45
 
 type Pair = tuple[jax.Array, jax.Array]  # of queries and of keys
 
@@ -256,7 +259,7 @@ def _seen_tokens(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array
 
 
 def _seen_in_segments(problem: Problem, lengths: Pair | None, q_ids: jax.Array, kv_ids: jax.Array) -> Pair:
-    """`_seen_tokens` without a bias. It sorts ids in place of asking each pair, which takes longer than attention."""
+    """`_seen_tokens` without a bias."""
     p = problem
     rows, keys = jnp.arange(p.q_tokens)[None], jnp.arange(p.kv_tokens)[None]
     q_end, kv_end = (p.q_tokens, p.kv_tokens) if lengths is None else (n[:, None] for n in lengths)
@@ -269,7 +272,15 @@ def _seen_in_segments(problem: Problem, lengths: Pair | None, q_ids: jax.Array, 
 
 
 def _any_equal(ids: jax.Array, others: jax.Array, first: jax.Array, last: Int) -> jax.Array:
-    """Whether ids[b, i] is one of others[b, first[b, i] : last[b, i] + 1]: booleans [batch, tokens]."""
+    """Whether ids[b, i] is one of others[b, first[b, i] : last[b, i] + 1]: booleans [batch, tokens].
+
+    To ask each pair is one kernel, of many pairs a long one; to sort and search the ids takes some twenty short ones.
+    """
+    pairs = ids.size * others.shape[1] if isinstance(ids.shape[0], int) else math.inf
+    if pairs <= FEW_PAIRS:
+        place = jnp.arange(others.shape[1], dtype=jnp.int32)
+        in_range = (first[..., None] <= place) & (place <= jnp.broadcast_to(last, ids.shape)[..., None])
+        return (in_range & (ids[..., None] == others[:, None])).any(-1)
     order = jnp.argsort(others, axis=1, stable=True).astype(jnp.int32)
     in_order = jnp.take_along_axis(others, order, 1)
     count = others.shape[1]

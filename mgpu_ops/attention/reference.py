@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import keys_seen, mask_of, some_see_nothing, zero_unseen
 from mgpu_ops.attention.problem import BackwardProblem, Problem
 from mgpu_ops.core.limits import itemsize_of
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 2**31  # of scores in memory at a time
 
 
 def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output [batch, q_tokens, q_heads, v_dim] of q's dtype, and log2 of each row's sum of exponentials, +inf for none.
+    """Output [batch, q_tokens, q_heads, v_dim] of q's dtype, and the logarithm of each row's sum of exponentials, +inf for none.
 
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
     """
@@ -110,7 +110,7 @@ class _KvHead:
 
 
 def _softmax_of(s: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """softmax(s) v [rows, group, v_dim], and log2 of the sums of exponentials [group, rows, 1], `sinks` among them.
+    """softmax(s) v [rows, group, v_dim], and the logarithms of the sums of exponentials [group, rows, 1], `sinks` among them.
 
     0 and +inf for a row whose scores are all -inf.
     """
@@ -126,7 +126,7 @@ def _softmax_of(s: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[ja
     total = jnp.where(nothing, 1.0, total)
     out = _product("gts,sd->tgd", (e / total).astype(v.dtype), v)
     out = jnp.where(nothing.swapaxes(0, 1), 0.0, out)
-    return out, jnp.where(nothing, jnp.inf, (m + jnp.log(total)) * LOG2E)
+    return out, jnp.where(nothing, jnp.inf, m + jnp.log(total))
 
 
 def _pad_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
@@ -151,7 +151,7 @@ def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The gradients of q, k, v and, with `bias_grad`, the bias, from q, k, v, the output's gradient, lse, delta and inputs.
 
-    delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less log2(e) times lse's gradient. XLA
+    delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less lse's gradient. XLA
     differentiates `forward`, so that of lse and delta only lse's gradient is used here.
     """
     q, k, v, out_grad, _, delta, *rest = arrays
@@ -164,7 +164,7 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
 
     (out, lse), pull = jax.vjp(of, q, k, v, inputs.bias)
     rows = jnp.einsum("btnd,btnd->bnt", out.astype(delta.dtype), out_grad.astype(delta.dtype))
-    lse_grad = ((rows - delta) / LOG2E).astype(jnp.float32)
+    lse_grad = (rows - delta).astype(jnp.float32)
     # Reshaped: to JAX a symbolic batch that one of its caches remembers is another one.
     dq, dk, dv, dbias = pull((out_grad.reshape(out.shape), lse_grad.reshape(lse.shape)))
     return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)

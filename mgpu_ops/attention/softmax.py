@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.inputs import LOG2E
 from mgpu_ops.attention.layouts import PER_ROW, TILE, along_rows
 from mgpu_ops.attention.problem import ROWS
 from mgpu_ops.core import regions
@@ -111,5 +112,5 @@ class OnlineSoftmax:
         return normalised
 
     def log_sum_exp(self) -> jax.Array:
-        """log2 of each row's sum of exponentials; +inf for a row that sees nothing, so that 2^(score - it) is 0."""
-        return jnp.where(self.row_sum == 0, jnp.inf, self.row_max + jnp.log2(self.row_sum))
+        """The logarithm of each row's sum of exponentials; +inf for a row that sees nothing, so that e^(score - it) is 0."""
+        return jnp.where(self.row_sum == 0, jnp.inf, (self.row_max + jnp.log2(self.row_sum)) * (1 / LOG2E))

@@ -22,7 +22,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import FlashAttentionConfig, FlashAttentionProblem, flash_attention, spec_of
-from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.core import engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
 from tests import thorough
@@ -88,7 +88,7 @@ def assert_forward(
     assert_near(out, wanted["out"], TOLERANCE[problem.dtype])
     np.testing.assert_array_equal(float64(out).swapaxes(1, 2)[nothing], 0)
     np.testing.assert_array_equal(np.isposinf(lse), nothing)
-    np.testing.assert_allclose(lse[~nothing], wanted["lse"][~nothing] * LOG2E, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse[~nothing], wanted["lse"][~nothing], rtol=1e-5, atol=1e-5)
 
 
 def assert_backward(
@@ -109,7 +109,7 @@ def assert_backward(
     arguments = arguments_of(problem, tuple(rest)) | {"sinks": sinks}
     wanted = cases.truth(q, k, v, out_grad=out_grad, lse_grad=lse_grad, **arguments)
     wanted.pop("sinks", None)
-    lse = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"] * LOG2E)
+    lse = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"])
     delta = np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - (0.0 if lse_grad is None else lse_grad)
     given = *padding((q, k, v)), out_grad, *(jnp.asarray(x, jnp.float32) for x in (lse, delta)), *rest
     found = interpreted(BACKWARD, problem, config, given)
@@ -279,7 +279,7 @@ def test_nan_stays_in_its_batch_entry():
     assert np.isnan(lse[1]).all()
     for b in (0, 2):
         np.testing.assert_allclose(float64(out)[b], wanted["out"][b], atol=2e-2)
-        np.testing.assert_allclose(lse[b], wanted["lse"][b] * LOG2E, atol=1e-4)
+        np.testing.assert_allclose(lse[b], wanted["lse"][b], atol=1e-4)
 
 
 def test_large_scores(assert_near):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mgpu_ops import FlashAttentionProblem
 from mgpu_ops.attention import launch, model, reference
+from mgpu_ops.attention import mask as mask_module
 from mgpu_ops.attention.arguments import Arguments
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import segment_blocks
@@ -335,7 +336,9 @@ def test_rows_of_a_bias_have_whole_panels():
     "mask", [{}, {"causal": True}, {"window_left": 4, "window_right": 3}, {"window_right": 2, "align": "top_left"}]
 )
 @pytest.mark.parametrize("lengths", [None, ((9, 31), (40, 5))])
-def test_tokens_that_no_segment_shows_are_zeroed(mask, lengths):
+@pytest.mark.parametrize("pairs", [mask_module.FEW_PAIRS, 0])
+def test_tokens_that_no_segment_shows_are_zeroed(mask, lengths, pairs, monkeypatch):
+    monkeypatch.setattr(mask_module, "FEW_PAIRS", pairs)
     problem = P(2, 31, 40, 2, 1, 8, segments=True, lengths=lengths is not None, **mask)
     rng = np.random.default_rng(0)
     segments = tuple(jnp.array(rng.integers(-9, 9, (2, n)), jnp.int32) for n in (31, 40))
