@@ -30,7 +30,7 @@ def launch(
 
     lse as the forward kernel gives it; delta [batch, q_heads, q_tokens]: the rows' sums of output times its gradient.
     """
-    head_dim, v_dim, d = p.head_dim, p.v_dim, backward_dim(p.head_dim)
+    head_dim, v_dim, d = p.head_dim, p.v_dim, backward_dim(p.head_dim, c.dq_step)
     p = dataclasses.replace(p, head_dim=d, v_head_dim=0)
     q, k, v, out_grad = (pad_head(x, d) for x in arrays[:4])
     inputs = Inputs.of(p, arrays[6:])

@@ -456,7 +456,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
     del gpu
     d = backward_dim(problem.head_dim)
-    next_step = d in (64, 128)
+    next_step = d <= 128
     return {
         "mode": ("fused", "split"),
         "tile_q": (64, 128),
@@ -467,7 +467,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
         "dq_step": ("same", "next") if next_step else ("same",),
         "q_order": ("apart", "together") if next_step else ("together",),
-        "dk_operand": ("memory", "registers") if d == 128 else ("memory",),
+        "dk_operand": ("memory", "registers") if 64 < d <= 128 else ("memory",),
     }
 
 
@@ -492,12 +492,13 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, turns where the default is one kernel, but with lengths alone: there they were not measured.
+    `deterministic`, turns where the default is one kernel, but with lengths alone and where heads would be padded for them: there
+    they were not measured.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:
         in_any_order = backward_default(dataclasses.replace(problem, deterministic=False), gpu)
-        measured = not problem.lengths or problem.right is not None
+        measured = (not problem.lengths or problem.right is not None) and backward_dim(problem.head_dim) in (64, 128)
         in_turns = [c for c in ranked if c.mode == "fused" and in_any_order.mode == "fused" and measured]
         return in_turns[0] if in_turns else next(c for c in ranked if c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
@@ -535,7 +536,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     p, c = problem, config
     _require(supports_backward(p, gpu))
     typical, group, size = _typical(p), p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d, entries = backward_dim(p.head_dim), typical.batch
+    d, entries = backward_dim(p.head_dim, c.dq_step), typical.batch
     queries = p.batch * p.q_tokens * p.q_heads
     keys = _q_blocks(typical, c.tile_kv, c.tile_q) * group
     columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
@@ -554,13 +555,14 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
 def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: int, gpu: Gpu) -> float:
     """Seconds of one tile of scores: products of so many columns, and the work on each score. Several stages overlap loads."""
     scores = c.tile_q * c.tile_kv
-    reached = _REACHED[c.mode][backward_dim(p.head_dim)]
+    d = backward_dim(p.head_dim, c.dq_step)
+    reached = _REACHED[c.mode][d]
     compute = 2 * columns * scores / (reached * _rate(gpu)) + _ROUND * scores / (ROWS * 2 * ROWS)
     moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
     if c.max_concurrent_steps == 1:
         return compute + moving + rates.LOAD_LATENCY
     if c.dq_step == "next" and c.max_concurrent_steps > 2:
-        compute *= _AHEAD[backward_dim(p.head_dim)] + (_HELD if c.dk_operand == "registers" else 0.0)
+        compute *= _AHEAD[d] + (_HELD if c.dk_operand == "registers" else 0.0)
     return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
 
 

@@ -147,7 +147,7 @@ class BackwardConfig:
     max_concurrent_steps: stages of the pipeline of q blocks and their gradients.
     section_waves, memory_registers: as in `Config`.
     dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
-      another q block become weights. "next" is for head dims 64 and 128 and mode "fused", without a bias or a soft cap. With
+      another q block become weights. "next" is for mode "fused" and head dims up to 128, computed as 64 or 128, without a bias or a soft cap. With
       `deterministic`, thread blocks then take turns at adding to dq; mode "fused" is for it in no other way.
     q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
       or "apart", so that they add to different rows of dq.
@@ -507,7 +507,7 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
     if reason is not None:
         return reason
     p, c = problem, config
-    d = backward_dim(p.head_dim)
+    d = backward_dim(p.head_dim, c.dq_step)
     wide = d > 128
     if c.mode not in ("fused", "split"):
         return f"mode={c.mode!r} is neither 'fused' nor 'split'"
@@ -548,7 +548,7 @@ def in_a_circle(p: BackwardProblem) -> bool:
 
     That is where all rows see all keys, at head dim 128: at 64 a turn takes as long as the kv blocks are apart.
     """
-    return p.left is None and p.right is None and not p.lengths and not p.segments and backward_dim(p.head_dim) == 128
+    return p.left is None and p.right is None and not p.lengths and not p.segments and backward_dim(p.head_dim, "next") == 128
 
 
 def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
@@ -563,9 +563,10 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         if (c.q_order, c.dk_operand) != ("together", "memory"):
             return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
         return None
-    if c.mode != "fused" or backward_dim(p.head_dim) not in (64, 128):
-        return f"dq_step='next' is for mode='fused' and a head_dim of 64 or 128, not {c.mode!r} and {p.head_dim}: use 'same'"
-    if c.dk_operand == "registers" and p.head_dim == 64:
+    d = backward_dim(p.head_dim, c.dq_step)
+    if c.mode != "fused" or d > 128:
+        return f"dq_step='next' is for mode='fused' and a head_dim of up to 128, not {c.mode!r} and {p.head_dim}: use 'same'"
+    if c.dk_operand == "registers" and d == 64:
         return "dk_operand='registers' is for head_dim=128: dS of 128 rows takes too many, use 'memory'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
@@ -604,7 +605,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
     """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
     p, c, steps = problem, config, config.max_concurrent_steps
-    d = backward_dim(p.head_dim)
+    d = backward_dim(p.head_dim, c.dq_step)
     wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
     buffers: list[limits.Buffer] = [((steps, c.tile_kv, c.tile_q), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [stats, ((steps, c.tile_q, d), 2)]  # delta, the output's gradient
