@@ -251,7 +251,7 @@ class ScoreTile:
 class ThreadBlock:
     """One thread block: what its warpgroups have in common, and what the producer does."""
 
-    p: BackwardProblem
+    p: BackwardProblem  # with a head of keys for each of `group_splits` parts of a group
     c: BackwardConfig
     x: Operands
     refs: Refs
@@ -344,8 +344,11 @@ class ThreadBlock:
 
         def copy(stage: jax.Array, full: Any) -> None:
             del stage
-            x.load_keys(x.k, kv.at, smem["k"], full, whole(self.p.head_dim))
-            x.load_keys(x.v, kv.at, smem["v"], full, whole(self.p.head_dim))
+            at = kv.at
+            if self.c.group_splits > 1:
+                at = at._replace(head=lax.div(at.head, jnp.int32(self.c.group_splits)))
+            x.load_keys(x.k, at, smem["k"], full, whole(self.p.head_dim))
+            x.load_keys(x.v, at, smem["v"], full, whole(self.p.head_dim))
 
         # Waits until dk and dv of the last kv block have left: they leave from the place of its keys and values.
         self.kv_pipeline.fill(i, copy)

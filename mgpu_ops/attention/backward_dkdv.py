@@ -53,6 +53,7 @@ def launch(
 
     as_tiles: with `dq_step="next"`, dq as its tiles in float32, without scale.
     """
+    p = dataclasses.replace(p, kv_heads=p.kv_heads * c.group_splits)
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
     lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
@@ -101,7 +102,8 @@ def launch(
         turns=turns,
         numbers=numbers,
     )
-    out_type = rows_like(arrays.k), rows_like(arrays.v), *([] if dq_type is None else [dq_type])
+    gradient = jax.ShapeDtypeStruct((p.batch, p.kv_tokens, p.kv_heads, p.head_dim), p.dtype)
+    out_type = rows_like(gradient), rows_like(gradient), *([] if dq_type is None else [dq_type])
     dk, dv, *outputs = run(
         body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret
     )
@@ -113,7 +115,16 @@ def launch(
             dq = (dq[:, : p.q_tokens] * arrays.inputs.options[0]).astype(p.dtype)
     if dbias is not None:
         dbias = _summed(p, engine.frozen(dbias, arrays.q, arrays.k), arrays.inputs.bias)
-    return dq, dk.reshape(arrays.k.shape), dv.reshape(arrays.v.shape), dbias
+    return dq, *(_of_groups(x.reshape(gradient.shape), c.group_splits) for x in (dk, dv)), dbias
+
+
+def _of_groups(gradient: jax.Array, splits: int) -> jax.Array:
+    """The gradient of keys or values [batch, tokens, heads, head_dim] from that of each of `splits` parts of a group."""
+    if splits == 1:
+        return gradient
+    batch, tokens, heads, head_dim = gradient.shape
+    of_parts = gradient.reshape(batch, tokens, heads // splits, splits, head_dim)
+    return of_parts.astype(jnp.float32).sum(3).astype(gradient.dtype)
 
 
 def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any]) -> BlockSpec:

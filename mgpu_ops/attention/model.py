@@ -454,7 +454,6 @@ def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
 
 def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
-    del gpu
     d = backward_dim(problem.head_dim)
     next_step = d <= 128
     return {
@@ -468,7 +467,15 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "dq_step": ("same", "next") if next_step else ("same",),
         "q_order": ("apart", "together") if next_step else ("together",),
         "dk_operand": ("memory", "registers") if 64 < d <= 128 else ("memory",),
+        "group_splits": _group_splits(problem, gpu),
     }
+
+
+def _group_splits(problem: BackwardProblem, gpu: Gpu) -> tuple[int, ...]:
+    """Parts of a group of query heads: 1 alone where the kv blocks of all heads fill the GPU several times."""
+    p, group = problem, problem.q_heads // problem.kv_heads
+    whole = p.batch * p.kv_heads * math.ceil(p.kv_tokens / (2 * ROWS)) >= _FULL * gpu.sms
+    return (1,) if whole else tuple(n for n in range(1, group + 1) if group % n == 0)
 
 
 def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
@@ -520,6 +527,8 @@ _KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps
 _ROWS_TILE = 6.9e-6  # likewise of dq
 _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
+_ADDS = 3.5e-6  # s of the kernels that add up dk and dv of a group's parts, beside their bytes
+_FULL = 4  # times as many kv blocks as SMs: more are shared out evenly
 _COPIED = 1.81  # times as long as by HBM's rate alone the copies before and after take
 # Of a step's time, by head dim, where products of two q blocks overlap while a third one loads
 # (results/2026-11-22-h200-flash_attention-backward-d128.txt, results/2026-11-23-h200-flash_attention-backward-d64.txt); and
@@ -538,10 +547,10 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     typical, group, size = _typical(p), p.q_heads // p.kv_heads, itemsize_of(p.dtype)
     d, entries = backward_dim(p.head_dim, c.dq_step), typical.batch
     queries = p.batch * p.q_tokens * p.q_heads
-    keys = _q_blocks(typical, c.tile_kv, c.tile_q) * group
+    keys = _q_blocks(typical, c.tile_kv, c.tile_q) * (group // c.group_splits)
     columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
     step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
-    work = _shared_out(keys * step + _KEYS_TILE, entries * p.kv_heads, gpu)
+    work = _shared_out(keys * step + _KEYS_TILE, entries * p.kv_heads * c.group_splits, gpu)
     if c.mode == "split":
         rows = _kv_blocks(typical, 2 * ROWS, ROWS)  # whatever the tiles of the dk/dv kernel
         step = _gradient_step(p, dataclasses.replace(c, tile_q=2 * ROWS, tile_kv=ROWS), 3 * d, 2 * ROWS * d * size, gpu)
@@ -549,6 +558,8 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     moved = reference.backward_bytes_moved(p)
     copied += queries * (2 * p.head_dim * size + 8)  # delta
     padding = _PADS + 2 * moved / _hbm(gpu) if d != p.head_dim else 0.0
+    if c.group_splits > 1:
+        padding += _ADDS + 2 * (c.group_splits + 1) * p.batch * p.kv_tokens * p.kv_heads * d * size / _hbm(gpu)
     return _STARTS[c.mode] + max(work, moved / _hbm(gpu)) + _COPIED * copied / _hbm(gpu) + padding
 
 

@@ -152,6 +152,8 @@ class BackwardConfig:
     q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
       or "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
+    group_splits: among how many thread blocks the dk/dv kernel shares out the query heads of a head of keys; their dk and dv, in
+      the inputs' dtype, are added up afterwards.
     """
 
     mode: str
@@ -163,6 +165,7 @@ class BackwardConfig:
     dq_step: str = "same"
     q_order: str = "together"
     dk_operand: str = "memory"
+    group_splits: int = 1
 
 
 def backward_spills_outside_loops(config: BackwardConfig) -> int:
@@ -528,6 +531,8 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return reason
     if not 1 <= c.section_waves <= 1024:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
+    if c.group_splits < 1 or (p.q_heads // p.kv_heads) % c.group_splits:
+        return f"group_splits={c.group_splits} must divide the {p.q_heads // p.kv_heads} query heads of a head of keys"
     if reason := limits.check_producer_registers(c.memory_registers):
         return reason
     sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])

@@ -344,6 +344,24 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(2, 70, 130, 2, 1, 128, causal=True, window_left=50, bias="float32", bias_grad=True),
         one_step(FUSED_128),
     ),
+    # query heads of a head of keys shared out among thread blocks
+    "group in two parts, head_dim of 96, causal": (B(1, 70, 130, 4, 1, 96, causal=True), replace(FUSED_128, group_splits=2)),
+    "group in parts, bias with gradient": (
+        B(1, 70, 130, 4, 2, 64, bias="bfloat16", bias_grad=True),
+        replace(one_step(FUSED_64), group_splits=2),
+    ),
+    "group in three parts, head_dim of 256, lengths": (
+        B(2, 70, 70, 3, 1, 256, lengths=True),
+        replace(SPLIT_256, group_splits=3),
+    ),
+    "group in parts, head_dim of 80 as 128, dq a step later, segments": (
+        B(1, 200, 150, 4, 2, 80, segments=True),
+        replace(AHEAD_128, group_splits=2),
+    ),
+    "group in parts, in turns, causal": (
+        B(1, 200, 330, 2, 1, 64, causal=True, deterministic=True),
+        replace(AHEAD_64, q_order="apart", group_splits=2),
+    ),
     # dk and dq a step after the scores
     "dq a step later, causal, odd lengths, grouped heads": (B(1, 200, 150, 2, 1, 128, causal=True), AHEAD_128),
     "dq a step later, lengths, window, two steps": (
