@@ -76,7 +76,7 @@ def table_of(assigned: Sequence[Any]) -> np.ndarray:
     return table
 
 
-def assign_heads(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
+def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int) -> np.ndarray:
     """`assign_tiles` for `heads` heads of equal tiles: section after section of heads, the longest tiles of a section first.
 
     Args:

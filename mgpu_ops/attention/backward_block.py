@@ -25,6 +25,7 @@ from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Po
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
+from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows
@@ -40,19 +41,32 @@ MOST_PLANNED = 1 << 22  # turns
 
 
 @tile_scheduler.cached
-def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
+def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int) -> np.ndarray:
     """Which thread block works on which kv blocks."""
     costs = _steps(p, c) * (c.tile_q // 64) + TILE_COST
     if in_turns(p, c) and _begin_together(p, c, blocks):
         return _in_circles(len(costs), p.batch * p.kv_heads, blocks)
     if in_turns(p, c) and in_a_line(p, c):
         return _falling(costs, p.batch * p.kv_heads, c.section_waves, blocks)
-    return tile_scheduler.assign_heads(costs, p.batch * p.kv_heads, c.section_waves, blocks)
+    return tile_scheduler.assign_heads(costs, p.batch * p.kv_heads, waves(c, blocks, sms), blocks)
 
 
 def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:
     """How many steps each kv block of a head takes, lengths and segments apart."""
     return q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads)
+
+
+def thread_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
+    """How many there are for so many tiles of the output: persistent ones, or with lengths as many as tiles.
+
+    Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle.
+    """
+    return tiles if p.lengths else min(gpu.sms, tiles)
+
+
+def waves(c: BackwardConfig, blocks: int, sms: int) -> float:
+    """The length of a section of heads in tiles of a thread block, where blocks may be more than SMs."""
+    return c.section_waves * min(1.0, sms / blocks)
 
 
 def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:

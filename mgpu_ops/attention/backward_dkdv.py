@@ -23,7 +23,16 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
-from mgpu_ops.attention.backward_block import CONSUMERS, Refs, ThreadBlock, in_turns, schedule, stores_first, turn_numbers
+from mgpu_ops.attention.backward_block import (
+    CONSUMERS,
+    Refs,
+    ThreadBlock,
+    in_turns,
+    schedule,
+    stores_first,
+    thread_blocks,
+    turn_numbers,
+)
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -57,7 +66,9 @@ def launch(
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
     lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
-    blocks = min(gpu.sms, p.batch * p.kv_heads * tiles)
+    blocks = thread_blocks(p, p.batch * p.kv_heads * tiles, gpu)
+    if in_turns(p, c):  # all of them have to be on the GPU at one time
+        blocks = min(gpu.sms, blocks)
     dq: Any = None
     dq_type: Any = None  # where it is an output
     dbias: Any = None
@@ -89,7 +100,7 @@ def launch(
         specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu, helper)
 
     refs = Refs(
-        schedule=schedule(p, c, blocks),
+        schedule=schedule(p, c, blocks, gpu.sms),
         q=as_blocks(arrays.q, c.tile_q, p),
         k=as_rows(arrays.k),
         v=as_rows(arrays.v),

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.backward_block import thread_blocks, waves
 from mgpu_ops.attention.heads import Part, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -52,10 +53,10 @@ TILE_COST = 4  # what a q block takes beside its kv blocks, in kv blocks
 
 
 @tile_scheduler.cached
-def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
+def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int) -> np.ndarray:
     """Which thread block works on which q blocks."""
     steps = kv_blocks(p, TILE_Q, TILE_KV)
-    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, waves(c, blocks, sms), blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +250,7 @@ class _Consumer:
 def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:
     """dq of padded head_dim."""
     part, k_stages, v_stages = whole(p.head_dim), dq_steps(p), dq_value_steps(p)
-    blocks = min(gpu.sms, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q))
+    blocks = thread_blocks(p, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q), gpu)
     optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
 
     def body(refs: BackwardRefs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
@@ -276,7 +277,7 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
         },
     )
     refs = BackwardRefs(
-        schedule=_schedule(p, c, blocks),
+        schedule=_schedule(p, c, blocks, gpu.sms),
         q=as_rows(arrays.q),
         k=as_blocks(arrays.k, TILE_KV, p),
         v=as_rows(arrays.v),

@@ -268,8 +268,8 @@ def delta_of(out: jax.Array, out_grad: jax.Array, lse: jax.Array, lse_grad: Arra
 def _gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Of sinks [batch or 1, q_heads]. A sink is a key without a value: its weight times the difference of 0 and delta.
 
-    lse: the logarithms of the rows' sums, [batch, q_heads, q_tokens]; delta likewise, the rows' sums of output times its gradient, less
-    the gradient of lse.
+    lse: the logarithms of the rows' sums, [batch, q_heads, q_tokens]; delta likewise, the rows' sums of output times its
+    gradient, less the gradient of lse.
     """
     nothing, scores = lse == jnp.inf, sinks[:, :, None].astype(lse.dtype)
     # No weight is above 1: lse, when it is as large as a sink, may be rounded below it.

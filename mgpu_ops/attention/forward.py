@@ -43,7 +43,7 @@ from mgpu_ops.attention.launch import (
     run,
     specialize,
 )
-from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
+from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, Config, Problem, masks_all
@@ -419,11 +419,13 @@ class _Rows:
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
         if block.p.soft_cap and not block.p.soft_cap_after_bias:
             s, scale = x.capped(s), x.inputs.options[1] * LOG2E
-        factor: jax.Array | None = scale
+        factor: jax.Array | float | None = scale
         if block.p.soft_cap_after_bias:
             s, factor = x.scores(s, block.smem["bias"].at[stage, w.own, :])[0], None
         elif block.p.bias != "none":
-            s, factor = s * scale + x.bias_term(block.smem["bias"].at[stage, w.own, :]), None
+            # Not yet times log2(e): that is part of the exponentials' arguments.
+            bias = load_tile(block.smem["bias"].at[stage, w.own, :]).astype(jnp.float32)
+            s, factor = s * (scale * (1 / LOG2E)) + bias, LOG2E
         if self.q_segments is not None:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])

@@ -473,7 +473,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
 
 def _group_splits(problem: BackwardProblem, gpu: Gpu) -> tuple[int, ...]:
     """Parts of a group of query heads: 1 alone where the kv blocks of all heads fill the GPU several times."""
-    p, group = problem, problem.q_heads // problem.kv_heads
+    p, group = problem, problem.q_heads // max(1, problem.kv_heads)  # supports_backward has a reason where there are none
     whole = p.batch * p.kv_heads * math.ceil(p.kv_tokens / (2 * ROWS)) >= _FULL * gpu.sms
     return (1,) if whole else tuple(n for n in range(1, group + 1) if group % n == 0)
 

@@ -205,8 +205,4 @@ class Operands:
             s, slope = tanh * (self.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
         else:
             s = s * (self.inputs.options[0] * LOG2E)
-        return s if bias is None else s + self.bias_term(bias), slope
-
-    def bias_term(self, tile: Any) -> jax.Array:
-        """What a tile of the bias in shared memory adds to scores times log2(e)."""
-        return load_tile(tile).astype(jnp.float32) * LOG2E
+        return s if bias is None else s + load_tile(bias).astype(jnp.float32) * LOG2E, slope

@@ -147,13 +147,13 @@ class BackwardConfig:
     max_concurrent_steps: stages of the pipeline of q blocks and their gradients.
     section_waves, memory_registers: as in `Config`.
     dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
-      another q block become weights. "next" is for mode "fused" and head dims up to 128, computed as 64 or 128, without a bias or a soft cap. With
-      `deterministic`, thread blocks then take turns at adding to dq; mode "fused" is for it in no other way.
+      another q block become weights. "next" is for mode "fused" and head dims up to 128, computed as 64 or 128, without a bias
+      or a soft cap. With `deterministic`, thread blocks then take turns at adding to dq; mode "fused" is for it in no other way.
     q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
       or "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
-    group_splits: among how many thread blocks the dk/dv kernel shares out the query heads of a head of keys; their dk and dv, in
-      the inputs' dtype, are added up afterwards.
+    group_splits: into how many parts the query heads of a head of keys are shared out in the dk/dv kernel; what each adds to dk
+      and dv, in the inputs' dtype, is added up afterwards.
     """
 
     mode: str
@@ -568,10 +568,9 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         if (c.q_order, c.dk_operand) != ("together", "memory"):
             return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
         return None
-    d = backward_dim(p.head_dim, c.dq_step)
-    if c.mode != "fused" or d > 128:
-        return f"dq_step='next' is for mode='fused' and a head_dim of up to 128, not {c.mode!r} and {p.head_dim}: use 'same'"
-    if c.dk_operand == "registers" and d == 64:
+    if c.mode != "fused":
+        return f"dq_step='next' is for mode='fused', not {c.mode!r}: use 'same'"
+    if c.dk_operand == "registers" and backward_dim(p.head_dim, "next") == 64:
         return "dk_operand='registers' is for head_dim=128: dS of 128 rows takes too many, use 'memory'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"

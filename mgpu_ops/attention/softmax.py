@@ -29,7 +29,7 @@ class Scores:
     """
 
     values: jax.Array
-    factor: jax.Array | None
+    factor: jax.Array | float | None
 
     def scaled(self, x: jax.Array) -> jax.Array:
         return x if self.factor is None else x * self.factor

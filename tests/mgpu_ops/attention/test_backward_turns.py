@@ -85,7 +85,7 @@ def play(p: Any, c: Any, gpu: Any) -> dict[tuple[int, int], list[int]]:
     counts, visits, numbers = jax.tree.map(np.array, jax.jit(functools.partial(known, p, c, blocks=blocks))(drawn(p)))
     group = p.q_heads // p.kv_heads
     work = []
-    for row in backward_block.schedule(p, c, blocks):
+    for row in backward_block.schedule(p, c, blocks, blocks):
         assigned = [divmod(int(number), count) for number in row[1 : 1 + row[0]]]
         work.append([(h, t, *map(int, visit)) for h, t in assigned for visit in visits[: counts[h, t], h, t]])
     added: dict[tuple[int, int], list[int]] = collections.defaultdict(list)

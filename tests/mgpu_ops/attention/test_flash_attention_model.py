@@ -171,7 +171,6 @@ def test_the_soft_cap_after_a_bias_needs_both() -> None:
         ({}, {"dq_step": "later"}, "neither 'same' nor 'next'"),
         ({"head_dim": 64}, {}, "tile_q=64 must be 128"),
         ({"head_dim": 64}, {"tile_q": 128, "dk_operand": "registers"}, "use 'memory'"),
-        ({"head_dim": 96}, {}, "a head_dim of 64 or 128"),
         ({"deterministic": True}, {"mode": "split"}, "mode='fused'"),
         ({"deterministic": True}, {}, "q_order='apart'"),
         ({"deterministic": True}, {"q_order": "apart", "max_concurrent_steps": 5}, "from 2 to 4"),
@@ -213,6 +212,25 @@ def test_the_schedule_that_was_fastest_is_the_default(name: str) -> None:
 )
 def test_deterministic_gradients_take_turns_by_default_where_that_was_faster(problem: Any, mode: str) -> None:
     assert BACKWARD.default(dataclasses.replace(problem, deterministic=True), H200).mode == mode
+
+
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_long_sequences_of_80_and_96_columns_are_computed_as_128_with_dq_a_step_later(head_dim: int) -> None:
+    assert BACKWARD.default(BACKWARD.Problem(1, 30000, 30000, 8, 4, head_dim, causal=True), H200).dq_step == "next"
+    assert BACKWARD.default(BACKWARD.Problem(4, 512, 512, 8, 4, head_dim, causal=True), H200).dq_step == "same"
+
+
+def test_groups_are_shared_out_where_heads_of_keys_do_not_fill_the_gpu() -> None:
+    few, many = BACKWARD.Problem(2, 256, 256, 18, 2, 80, causal=True), BACKWARD.Problem(16, 4096, 4096, 16, 2, 128)
+    assert BACKWARD.default(few, H200).group_splits == 9
+    assert BACKWARD.default(many, H200).group_splits == 1
+
+
+@pytest.mark.parametrize("splits", [0, 2, 9])
+def test_parts_of_a_group_are_of_one_size(splits: int) -> None:
+    problem = BACKWARD.Problem(1, 256, 256, 6, 2, 128)
+    config = dataclasses.replace(BACKWARD.default(problem, H200), group_splits=splits)
+    assert BACKWARD.check(problem, config, H200) == f"group_splits={splits} must divide the 3 query heads of a head of keys"
 
 
 @pytest.mark.parametrize("mask", [{"lengths": True}, {"segments": True, "causal": True}, {"causal": True, "window_left": 2000}])
