@@ -93,9 +93,8 @@ def rounded_values(head_dim: int, v_head_dim: int) -> int:
 def backward_dim(head_dim: int, dq_step: str = "same") -> int:
     """The head dim of queries and values that the backward kernels compute with; `dq_step` of their config.
 
-    With dq in the next step 64 or 128, of which fewer columns than are computed take less time than by the other schedule.
-    112 is computed as 128: dk and dv of 112 columns beside shares of dq spill. Values have as many columns as keys: the kernels
+    With dq in the next step 64 or 128, so that 80, 96 and 112 are padded. Values have as many columns as keys: the kernels
     without this padding are right when interpreted, but were not compared on a GPU.
     """
     d = rounded(head_dim)
-    return 128 if d == 112 or (dq_step == "next" and 64 < d < 128) else d
+    return 128 if dq_step == "next" and 64 < d < 128 else d

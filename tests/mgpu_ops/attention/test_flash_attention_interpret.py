@@ -321,7 +321,8 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
     "head_dim padded, soft cap": (B(1, 70, 130, 1, 1, 72, soft_cap=True), FUSED_128),
     "head_dim of 96, odd heads, causal": (B(1, 70, 130, 3, 1, 96, causal=True), FUSED_128),
     "head_dim of 80, bias with gradient": (B(1, 70, 130, 1, 1, 80, bias="bfloat16", bias_grad=True), one_step(FUSED_128)),
-    "head_dim of 112, padded to 128, segments": (B(1, 70, 130, 2, 1, 112, segments=True), FUSED_128),
+    "head_dim of 112, segments": (B(1, 70, 130, 2, 1, 112, segments=True), FUSED_128),
+    "head_dim of 112, split, lengths": (B(2, 70, 130, 2, 1, 112, lengths=True, deterministic=True), SPLIT_128),
     "head_dim of 96, values of 64, split, lengths": (
         B(2, 70, 130, 2, 1, 96, lengths=True, v_head_dim=64, deterministic=True),
         SPLIT_128,
@@ -455,7 +456,7 @@ BACKWARD_IN_ALL = [  # what others show together or one by one
     "odd lengths, grouped heads, float16",
     "head_dim padded, soft cap",
     "head_dim of 80, bias with gradient",
-    "head_dim of 112, padded to 128, segments",
+    "head_dim of 112, segments",
     "head_dim of 96, values of 64, split, lengths",
     "head_dim of 160, window",
     "values of 40 beside keys of 90, both padded",
