@@ -114,7 +114,7 @@ def missing() -> str | None:
 def forward(
     problem: Problem, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of the forward op, of a problem without `differs`: output, and each row's logarithm of the sum of exponentials."""
+    """The results of the forward op, of a problem without `differs`: output, and the logarithms of the rows' sums."""
     return jax_names.cudnn_attention(q, k, v, scale, problem.right == 0, _window(problem))
 
 

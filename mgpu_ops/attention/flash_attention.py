@@ -121,8 +121,8 @@ def flash_attention(
 
     Args:
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
-        80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next; backward 112 as 128, and for few query
-        tokens all as 64, 128 or 256); other floats run through XLA.
+        80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next; for few query tokens all as 64,
+        128 or 256); other floats run through XLA.
       k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype; kv_heads divides q_heads.
       v: [batch, kv_tokens, kv_heads, v_head_dim]. 128 beside a head_dim of 192, as multi-head latent attention has it, is
         computed as it is in the forward pass; any other v_head_dim is padded to head_dim, or q and k are padded to it.

@@ -148,7 +148,7 @@ class BackwardConfig:
     section_waves, memory_registers: as in `Config`.
     dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
       another q block become weights. "next" is for mode "fused" and head dims up to 128, computed as 64 or 128, without a bias
-      or a soft cap. With `deterministic`, thread blocks then take turns at adding to dq; mode "fused" is for it in no other way.
+      or a soft cap. With `deterministic`, thread blocks then take turns at adding to dq: mode "fused" has no other way.
     q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
       or "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".

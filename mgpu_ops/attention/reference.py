@@ -19,7 +19,7 @@ _CHUNK_BYTES = 2**31  # of scores in memory at a time
 
 
 def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output [batch, q_tokens, q_heads, v_dim] of q's dtype, and each row's logarithm of the sum of exponentials, +inf for none.
+    """Output [batch, q_tokens, q_heads, v_dim] of q's dtype, and the logarithms of rows' sums of exponentials, +inf for none.
 
     `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
     """
