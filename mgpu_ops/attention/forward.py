@@ -71,6 +71,18 @@ def _own_tiles(p: Problem, c: Config, blocks: int) -> bool:
     return p.batch * p.q_heads * math.ceil(p.q_tokens / (ROWS * c.compute_warpgroups)) <= blocks
 
 
+_EVENED_OUT = 16  # output tiles of an SM: where there are more, short ones lie on all SMs
+
+
+def _thread_blocks(p: Problem, tiles: int, gpu: Gpu) -> int:
+    """How many there are: persistent ones; or with lengths as many as output tiles, where these are few.
+
+    Which of them are short is known on the device only: the GPU then gives each SM the next one when it is idle.
+    """
+    each = p.lengths and p.left is None and p.right is None and tiles <= _EVENED_OUT * gpu.sms
+    return tiles if each else min(gpu.sms, tiles)
+
+
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
     """Whether some output tile may need a mask with more than one kv block."""
     aligned = p.right == 0 and tile_kv % tile_q == 0 and p.offset % tile_q == 0
@@ -484,7 +496,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
-    blocks = min(gpu.sms, p.batch * p.q_heads * tiles)
+    blocks = _thread_blocks(p, p.batch * p.q_heads * tiles, gpu)
     optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages)
 
     def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
