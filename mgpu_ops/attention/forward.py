@@ -46,7 +46,7 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, Config, Problem, masks_all
+from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, masks_all
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, regions, tile_scheduler
@@ -115,6 +115,7 @@ class _ThreadBlock:
     q_pipeline: Pipeline
     k_pipeline: Pipeline
     v_pipeline: Pipeline
+    bias_pipeline: Pipeline | None
 
     @staticmethod
     def of(p: Problem, c: Config, refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> _ThreadBlock:
@@ -133,6 +134,7 @@ class _ThreadBlock:
             q_pipeline=Pipeline(c.q_slots, *scratch.barriers["q"]),
             k_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["k"]),
             v_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["v"]),
+            bias_pipeline=Pipeline(bias_steps(c), *scratch.barriers["bias"]) if p.bias != "none" else None,
         )
 
     @property
@@ -162,10 +164,8 @@ class _ThreadBlock:
         """Consumer: passes over `count` kv blocks that rows of others see, but none of its own. Returns the next step."""
 
         def one(_: jax.Array, step: jax.Array) -> jax.Array:
-            for pipeline in (
-                self.k_pipeline,
-                self.v_pipeline,
-            ):  # no wait is left out: a barrier's phase is known by counting them
+            # No wait is left out: a barrier's phase is known by counting them.
+            for pipeline in filter(None, (self.k_pipeline, self.v_pipeline, self.bias_pipeline)):
                 stage = lax.rem(step, jnp.int32(pipeline.stages))
                 plgpu.barrier_wait(pipeline.full.at[stage])
                 engine.barrier_arrive(pipeline.empty.at[stage])
@@ -179,6 +179,8 @@ class _ThreadBlock:
         # The producer ends when the consumers have declared every stage empty.
         self.k_pipeline.drain(steps)
         self.v_pipeline.drain(steps)
+        if self.bias_pipeline is not None:
+            self.bias_pipeline.drain(steps)
         self.q_pipeline.drain(self.tiles.count)
 
     def _load_output_tile(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
@@ -203,10 +205,13 @@ class _ThreadBlock:
         def keys(stage: jax.Array, full: Any) -> None:
             for part in self.parts:
                 x.load_keys(x.k, first, self.smem[part.name("k")].at[stage], full, part)
-            x.load_optional("kv", at, first.token, Stage(self.smem, stage, full))
+            x.load_segments("kv", at, first.token, Stage(self.smem, stage, full))
 
         # Keys and values have pipelines of their own: keys are empty again a step earlier than the values of their block.
         self.k_pipeline.fill(step, keys)
+        if self.bias_pipeline is not None:
+            bias = self.smem["bias"]
+            self.bias_pipeline.fill(step, lambda stage, full: x.load_bias(at, first.token, bias.at[stage], full))
         self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full))
         return step + 1
 
@@ -340,7 +345,7 @@ class _Rows:
             step = self.block.skip(unseen, step) if causal else step
             softmax, step = lax.fori_loop(unseen, self.order.masked - 1, self._alone, (softmax, step))
         stage = self._start_scores(step)
-        scores = self._scores(stage, self.order.masked_block(self.order.masked - 1), p.masks(c.tile_kv), in_flight=0)
+        scores = self._scores(step, stage, self.order.masked_block(self.order.masked - 1), p.masks(c.tile_kv), in_flight=0)
         weights, softmax, rescale = softmax.update(scores, p.dtype)
         if many:
             self._rescale_output(rescale)
@@ -350,7 +355,7 @@ class _Rows:
         """A kv block by itself: nothing overlaps within the warpgroup. The other consumers keep the tensor cores busy."""
         softmax, step = carry
         stage = self._start_scores(step)
-        scores = self._scores(stage, self.order.masked_block(i), True, in_flight=0)
+        scores = self._scores(step, stage, self.order.masked_block(i), True, in_flight=0)
         weights, softmax, rescale = softmax.update(scores, self.block.p.dtype)
         self._rescale_output(rescale)
         v_stage = self._start_values(weights, step)
@@ -366,7 +371,7 @@ class _Rows:
         """
         step = self.block.skip(skipped + self.own.before, step)
         softmax = OnlineSoftmax.start(by_lanes=self.block.c.pv_wait == "half")
-        scores = self._scores(self._start_scores(step), self._own_block(0), True, in_flight=0)
+        scores = self._scores(step, self._start_scores(step), self._own_block(0), True, in_flight=0)
         weights, softmax, _ = softmax.update(scores, self.block.p.dtype)  # there is no output to rescale
         return weights, softmax, step
 
@@ -392,7 +397,7 @@ class _Rows:
         if turns is not None:
             turns.release()
         # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
-        scores = self._scores(k_stage, kv_block, masked, in_flight=1)
+        scores = self._scores(step, k_stage, kv_block, masked, in_flight=1)
         weights, softmax, rescale, half = softmax.update_in_halves(scores, block.p.dtype)
         if block.c.pv_wait != "early":
             # Keeps ptxas from moving the next wait ahead of the softmax, or of its first half. Nobody reads what it stores.
@@ -425,19 +430,22 @@ class _Rows:
             engine.wgmma(s_acc, q, engine.transpose_ref(k))
         return stage
 
-    def _scores(self, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
+    def _scores(self, step: jax.Array, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
         """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
         block, x, w = self.block, self.block.x, self.consumer
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
         if block.p.soft_cap and not block.p.soft_cap_after_bias:
             s, scale = x.capped(s), x.inputs.options[1] * LOG2E
         factor: jax.Array | float | None = scale
-        if block.p.soft_cap_after_bias:
-            s, factor = x.scores(s, block.smem["bias"].at[stage, w.own, :])[0], None
-        elif block.p.bias != "none":
-            # Not yet times log2(e): that is part of the exponentials' arguments.
-            bias = load_tile(block.smem["bias"].at[stage, w.own, :]).astype(jnp.float32)
-            s, factor = s * (scale * (1 / LOG2E)) + bias, LOG2E
+        if (pipeline := block.bias_pipeline) is not None:
+            bias_stage = lax.rem(step, jnp.int32(pipeline.stages))
+            plgpu.barrier_wait(pipeline.full.at[bias_stage])
+            tile = block.smem["bias"].at[bias_stage, w.own, :]
+            if block.p.soft_cap_after_bias:
+                s, factor = x.scores(s, tile)[0], None
+            else:  # not yet times log2(e): that is part of the exponentials' arguments
+                s, factor = s * (scale * (1 / LOG2E)) + load_tile(tile).astype(jnp.float32), LOG2E
+            engine.barrier_arrive(pipeline.empty.at[bias_stage])
         if self.q_segments is not None:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])
@@ -497,7 +505,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
     blocks = _thread_blocks(p, p.batch * p.q_heads * tiles, gpu)
-    optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages)
+    optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages, bias_steps(c))
 
     def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         block = _ThreadBlock.of(p, c, refs, outputs, scratch)
@@ -517,8 +525,9 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         },
         barriers={
             "q": Pipeline.barriers(c.q_slots, copies=copies, consumers=consumers),
-            "k": Pipeline.barriers(stages, copies=copies + len(smem), consumers=consumers),
+            "k": Pipeline.barriers(stages, copies=copies + ("segments" in smem), consumers=consumers),
             "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
+            **({"bias": Pipeline.barriers(bias_steps(c), copies=1, consumers=consumers)} if "bias" in smem else {}),
         },
     )
     schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks)

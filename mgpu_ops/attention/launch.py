@@ -156,11 +156,13 @@ def pad_tokens(x: jax.Array, tile: int, value: float = 0) -> jax.Array:
 
 
 def optional_refs(
-    inputs: Inputs, loop: Literal["q", "kv"], tile_q: int, tile_kv: int, stages: int
+    inputs: Inputs, loop: Literal["q", "kv"], tile_q: int, tile_kv: int, stages: int, bias_stages: int | None = None
 ) -> tuple[OptionalRefs, dict[str, Any]]:
     """`inputs` for a kernel whose thread blocks keep one tile while q blocks, or kv blocks, go by in a pipeline of `stages`.
 
     And the shared memory that such a block brings beside its tokens: "segments" and "bias", where there are any.
+
+    bias_stages: of the bias, where they are others.
     """
     by_rows = loop == "kv"  # the thread block keeps query rows
     own, other = (tile_q, tile_kv) if by_rows else (tile_kv, tile_q)
@@ -173,7 +175,7 @@ def optional_refs(
     if (bias := inputs.bias) is not None:
         bias_shape = bias.shape[:2]
         inputs = dataclasses.replace(inputs, bias=bias_rows(bias if by_rows else bias.swapaxes(2, 3)))
-        smem["bias"] = swizzled((stages, own, other), bias.dtype)
+        smem["bias"] = swizzled((bias_stages or stages, own, other), bias.dtype)
     return OptionalRefs(inputs, shared, bias_shape), smem
 
 

@@ -308,10 +308,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         masks = p.left is not None or p.right is not None
         tiles = whole * _step(p, c, gpu, masked=False, alone=False)
         tiles = tiles + (steps - whole) * _step(p, c, gpu, masked=masks, alone=masks)
-    tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1)
     entries, start = typical.batch * p.q_heads, _FIT.launch
+    several = len(tiles) * entries > gpu.sms  # for a block
+    tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1 and several)
     work = _shared_out(tiles, entries, gpu)
-    if len(tiles) * entries > gpu.sms:
+    if several:
         start += _FIT.schedule
         work += _FIT.uneven * float(tiles.mean()) * bool(tiles.min() < tiles.max())
     return start + max(work, reference.bytes_moved(p) / _hbm(gpu))

@@ -161,14 +161,19 @@ class Operands:
 
         own: the other side of the tile of scores, which the thread block keeps; its head is one of queries.
         """
+        self.load_segments(kind, own, token, stage)
+        if self.inputs.bias is not None:
+            self.load_bias(own, token, stage["bias"], stage.full)
+
+    def load_segments(self, kind: Literal["q", "kv"], own: Position, token: Int, stage: Stage) -> None:
+        """Its segments, if there are any."""
         if self.inputs.segments is not None:
             dst = stage["segments"]
             ids = self.inputs.segments[0 if kind == "q" else 1].at[own.batch, pl.ds(token, dst.shape[0])]
             engine.copy_gmem_to_smem(ids, dst, stage.full)
-        if self.inputs.bias is not None:
-            self._load_bias(own, token, stage["bias"], stage.full)
 
-    def _load_bias(self, own: Position, column: Int, dst: Any, full: Any) -> None:
+    def load_bias(self, own: Position, column: Int, dst: Any, full: Any) -> None:
+        """A tile of the bias, to a place of its own."""
         batch, heads = self.optional.bias_shape
         rows = self.inputs.bias.shape[2] // (batch * heads)
         start = ((own.batch if batch > 1 else 0) * heads + (own.head if heads > 1 else 0)) * rows
