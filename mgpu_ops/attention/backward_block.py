@@ -179,7 +179,7 @@ def plan(p: BackwardProblem, c: BackwardConfig, blocks: int) -> np.ndarray:
     """
     first, count = (x.tolist() for x in _visited(p, c))
     tiles, heads, step = len(first), p.batch * p.kv_heads, STEP * (p.q_heads // p.kv_heads)
-    table = schedule(p, c, blocks).tolist()
+    table = schedule(p, c, blocks, blocks).tolist()
     begins = np.zeros((heads, tiles), np.int32)
     planned: list[list[tuple[int, int]]] = [[] for _ in range(heads)]  # of each head: times of the first row, kv blocks
     idle = [(0, block, 1) for block in range(len(table))]
