@@ -72,15 +72,18 @@ def _own_tiles(p: Problem, c: Config, blocks: int) -> bool:
 
 
 _EVENED_OUT = 16  # output tiles of an SM: where there are more, short ones lie on all SMs
+_LONG = 8  # kv blocks: beginnings and ends of shorter tiles weigh, which persistent blocks overlap
 
 
-def _thread_blocks(p: Problem, tiles: int, gpu: Gpu) -> int:
-    """How many there are: persistent ones; or with lengths as many as output tiles, where these are few.
+def _thread_blocks(p: Problem, c: Config, tiles: int, gpu: Gpu) -> int:
+    """How many there are: persistent ones; or with lengths as many as output tiles, where these are few and long.
 
-    Which of them are short is known on the device only: the GPU then gives each SM the next one when it is idle.
+    Which of them are short is known on the device only: the GPU then gives each SM the next one when it is idle. With three
+    consumers a kernel of that kind spills, and its products wait for each other.
     """
-    each = p.lengths and p.left is None and p.right is None and tiles <= _EVENED_OUT * gpu.sms
-    return tiles if each else min(gpu.sms, tiles)
+    few = tiles <= _EVENED_OUT * gpu.sms and p.kv_tokens >= _LONG * c.tile_kv
+    each = p.lengths and p.left is None and p.right is None and c.compute_warpgroups < 3
+    return tiles if each and few else min(gpu.sms, tiles)
 
 
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
@@ -504,7 +507,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
-    blocks = _thread_blocks(p, p.batch * p.q_heads * tiles, gpu)
+    blocks = _thread_blocks(p, c, p.batch * p.q_heads * tiles, gpu)
     optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages, bias_steps(c))
 
     def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
