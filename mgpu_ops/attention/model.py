@@ -503,8 +503,8 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
     Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, turns where the default is one kernel, but with lengths alone and where heads would be padded for them: there
-    they were not measured.
+    `deterministic`, turns where the default is one kernel, but with lengths alone and where heads would be padded for them:
+    there they were not measured.
     """
     ranked = backward_candidates(problem, gpu)
     if problem.deterministic:

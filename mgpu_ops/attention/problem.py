@@ -545,6 +545,8 @@ def _check_turns(c: BackwardConfig) -> str | None:
         return "mode='fused' adds to dq in any order: use 'split', or dq_step='next' with q_order='apart'"
     if c.max_concurrent_steps > 4:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 4 where a warp waits for turns at each stage"
+    if c.group_splits > 1:
+        return f"group_splits={c.group_splits} must be 1 with mode='fused' and deterministic: turns are of whole groups"
     return None
 
 

@@ -359,10 +359,6 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 200, 150, 4, 2, 80, segments=True),
         replace(AHEAD_128, group_splits=2),
     ),
-    "group in parts, in turns, causal": (
-        B(1, 200, 330, 2, 1, 64, causal=True, deterministic=True),
-        replace(AHEAD_64, q_order="apart", group_splits=2),
-    ),
     # dk and dq a step after the scores
     "dq a step later, causal, odd lengths, grouped heads": (B(1, 200, 150, 2, 1, 128, causal=True), AHEAD_128),
     "dq a step later, lengths, window, two steps": (
