@@ -123,11 +123,12 @@ def test_entries_are_no_slower_than_the_default_in_their_own_run(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_every_entry_is_what_its_problem_gets(path):
+def test_every_entry_is_what_its_problem_gets(path, monkeypatch):
     spec = spec_of(path.stem)
     device = gpu.find(path.parent.name)
     for entry in database.read(path).entries:
         problem, config = database.to_problem(spec, entry.problem), database.to_config(spec, entry.config)
+        monkeypatch.setenv("MGPU_OPS_OBJECTIVE", entry.evidence.objective)
         found = resolution.resolve(spec, problem, device)
         assert found.source == "shipped"
         assert found.config == (spec.default(problem, device) if spec.leaves_to_xla(config) else config)
