@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops.attention.dot_product_attention import JaxArguments, why_jax
-from mgpu_ops.attention.heads import HEAD_DIMS, backward_dim, rounded
+from mgpu_ops.attention.heads import HEAD_DIMS, rounded
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -88,10 +88,7 @@ def computed_as(head_dim: int) -> str:
     """What the kernels pad it to, where they do."""
     if head_dim > HEAD_DIMS[-1]:
         return ""
-    forward, backward = rounded(head_dim), backward_dim(head_dim)
-    if forward == backward:
-        return f", padded to {forward}" if forward > head_dim else ""
-    return f", padded to {forward}, backward to {backward}" if forward > head_dim else f", backward padded to {backward}"
+    return f", padded to {rounded(head_dim)}" if rounded(head_dim) > head_dim else ""
 
 
 MASK, BIAS = scores(dtype="bool"), scores()

@@ -27,7 +27,7 @@ ROWS = {  # written by hand, so that the script is not its own witness
     "NVIDIA B200": "XLA | XLA | NVIDIA B200 is not a Hopper GPU.*",
     "NVIDIA A100-SXM4-80GB": "XLA | XLA | .*",
     "cpu": "XLA | XLA | .*",
-    "head_dim 112, backward padded to 128": "kernel | kernel |",
+    "head_dim 112": "kernel | kernel |",
     "head_dim 512": "XLA | XLA | head_dim=512 is more than 256.*",
     "`soft_cap`, `bias`": "kernel | XLA | the gradient of a bias beside soft_cap is not in the kernel.*",
     "`jax.vmap`": "kernel | kernel |",
