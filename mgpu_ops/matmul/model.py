@@ -289,6 +289,7 @@ _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
     2: (("m", 1), ("n", 1)),
     4: (("m4", 1), ("n4", 1)),
 }
+_MOST_WAVES_IN_PARTS = 4  # with k divided, of such tiles
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
@@ -408,6 +409,12 @@ def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
     return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2
 
 
+def _too_many(p: Problem, tile_m: int, tile_n: int, split_k: int, gpu: Gpu) -> bool:
+    """Whether k is divided though the parts of all tiles are several waves: no such product was measured."""
+    tiles = p.batch * math.ceil(p.m / tile_m) * math.ceil(p.n / tile_n)
+    return split_k > 1 and tiles * split_k > _MOST_WAVES_IN_PARTS * gpu.sms
+
+
 def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
     """Rows and columns of tiles that follow from the problem's sides: those along wgmma's N, which come in eights.
 
@@ -445,7 +452,7 @@ def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
             registers = 24 if rows * width > _MOST_SUMS else 40
             shape = _shape(tile_m, tile_n, 64, registers, "n" if turned != (rows % 128 != 0) else "m")
             for schedule, (cluster, split_k) in itertools.product(("cooperative", "ahead", "deferred"), splits):
-                if _too_few(p, tile_m, tile_n, cluster):
+                if _too_few(p, tile_m, tile_n, cluster) or _too_many(p, tile_m, tile_n, split_k, gpu):
                     continue
                 if schedule != "deferred" or (rows * width <= _MOST_DEFERRED and split_k == 1 and _many_tiles(p, gpu)):
                     yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)

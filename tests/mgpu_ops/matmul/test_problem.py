@@ -198,6 +198,12 @@ def test_the_default_is_the_candidate_of_least_modelled_time(p):
     assert SPEC.default(p, H200) == candidates[0]
 
 
+@pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (8192, 8192, 28672), (16384, 16384, 16384)])
+def test_a_product_of_many_waves_is_not_divided_along_k_by_default(sizes):
+    default = SPEC.default(Problem(*sizes), H200)
+    assert (default.tile_m, default.tile_n, default.schedule, default.split_k) == (128, 256, "deferred", 1)
+
+
 @pytest.mark.parametrize("tile_m", [8, 24, 64, 192])
 def test_stages_of_scales_begin_where_tma_can_write(tile_m):
     """At multiples of 128 bytes of shared memory, which neither the compiler nor the interpreter asks for."""
