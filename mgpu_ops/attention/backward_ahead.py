@@ -271,10 +271,8 @@ class _Consumer:
         block = self.block
         dq = engine.accumulated(self.dq_acc, len(self.halves))
         engine.barrier_arrive(self.together)
-        part, whole = (
-            block.dq_part(kv),
-            len(self.halves) == 1,
-        )  # a warpgroup has 64 columns of dq or, where these are all, 64 rows
+        # A warpgroup has 64 columns of dq or, where these are all, 64 rows.
+        part, whole = block.dq_part(kv), len(self.halves) == 1
         if block.turn is None:
             rows = last.q_block if whole else 2 * last.q_block + self.wg
             tile, first = block.dq_tile(kv, last.head, rows), None
