@@ -50,9 +50,8 @@ def sums_at(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
         return _pass(*state, lambda at: at, most)
 
     sums, each = lax.while_loop(several, again, _pass(rows, each, lambda at: order[at], most))
-    first, there = lax.optimization_barrier(
-        (jnp.minimum(_before(each), most - 1), each > 0)
-    )  # found once, not for each element
+    # Found once, not for each element.
+    first, there = lax.optimization_barrier((jnp.minimum(_before(each), most - 1), each > 0))
     return jnp.where(there[:, None], sums.at[first].get(mode="promise_in_bounds"), 0)
 
 

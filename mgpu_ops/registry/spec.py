@@ -76,9 +76,7 @@ class OpSpec:
     baseline_cost: Callable[[Any, Gpu], float | None] | None = None  # modelled seconds of the baseline; None: no model
     modelled_margin: float = 0.95  # by the models, the baseline runs unless the kernel takes less than so much of its time
     unmeasured: Callable[[Any], str | None] = lambda problem: None  # why calls run XLA until the kernel was measured, or None
-    spills_outside_loops: Callable[[Any], int] = lambda config: (
-        0
-    )  # bytes a thread that a config may spill, as no loop reads them
+    spills_outside_loops: Callable[[Any], int] = lambda config: 0  # bytes a thread that it may spill where no loop reads them
     leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel
     thrifty: Callable[[Any, Gpu], list[Any]] = lambda problem, gpu: []  # candidates that may take less energy
     plain: Callable[[Any], Any] = lambda problem: problem  # a problem whose entries count as this one's, if it has none itself
