@@ -21,8 +21,10 @@ from mgpu_ops import floats
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.decoding.products import supports
+from mgpu_ops.matmul import matmul
+from mgpu_ops.matmul.gated.activation import gated_activation
 from mgpu_ops.registry import dispatch
-from mgpu_ops.rows_norm import factors
+from mgpu_ops.rows_norm import checked_epsilon, factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ def decoding_layer(
     norm(x) is x / sqrt(mean of x^2 + rms_epsilon), row by row: an RMS norm whose weight is a factor of the rows of the matrix
     that it is multiplied with. Sums are of float32; x and what is between the products are rounded as they are apart. With the
     few rows of decoding a product takes as long as its weights take to come, and memory waits from one kernel to the next. With
-    backend="mosaic" this is one kernel.
+    backend="mosaic" this is one kernel. That was not timed yet in its present form, so that a call that names no backend runs
+    `matmul` and `gated_activation`, product by product.
 
     Args:
       attended: [..., k], what attention yields.
@@ -68,7 +71,7 @@ def decoding_layer(
       rms_epsilon: a number of at least 0.
       backend: "mosaic" (the kernel; a Hopper GPU, up to 64 rows of 16-bit floats, k, width, hidden and n multiples of 128),
         "interpret" (the kernel in JAX's GPU interpreter, with race detection; any machine, slow), "xla". Default:
-        $MGPU_OPS_BACKEND, else "xla": the kernel was not timed yet in its present form.
+        $MGPU_OPS_BACKEND, else what `matmul` and `gated_activation` choose.
 
     Returns:
       x, and where w_next is given the product, [..., n].
@@ -85,14 +88,13 @@ def decoding_layer(
     given |= {} if w_next is None else {"w_next": w_next}
     arrays = {name: floats.array("decoding_layer", name, a) for name, a in given.items()}
     _check(arrays)
-    if not (math.isfinite(rms_epsilon) and rms_epsilon >= 0):
-        raise ValueError(f"rms_epsilon={rms_epsilon!r} must be a finite number of at least 0")
-    rows, shape = arrays["x"], arrays["x"].shape[:-1]
-    count = math.prod(shape)
-    flat = [arrays.pop(name).reshape(count, -1) for name in ("attended", "x")]
+    epsilon = checked_epsilon("rms_epsilon", rms_epsilon)
     call = _Call(checked_activation(activation), next_normalised, dispatch.requested_backend(backend))
-    epsilon = jnp.full((1,), rms_epsilon, np.float32)
-    found = _layer(call, *mesh.same_mesh_axes(*flat, epsilon, *arrays.values()))
+    if call.backend is None:
+        return _apart(call, epsilon, *arrays.values())
+    rows, count = arrays["x"], math.prod(arrays["x"].shape[:-1])
+    flat = [arrays.pop(name).reshape(count, -1) for name in ("attended", "x")]
+    found = _layer(call, *mesh.same_mesh_axes(*flat, jnp.full((1,), epsilon, np.float32), *arrays.values()))
     return tuple(a.reshape(*rows.shape[:-1], a.shape[-1]) for a in found)
 
 
@@ -113,6 +115,15 @@ def _check(arrays: dict[str, jax.Array]) -> None:
         )
     if "w_next" in arrays and arrays["w_next"].shape[0] != width:
         raise ValueError(f"w_next has shape {arrays['w_next'].shape}: it must be [width, n] with width={width}")
+
+
+def _apart(call: _Call, epsilon: float, attended: jax.Array, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    """An op for each product."""
+    w_out, w_gate_up, w_down, *w_next = weights
+    x = matmul(attended, w_out, residual=x)
+    hidden = gated_activation(matmul(x, w_gate_up), activation=call.activation, rms_rows=x, rms_epsilon=epsilon)
+    x = matmul(hidden, w_down, residual=x)
+    return x, *(matmul(x, w, rms_epsilon=epsilon if call.next_normalised else None) for w in w_next)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,10 +174,10 @@ def _batchable(call: _Call) -> Any:
 
 
 def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """On the backend that the call asks for; where it asks for none, XLA: the kernel's present form was not timed yet."""
+    """On the backend that the call asks for."""
     attended, x, _, *weights = arrays
     choice = dispatch.choose_for(
-        "decoding_layer", f"of x{x.shape}", lambda device: supports(attended, x, weights, device), call.backend or "xla"
+        "decoding_layer", f"of x{x.shape}", lambda device: supports(attended, x, weights, device), call.backend
     )
     if choice.device is None:
         return reference(call.activation, call.next_normalised, *arrays)

@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("backend", [None, "xla", "interpret"])
 @pytest.mark.parametrize("case", thorough.cases(CASES, ["64 rows, float16", "a wide product behind"]))
 def test_all_products_with_norms_and_residuals(case, backend, assert_near):
     given = arrays(**CASES[case])
@@ -64,7 +64,7 @@ def test_all_products_with_norms_and_residuals(case, backend, assert_near):
     for y, z in zip(out, written_out(given, normalised), strict=True):
         assert (y.shape, y.dtype) == (z.shape, given[0].dtype)
         assert_near(y, z, 2e-2)  # what is rounded between the products adds up
-    assert backend == "xla" or not engine.races_found()
+    assert backend != "interpret" or not engine.races_found()
 
 
 def test_an_activation_an_epsilon_and_leading_dimensions(assert_near):
