@@ -44,7 +44,7 @@ def test_passes_of_attention_and_weights_of_8_and_4_bits_are_counted_beside_the_
     sets = model_error.by_source(model_error.measured())
     backward = sets["flash_attention_backward", "suite anywhere"]
     assert all(one.baseline_us and len(one.times) == 1 for one in backward)
-    assert len(backward) == 30
+    assert len(backward) == 27  # of head dim 112, 128 columns were computed then
     (named,) = [one for one in sets["flash_attention_backward", "head dim 128"] if one.problem.q_heads == 64]
     assert named.problem == SPECS["flash_attention_backward"].shapes["llama3-70b-8192-causal"]
     bits = {one.problem.w_dtype for one in sets["quantized_matmul", "layers of Llama 3"]}
