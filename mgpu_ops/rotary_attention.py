@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from mgpu_ops.attention import flash_attention as attention
@@ -22,6 +21,7 @@ from mgpu_ops.attention.arguments import Arguments, Call, Window, check_qkv
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem, Config
 from mgpu_ops.core import mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.registry import dispatch
 from mgpu_ops.rotary import RotaryCall
 
@@ -156,13 +156,7 @@ def _joined(call: _Call) -> Any:
         if all(batched[:-3]) and not any(batched[-3:]):  # more sequences
             out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-3]), *arrays[-3:])
             return out.reshape(size, -1, *out.shape[1:]), True
-        mapped = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-        def one(slices: list[jax.Array]) -> Any:
-            each = iter(slices)
-            return run(*(next(each) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-        return lax.map(one, mapped), True
+        return one_after_the_other(run, batched, arrays), True
 
     run = jax.jit(gradient)
     return run

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats, integers
 from mgpu_ops.core import mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.embedding.model import candidates, cost, default, distance, space
 from mgpu_ops.embedding.problem import (
@@ -114,8 +114,7 @@ def _gradient(call: _Call, vocabulary: int) -> Any:
 
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        whole = [x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in zip(arrays, batched, strict=True)]
-        return lax.map(lambda each: run(*each), whole), True
+        return one_after_the_other(run, batched, arrays), True
 
     run = jax.jit(gradient)
     return run
