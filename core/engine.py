@@ -398,46 +398,6 @@ def _words_of_thread(values: Any) -> Iterator[list[Any]]:
         ]
 
 
-def await_count(ref: Any, count: Any) -> None:
-    """Waits until `ref` [1], int32 in global memory, is `count`: what another block has added there before is then there.
-
-    What is added after that comes after it. To read it, a block would have to invalidate its L1, which holds spilled registers:
-    this does not. The interpreter, which runs a block after the other, does not wait.
-    """
-    if interpreting():
-        return
-    scalar = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar))
-    def wait(_: Any, ref: Any, count: Any) -> None:
-        code = """{
-            .reg .pred other;
-            .reg .u32 found;
-            AGAIN:
-            ld.relaxed.gpu.global.u32 found, [$0];
-            setp.ne.u32 other, found, $1;
-            @other bra AGAIN;
-        }"""
-        mosaic.inline_ptx(code, mosaic.memref_ptr(ref), count.registers.item(), has_side_effects=True)
-
-    wait(ref, laid_out(count, scalar))
-
-
-def set_count(ref: Any, count: Any) -> None:
-    """ref[0] = count, once all is there that was added to global memory before a barrier that this warp has waited at."""
-    if interpreting():
-        return
-    scalar = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar))
-    def store(_: Any, ref: Any, count: Any) -> None:
-        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARP):
-            code = "st.release.gpu.global.u32 [$0], $1;"
-            mosaic.inline_ptx(code, mosaic.memref_ptr(ref), count.registers.item(), has_side_effects=True)
-
-    store(ref, laid_out(count, scalar))
-
-
 def warp() -> jax.Array | None:
     """Which of the four warps of a warpgroup this is, for what each does on its own. None in the interpreter, which has none.
 
