@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+from mgpu_ops import flags
 from mgpu_ops.attention.dot_product_attention import dot_product_attention
 from mgpu_ops.attention.flash_attention import flash_attention
 from mgpu_ops.attention.problem import BackwardConfig as FlashAttentionBackwardConfig
@@ -156,7 +157,7 @@ def autotune(
     extras.require("mgpu_ops.autotune", ["optuna"])
     from mgpu_ops.tuning.autotune import autotuned  # only here: nothing else in the package loads the tuner
 
-    return autotuned(function, args, gpu=gpu, trials=trials, budget=budget, store=store)
+    return autotuned(function, args, gpu=gpu, trials=trials, budget=budget, store=flags.checked("store", store))
 
 
 __all__ = [

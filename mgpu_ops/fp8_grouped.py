@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh
 from mgpu_ops.grouped.calls import checked_sizes, checked_spread
 from mgpu_ops.grouped.grouped_matmul import Call, product
@@ -91,14 +91,15 @@ def fp8_grouped_matmul(
     """
     name = "fp8_grouped_matmul"
     lhs, rhs = floats.array(name, "lhs", lhs), floats.array(name, "rhs", rhs)
-    _check(lhs, rhs, scheme, bool(transpose_rhs))
+    transpose_rhs = flags.checked("transpose_rhs", transpose_rhs)
+    _check(lhs, rhs, scheme, transpose_rhs)
     out = float_dtype(out_dtype, None, lhs.dtype).name
     if out not in _FLOATS:
         raise ValueError(f"out_dtype={out} is not one of {', '.join(_FLOATS)}: cast the result")
     sizes = checked_sizes(name, group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
     call = _Call(
         scheme,
-        bool(transpose_rhs),
+        transpose_rhs,
         out,
         lhs.dtype.name,
         rhs.dtype.name,

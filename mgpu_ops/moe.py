@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats, integers
+from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
@@ -120,7 +120,7 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
     _check_top_k(top_k, logits.shape[-1])
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     experts = _best(lax.stop_gradient(logits), int(top_k))
-    of = logits if norm_topk_prob else jax.nn.log_softmax(logits)
+    of = logits if flags.checked("norm_topk_prob", norm_topk_prob) else jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
     return (jax.nn.softmax(chosen) if norm_topk_prob else jnp.exp(chosen)), experts
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import integers
+from mgpu_ops import flags, integers
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.registry import dispatch
@@ -117,15 +117,17 @@ class Arguments:
     def call(self) -> Call:
         """Raises for a window, a config or a backend that is none."""
         return Call(
-            causal=bool(self.causal),
+            causal=flags.checked("causal", self.causal),
             window=_checked_window(self.window),
             align=self.align,
             lengths=self.has_lengths,
             segments=self.has_segments,
             soft_cap=self.soft_cap is not None,
-            soft_cap_after_bias=bool(self.soft_cap_after_bias) and self.soft_cap is not None and self.bias is not None,
+            soft_cap_after_bias=flags.checked("soft_cap_after_bias", self.soft_cap_after_bias)
+            and self.soft_cap is not None
+            and self.bias is not None,
             sinks=self.sinks is not None,
-            deterministic=bool(self.deterministic),
+            deterministic=flags.checked("deterministic", self.deterministic),
             bias_grad=self.bias is not None,
             lse_grad=self.lse_grad,
             scale=abs(self.checked_scale()),

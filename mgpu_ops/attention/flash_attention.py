@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from mgpu_ops import flags
 from mgpu_ops.attention import cudnn, cudnn_model, reference
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
 from mgpu_ops.attention.inputs import Inputs
@@ -197,7 +198,7 @@ def flash_attention(
             sinks=sinks,
             page_table=page_table,
             deterministic=deterministic,
-            lse_grad=return_lse,
+            lse_grad=flags.checked("return_lse", return_lse),
             config=config,
             backward_config=backward_config,
             backend=backend,

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
+from mgpu_ops import flags
 from mgpu_ops.collectives import layout, model, rendezvous, topology
 from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.layout import LLMemory
@@ -91,7 +92,7 @@ def all_reduce(
     x = jnp.asarray(x)
     call = _call("all_reduce", axis_name, op, transport, config, backend, workspace)
     inner, outer = split(call.axes, across)
-    if debug:
+    if flags.checked("debug", debug):
         x, call = _arrived(call, x)
     if not outer or not inner:
         transport = "xla" if outer else transport
@@ -129,7 +130,7 @@ def reduce_scatter(
         raise ValueError(
             f"x{x.shape} has {x.shape[dimension]} in dimension {dimension}, no multiple of the {n} devices: pad it"
         )
-    if debug:
+    if flags.checked("debug", debug):
         x, call = _arrived(call, x)
     parts = x.reshape(*x.shape[:dimension], n, x.shape[dimension] // n, *x.shape[dimension + 1 :])
     return _collective(call, jnp.moveaxis(parts, dimension, 0), workspace)
@@ -153,7 +154,7 @@ def all_gather(
     x = jnp.asarray(x)
     call = _call("all_gather", axis_name, "add", transport, config, backend, workspace)
     dimension = _dimension("all_gather", x, dimension)
-    if debug:
+    if flags.checked("debug", debug):
         x, call = _arrived(call, x)
     parts = jnp.moveaxis(_collective(call, x, workspace), 0, dimension)
     return parts.reshape(*x.shape[:dimension], -1, *x.shape[dimension + 1 :])

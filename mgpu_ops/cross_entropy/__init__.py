@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import floats, integers
+from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.cross_entropy.model import candidates, cost, default, distance, space
@@ -116,7 +116,7 @@ def cross_entropy(
     known = _known_labels(y, x.shape[-1]).reshape(-1)
     loss, lse = _losses(call, *mesh.same_mesh_axes(x.reshape(known.shape[0], x.shape[-1]), known))
     loss, lse = loss.reshape(y.shape), lse.reshape(y.shape)
-    return (loss, lse) if return_lse else loss
+    return (loss, lse) if flags.checked("return_lse", return_lse) else loss
 
 
 def _known_labels(labels: Any, vocabulary: int) -> jax.Array:

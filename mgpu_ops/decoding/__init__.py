@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.decoding.products import supports
@@ -89,7 +89,9 @@ def decoding_layer(
     arrays = {name: floats.array("decoding_layer", name, a) for name, a in given.items()}
     _check(arrays)
     epsilon = checked_epsilon("rms_epsilon", rms_epsilon)
-    call = _Call(checked_activation(activation), next_normalised, dispatch.requested_backend(backend))
+    call = _Call(
+        checked_activation(activation), flags.checked("next_normalised", next_normalised), dispatch.requested_backend(backend)
+    )
     if call.backend is None:
         return _apart(call, epsilon, *arrays.values())
     rows, count = arrays["x"], math.prod(arrays["x"].shape[:-1])

@@ -102,7 +102,8 @@ def _mapped(call: Callable[..., jax.Array], form: str, batch: Any, arrays: Seque
 
 def _form(lhs: Any, rhs: Any, sizes: Any, numbers: Any, precision: Any, out_dtype: Any) -> str | None:
     """Which of the forms it is, of arrays that ours multiply as JAX does; else None."""
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in (lhs, rhs, sizes)):
+    arrays = all(isinstance(x, jax.Array | np.ndarray) for x in (lhs, rhs, sizes))
+    if not arrays or not isinstance(numbers, lax.RaggedDotDimensionNumbers):
         return None
     lhs, rhs, sizes = (jax.typeof(x) for x in (lhs, rhs, sizes))
     contracting, batch = numbers.dot_dimension_numbers

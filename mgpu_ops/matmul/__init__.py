@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from mgpu_ops import flags
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
@@ -160,8 +161,8 @@ def matmul(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
     call = _Call(
-        bool(transpose_a),
-        bool(transpose_b),
+        flags.checked("transpose_a", transpose_a),
+        flags.checked("transpose_b", transpose_b),
         out.name,
         config,
         dispatch.requested_backend(backend),

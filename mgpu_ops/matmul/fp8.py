@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.matmul import like_the_result, matmul, quantizing
 from mgpu_ops.matmul.arguments import float_dtype
@@ -124,7 +124,8 @@ def fp8_matmul(
     """
     arrays = {"x": x, "w": w, "bias": bias, "residual": residual}
     found = {name: floats.array("fp8_matmul", name, value) for name, value in arrays.items() if value is not None}
-    _check(found["x"], found["w"], scheme, bool(transpose_b))
+    transpose_b = flags.checked("transpose_b", transpose_b)
+    _check(found["x"], found["w"], scheme, transpose_b)
     state = _checked_state(state, scheme)
     out = float_dtype(out_dtype, None, found["x"].dtype).name
     if out not in FLOATS:
@@ -132,8 +133,8 @@ def fp8_matmul(
     call = _Call(
         scheme,
         dispatch.requested_backend(backend),
-        bool(transpose_b),
-        bool(high_precision_weight_grad),
+        transpose_b,
+        flags.checked("high_precision_weight_grad", high_precision_weight_grad),
         found["x"].dtype.name,
         found["w"].dtype.name,
         out,

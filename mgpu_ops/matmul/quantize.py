@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import quantizing
 from mgpu_ops.matmul.rounding import rounded
@@ -52,7 +52,7 @@ def quantize(
     array = floats.array("quantize", "x", x)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not one of {', '.join(SCHEMES)}")
-    kind = _checked_dtype(dtype)
+    kind, transpose = _checked_dtype(dtype), flags.checked("transpose", transpose)
     if array.ndim < 2 and (scheme != "tensor" or transpose):
         raise ValueError(f"x has shape {array.shape}: scheme={scheme!r} takes arrays of rank 2 or more; add a dimension")
     if not isinstance(axis, int | np.integer) or axis not in (-1, -2, array.ndim - 1, array.ndim - 2):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import grouped_matmul
@@ -123,7 +123,7 @@ def quantized_grouped_matmul(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
     call = _Call(
-        transpose_rhs=bool(transpose_rhs),
+        transpose_rhs=flags.checked("transpose_rhs", transpose_rhs),
         out_dtype=float_dtype(out_dtype, None, rows.dtype).name,
         spread=checked_spread(spread),
         config=config,

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
@@ -118,7 +118,9 @@ def rms_norm(
         raise ValueError(f"x is {rows.dtype} and weight is {w.dtype}: cast one with .astype")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.RmsNormConfig")
-    call = _Call(checked_epsilon("epsilon", epsilon), config, dispatch.requested_backend(backend), bool(return_x))
+    call = _Call(
+        checked_epsilon("epsilon", epsilon), config, dispatch.requested_backend(backend), flags.checked("return_x", return_x)
+    )
     count = math.prod(rows.shape[:-1])
     found = _norm(call, *mesh.same_mesh_axes(rows.reshape(count, rows.shape[-1]), w))
     return jax.tree.map(lambda y: y.reshape(rows.shape), found)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from mgpu_ops import flags
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
@@ -148,7 +149,7 @@ def gated_grouped_matmul(
     kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (rows, n, k), w_gate.shape[0])
     call = Call(
         activation=checked_activation(activation),
-        transpose_w=bool(transpose_w),
+        transpose_w=flags.checked("transpose_w", transpose_w),
         out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
         spread=checked_spread(spread),
         config=config,

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import integers
+from mgpu_ops import flags, integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
@@ -173,7 +173,7 @@ def grouped_matmul(
         extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, m)
     extra |= indices
     call = Call(
-        transpose_rhs=bool(transpose_rhs),
+        transpose_rhs=flags.checked("transpose_rhs", transpose_rhs),
         out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
         activation=checked_activation(activation),
         spread=checked_spread(spread),

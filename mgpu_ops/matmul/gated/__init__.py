@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
@@ -124,7 +124,7 @@ def gated_matmul(
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
     call = Call(
         checked_activation(activation),
-        bool(transpose_w),
+        flags.checked("transpose_w", transpose_w),
         out.name,
         config,
         dispatch.requested_backend(backend),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import floats
+from mgpu_ops import flags, floats
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
@@ -111,7 +111,7 @@ def quantized_matmul(
     out = float_dtype(out_dtype, None, rows.dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
-    call = _Call(bool(transpose_w), out.name, config, dispatch.requested_backend(backend))
+    call = _Call(flags.checked("transpose_w", transpose_w), out.name, config, dispatch.requested_backend(backend))
     m = int(np.prod(rows.shape[:-1], dtype=np.int64))
     flat = mesh.same_mesh_axes(rows.reshape(m, k), weights, *arrays)
     return _quantized(call, *flat).reshape(*rows.shape[:-1], n)
