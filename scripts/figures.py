@@ -353,23 +353,26 @@ def profiles(results: Path) -> tuple[list[Profile], list[Path]]:
 
 
 def program_kernels(results: Path) -> Iterator[str]:
-    """Where the time of recorded steps went, a table for each length of training and one for decoding."""
+    """Where the time of recorded steps went, a table for each length of training and one for decoding.
+
+    Of each length, and of each number of sequences, from the newest file that has it: its steps were recorded in one run.
+    """
     found, paths = profiles(results)
+    newest_of = {(p.op, p.size): p.run for p in found}
+    found = [p for p in found if p.run == newest_of[p.op, p.size]]
     training = [p for p in found if p.op == "llama-step"]
     for count in sorted({p.size for p in training}):
         yield from _kinds_of(f"training, {count} tokens", [p for p in training if p.size == count], 1)
     decoding = sorted((p for p in found if p.op == "llama-decode"), key=lambda p: p.size)
     yield from _kinds_of("decoding", decoding, 3, lambda p: f"{p.impl}, batch {p.size}")
-    runs = (f"run {number} is `results/{path.name}`" for number, path in enumerate(paths, 1))
-    yield f"{'; '.join(runs)}.".capitalize()
+    yield next(sources(*(paths[run - 1] for run in sorted({p.run for p in found})))).lstrip("\n")
 
 
 def _kinds_of(
     what: str, steps: Sequence[Profile], digits: int, title: Callable[[Profile], str] = lambda p: p.impl
 ) -> Iterator[str]:
     """A table: a column for each step, a line for each kind of kernel that any of them has."""
-    titles = (title(p) + (f", run {p.run}" if p.run > 1 else "") for p in steps)
-    yield f"| {what}, ms | {' | '.join(titles)} |"
+    yield f"| {what}, ms | {' | '.join(map(title, steps))} |"
     yield "|---" * (1 + len(steps)) + "|"
     for kind, name in _KINDS.items():
         if any(p.ms[kind] for p in steps):

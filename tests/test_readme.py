@@ -127,33 +127,32 @@ def test_steps_of_a_program_are_those_of_the_newest_file_in_the_order_of_their_s
     ]
 
 
-def test_where_a_step_s_time_went_is_told_by_kind_run_and_size(tmp_path: Path) -> None:
-    def kernels(name: str, *steps: str) -> None:
-        told = "milliseconds of attention 1.040, loss {}, product 60.56, between 5.7, gaps 0.25, all 83.0\n   140.7 us   13 x"
+def test_where_a_step_s_time_went_is_told_by_kind_and_size_of_the_newest_file_that_has_it(tmp_path: Path) -> None:
+    def kernels(name: str, products: str, *steps: str) -> None:
+        told = f"milliseconds of attention 1.040, loss {{}}, product {products}, between 5.7, gaps 0.25, all 83.0\n   140.7 us"
         text = "\n".join(f"# {step}: {told.format('0.2' if 'mgpu_ops' in step else '0.000')}" for step in steps)
         (tmp_path / f"2025-01-02-h200-llama-kernels{name}.txt").write_text(f"# One H200: kernels, of one step.\n\n{text}\n")
 
     few, many = "llama-step-llama3-8b-4-layers-16384-8192", "llama-step-llama3-8b-4-layers-16384-32768"
-    kernels("", f"{many}, xla", f"{few}, xla", f"{few}, mgpu_ops", "llama-decode-llama3-8b-4-layers-16384-16x4096, xla")
-    kernels("-again", f"{few}, mgpu_ops", "llama-decode-llama3-8b-4-layers-16384-1x4096, xla")
+    decoding = "llama-decode-llama3-8b-4-layers-16384"
+    kernels("", "70.0", f"{many}, xla", f"{few}, xla", f"{few}, mgpu_ops", f"{few}, fp8", f"{decoding}-16x4096, xla")
+    kernels("-again", "60.56", f"{few}, xla", f"{few}, mgpu_ops", f"{decoding}-1x4096, xla")
     lines = list(figures.program_kernels(tmp_path))
     assert lines[:8] == [
-        "| training, 8192 tokens, ms | xla | mgpu_ops | mgpu_ops, run 2 |",
-        "|---|---|---|---|",
-        "| products | 60.6 | 60.6 | 60.6 |",
-        "| attention | 1.0 | 1.0 | 1.0 |",
-        "| loss | with between | 0.2 | 0.2 |",
-        "| between | 5.7 | 5.7 | 5.7 |",
-        "| gaps | 0.2 | 0.2 | 0.2 |",
-        "| all | 83.0 | 83.0 | 83.0 |",
+        "| training, 8192 tokens, ms | xla | mgpu_ops |",
+        "|---|---|---|",
+        "| products | 60.6 | 60.6 |",
+        "| attention | 1.0 | 1.0 |",
+        "| loss | with between | 0.2 |",
+        "| between | 5.7 | 5.7 |",
+        "| gaps | 0.2 | 0.2 |",
+        "| all | 83.0 | 83.0 |",
     ]
     assert [line for line in lines if line.endswith("ms | xla |") or "decoding" in line] == [
         "| training, 32768 tokens, ms | xla |",
-        "| decoding, ms | xla, batch 1, run 2 | xla, batch 16 |",
+        "| decoding, ms | xla, batch 1 | xla, batch 16 |",
     ]
-    assert lines[-1] == (
-        "Run 1 is `results/2025-01-02-h200-llama-kernels.txt`; run 2 is `results/2025-01-02-h200-llama-kernels-again.txt`."
-    )
+    assert lines[-1] == ("From `results/2025-01-02-h200-llama-kernels.txt`, `results/2025-01-02-h200-llama-kernels-again.txt`.")
     (tmp_path / "empty").mkdir()
     with pytest.raises(LookupError, match="has no kernels"):
         figures.profiles(tmp_path / "empty")
