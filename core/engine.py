@@ -35,7 +35,18 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jax.typing import DTypeLike
 
-from mgpu_ops.core import fast_lowering, hazards, inflight, jax_patches, parallel_compile, ptxas, regions, threads, tma
+from mgpu_ops.core import (
+    fast_lowering,
+    hazards,
+    inflight,
+    jax_patches,
+    lowered_kernels,
+    parallel_compile,
+    ptxas,
+    regions,
+    threads,
+    tma,
+)
 from mgpu_ops.core.interpreter import interpreted, interpreting
 from mgpu_ops.core.mesh import same_mesh_axes
 from mgpu_ops.core.registers import i32, laid_out, row_and_column
@@ -49,6 +60,7 @@ jax_patches.forget_numbers()
 jax_patches.simplify_bottom_up()
 fast_lowering.lower_fast()
 parallel_compile.compile_at_once()
+lowered_kernels.keep_lowered(jax_patches.PREFIX)
 jax_patches.lower_with_32_bits()
 jax_patches.call_with_numpy()
 threads.run_on_own_client()

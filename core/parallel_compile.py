@@ -34,6 +34,11 @@ def lowered() -> None:
     _lowered = True
 
 
+def dumping() -> bool:
+    """Whether Mosaic prints what it does."""
+    return any(name.startswith(_DUMPS) for name in os.environ)
+
+
 def compile_at_once() -> None:
     """Programs with several kernels are compiled so from here on."""
     compile_program = compiler.backend_compile_and_load
@@ -41,7 +46,7 @@ def compile_at_once() -> None:
     @functools.wraps(compile_program)
     def compile_with_kernels(backend: Any, module: Any, executable_devices: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(compile_program, backend)
-        kernels = alone(module) if _lowered and not any(name.startswith(_DUMPS) for name in os.environ) else []
+        kernels = alone(module) if _lowered and not dumping() else []
         with _compiling(run, kernels, _of_process(backend, executable_devices)) if kernels else contextlib.nullcontext():
             return run(module, executable_devices, *args, **kwargs)
 
@@ -82,18 +87,24 @@ def alone(module: Any) -> list[bytes]:
     calls: dict[bytes, Any] = {}
 
     def visit(op: Any) -> Any:
-        if _CONFIG in op.attributes and op.name == "stablehlo.custom_call":
-            config = op.attributes[_CONFIG]
-            if ir.StringAttr(op.attributes["call_target_name"]).value == TARGET and _PEERS not in config:
-                calls.setdefault(ir.StringAttr(config[_HASH]).value_bytes, op)
+        if is_kernel(op):
+            calls.setdefault(ir.StringAttr(op.attributes[_CONFIG][_HASH]).value_bytes, op)
         return ir.WalkResult.ADVANCE
 
     with module.context:
         module.operation.walk(visit)
-        return [_alone(call) for call in calls.values()] if len(calls) > 1 else []
+        return [program_of(call) for call in calls.values()] if len(calls) > 1 else []
 
 
-def _alone(call: Any) -> bytes:
+def is_kernel(op: Any) -> bool:
+    """Whether an operation of StableHLO calls a kernel that stays on its GPU."""
+    if op.name != "stablehlo.custom_call" or _CONFIG not in op.attributes:
+        return False
+    return ir.StringAttr(op.attributes["call_target_name"]).value == TARGET and _PEERS not in op.attributes[_CONFIG]
+
+
+def program_of(call: Any) -> bytes:
+    """A module that has this call alone, as bytecode."""
     with ir.Location.unknown(call.context):
         program = ir.Module.create()
         one = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)

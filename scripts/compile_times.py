@@ -3,8 +3,10 @@
     python scripts/compile_times.py                                    # on a machine with a GPU, for that one
     python scripts/compile_times.py --gpu h200                         # on any machine: the kernels alone, ours only
     python scripts/compile_times.py --case attention --case llama --output results/2026-01-31-h200-compile-times.jsonl
+    python scripts/compile_times.py --cached                           # of processes that find what one before them compiled
 
-Each measurement is a process of its own, which has compiled nothing before and reads no persistent cache. Of a stage it tells
+Each measurement is a process of its own, which has compiled nothing before. It reads no persistent cache; with `--cached` that
+of a process before it, in a folder of their own. Of a stage it tells
 seconds by the clock, and of CPUs: those of the process and of what it started, such as ptxas. On a machine that others use too
 the second says more, on an idle one with many cores the first. The median of `--repeat` processes is told.
 
@@ -15,6 +17,7 @@ included; "compile".
 from __future__ import annotations
 
 import argparse
+import compileall
 import dataclasses
 import datetime
 import functools
@@ -23,6 +26,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -188,20 +192,30 @@ class Measured:
         return f"{self.case:24} {self.implementation:9} {told}"
 
 
-def in_processes(case: str, implementation: str, gpu: str | None, repeat: int) -> Measured | None:
-    """None, with a line that says why, for what does not run here."""
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+_CACHE_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+
+
+def in_processes(case: str, implementation: str, gpu: str | None, repeat: int, cached: bool = False) -> Measured | None:
+    """None, with a line that says why, for what does not run here.
+
+    cached: one more process fills JAX's persistent cache first.
+    """
     command = [sys.executable, __file__, "--one", case, implementation, *(["--gpu", gpu] if gpu else [])]
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment = {name: value for name, value in os.environ.items() if name != _CACHE}
     if gpu:
         environment["JAX_PLATFORMS"] = "cpu"
     runs = []
-    for _ in range(repeat):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            print(f"{case:24} {implementation:9} {(done.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
-            return None
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
-    return Measured(case, implementation, runs)
+    with tempfile.TemporaryDirectory() as folder:
+        if cached:
+            environment |= {_CACHE: folder, **_CACHE_ALL}
+        for _ in range(repeat + cached):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                print(f"{case:24} {implementation:9} {(done.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
+                return None
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
+    return Measured(case, implementation, runs[cached:])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -211,11 +225,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gpu", help="compile for this GPU, which is not here")
     parser.add_argument("--repeat", type=int, default=3, help="processes of each (default: 3)")
     parser.add_argument("--output", type=Path, help="write the times to this file too, one line of JSON for each stage")
+    parser.add_argument("--cached", action="store_true", help="times with JAX's persistent compilation cache, which is full")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one:
         print(json.dumps(measure(*given.one, given.gpu)))
         return
+    for folder in ("core", "mgpu_ops"):  # as installing does
+        compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
     print(f"seconds by the clock (and of CPUs), the median of {given.repeat} processes", flush=True)
     rows: list[dict[str, Any]] = []
     for case in given.case or CASES:
@@ -223,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
             wanted = implementation == "mgpu_ops" or not given.gpu
             if not wanted or implementation not in (given.implementation or CASES[case]):
                 continue
-            if found := in_processes(case, implementation, given.gpu, given.repeat):
+            if found := in_processes(case, implementation, given.gpu, given.repeat, given.cached):
                 print(found.line(), flush=True)
                 rows += found.rows()
                 if given.output:

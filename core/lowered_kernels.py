@@ -1,0 +1,260 @@
+"""Keeps what kernels are lowered to in JAX's persistent compilation cache, where one is in use.
+
+JAX finds a program there by the text that it is lowered to: a process that finds it has lowered it all the same, which takes
+longer than anything else that is left to do. So each kernel is found by a hash of what it is lowered from: its jaxpr with all
+parameters, the GPU's architecture, JAX's and this library's versions. What is found is the custom call that it was lowered to.
+
+A kernel is lowered as ever where a parameter is of a kind that is not known here, for `jax.export`, and where it reaches other
+GPUs, prints or records what it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import logging
+import os
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax import tree_util
+from jax._src import compilation_cache
+from jax._src import core as jax_core
+from jax._src.literals import TypedNdArray
+from jax._src.lru_cache import LRUCache
+from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
+from jax._src.state import AbstractRef
+from jax.experimental.mosaic.gpu import utils
+from jax.extend.mlir import ir
+
+from mgpu_ops.core import parallel_compile
+
+_log = logging.getLogger("mgpu_ops")
+_FORMAT = "mgpu_ops-kernel-1"
+_OURS = ("mgpu_ops.", "jax.", "jaxlib.")  # modules whose sources are part of a key, by their versions
+
+
+def keep_lowered(prefix: str) -> None:
+    """From here on kernels whose names begin so are looked for in JAX's persistent cache before they are lowered."""
+    lower = registration.mpmd_map_mgpu_lowering_rule
+
+    @functools.wraps(lower)
+    def lower_once(ctx: Any, *args: Any, **params: Any) -> Any:
+        cache = _cache() if str(params["name"]).startswith(prefix) else None
+        key = _key(ctx, params) if cache is not None else None
+        if cache is None or key is None:
+            return lower(ctx, *args, **params)
+        if (known := _read(cache, key)) is not None:
+            parallel_compile.lowered()
+            return _call(known, args)
+        results = lower(ctx, *args, **params)
+        _write(cache, key, results, args)
+        return results
+
+    registration.mpmd_map_mgpu_lowering_rule = lower_once
+
+
+# --- The cache
+
+
+def _cache() -> Any:
+    """JAX's persistent compilation cache, or None where there is none."""
+    if not compilation_cache.is_persistent_cache_enabled():
+        return None
+    compilation_cache._initialize_cache()
+    cache = compilation_cache._cache
+    return cache if isinstance(cache, LRUCache) else None  # others take nothing but executables
+
+
+def _read(cache: Any, key: str) -> bytes | None:
+    """The call that was kept with this key. What was written in part is as good as missing."""
+    try:
+        found = cache.get(key)
+    except OSError as error:
+        _log.warning("a kernel is lowered anew, as JAX's compilation cache cannot be read: %s", error)
+        return None
+    if found is None or hashlib.sha256(found[32:]).digest() != found[:32]:
+        return None
+    call: bytes = found[32:]
+    return call
+
+
+def _write(cache: Any, key: str, results: Any, args: tuple[Any, ...]) -> None:
+    """Keeps the call that `results` are of, if these and `args` are all that it has and it does not reach other GPUs."""
+    call = results[0].owner if results else None
+    if call is None or call.name != "stablehlo.custom_call":
+        return
+    same = len(call.operands) == len(args) and len(call.results) == len(results)
+    if same and parallel_compile.is_kernel(call):
+        text = parallel_compile.program_of(call)
+        try:
+            cache.put(key, hashlib.sha256(text).digest() + text)
+        except OSError as error:
+            _log.warning("a lowered kernel is not kept, as JAX's compilation cache cannot be written: %s", error)
+
+
+def _call(program: bytes, args: tuple[Any, ...]) -> list[Any]:
+    """The results of a call as that of `program`, on `args`."""
+    module = ir.Module.parse(program)  # has to live as long as what is read of it
+    (function,) = module.body.operations
+    kept = function.regions[0].blocks[0].operations[0].operation
+    types = [result.type for result in kept.results]
+    attributes = dict(kept.attributes.items())
+    return list(ir.Operation.create(kept.name, results=types, operands=list(args), attributes=attributes).results)
+
+
+# --- The key
+
+
+class _UnknownError(Exception):
+    """A parameter of a kind that cannot be told from others."""
+
+
+def _key(ctx: Any, params: Mapping[str, Any]) -> str | None:
+    """The name of a kernel in the cache, or None for one that is not kept."""
+    compiler = params.get("compiler_params")
+    if ctx.is_forward_compat() or params.get("debug") or getattr(compiler, "profile_space", 0) or parallel_compile.dumping():
+        return None
+    words = _Words()
+    try:
+        words.value(_about(ctx))
+        words.value([*ctx.avals_in, *ctx.avals_out])
+        words.value({name: value for name, value in params.items() if name not in {"interpret", "debug", "metadata"}})
+    except _UnknownError as unknown:
+        _log.debug("a kernel is not kept in JAX's compilation cache: %s", unknown)
+        return None
+    return f"{_FORMAT}-{hashlib.sha256('\n'.join(words.found).encode()).hexdigest()}"
+
+
+def _about(ctx: Any) -> list[Any]:
+    """What a kernel is lowered by and for, beside its jaxpr."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    devices = () if mesh is None else (mesh.axis_names, mesh.axis_sizes, jax.process_count(), jax.device_count())
+    mosaic = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOSAIC_GPU_"))
+    sources = jax.config.jax_hlo_source_file_canonicalization_regex, jax.config.jax_include_full_tracebacks_in_locations
+    return [_FORMAT, _versions(), utils._infer_arch(), devices, mosaic, sources]
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """JAX's, and a hash of this library's sources, but for the tuner's."""
+    sources = hashlib.sha256()
+    for folder, folders, files in sorted(os.walk(sys.modules[__package__.partition(".")[0]].__path__[0], followlinks=True)):
+        folders[:] = sorted({*folders} - {"tuning"})
+        for path in (Path(folder, file) for file in sorted(files) if file.endswith(".py")):
+            sources.update(path.read_bytes())
+    return jax.__version__, jaxlib.__version__, sources.hexdigest()
+
+
+# Of these, `repr` says all that there is. JAX's numbers of a dtype are among them.
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, np.generic, np.dtype, tree_util.PyTreeDef)
+
+
+class _Words:
+    """Words that are the same for two values if a kernel that reads either is lowered to the same."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._numbers: dict[int, int] = {}  # of variables and jaxprs, in the order in which they appear
+        self._kept: list[Any] = []  # whose ids must stay theirs
+
+    def value(self, x: Any) -> None:
+        if isinstance(x, _PLAIN):
+            self._add(f"{type(x).__name__} {x!r}")
+        elif isinstance(x, jax_core.Var):
+            self._variable(x)
+        elif isinstance(x, jax_core.Literal):
+            self.value([x.val, x.aval])
+        elif isinstance(x, jax_core.Jaxpr):
+            self._jaxpr(x)
+        elif isinstance(x, list | tuple | set | frozenset | Mapping):
+            self._many(x)
+        elif isinstance(x, enum.Enum):
+            self._add(f"{type(x).__module__}.{type(x).__qualname__}.{x.name}")
+        elif isinstance(x, type):
+            self._add(f"type {x.__module__}.{x.__qualname__}")
+        elif isinstance(x, np.ndarray | TypedNdArray):
+            array = np.asarray(x)
+            self._add(f"array {array.dtype} {array.shape} {array.tobytes().hex()}")
+        elif isinstance(x, jax_core.ShapedArray):  # wherever it is sharded, a kernel has all of it
+            self._add(f"{type(x).__name__} {x.shape} {x.dtype!r} {x.weak_type} {x.memory_space}")
+        elif isinstance(x, jax.sharding.Sharding):
+            self._add("sharding")
+        else:
+            self._object(x)
+
+    def _add(self, word: str) -> None:
+        if " at 0x" in word:
+            raise _UnknownError(word)
+        self.found.append(word)
+
+    def _many(self, values: Any) -> None:
+        self._add(f"{type(values).__name__} {len(values)}")
+        if isinstance(values, set | frozenset):
+            values = sorted(values, key=repr)
+        for x in values.items() if isinstance(values, Mapping) else values:
+            self.value(x)
+
+    def _number(self, x: Any) -> tuple[int, bool]:
+        """Its number, and whether it has had one before."""
+        known = id(x) in self._numbers
+        if not known:
+            self._numbers[id(x)] = len(self._numbers)
+            self._kept.append(x)
+        return self._numbers[id(x)], known
+
+    def _variable(self, x: Any) -> None:
+        number, known = self._number(x)
+        self._add(f"variable {number}")
+        if not known:
+            self.value(x.aval)
+
+    def _jaxpr(self, x: Any) -> None:
+        number, known = self._number(x)
+        self._add(f"jaxpr {number}")
+        if known:
+            return
+        self.value([*x.constvars, *x.invars])
+        self.value(list(x.consts))
+        for eqn in x.eqns:
+            self.value([eqn.primitive.name, eqn.invars, eqn.params, eqn.outvars])
+        self.value(x.outvars)
+
+    def _object(self, x: Any) -> None:
+        """Functions with all that they close over, and records of this library and of JAX."""
+        kind = type(x)
+        if isinstance(x, functools.partial):
+            self.value(["partial", x.func, x.args, x.keywords])
+        elif isinstance(x, types.MethodType):
+            self.value(["method", x.__self__, x.__func__])
+        elif isinstance(x, types.FunctionType):
+            self._function(x)
+        elif not f"{kind.__module__}.".startswith(_OURS):
+            raise _UnknownError(f"{kind.__module__}.{kind.__qualname__}")
+        elif dataclasses.is_dataclass(x):
+            self.value([kind, *((field.name, getattr(x, field.name)) for field in dataclasses.fields(x))])
+        elif isinstance(x, AbstractRef):
+            self.value([kind, x.inner_aval, x.memory_space, x.kind, getattr(x, "__dict__", {})])
+        elif "__repr__" in {name for base in kind.__mro__[:-1] for name in vars(base)}:
+            self._add(f"{kind.__module__}.{kind.__qualname__} {x!r}")
+        else:
+            raise _UnknownError(f"{kind.__module__}.{kind.__qualname__}")
+
+    def _function(self, x: types.FunctionType) -> None:
+        if not f"{x.__module__}.".startswith(_OURS):
+            raise _UnknownError(f"function {x.__module__}.{x.__qualname__}")
+        number, known = self._number(x)
+        self._add(f"function {number} {x.__module__} {x.__qualname__} {x.__code__.co_firstlineno} {x.__code__.co_code.hex()}")
+        if not known:
+            try:
+                self.value([x.__defaults__, x.__kwdefaults__, [cell.cell_contents for cell in x.__closure__ or ()]])
+            except ValueError:  # an empty cell
+                raise _UnknownError(f"function {x.__module__}.{x.__qualname__}") from None
