@@ -139,8 +139,10 @@ def accumulated(acc: Any, in_flight: int) -> jax.Array:
     return acc[...] if interpreting() else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
 
-def wgmma(acc: Any, a: Any, b: Any) -> None:
+def wgmma(acc: Any, a: Any, b: Any, depth: int | None = None) -> None:
     """acc[m, n] += sum_k a[m, k] b[k, n] on the tensor cores, asynchronously: `wgmma_wait(n)` leaves n in flight.
+
+    depth: how many of k are multiplied, in multiples of 32 bytes: the others are zeros.
 
     a and b are shared-memory refs (see `operand_transforms`) of 16 or, stored along k, 8 bits or float32, of which
     the first 11 bits are multiplied (tf32); a may be registers instead, but not of float32.
@@ -150,9 +152,13 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     if not interpreting():
         if isinstance(a, jax.Array):
             ptxas.warn_of_register_operands()
+        if depth is not None:
+            _shorten_wgmma(depth * a.dtype.itemsize)
         plgpu.wgmma(acc, a, b)
+        if depth is not None:
+            _shorten_wgmma(0)
     else:  # the interpreter wants a fence between loads and the next TMA write; wgmma's own loads need none
-        acc[...] += jnp.dot(a[...], b[...], preferred_element_type=acc.dtype)
+        acc[...] += jnp.dot(a[...][:, :depth], b[...][:depth], preferred_element_type=acc.dtype)
         plgpu.commit_smem()
 
 
@@ -551,6 +557,11 @@ def narrow_wgmma(whole: int, columns: int) -> None:
     """From here on a kernel's wgmma of `whole` columns compute the first `columns` of them: of a wider operand B."""
     if not interpreting():
         plgpu.inline_mgpu()(functools.partial(jax_patches.narrow_wgmma, whole=whole, columns=columns))()
+
+
+def _shorten_wgmma(depth: int) -> None:
+    """From here on wgmma multiplies the first `depth` bytes of k; 0: all."""
+    plgpu.inline_mgpu()(functools.partial(jax_patches.shorten_wgmma, depth=depth))()
 
 
 def specialize(

@@ -4,7 +4,7 @@
 |---|---|---|
 | `tma.copy_any_shape` | TMA copies arrays that swizzle tiles do not divide, and windows of rows | kernels of `engine.kernel` |
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
-| `narrow_products` | wgmma multiplies a part of B's columns | kernels that ask for it |
+| `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -35,7 +36,7 @@ from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental.mosaic.gpu import core as mosaic
-from jax.experimental.mosaic.gpu import dialect_lowering, launch_context, utils
+from jax.experimental.mosaic.gpu import dialect, dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir, passmanager
 
 from mgpu_ops.core import fast_lowering, parallel_compile
@@ -109,13 +110,32 @@ def _add_in_float32(ty: Any, ptr: Any, packed: str) -> Any:
     return utils.bitcast(utils.vector_concat([utils.bitcast(word, one) for word in loaded]), ty)
 
 
-# --- wgmma of a part of B's columns
+# --- wgmma of a part of B's columns, or of k
 #
 # Mosaic GPU multiplies all columns of B that are in shared memory, in whole swizzle panels. wgmma takes any multiple of 8.
+# It multiplies whole swizzle rows of k, each in several instructions of 32 bytes.
 
 _WGMMA = "mosaic_gpu.wgmma"
 _COLUMNS = "_mgpu_ops_columns"  # attribute of a kernel's LaunchContext: {columns of B: those that are multiplied}
-_columns: ContextVar[dict[int, int]] = ContextVar("_columns", default={})  # noqa: B039
+_DEPTH = "mgpu_ops.depth"  # attribute of a wgmma that multiplies a part of k: how many bytes
+_depth: ContextVar[int] = ContextVar("_depth", default=0)  # bytes of k that wgmma multiply from here on; 0: all
+_part: ContextVar[_Part | None] = ContextVar("_part", default=None)  # of the wgmma that is being lowered
+
+
+@dataclasses.dataclass
+class _Part:
+    """What a wgmma multiplies: columns of B, by how many B has; and `depth` of its `row` bytes of k."""
+
+    columns: dict[int, int]
+    row: int
+    depth: int
+    number: int = 0  # of the next call of Mosaic's `wgmma_m64`
+
+    def depth_of_next(self, swizzle: int) -> int:
+        """Bytes of k of the next call, which has a swizzle row of them."""
+        before = self.number * swizzle % self.row
+        self.number += 1
+        return min(max(self.depth - before, 0), swizzle)
 
 
 def narrow_wgmma(context: launch_context.LaunchContext, whole: int, columns: int) -> None:
@@ -123,28 +143,53 @@ def narrow_wgmma(context: launch_context.LaunchContext, whole: int, columns: int
     setattr(context, _COLUMNS, {whole: columns})
 
 
+def shorten_wgmma(context: launch_context.LaunchContext, depth: int) -> None:
+    """From here on wgmma multiplies the first `depth` bytes of k, a multiple of 32; 0: all."""
+    del context
+    _depth.set(depth)
+
+
 def narrow_products() -> None:
-    """Kernels can multiply a part of B's columns (`narrow_wgmma`). The accumulator has all of them, the others unchanged."""
+    """Kernels can multiply a part of B's columns (`narrow_wgmma`) or of k (`shorten_wgmma`).
+
+    The accumulator has all columns, the others unchanged.
+    """
     module: Any = dialect_lowering.wgmma
-    lower, multiply = dialect_lowering._lowerings[_WGMMA], module.wgmma_m64
+    create, lower, multiply = dialect.wgmma, dialect_lowering._lowerings[_WGMMA], module.wgmma_m64
+
+    @functools.wraps(create)
+    def create_short(*args: Any, **options: Any) -> Any:
+        result = create(*args, **options)
+        if depth := _depth.get():
+            result.owner.attributes[_DEPTH] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), depth)
+        return result
 
     @functools.wraps(lower)
     def lower_narrow(context: Any, op: Any) -> Any:
-        token = _columns.set(getattr(context.launch_context, _COLUMNS, {}))
+        all_bytes = op.a.type.shape[1] * utils.bitwidth(op.a.type.element_type) // 8
+        depth = op.attributes[_DEPTH].value if _DEPTH in op.attributes else all_bytes
+        part = _Part(getattr(context.launch_context, _COLUMNS, {}), all_bytes, depth)
+        token = _part.set(part)
         try:
             return lower(context, op)
         finally:
-            _columns.reset(token)
+            _part.reset(token)
 
     @functools.wraps(multiply)
-    def wgmma_m64(acc: Any, *args: Any, n: int, **options: Any) -> Any:
-        columns = _columns.get().get(n)
-        if columns is None:
-            return multiply(acc, *args, n=n, **options)
+    def wgmma_m64(acc: Any, *args: Any, n: int, swizzle: int, **options: Any) -> Any:
+        """A swizzle row of k of 64 rows of A: called for each of k, and so for each 64 rows."""
+        part = _part.get()
+        if part is None:
+            return multiply(acc, *args, n=n, swizzle=swizzle, **options)
+        depth, columns = part.depth_of_next(swizzle), part.columns.get(n, n)
+        if not depth:
+            return acc
         out, some = acc.copy(), acc.shape[1] * columns // n
-        out[:, :some] = multiply(acc[:, :some].copy(), *args, n=columns, **options)
+        # It runs an instruction for each 32 bytes of `swizzle`; how the operands lie, their descriptors say.
+        out[:, :some] = multiply(acc[:, :some].copy(), *args, n=columns, swizzle=depth, **options)
         return out
 
+    dialect.wgmma = create_short
     dialect_lowering._lowerings[_WGMMA] = lower_narrow
     module.wgmma_m64 = wgmma_m64
 

@@ -95,15 +95,17 @@ class Pipeline:
         start: Callable[[jax.Array], None],
         beside: Sequence[Callable[[], None]] = (),
         in_flight: int = 1,
+        last: Callable[[jax.Array], None] | None = None,
     ) -> None:
         """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on.
 
         beside: what the first steps do, one each, when they have started their wgmma.
         in_flight: 1, a stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always
           have work; or 0, when its own wgmma is done.
+        last: what the last step runs in place of `start`.
         """
 
-        def begin(step: jax.Array) -> None:
+        def begin(step: jax.Array, start: Callable[[jax.Array], None] = start) -> None:
             stage = lax.rem(step, jnp.int32(self.stages))
             plgpu.barrier_wait(self._full(stage))
             start(stage)
@@ -119,12 +121,16 @@ class Pipeline:
 
         alone = max(in_flight, len(beside))
         for i in range(alone):
-            begin(first + i)
+            begin(first + i, last if last is not None and i == steps - 1 else start)
             if i < len(beside):
                 beside[i]()
             if i >= in_flight:
                 release(first + (i - in_flight), in_flight)
-        lax.fori_loop(alone, steps, step, None)
+        alike = steps if last is None else max(alone, steps - 1)
+        lax.fori_loop(alone, alike, step, None)
+        if alike < steps and last is not None:
+            begin(first + alike, last)
+            release(first + (alike - in_flight), in_flight)
         if in_flight:
             release(first + (steps - 1), 0)
 

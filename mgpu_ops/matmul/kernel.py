@@ -47,6 +47,7 @@ from mgpu_ops.matmul.problem import (
     consumer_registers,
     dtype_of_b,
     k_steps,
+    last_step,
     neighbours,
     partial_problem,
     products,
@@ -161,8 +162,11 @@ def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, i
     return a[::-1] if a_t else a, (c.tile_n, c.tile_k) if b_t else b
 
 
-def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
-    """Consumer: starts acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile."""
+def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any, depth: int | None = None) -> None:
+    """Consumer: starts acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile.
+
+    depth: how many of k the tiles hold, where the others are zeros.
+    """
     a_t, b_t = transposed(p)
     wg_m, wg_n = warpgroup_tile(c)
     row, column = tile_scheduler.warpgroup_origin(c)
@@ -174,6 +178,7 @@ def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any) -> None:
         acc,
         engine.transpose_ref(a_smem) if a_t else a_smem,
         engine.transpose_ref(b_smem) if b_t else b_smem,
+        depth,
     )
 
 
@@ -202,7 +207,7 @@ def _kernel(
     of = refs_of(p, *refs)
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
     scales = (of.scale_a, of.scale_b) if p.scales == "block" else ()
-    steps = k_steps(p, c)
+    steps, last = k_steps(p, c), last_step(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
 
     # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
@@ -215,13 +220,19 @@ def _kernel(
             def _() -> None:
                 if_it_stores(c, lambda: load_residual(work, t, of, out_smem, residual_arrived))
 
-        if scale_smem:
-            add_scaled(work, accs, a_smem, b_smem, *scale_smem)
+        def product(depth: int | None = None) -> None:
+            if scale_smem:
+                add_scaled(work, accs, a_smem, b_smem, *scale_smem)
+            else:
+                multiply(p, c, accs[0], a_smem, b_smem, depth)
+            if p.normalised:
+                square_rows(c, accs[1], a_smem)
+            engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
+
+        if last is None:
+            product()
         else:
-            multiply(p, c, accs[0], a_smem, b_smem)
-        if p.normalised:
-            square_rows(c, accs[1], a_smem)
-        engine.wgmma_wait(0)  # the stage may be refilled when the step is done, so no wgmma may still read it
+            lax.cond(k == steps - 1, functools.partial(product, last), product)
         if len(products(p)) > 1:
             _drop_what_is_not_finite(work, accs[0], tile_of(work, t), k)
 
@@ -285,8 +296,8 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
         return parts
 
     def consumer(acc: Any) -> None:
-        def start(stage: jax.Array) -> None:
-            multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage])
+        def start(stage: jax.Array, depth: int | None = None) -> None:
+            multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage], depth)
 
         def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
@@ -299,7 +310,8 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
                         store_kept(before, i, parts[i], of, out_smem)
 
             beside = [functools.partial(store_some, some) for some in stores]
-            pipeline.multiply(t * each_tile, steps, start, beside, in_flight=int(c.max_concurrent_steps >= _STAGES_AHEAD))
+            in_flight = int(c.max_concurrent_steps >= _STAGES_AHEAD)
+            pipeline.multiply(t * each_tile, steps, start, beside, in_flight, shorter(start, last_step(p, c)))
             return keep(t, acc)
 
         shape = (ROWS, c.epilogue_tile_n)
@@ -343,6 +355,11 @@ def _kernel_ahead(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: St
 
     cluster_sum = smem.get("cluster_sum")  # other blocks' last sums read this block's shared memory, or are sent to it
     compute_ahead(work, gpu, (of.a, of.b), accumulator, stages, begin, finish, cluster_sum and cluster_sum.finish)
+
+
+def shorter(start: Callable[..., None], depth: int | None) -> Callable[[jax.Array], None] | None:
+    """What starts the wgmma of the last step, where that has fewer of k."""
+    return None if depth is None else functools.partial(start, depth=depth)
 
 
 class Stages(NamedTuple):
@@ -440,7 +457,6 @@ def compute_ahead(
     p, c, steps = work.problem, work.config, k_steps(work.problem, work.config)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
     pipeline, turns = Pipeline(c.max_concurrent_steps, scratch.full, scratch.empty), c.compute_warpgroups
-    operands = (scratch.a, scratch.b)
 
     def its_pipeline(t: jax.Array) -> Pipeline:
         return pipeline.of_consumer(lax.rem(t, jnp.int32(turns))) if c.takes_turns else pipeline
@@ -454,15 +470,15 @@ def compute_ahead(
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             begin(t)
 
-            def start(stage: jax.Array) -> None:
-                multiply(p, c, acc, *(operand.at[stage] for operand in operands))
+            def start(stage: jax.Array, depth: int | None = None) -> None:
+                multiply(p, c, acc, scratch.a.at[stage], scratch.b.at[stage], depth)
 
             first, last = t * steps, steps // len(products(p))
             if last < steps:
                 own_pipeline.multiply(first, steps - last, start)
                 _keep_finite(acc)  # as in `_drop_what_is_not_finite`
                 first += steps - last
-            own_pipeline.multiply(first, last, start)
+            own_pipeline.multiply(first, last, start, last=shorter(start, last_step(p, c)))
             finish(t, acc)
 
         own = tile_scheduler.tiles_of_block(own_tiles, wg, turns) if c.takes_turns else own_tiles

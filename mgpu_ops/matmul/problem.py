@@ -244,6 +244,18 @@ def cluster_size(c: Config) -> int:
     return {"none": 1, "k": c.split_k, "m4": 4, "n4": 4}.get(c.cluster, 2)
 
 
+def last_step(p: Problem, c: Config) -> int | None:
+    """How many of k the last step of a tile multiplies, where fewer than other steps: wgmma takes 32 bytes of k at a time.
+
+    None for a part of k or of a product, and where tiles begin with different steps.
+    """
+    if c.split_k > 1 or len(products(p)) > 1 or p.scales == "block" or crowds(p, c):
+        return None
+    depth = 32 // itemsize_of(p.dtype)
+    left = math.ceil(p.k % c.tile_k / depth) * depth
+    return left if 0 < left < c.tile_k else None
+
+
 def crowds(p: Problem, c: Config) -> bool:
     """Whether blocks ask for an operand whose rows along m or n are shorter than a line of 128 bytes, each for itself.
 

@@ -39,6 +39,23 @@ def test_an_epilogue_takes_two_slow_instructions_an_element_and_no_spills(activa
     assert 2 * elements <= kernel.sass.count("MUFU") <= 2 * elements + 8  # an exponential, a reciprocal square root
 
 
+@pytest.mark.parametrize(
+    ("schedule", "tile_k", "instructions"),
+    [
+        ("cooperative", 64, 1),
+        pytest.param("ahead", 64, 1, marks=thorough.only_in_all),
+        pytest.param("deferred", 64, 1, marks=thorough.only_in_all),
+        ("ahead", 128, 5),
+    ],
+)
+def test_the_last_step_multiplies_what_is_left_of_k(schedule, tile_k, instructions):
+    """An instruction multiplies 16 of k. Of 1352 a step of 64 has the last 8, a step of 128 the last 72."""
+    config = replace(BASE, tile_k=tile_k, schedule=schedule)
+    short, whole = (compiled(MatmulProblem(1024, 4096, k, layout="tn"), config) for k in (1352, 1408))
+    assert short.sass.count("HGMMA") - whole.sass.count("HGMMA") == instructions
+    assert (short.spills, short.serialized) == (0, "")
+
+
 @pytest.mark.parametrize("sides", [(4096, 7168, 2048), (16, 7168, 2048)], ids=str)
 def test_products_of_blocks_are_added_beside_the_tensor_cores_without_spills(sides):
     """Products of a block begin at zero without a move, and every sum of a step takes one instruction for each 128 of k."""
