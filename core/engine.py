@@ -454,6 +454,9 @@ def transpose_ref(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
+_REDUCTION_BYTES = 2048  # Mosaic's default
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """The blocks that run a kernel.
@@ -464,6 +467,7 @@ class Launch:
     cluster: number of blocks in a cluster along each named axis; {} for none.
     approx_math: exponentials and divisions may be the GPU's fast approximations.
     interpret: run in JAX's GPU interpreter, on any machine, with race detection, instead of compiling.
+    reduces_across_warps: whether some sum or maximum is over elements of several warps, which takes 2 KB of shared memory.
     """
 
     name: str
@@ -472,6 +476,7 @@ class Launch:
     cluster: Mapping[str, int] = dataclasses.field(default_factory=dict)
     approx_math: bool = False
     interpret: bool = False
+    reduces_across_warps: bool = True
 
 
 def kernel(
@@ -531,6 +536,7 @@ def kernel(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             approx_math=launch.approx_math,
+            reduction_scratch_bytes=_REDUCTION_BYTES if launch.reduces_across_warps else 0,
             **({} if interpret else regions.compiler_params(launch.name, launch.warpgroups)),
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,

@@ -137,7 +137,7 @@ class _ThreadBlock:
             q_pipeline=Pipeline(c.q_slots, *scratch.barriers["q"]),
             k_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["k"]),
             v_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["v"]),
-            bias_pipeline=Pipeline(bias_steps(c), *scratch.barriers["bias"]) if p.bias != "none" else None,
+            bias_pipeline=Pipeline(scratch.smem["bias"].shape[0], *scratch.barriers["bias"]) if p.bias != "none" else None,
         )
 
     @property
@@ -508,7 +508,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
     blocks = _thread_blocks(p, c, p.batch * p.q_heads * tiles, gpu)
-    optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages, bias_steps(c))
+    bias_stages = bias_steps(p, c, gpu)
+    optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages, bias_stages)
 
     def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         block = _ThreadBlock.of(p, c, refs, outputs, scratch)
@@ -522,15 +523,15 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             **{part.name("q"): in_panels(part, (c.q_slots,), tile_q, p.dtype) for part in parts(d)},
             **{part.name("k"): in_panels(part, (stages,), c.tile_kv, p.dtype) for part in parts(d)},
             "v": in_rows(whole(v_d), (stages, c.tile_kv), p.dtype),
-            "numbers": plgpu.SMEM((consumers, c.tile_kv), jnp.int32),
             "lse": plgpu.SMEM((consumers, ROWS), jnp.float32),
+            "numbers": plgpu.SMEM((consumers, c.tile_kv), jnp.int32),
             **smem,
         },
         barriers={
             "q": Pipeline.barriers(c.q_slots, copies=copies, consumers=consumers),
             "k": Pipeline.barriers(stages, copies=copies + ("segments" in smem), consumers=consumers),
             "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
-            **({"bias": Pipeline.barriers(bias_steps(c), copies=1, consumers=consumers)} if "bias" in smem else {}),
+            **({"bias": Pipeline.barriers(bias_stages, copies=1, consumers=consumers)} if "bias" in smem else {}),
         },
     )
     schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks)

@@ -61,7 +61,9 @@ def run(
         body(jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :], Scratch(**scratch))
 
     warpgroups = spec.consumers + 1 + spec.helpers
-    launch = engine.Launch(name, {"block": blocks}, warpgroups=warpgroups, approx_math=True, interpret=interpret)
+    launch = engine.Launch(
+        name, {"block": blocks}, warpgroups, approx_math=True, interpret=interpret, reduces_across_warps=False
+    )
     scratch = {
         "accumulators": engine.Accumulators(tuple(spec.accumulators), spec.consumers),
         "smem": dict(spec.smem),

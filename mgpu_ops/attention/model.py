@@ -150,7 +150,15 @@ _MEASURED = {
     (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
 }
 # With a bias, where another was faster.
-_MEASURED_WITH_BIAS = {(80, 80): Config(3, 64, 3, 2, 4, 48, "half", turns="products")}
+_MEASURED_WITH_BIAS = {
+    (80, 80): Config(3, 64, 3, 2, 4, 48, "half", turns="products"),
+    (256, 256): Config(2, 64, 2, 1, 4, 24, "half"),
+}
+# Where all rows see all keys or a causal mask's. There are no registers for what else a problem may have.
+_MEASURED_WIDE = {
+    (80, 80): Config(2, 192, 3, 2, 1, 40, "half", turns="products"),
+    (96, 96): Config(2, 192, 2, 2, 1, 40, "half", turns="products"),
+}
 # A config modelled this much faster than the measured one is the default in its place: by tiles of the measured one for an SM.
 _MARGIN_FEW, _MARGIN_MANY, _FEW_TILES = 1.03, 1.10, 16
 
@@ -196,7 +204,9 @@ def _section(problem: Problem, gpu: Gpu, of_long: int) -> int:
 def _measured(problem: Problem, gpu: Gpu) -> Config | None:
     """The config of `_MEASURED` for its head dims, with as many registers for the producer as the problem takes."""
     dims = rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)
-    found = (problem.bias != "none" and _MEASURED_WITH_BIAS.get(dims)) or _MEASURED.get(dims)
+    plain = problem.left is None and not problem.segments and not problem.lengths
+    special = _MEASURED_WITH_BIAS if problem.bias != "none" else _MEASURED_WIDE if plain else {}
+    found = special.get(dims) or _MEASURED.get(dims)
     if found is None:
         return None
     least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
@@ -216,6 +226,8 @@ def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
         return 32
     if d == 256 and warpgroups == 2 and p.lengths:
         return 32
+    if d == 256 and warpgroups == 2 and p.bias == "bfloat16":
+        return 24
     if p.bias != "none":
         return 48
     anywhere = p.lengths or p.segments or p.bias != "none" or p.kv_tokens % tile_kv != 0 or p.left is not None
@@ -225,7 +237,7 @@ def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
 def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
     """Whether its consumers would spill, by what was compiled: addresses and masks take 48 to 56 registers beside the tiles."""
     p, c = problem, config
-    if c.tile_kv > 128 and rounded(p.head_dim) > PANEL:
+    if c.tile_kv > 128 and rounded(p.head_dim) > PANEL and (c.tile_kv > 192 or p.segments or p.left is not None):
         return True
     tiles = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
     rest, measured = 48 if c.compute_warpgroups == 3 else 52, _measured(p, gpu)

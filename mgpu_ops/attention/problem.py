@@ -382,7 +382,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
             f"scores, weights and output take {needed} registers a thread and addresses about 24 more, but {limit} are left: "
             "use a smaller tile_kv or fewer consumer warpgroups"
         )
-    return limits.check_smem(smem_bytes(p, c), gpu)
+    return limits.check_smem(smem_bytes(p, c, gpu), gpu)
 
 
 ONE_WARPGROUP: dict[str, Any] = {
@@ -596,21 +596,29 @@ def padded(head_dim: int) -> int:
     return next(d for d in SPLIT_HEAD_DIMS if d >= head_dim)
 
 
-def bias_steps(config: Config) -> int:
-    """Stages of the forward kernel's pipeline of the bias: its tiles are read a step before the values' are, and are large."""
-    return config.max_concurrent_steps - 1
+def bias_steps(problem: Problem, config: Config, gpu: Gpu) -> int:
+    """Stages of the forward kernel's pipeline of the bias: as many as keys have, or one less where there is no room for that.
+
+    Tiles of the bias are as large as those of keys, and are read half a step before the values of their block.
+    """
+    steps = config.max_concurrent_steps
+    return steps if _smem_bytes(problem, config, steps) <= gpu.smem_per_block else steps - 1
 
 
-def smem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory of a thread block of the forward kernel. Buffers are listed by name, as Mosaic lays them out."""
-    p, c = problem, config
+def smem_bytes(problem: Problem, config: Config, gpu: Gpu) -> int:
+    """Bytes of shared memory of a thread block of the forward kernel."""
+    return _smem_bytes(problem, config, bias_steps(problem, config, gpu))
+
+
+def _smem_bytes(p: Problem, c: Config, bias_steps: int) -> int:
+    """Buffers are listed by name, as Mosaic lays them out."""
     rows, d, steps = ROWS * c.compute_warpgroups, rounded(p.head_dim), c.max_concurrent_steps
-    buffers: list[limits.Buffer] = [((bias_steps(c), rows, c.tile_kv), itemsize_of(p.bias))] if p.bias != "none" else []
+    buffers: list[limits.Buffer] = [((bias_steps, rows, c.tile_kv), itemsize_of(p.bias))] if p.bias != "none" else []
     buffers += [((steps, c.tile_kv, d), 2), ((rows,), 4), ((c.compute_warpgroups, c.tile_kv), 4)]  # keys, lse, numbers
     buffers += [((c.q_slots, rows, d), 2)]
     buffers += [((steps, c.tile_kv), 4)] if p.segments else []
-    buffers += [((steps, c.tile_kv, rounded_values(p.head_dim, p.v_dim)), 2), ((MOSAIC_SCRATCH,), 1)]  # values
-    return limits.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps + (bias_steps(c) if p.bias != "none" else 0)))
+    buffers += [((steps, c.tile_kv, rounded_values(p.head_dim, p.v_dim)), 2)]  # values
+    return limits.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps + (bias_steps if p.bias != "none" else 0)))
 
 
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:

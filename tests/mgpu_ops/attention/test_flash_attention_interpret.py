@@ -189,6 +189,7 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
         P(1, 10, 130, 1, 1, 64, "float16", bias="float16", soft_cap=True, window_left=100),
         replace(BASE, max_concurrent_steps=3),
     ),
+    "bias in fewer stages than keys": (P(1, 70, 200, 1, 1, 256, bias="float32"), TWO),
     "bias before the soft cap, causal": (
         P(1, 70, 130, 2, 1, 64, bias="bfloat16", soft_cap=True, soft_cap_after_bias=True, causal=True),
         TWO,

@@ -99,6 +99,15 @@ def test_the_default_of_long_sequences_is_what_was_measured_to_be_fastest(name: 
     assert (c.compute_warpgroups, c.tile_kv, c.max_concurrent_steps, c.q_slots) == wanted[problem.head_dim]
 
 
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_tiles_are_wide_where_there_are_registers_for_them(head_dim: int) -> None:
+    problem = Problem(1, 16384, 16384, 16, 16, head_dim)
+    for mask in ({}, {"causal": True}):
+        assert FORWARD.default(dataclasses.replace(problem, **mask), H200).tile_kv == 192
+    for mask in ({"causal": True, "window_left": 4000}, {"lengths": True}, {"segments": True}, {"bias": "bfloat16"}):
+        assert FORWARD.default(dataclasses.replace(problem, **mask), H200).tile_kv <= 128
+
+
 @pytest.mark.parametrize(
     ("problem", "section"),
     [

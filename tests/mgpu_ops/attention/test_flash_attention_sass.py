@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from mgpu_ops import spec_of
+from mgpu_ops.attention.problem import bias_steps, smem_bytes
 from mgpu_ops.core import aot
 from tests import thorough
 
@@ -101,6 +102,23 @@ def test_products_are_of_the_true_head_dim_and_nothing_spills(name):
     total = sum(math.prod(shape) for shape in shapes)
     assert total % of_step == 0, collections.Counter(shapes)
     assert total // of_step == 2  # the first scores with the last values, and the loop
+
+
+FULL = {  # what leaves hardly any shared memory
+    "bias beside head_dim of 256": ((256, "bfloat16"), FORWARD.Config(2, 64, 2, 1, 4, 24, "half"), 2),
+    "bias of 32 bits": ((256, "float32"), FORWARD.Config(2, 64, 2, 1, 4, 48, "early"), 1),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_shared_memory_is_counted_to_the_byte_and_the_bias_has_the_stages_that_fit(name):
+    (head_dim, bias), config, stages = FULL[name]
+    problem, gpu = FORWARD.Problem(4, 4096, 4096, 4, 4, head_dim, bias=bias), aot.find("h200")
+    arrays = jax.eval_shape(lambda key: FORWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: FORWARD.run(problem, config, gpu, *x), *arrays)
+    assert report.smem_bytes == smem_bytes(problem, config, gpu)
+    assert bias_steps(problem, config, gpu) == stages
+    assert report.serialized == ""
 
 
 # A pass of the loop over q blocks: scores and dq (s), dk (d), their wait (W), exponentials (E), additions to dq (A), dP, dv.
