@@ -10,6 +10,7 @@ has both numbers of each pair that is rotated.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -70,72 +71,119 @@ def launch_joined(
 
     dq: its tiles. dk, dv: [batch, tokens, kv_heads, head_dim]. turned: cosines and sines, float32 [tokens, head_dim / 2].
     """
-    blocks, tokens = dq.shape[0] // p.q_heads // p.batch, p.q_tokens
-    at_once = math.gcd(p.q_heads, p.kv_heads, 4)  # heads of a thread block, all of q, of k or of v, with the same cosines
-    ends = [p.q_heads // at_once, (p.q_heads + p.kv_heads) // at_once, (p.q_heads + 2 * p.kv_heads) // at_once]
-    cos, sin = (jnp.pad(x, ((0, blocks * ROWS - tokens), (0, 0))) for x in turned)
+    cut = _Cut(p, blocks=dq.shape[0] // p.q_heads // p.batch)
+    cos, sin = (jnp.pad(x, ((0, cut.blocks * ROWS - p.q_tokens), (0, 0))) for x in turned)
+    launch = engine.Launch("mgpu_ops_flash_attention_join", {"tile": cut.tiles}, warpgroups=1, interpret=interpret)
+    scratch = {
+        "heads": swizzled((cut.at_once, 2, ROWS, PANEL), p.dtype),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=cut.at_once),
+    }
+    every = jax.ShapeDtypeStruct((p.batch, p.q_tokens, p.q_heads + 2 * p.kv_heads, p.head_dim), p.dtype)
 
-    def body(dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, options: Any, out: Any, heads: Any, full: Any) -> None:
+    def body(*refs: Any, heads: Any, full: Any) -> None:
+        dq, dk, dv, cos, sin, options, out = refs
+        _Join(cut, dq, dk, dv, cos, sin, options, out, heads, full).run()
+
+    run = engine.kernel(body, launch, out_type=rows_like(every), scratch_types=scratch)
+    return run(dq, as_rows(dk), as_rows(dv), cos, sin, options).reshape(every.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How `launch_joined` deals q blocks, `blocks` of each batch entry, and heads to thread blocks."""
+
+    p: BackwardProblem
+    blocks: int
+
+    @property
+    def at_once(self) -> int:
+        """Heads of a thread block: all of q, of k or of v, with the same cosines."""
+        return math.gcd(self.p.q_heads, self.p.kv_heads, 4)
+
+    @property
+    def ends(self) -> tuple[int, int, int]:
+        """Behind the thread blocks of q, of k and of v."""
+        q, kv = self.p.q_heads // self.at_once, self.p.kv_heads // self.at_once
+        return q, q + kv, q + 2 * kv
+
+    @property
+    def tiles(self) -> int:
+        return self.p.batch * self.blocks * self.ends[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Join:
+    """A thread block of `launch_joined`, and its refs. heads, full: tiles in shared memory, and whether they have come."""
+
+    cut: _Cut
+    dq: Any
+    dk: Any
+    dv: Any
+    cos: Any
+    sin: Any
+    options: Any
+    out: Any
+    heads: Any
+    full: Any
+
+    def run(self) -> None:
+        cut, tokens = self.cut, self.cut.p.q_tokens
+        q, k, v = cut.ends
         tile = lax.axis_index("tile")
-        block, group = lax.div(tile, jnp.int32(ends[-1])), lax.rem(tile, jnp.int32(ends[-1]))
-        first, row = lax.div(block, jnp.int32(blocks)) * tokens, lax.rem(block, jnp.int32(blocks)) * ROWS
-        start, end = first + row, first + tokens
+        block, group = lax.div(tile, jnp.int32(v)), lax.rem(tile, jnp.int32(v))
+        first, row = lax.div(block, jnp.int32(cut.blocks)) * tokens, lax.rem(block, jnp.int32(cut.blocks)) * ROWS
+        rows = first + row, first + tokens  # of this block, and where those of its sequence end
 
-        def turns() -> list[jax.Array]:
-            return [plgpu.load(x.at[pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA, optimized=False) for x in (cos, sin)]
-
-        def load(ref: Any, begin: int) -> None:
-            for head in range(at_once):
-                for panel in range(2):
-                    column = ((group - begin) * at_once + head) * p.head_dim + panel * PANEL
-                    load_rows(ref, start, end, column, heads.at[head, panel], full.at[head])
-
-        def rotate_back(head: int, left: jax.Array, right: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
-            heads[head, 0] = (left * cos + right * sin).astype(p.dtype)
-            heads[head, 1] = (right * cos - left * sin).astype(p.dtype)
-            plgpu.commit_smem()  # TMA sees what was written
-
-        def store(head: int) -> None:
-            for panel in range(2):
-                column = (group * at_once + head) * p.head_dim + panel * PANEL
-                store_rows(heads.at[head, panel], out, start, end, column)
-
-        @pl.when(group < ends[0])
+        @pl.when(group < q)
         def _() -> None:
-            turned, scale = turns(), options[0]
-            for head in range(at_once):
-                of_head = dq.at[block * p.q_heads + group * at_once + head]
+            turned, scale = self._turns(row), self.options[0]
+            for head in range(cut.at_once):
+                of_head = self.dq.at[block * cut.p.q_heads + group * cut.at_once + head]
                 left, right = (engine.load_fragments(of_head.at[panel]) * scale for panel in range(2))
-                rotate_back(head, left, right, *turned)
-                store(head)
+                self._rotate_back(head, left, right, *turned)
+                self._store(head, group, rows)
 
-        @pl.when((group >= ends[0]) & (group < ends[1]))
+        @pl.when((group >= q) & (group < k))
         def _() -> None:
-            load(dk, ends[0])
-            turned = turns()
-            for head in range(at_once):
-                plgpu.barrier_wait(full.at[head])
+            self._load(self.dk, group - q, rows)
+            turned = self._turns(row)
+            for head in range(cut.at_once):
+                plgpu.barrier_wait(self.full.at[head])
                 left, right = (
-                    plgpu.load(heads.at[head, panel], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for panel in range(2)
+                    plgpu.load(self.heads.at[head, panel], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for panel in range(2)
                 )
-                rotate_back(head, left, right, *turned)
-                store(head)
+                self._rotate_back(head, left, right, *turned)
+                self._store(head, group, rows)
 
-        @pl.when(group >= ends[1])
+        @pl.when(group >= k)
         def _() -> None:
-            load(dv, ends[1])
-            for head in range(at_once):
-                plgpu.barrier_wait(full.at[head])
-                store(head)
+            self._load(self.dv, group - k, rows)
+            for head in range(cut.at_once):
+                plgpu.barrier_wait(self.full.at[head])
+                self._store(head, group, rows)
 
         plgpu.wait_smem_to_gmem(0)
 
-    tiles = p.batch * blocks * ends[-1]
-    launch = engine.Launch("mgpu_ops_flash_attention_join", {"tile": tiles}, warpgroups=1, interpret=interpret)
-    scratch = {
-        "heads": swizzled((at_once, 2, ROWS, PANEL), p.dtype),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=at_once),
-    }
-    every = jax.ShapeDtypeStruct((p.batch, tokens, ends[-1] * at_once, p.head_dim), p.dtype)
-    run = engine.kernel(body, launch, out_type=rows_like(every), scratch_types=scratch)
-    return run(dq, as_rows(dk), as_rows(dv), cos, sin, options).reshape(every.shape)
+    def _turns(self, row: jax.Array) -> list[jax.Array]:
+        """Cosines and sines of the block's rows."""
+        both = self.cos, self.sin
+        return [plgpu.load(x.at[pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA, optimized=False) for x in both]
+
+    def _column(self, group: jax.Array, head: int, panel: int) -> jax.Array:
+        """Where a panel of a head of a group of heads begins."""
+        return (group * self.cut.at_once + head) * self.cut.p.head_dim + panel * PANEL
+
+    def _load(self, ref: Any, group: jax.Array, rows: tuple[jax.Array, jax.Array]) -> None:
+        for head in range(self.cut.at_once):
+            for panel in range(2):
+                column = self._column(group, head, panel)
+                load_rows(ref, *rows, column, self.heads.at[head, panel], self.full.at[head])
+
+    def _rotate_back(self, head: int, left: jax.Array, right: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+        self.heads[head, 0] = (left * cos + right * sin).astype(self.cut.p.dtype)
+        self.heads[head, 1] = (right * cos - left * sin).astype(self.cut.p.dtype)
+        plgpu.commit_smem()  # TMA sees what was written
+
+    def _store(self, head: int, group: jax.Array, rows: tuple[jax.Array, jax.Array]) -> None:
+        for panel in range(2):
+            store_rows(self.heads.at[head, panel], self.out, *rows, self._column(group, head, panel))
