@@ -42,37 +42,15 @@ def launch(
         of_group = pl.ds(group * kv_heads, kv_heads)
         for i, smem in enumerate(halves):
             engine.copy_gmem_to_smem(x.at[row, of_group, i], smem, full)
-        for ref, smem in zip((cos, sin), angles, strict=True):
-            for head in range(kv_heads):  # the same for every head
-                engine.copy_gmem_to_smem(ref.at[_of(ref, row)], smem.at[head], full)
+        _load_angles(row, (cos, sin), angles, full)
         factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
         at = positions[_of(positions, row)]
         plgpu.barrier_wait(full)
-        if norm:
-            for smem in halves:
-                smem[...] = (smem[...].astype(jnp.float32) * factor).astype(x.dtype)
-
-        @pl.when(group < groups - 1)
-        def _() -> None:
-            left, right = (smem[...].astype(jnp.float32) for smem in halves)
-            c, s = (smem[...] for smem in angles)
-            halves[0][...] = (left * c - right * s).astype(x.dtype)
-            halves[1][...] = (right * c + left * s).astype(x.dtype)
-
+        _rotate(halves, angles, factor, group < groups - 1)
         plgpu.commit_smem()  # TMA sees what was written
-
-        @pl.when(group < groups - 2)
-        def _() -> None:
-            for i, smem in enumerate(halves):
-                plgpu.copy_smem_to_gmem(smem, q.at[row, of_group, i])
-
-        for which, cache in ((groups - 2, k), (groups - 1, v)):
-
-            @pl.when(group == which)
-            def _(cache: Any = cache) -> None:
-                for i, smem in enumerate(halves):
-                    plgpu.copy_smem_to_gmem(smem, cache.at[row, at, :, i])
-
+        _store(halves, q.at[row, of_group], group < groups - 2)
+        _store(halves, k.at[row, at], group == groups - 2)
+        _store(halves, v.at[row, at], group == groups - 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
     q = engine.kernel(
@@ -88,6 +66,37 @@ def launch(
         },
     )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), cos, sin, positions, *caches, *norm)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
+
+
+def _load_angles(row: jax.Array, refs: tuple[Any, Any], angles: tuple[Any, Any], full: Any) -> None:
+    """Cosines and sines of a sequence's position, the same for every head."""
+    for ref, smem in zip(refs, angles, strict=True):
+        for head in range(smem.shape[0]):
+            engine.copy_gmem_to_smem(ref.at[_of(ref, row)], smem.at[head], full)
+
+
+def _rotate(halves: tuple[Any, Any], angles: tuple[Any, Any], factor: jax.Array | None, turns: jax.Array) -> None:
+    """Heads times the factor of their row, if there is one, and rotated where `turns` says so."""
+    dtype = halves[0].dtype
+    if factor is not None:
+        for smem in halves:
+            smem[...] = (smem[...].astype(jnp.float32) * factor).astype(dtype)
+
+    @pl.when(turns)
+    def _() -> None:
+        left, right = (smem[...].astype(jnp.float32) for smem in halves)
+        c, s = (smem[...] for smem in angles)
+        halves[0][...] = (left * c - right * s).astype(dtype)
+        halves[1][...] = (right * c + left * s).astype(dtype)
+
+
+def _store(halves: tuple[Any, Any], out: Any, here: jax.Array) -> None:
+    """Heads to out[heads, 2, half], where `here` says that they belong there."""
+
+    @pl.when(here)
+    def _() -> None:
+        for i, smem in enumerate(halves):
+            plgpu.copy_smem_to_gmem(smem, out.at[:, i])
 
 
 def _of(ref: Any, row: jax.Array) -> Any:
