@@ -65,6 +65,7 @@ from mgpu_ops.matmul.store import (
     load_residual_slab,
     load_slots,
     refs_of,
+    residual_in,
     store,
     store_kept,
     store_share,
@@ -283,13 +284,12 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     number = epilogue_tiles(c)
     stores = deferred_stores(number, steps)
 
-    # The residual of a warpgroup's rows comes in a stage's buffer of B, in a step of its own after those of k.
+    # The residual comes in steps of its own after those of k.
     def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
         if not slabs:
             return kept(work, t, acc, of)
-        first, wg = t * each_tile + steps, lax.axis_index("wg")
-        arrived = [pipeline.wait(first + i) for i in range(slabs)]
-        parts = kept(work, t, acc, of, stages.b.at[lax.rem(first + wg, jnp.int32(pipeline.stages))])
+        arrived = [pipeline.wait(t * each_tile + steps + i) for i in range(slabs)]
+        parts = kept(work, t, acc, of, residual_in(work, stages, arrived))
         plgpu.commit_smem()  # the reads come before TMA fills the stages again
         for stage in arrived:
             engine.barrier_arrive(pipeline.empty.at[stage])
@@ -415,7 +415,7 @@ def _produce(
 
         lax.fori_loop(0, steps, load_step, None)
         for slab in range(slabs):
-            load_slab = functools.partial(load_residual_slab, work, t, residual, slab, stages.b)
+            load_slab = functools.partial(load_residual_slab, work, t, residual, slab, stages)
             pipeline.fill(t * each_tile + steps + slab, load_slab)
 
     lax.fori_loop(0, own_tiles, load_tile, None)

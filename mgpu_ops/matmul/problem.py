@@ -93,9 +93,10 @@ class Config:
     memory_registers: registers of a producer thread; consumers share the rest.
     schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
       that one stores its tile while the other multiplies. It has wg_dimension="m". "deferred": as cooperative, but a tile is
-      kept in registers, and stored while the next one is multiplied. "ahead": as cooperative, but the wgmma of the next step
-      of k starts before that of a step is waited for, and each block of a cluster along k adds up and stores a share of the
-      tile; for few tiles, where a block has no other to multiply.
+      kept in registers, and stored while the next one is multiplied; with a residual where A is not transposed and tiles are as
+      `residual_steps` says. "ahead": as cooperative, but the wgmma of the next step of k starts before that of a step is waited
+      for, and each block of a cluster along k adds up and stores a share of the tile; for few tiles, where a block has no other
+      to multiply.
     """
 
     tile_m: int
@@ -228,15 +229,19 @@ def plain(p: Problem) -> Problem:
 
 
 def residual_steps(p: Problem, c: Config) -> int:
-    """The pipeline steps that bring the residual of a tile whose store is deferred: 64 rows each, in a stage's buffer of B.
+    """The pipeline steps that bring the residual of a tile whose store is deferred, in a stage's buffers.
 
-    0 where there is no residual, or where they do not fit: the buffer then has other rows or another dtype.
+    Where B is stored [k, n], 64 rows each, in that of B; where [n, k], 128 columns each, half in that of A, half in that of B.
+    0 where there is no residual, or where they do not fit: the buffers then have other rows or another dtype.
     """
     if not p.residual or c.schedule != "deferred" or c.wg_dimension != "m" or c.split_k > 1:
         return 0
+    a_t, b_t = transposed(p)
     fits = c.tile_m == gemm.ROWS * c.compute_warpgroups and c.tile_k == gemm.ROWS and c.tile_n % 128 == 0
-    fits &= not transposed(p)[1] and p.dtype == p.out_dtype and swizzle_bytes(p, c) == 128
-    return c.compute_warpgroups if fits and p.m % 8 == 0 and p.n % gemm.ROWS == 0 and not transposed(p)[0] else 0
+    fits &= p.dtype == p.out_dtype and swizzle_bytes(p, c) == 128 and p.m % 8 == 0 and p.n % gemm.ROWS == 0 and not a_t
+    if not fits:
+        return 0
+    return c.tile_n // 128 if b_t else c.compute_warpgroups
 
 
 def cluster_size(c: Config) -> int:

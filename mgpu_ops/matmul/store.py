@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue, neighbours
+from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue, neighbours, transposed
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
 
@@ -122,17 +122,33 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
             load_slot(work, t, refs, out_smem, arrived, number + SLOTS)
 
 
-def load_residual_slab(
-    work: Work, t: jax.Array, residual: Any, slab: int, buffers: Any, stage: jax.Array, arrived: Any
-) -> None:
-    """Producer: starts to load the residual of 64 rows of tile t, of one consumer warpgroup, into a stage's buffer of B.
+def load_residual_slab(work: Work, t: jax.Array, residual: Any, slab: int, stages: Any, stage: jax.Array, arrived: Any) -> None:
+    """Producer: starts to load a part of the residual of tile t into a stage (`residual_steps`).
 
-    In two halves, as a step of k is two copies.
+    In two copies, as a step of k has two.
     """
     place, half = Place.of(work, t), ROWS // 2
+    if transposed(work.problem)[1]:
+        place, rows = dataclasses.replace(place, share=(0, 0)), work.config.tile_m
+        for number, buffers in enumerate((stages.a, stages.b)):
+            block = place.rows(residual, rows, (2 * slab + number) * ROWS, ROWS)
+            engine.copy_gmem_to_smem(block, buffers.at[stage, pl.ds(0, rows)], arrived)
+        return
     for row in (0, half):
         block = dataclasses.replace(place, share=(ROWS * slab + row, 0)).rows(residual, half)
-        engine.copy_gmem_to_smem(block, buffers.at[stage, pl.ds(row, half)], arrived)
+        engine.copy_gmem_to_smem(block, stages.b.at[stage, pl.ds(row, half)], arrived)
+
+
+def residual_in(work: Work, stages: Any, arrived: Sequence[jax.Array]) -> Callable[[int], Any]:
+    """Consumer: the residual of this warpgroup's rows and of 64 columns from column j on, in the stages that have `arrived`."""
+    wg = lax.axis_index("wg")
+    if transposed(work.problem)[1]:
+        own = pl.ds(wg * ROWS, ROWS)
+        return lambda j: (stages.a, stages.b)[j // ROWS % 2].at[arrived[j // ROWS // 2], own]
+    stage = arrived[0]
+    for number in range(1, len(arrived)):
+        stage = jnp.where(wg == number, arrived[number], stage)
+    return lambda j: stages.b.at[stage, :, pl.ds(j, ROWS)]
 
 
 def store(
@@ -217,16 +233,16 @@ def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any
     cluster_sum.add([values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in origins], t, use)
 
 
-def kept(work: Work, t: jax.Array, acc: Any, refs: Refs, residual: Any = None) -> tuple[jax.Array, ...]:
+def kept(work: Work, t: jax.Array, acc: Any, refs: Refs, residual: Callable[[int], Any] | None = None) -> tuple[jax.Array, ...]:
     """Consumer: the epilogue tiles of tile number t in registers, in the output's dtype, for `store_kept`.
 
-    residual: of the warpgroup's rows, in shared memory.
+    residual: `residual_in`.
     """
     place, values, parts = Place.of(work, t), acc[...], []
     width = work.config.epilogue_tile_n
     for i, j in epilogue_origins(work.config):
         part = values[i : i + ROWS, j : j + width]
-        buffer = None if residual is None else residual[:, pl.ds(j // 64 * 64, 64)][:, j % 64 : j % 64 + width]
+        buffer = None if residual is None else residual(j // ROWS * ROWS)[...][:, j % ROWS : j % ROWS + width]
         part = _finish(work, refs, place, part, buffer, (i, j)) if has_epilogue(work.problem) else part
         parts.append(part.astype(refs.out.dtype))
     return tuple(parts)

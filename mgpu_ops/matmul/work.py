@@ -133,9 +133,12 @@ class Place:
         """The row (axis 0) or column at an offset from where this part begins."""
         return self.first[axis] + self.share[axis] + offset
 
-    def rows(self, ref: Any, count: int) -> Any:
-        """The first `count` rows of this part in an array like the output, which tiles divide, over the tile's columns."""
-        rows, columns = pl.ds(self.start(0, 0), count), pl.ds(self.start(1, 0), self.work.config.tile_n)
+    def rows(self, ref: Any, count: int, column: int = 0, width: int | None = None) -> Any:
+        """The first `count` rows of this part in an array like the output, which tiles divide, from a column on.
+
+        Over all of the tile's columns, or `width` of them.
+        """
+        rows, columns = pl.ds(self.start(0, 0), count), pl.ds(self.start(1, column), width or self.work.config.tile_n)
         return ref.at[(self.product(), rows, columns) if ref.ndim == 3 else (rows, columns)]
 
     def store(self, staged: Any, ref: Any, i: int, j: int) -> None:

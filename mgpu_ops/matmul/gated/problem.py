@@ -157,6 +157,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return (
         checks.check_norm(problem.normalised, c)
         or checks.check_schedule(p, c)
+        or _check_stored(problem, config)
         or _check_cluster(p, c)
         or checks.check_counts(p, c, gpu)
         or gemm.check_accumulator(c, matmul.consumer_registers(c, gpu), accumulators=_accumulators_in_all(problem, c))
@@ -173,6 +174,13 @@ def _check_turns(p: Problem, c: Config) -> str | None:
         wanted = "pingpong" if p.stored else "cooperative"
         return f"schedule={c.schedule!r} must be {wanted!r} {'with' if p.stored else 'without'} a stored gate"
     return checks.check_turns(as_matmul(c))
+
+
+def _check_stored(p: Problem, c: Config) -> str | None:
+    """Tiles of weights are as wide as those of the output."""
+    if not p.stored or matmul.columns_of_b(of_one(p), as_matmul(c)) == c.tile_n:
+        return None
+    return f"tile_n={c.tile_n} must be a multiple of 64 with a stored gate and weights stored [k, n]"
 
 
 def _check_cluster(p: matmul.Problem, c: matmul.Config) -> str | None:

@@ -57,6 +57,28 @@ def test_any_legal_config_is_right_everywhere(seed, assert_near):
         assert_near(out, wanted, GATED.tolerance(problem))
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stored_gate_is_right_everywhere(seed, gradient, assert_near):
+    """Also where blocks have several tiles, and tiles end outside of the arrays."""
+    rng, device = random.Random(seed), gpu.current()
+    n, k = 8 * rng.randint(200, 600), 8 * rng.randint(1, 300)
+    layout, activation = rng.choice(["nn", "nt"]), rng.choice(["silu", "gelu", "relu"])
+    problem = P(rng.randint(1000, 6000), n, k, layout=layout, activation=activation, stored=True, gradient=gradient)
+    space = {**GATED.space(problem, device), "tile_m": (64, 128)}
+    drawn = (GatedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(100_000))
+    config = next(c for c in drawn if GATED.check(problem, c, device) is None)
+    arrays = jax.jit(functools.partial(GATED.inputs, problem))(jax.random.key(seed))
+    run = jax.jit(functools.partial(GATED.run, problem, config, device)).lower(*arrays).compile()
+    jnp.full(4 * max(2**20, problem.m * problem.n), jnp.nan, problem.out_dtype).block_until_ready()  # what is freed holds NaN
+    x, w, gate, *up = (a.astype(F32) for a in arrays)
+    product = jnp.matmul(x, w.mT if layout == "nt" else w, precision="highest")
+    activated, vjp = jax.vjp(functools.partial(activate, activation), gate)
+    wanted = (*vjp(product * up[0]), product * activated) if gradient else (activated * product, product)
+    for out, exact in zip(run(*arrays), wanted, strict=True):
+        assert_near(out, exact, GATED.tolerance(problem))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_normalised_rows_are_right_everywhere(seed, assert_near):
     rng, device = random.Random(seed), gpu.current()

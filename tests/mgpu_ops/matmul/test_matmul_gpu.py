@@ -158,6 +158,8 @@ def test_random_config_of_a_schedule_is_right_everywhere(seed, schedule, assert_
     "problem",
     [
         P(4096, 4096, 136, residual=True),
+        P(4096, 4096, 136, layout="nt", residual=True),
+        P(2312, 2112, 1032, layout="nt", batch=2, bias=True, activation="silu", residual=True),
         P(2312, 2112, 1032, batch=2, bias=True, activation="silu", residual=True),
         P(8, 64, 8, residual=True),
         P(1000, 8256, 64, dtype="float16", out_dtype="float16", residual=True),

@@ -229,6 +229,14 @@ CASES = {
         P(264, 256, 136, batch=2, bias=True, activation="silu", residual=True),
         replace(DEFERRED, epilogue_tile_n=32),
     ),
+    "deferred, a residual, B stored [n, k], cluster along n, tails": (
+        P(200, 448, 136, layout="nt", residual=True),
+        replace(DEFERRED, tile_n=128, max_concurrent_steps=4, cluster="n"),
+    ),
+    "deferred, a residual in two steps, B stored [n, k]": (
+        P(392, 448, 136, layout="nt", bias=True, residual=True),
+        replace(DEFERRED, tile_n=256, max_concurrent_steps=3),
+    ),
     "deferred, a residual of one row's tiles, cluster along m": (
         P(400, 192, 72, residual=True),
         replace(DEFERRED, cluster="m"),

@@ -90,13 +90,14 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (P, {"schedule": "deferred", "tile_n": 256}, None),
         (replace(P, out_dtype="float32"), {"schedule": "deferred", "tile_n": 256}, "accumulator takes 256 registers a thread"),
         (replace(P, residual=True), {"schedule": "deferred", "tile_n": 256}, None),
+        (replace(P, residual=True, layout="nt"), {"schedule": "deferred", "tile_n": 256}, None),
         (
             replace(P, residual=True),
             {"schedule": "deferred", "wg_dimension": "n"},
             "schedule='deferred' does not run with this re",
         ),
         (
-            replace(P, residual=True, layout="nt"),
+            replace(P, residual=True, layout="tn"),
             {"schedule": "deferred"},
             "schedule='deferred' does not run with this residual",
         ),
@@ -185,7 +186,8 @@ def test_the_default_of_a_large_product_defers_its_stores():
     default = SPEC.default(large, H200)
     assert (default.schedule, default.tile_m, default.tile_n, default.epilogue_tile_n) == ("deferred", 128, 256, 32)
     assert SPEC.default(replace(large, residual=True), H200) == default
-    assert SPEC.default(replace(large, layout="nt", residual=True), H200).schedule == "cooperative"  # there is no room for it
+    assert SPEC.default(replace(large, layout="nt", residual=True), H200) == default
+    assert SPEC.default(replace(large, layout="tn", residual=True), H200).schedule == "cooperative"  # there is no room for it
 
 
 @pytest.mark.parametrize(
