@@ -55,6 +55,7 @@ from mgpu_ops.core.registers import i32, laid_out, row_and_column
 tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.narrow_products()
+jax_patches.promote_loads()
 jax_patches.name_replicas()
 jax_patches.forget_numbers()
 jax_patches.simplify_bottom_up()
@@ -563,6 +564,12 @@ def narrow_wgmma(whole: int, columns: int) -> None:
     """From here on a kernel's wgmma of `whole` columns compute the first `columns` of them: of a wider operand B."""
     if not interpreting():
         plgpu.inline_mgpu()(functools.partial(jax_patches.narrow_wgmma, whole=whole, columns=columns))()
+
+
+def load_whole_lines() -> None:
+    """The kernel's TMA copies bring whole lines of 128 bytes to L2, also where they ask for a part of one."""
+    if not interpreting():
+        plgpu.inline_mgpu()(jax_patches.load_whole_lines)()
 
 
 def _shorten_wgmma(depth: int) -> None:

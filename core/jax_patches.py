@@ -5,6 +5,7 @@
 | `tma.copy_any_shape` | TMA copies arrays that swizzle tiles do not divide, and windows of rows | kernels of `engine.kernel` |
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
+| `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
@@ -192,6 +193,51 @@ def narrow_products() -> None:
     dialect.wgmma = create_short
     dialect_lowering._lowerings[_WGMMA] = lower_narrow
     module.wgmma_m64 = wgmma_m64
+
+
+# --- Lines of L2
+#
+# Where rows begin within a line of 128 bytes, a copy of 128 bytes of each asks for parts of two lines, and the next copy for
+# the rest of the second. TMA can bring whole lines to L2 ("L2 promotion" of a descriptor). Mosaic GPU has the driver encode
+# descriptors without. Those with it differ in one bit, which the host sets afterwards. That format is Hopper's; a GPU test
+# compares it with what the driver encodes. Source: CUDA driver API, cuTensorMapEncodeTiled.
+
+_LINES = "_mgpu_ops_lines"  # attribute of a kernel's LaunchContext
+_DESCRIPTOR_BYTES = 128
+PROMOTION = (8, 1 << 18)  # of a descriptor: the byte that an integer of 64 bits begins at, and its bit for lines of 128 bytes
+
+
+def load_whole_lines(context: launch_context.LaunchContext) -> None:
+    """This kernel's TMA copies bring whole lines of 128 bytes to L2."""
+    setattr(context, _LINES, True)
+
+
+def promote_loads() -> None:
+    """Kernels can have TMA bring whole lines to L2 (`load_whole_lines`)."""
+    owner: Any = launch_context.LaunchContext
+    allocate = owner._alloc_scratch
+
+    @functools.wraps(allocate)
+    def allocate_descriptor(self: Any, size: int, **options: Any) -> Any:
+        if size == _DESCRIPTOR_BYTES and getattr(self, _LINES, False):
+            options["host_init"] = functools.partial(_encode, options["host_init"])
+        return allocate(self, size, **options)
+
+    owner._alloc_scratch = allocate_descriptor
+
+
+def _encode(host_init: Any, descriptor: ir.Value) -> None:
+    host_init(descriptor)
+    promote(descriptor)
+
+
+def promote(descriptor: ir.Value) -> None:
+    """Host code that sets the bit of a descriptor."""
+    start, bit = PROMOTION
+    i64 = ir.IntegerType.get_signless(64)
+    word = utils.getelementptr(descriptor, [start], ir.IntegerType.get_signless(8))
+    llvm: Any = launch_context.llvm  # type: ignore[attr-defined]
+    llvm.store(llvm.or_(llvm.load(i64, word), utils.c(bit, i64)), word)
 
 
 # --- Replicas of a mesh without devices

@@ -40,6 +40,7 @@ from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     accumulators,
+    across_lines,
     as_computed,
     cluster_size,
     columns_of_b,
@@ -536,17 +537,19 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 def _body(work: Work, gpu: Gpu) -> Callable[..., None]:
     """The kernel of a schedule."""
     p, c = work.problem, work.config
-    if widened(p, c):
-        kernel = _kernel_deferred if c.schedule == "deferred" else _kernel_ahead
+    if c.schedule == "cooperative" and not widened(p, c):
+        kernel: Callable[..., None] = functools.partial(_kernel, work)
+    else:
+        kernel = functools.partial(_kernel_deferred if c.schedule == "deferred" else _kernel_ahead, work, gpu)
 
-        def body(*refs: Any, **scratch: Any) -> None:
+    def body(*refs: Any, **scratch: Any) -> None:
+        if across_lines(p):
+            engine.load_whole_lines()
+        if widened(p, c):
             engine.narrow_wgmma(columns_of_b(p, c), c.tile_n)
-            kernel(work, gpu, *refs, **scratch)
+        kernel(*refs, **scratch)
 
-        return body
-    if work.config.schedule == "cooperative":
-        return functools.partial(_kernel, work)
-    return functools.partial(_kernel_deferred if work.config.schedule == "deferred" else _kernel_ahead, work, gpu)
+    return body
 
 
 def _as_multiplied(p: Problem, c: Config, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import constraints
 
 import mgpu_ops
-from mgpu_ops.core import aot, engine, fast_lowering
+from mgpu_ops.core import aot, engine, fast_lowering, jax_patches
 from mgpu_ops.core.gpu import target
 
 PLAIN = """
@@ -98,6 +99,38 @@ def test_an_index_changes_places_with_a_swizzle_as_it_is():
         assert lowering._lower_fn_with_avals(commute, (swizzle, whole))(None, swizzle, whole) == ((whole, swizzle),) * 2
         with pytest.raises(ValueError, match="cannot be sliced"):
             lowering._lower_fn_with_avals(commute, (swizzle, part))(None, swizzle, part)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+@pytest.mark.parametrize(("k", "descriptors"), [(512, 0), (520, 3)])  # of A, of B and of the result
+def test_rows_that_begin_within_a_line_have_tma_bring_whole_lines(k, descriptors, monkeypatch):
+    promote, promoted = jax_patches.promote, []
+    monkeypatch.setattr(jax_patches, "promote", lambda descriptor: (promoted.append(descriptor), promote(descriptor)))
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, k), (k, 512)))
+    aot.compile_for("h200", functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
+    assert len(promoted) == descriptors
+
+
+@pytest.mark.gpu
+def test_the_drivers_descriptors_that_bring_whole_lines_differ_in_that_bit():
+    jax.devices()  # the driver is initialised
+    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    longs, ints = (ctypes.c_uint64 * 2)(4096, 4096), (ctypes.c_uint32 * 2)
+    bfloat16, swizzle_of_128_bytes = 9, 3
+
+    def encoded(promotion: int) -> int:
+        memory = (ctypes.c_uint8 * 256)()
+        start = -ctypes.addressof(memory) % 64
+        descriptor = ctypes.c_void_p(ctypes.addressof(memory) + start)
+        shape = longs, (ctypes.c_uint64 * 1)(8192), ints(64, 64), ints(1, 1)
+        failed = encode(
+            descriptor, bfloat16, 2, ctypes.c_void_p(1 << 30), *shape, 0, swizzle_of_128_bytes, promotion, 0
+        )  # an address that nothing reads
+        assert not failed
+        return int.from_bytes(bytes(memory[start : start + 128]), "little")
+
+    start, bit = jax_patches.PROMOTION
+    assert encoded(2) ^ encoded(0) == bit << 8 * start
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
