@@ -178,9 +178,15 @@ def raster(index: jax.Array, shape: tuple[int, int], minor: int, width: int) -> 
         return jnp.int32(0), index
     if shape[1] == 1:
         return index, jnp.int32(0)
+    return _snake()(index, shape, minor, width)
+
+
+@functools.cache
+def _snake() -> Any:
+    """`planar_snake`, which a kernel traces once, however often it asks."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # here, because models import this module and stay light
 
-    return plgpu.planar_snake(index, shape, minor, width)
+    return jax.jit(plgpu.planar_snake, static_argnums=(1, 2, 3), inline=True)
 
 
 def cdiv(x: Int, y: int) -> jax.Array:
