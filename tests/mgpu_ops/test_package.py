@@ -33,6 +33,10 @@ def test_the_package_offers_what_its_api_does() -> None:
     assert set(api.__all__) <= set(dir(mgpu_ops))
 
 
+def test_an_op_is_imported_without_the_others() -> None:
+    assert python("import sys, mgpu_ops; mgpu_ops.flash_attention; print('mgpu_ops.grouped' in sys.modules)") == "False\n"
+
+
 def test_the_version_is_asked_for_when_it_is_used() -> None:
     assert mgpu_ops.__version__ == version.version_of(Path(mgpu_ops.__path__[0]).parent)
 
