@@ -263,12 +263,16 @@ class OrderedGroups:
 
     def at(self, place: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first row and the size of the group at a place <= count."""
-        return self.table[3 * place + 1], self.table[3 * place + 2]
+        return self._word(3 * place + 1), self._word(3 * place + 2)
 
     def number(self, place: jax.Array) -> jax.Array:
         """Which group is at a place < count."""
-        entry: jax.Array = self.table[3 * place]
-        return entry
+        return self._word(3 * place)
+
+    def _word(self, index: jax.Array) -> jax.Array:
+        # Inside jax.shard_map, what a kernel reads is typed as varying over the mesh, unlike what it computes and begins with.
+        word: jax.Array = self.table[index] + 0
+        return word
 
 
 @dataclasses.dataclass(frozen=True)

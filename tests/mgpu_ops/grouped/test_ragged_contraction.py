@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 import mgpu_ops
 from mgpu_ops import RaggedContractionProblem, ragged_contraction, use_configs
 from mgpu_ops.core import gpu
-from mgpu_ops.grouped.config import hands_out
+from mgpu_ops.grouped.config import SCHEDULES, hands_out
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import (
     BASE,
@@ -247,6 +248,7 @@ def test_scan_and_checkpoint_and_their_gradients(assert_near):
     assert_same_gradients(ours, plain, (lhs, rhs), assert_near, 1e-4)
 
 
+WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
 X, WHOLE, LAST = PartitionSpec("x"), PartitionSpec(), PartitionSpec(None, "x")
 SHARDED = {  # in_specs, out_specs
     "experts": ((X, X, X), X),  # each device has its experts, and the rows that were sent to them
@@ -272,6 +274,17 @@ def test_shard_map_and_its_gradients(name, assert_near):
     assert_near(ours(lhs, rhs, sizes), plain(lhs.astype(F32), rhs.astype(F32), sizes), TOLERANCE[BF16])
     arrays = (lhs.astype(F32), rhs.astype(F32))
     assert_same_gradients(of_arrays(ours, sizes), of_arrays(plain, sizes), arrays, assert_near, 1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_kernel_of_every_schedule_can_be_traced_inside_shard_map(schedule):
+    config = replace(WIDE, tile_n=256, epilogue_slots=2, schedule=schedule)
+    product = functools.partial(ragged_contraction, config=config, backend="mosaic")
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    shapes = jax.ShapeDtypeStruct((512, 256), BF16), jax.ShapeDtypeStruct((512, 512), BF16), jax.ShapeDtypeStruct((8,), "int32")
+    with gpu.target("h200"):
+        out = jax.eval_shape(jax.shard_map(product, mesh=mesh, in_specs=X, out_specs=X), *shapes)
+    assert out.shape == (8, 256, 512)
 
 
 # --- which config runs
@@ -335,8 +348,6 @@ def test_stores_are_not_deferred_by_the_model_where_groups_have_few_rows(rows):
 
 
 # --- compiled, without a GPU
-
-WIDE = replace(BASE, tile_m=128, tile_n=128, compute_warpgroups=2)
 
 
 @needs_compiler
