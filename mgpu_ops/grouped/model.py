@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
-from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, panel
+from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, hands_out, panel
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -105,15 +105,16 @@ _HIDDEN = 0.30  # of its store's time a tile takes less, of a product,
 _KEPT = 1.01  # and times as long all else
 _ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
 # Times as long, less one, take stores of such rows; and of those that begin within a sector of 32 bytes, where other tiles'
-# parts of a sector come later: for all of them, and for tiles of 64 columns.
-_STORED_ACROSS_LINES, _STORED_ACROSS_SECTORS, _STORED_APART = 0.07, 0.50, 0.70
+# parts of a sector come later: for all of them, and for tiles of 64 columns. Where tiles are handed out, neighbours are stored
+# at about one time (results/2026-11-23-h200-ragged_contraction-writes.jsonl).
+_STORED_ACROSS_LINES, _STORED_ACROSS_SECTORS, _STORED_APART, _STORED_TOGETHER = 0.07, 0.50, 0.70, 0.17
 _LINE, _SECTOR = 128, 32  # bytes
 
 
-def stored(columns: int, itemsize: int, tile_n: int) -> float:
+def stored(columns: int, itemsize: int, c: Config) -> float:
     """What the stores of rows of so many columns count as: 1 where they begin at lines."""
     if columns * itemsize % _SECTOR:
-        return 1.0 + _STORED_ACROSS_SECTORS + _STORED_APART * 64 / tile_n
+        return 1.0 + _STORED_ACROSS_SECTORS + (_STORED_TOGETHER if hands_out(c) else _STORED_APART) * 64 / c.tile_n
     return 1.0 + _STORED_ACROSS_LINES * bool(columns * itemsize % _LINE)
 
 
@@ -149,7 +150,7 @@ def cost(
     """
     waves = max(1.0, tiles / gpu.sms)
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
-    itemsize, across = itemsize_of(p.dtype), stored(p.n, itemsize_of(p.out_dtype), c.tile_n)
+    itemsize, across = itemsize_of(p.dtype), stored(p.n, itemsize_of(p.out_dtype), c)
     sides = zip((c.tile_m, c.tile_n), rows, strict=True)
     loaded = sum(itemsize * c.tile_k * side * (_ACROSS_LINES if row * itemsize % _LINE else 1.0) for side, row in sides)
     from_hbm = min(1.0, sum(moved) / (tiles * steps * loaded))

@@ -332,9 +332,11 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
         (P(65536, 2048, 768, 128, spread="skewed"), True),
         (P(65536, 2048, 768, 128, spread="even"), False),
         (P(41, 3184, 6944, 13, spread="skewed"), False),  # every tile takes one step
+        (P(44, 7992, 12256, 14, spread="even"), True),  # rows begin within sectors, which tiles share
+        (P(44, 8000, 12256, 14, spread="even"), False),
     ],
 )
-def test_by_default_the_tiles_of_groups_of_very_unlike_sizes_are_handed_out(problem, handed_out):
+def test_by_default_tiles_are_handed_out_where_groups_are_very_unlike_or_stores_should_come_together(problem, handed_out):
     assert hands_out(SPEC.default(problem, H200)) == handed_out
 
 
