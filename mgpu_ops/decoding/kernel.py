@@ -3,7 +3,7 @@
 With few rows a product takes as long as its weights take to come. Where each product is a launch of its own, memory waits while
 one ends and the next begins. Here all are one persistent launch: a producer warpgroup loads the first weights of the next
 product into the stages of its pipeline while rows are still missing, which other blocks compute. Only the rows are waited for,
-at counters in global memory (`core/grid.py`).
+at counters in global memory (`core/grid.py`), by a warpgroup that loads them into the same stages.
 
 - *Transposed.* wgmma computes 64 columns of weights by 8 to 64 rows, as matmul's kernel does with few rows. A step of the
   pipeline brings rows and two tiles of 64 columns, neighbours or gate and up of the same columns, one for each consumer.
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,8 +35,8 @@ from mgpu_ops.core.epilogue import along
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.core.row_norm import row_factor
-from mgpu_ops.decoding.products import COLUMNS, Cut, Product, counters_of, products_of
+from mgpu_ops.core.row_norm import factor_of_squares
+from mgpu_ops.decoding.products import COLUMNS, MOST_ROWS, Cut, Product, counters_of, products_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,85 +104,84 @@ class _Block:
         product = self.products[i]
         grid.wait(self.counter(counters_of(self.products)[i].done + chunk), product.groups // chunks * product.stored)
 
-    # --- Producer
+    # --- Producer, and its helper
 
     def produce(self) -> None:
-        """Loads the steps of all units."""
-        done = jnp.int32(0)
-        for i in range(len(self.products)):
-            first, number = self.units(i)
+        """Loads the weights of all units, whether or not the rows for them are there."""
+        self.pipeline.drain(self._each_unit(self._load_weights))
 
-            def load(j: jax.Array, done: jax.Array, i: int = i, first: jax.Array = first) -> jax.Array:
-                self._load_unit(i, j, first + j * self.blocks, done)
-                return done + self.products[i].steps
+    def load_rows(self) -> None:
+        """Loads the rows of all units into the same stages, each when it is there; and finds the factors of some rows."""
+        self._each_unit(self._load_rows, self._find_factors)
 
-            done = lax.fori_loop(0, number, load, done)
-        self.pipeline.drain(done)
+    def _each_unit(
+        self, do: Callable[[int, jax.Array, jax.Array, jax.Array], None], without: Callable[[int], None] | None = None
+    ) -> jax.Array:
+        """Runs do(product, which of this block's units of it, unit, steps before it); returns all steps.
 
-    def _load_unit(self, i: int, j: jax.Array, unit: jax.Array, done: jax.Array) -> None:
-        """The steps of this block's unit number j of product i: weights at once, rows when they are there."""
-        product, pipeline = self.products[i], self.pipeline
-        part, group = lax.div(unit, jnp.int32(product.groups)), lax.rem(unit, jnp.int32(product.groups))
-
-        def load_weights(k: jax.Array, stage: jax.Array, full: Any) -> None:
-            down = pl.ds((part * product.steps + k) * self.cut.step, self.cut.step)
-            for tile in range(self.cut.tiles):
-                column = group * product.columns + tile * COLUMNS
-                if tile >= product.stored:  # of up
-                    column += product.n - product.columns
-                source = self.weights[i].at[down, pl.ds(column, COLUMNS)]
-                engine.copy_gmem_to_smem(source, self.smem["weights"].at[stage, tile], full)
-
-        def load_rows(k: jax.Array, stage: jax.Array, full: Any) -> None:
-            source = self.rows_of[i].at[self.rows, pl.ds((part * product.steps + k) * self.cut.step, self.cut.step)]
-            engine.copy_gmem_to_smem(source, self.smem["x"].at[stage], full)
-
-        def load(k: jax.Array, _: None) -> None:
-            def copy(stage: jax.Array, full: Any) -> None:
-                load_weights(k, stage, full)
-                load_rows(k, stage, full)
-
-            pipeline.fill(done + k, copy)
-
-        def load_late(k: jax.Array, _: None) -> None:
-            stage = lax.rem(done + k, jnp.int32(pipeline.stages))
-            load_rows(k, stage, pipeline.full.at[stage])
-
-        ahead = min(pipeline.stages, product.steps) if i else 0
-        if i:  # of the first product all is there
-            fill = lambda k, _: pipeline.fill(done + k, functools.partial(load_weights, k))  # noqa: E731
-            lax.fori_loop(0, ahead, fill, None)
-            self.wait_for_rows(i, part)
-            if interpreting():
-                pl.when(j == 0)(lambda: plgpu.barrier_wait(self.smem["met"].at[2 * i - 1]))
-            engine.global_memory_fence()
-            lax.fori_loop(0, ahead, load_late, None)
-        lax.fori_loop(ahead, product.steps, load, None)
-
-    # --- Consumers, each of which computes one of a unit's two tiles
-
-    def consume(self, acc: Any) -> None:
-        """Multiplies and stores its tile of all units."""
+        without: runs for a product with a norm of which this block has no units.
+        """
         done = jnp.int32(0)
         for i, product in enumerate(self.products):
             first, number = self.units(i)
-            if product.normalised:
-                pl.when(lax.axis_index("wg") == 0)(functools.partial(self._find_factors, i))
-                self._meet(2 * i)
 
-            def compute(j: jax.Array, done: jax.Array, i: int = i, first: jax.Array = first) -> jax.Array:
-                self._compute_unit(i, first + j * self.blocks, done, acc)
-                return done + self.products[i].steps
+            def one(
+                j: jax.Array, done: jax.Array, i: int = i, first: jax.Array = first, steps: int = product.steps
+            ) -> jax.Array:
+                do(i, j, first + j * self.blocks, done)
+                return done + steps
 
-            done = lax.fori_loop(0, number, compute, done)
-            self._meet(2 * i + 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            done = lax.fori_loop(0, number, one, done)
+            if without is not None and product.normalised:
+                pl.when(number == 0)(functools.partial(without, i))
+        return done
 
-    def _meet(self, number: int) -> None:
-        """Interpreted, the consumers wait for each other: counters in global memory tell the race detector nothing."""
-        if interpreting():
-            plgpu.barrier_arrive(self.smem["met"].at[number])
-            plgpu.barrier_wait(self.smem["met"].at[number])
+    def _weights_of(self, i: int, unit: jax.Array, k: jax.Array) -> list[Any]:
+        """The tiles of a step of a unit."""
+        product = self.products[i]
+        part, group = self._place(i, unit)
+        columns = [group * product.columns + tile * COLUMNS for tile in range(self.cut.tiles)]
+        of_up = product.n - product.columns  # up's columns are behind all of gate's
+        columns = [column + of_up if tile >= product.stored else column for tile, column in enumerate(columns)]
+        return [self.weights[i].at[self._part_of_k(i, part, k), pl.ds(column, COLUMNS)] for column in columns]
+
+    def _place(self, i: int, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which part of k a unit is of, and which group of columns."""
+        groups = jnp.int32(self.products[i].groups)
+        return lax.div(unit, groups), lax.rem(unit, groups)
+
+    def _part_of_k(self, i: int, part: jax.Array, k: jax.Array) -> Any:
+        return pl.ds((part * self.products[i].steps + k) * self.cut.step, self.cut.step)
+
+    def _load_weights(self, i: int, j: jax.Array, unit: jax.Array, done: jax.Array) -> None:
+        def load(k: jax.Array, _: None) -> None:
+            def copy(stage: jax.Array, full: Any) -> None:
+                for tile, source in enumerate(self._weights_of(i, unit, k)):
+                    engine.copy_gmem_to_smem(source, self.smem["weights"].at[stage, tile], full)
+
+            self.pipeline.fill(done + k, copy)
+
+        lax.fori_loop(0, self.products[i].steps, load, None)
+
+    def _load_rows(self, i: int, j: jax.Array, unit: jax.Array, done: jax.Array) -> None:
+        product, (part, _) = self.products[i], self._place(i, unit)
+        if i:  # of the first product all is there
+            self.wait_for_rows(i, part)
+            if interpreting():
+                pl.when(j == 0)(lambda: plgpu.barrier_wait(self.smem["met"].at[i - 1]))
+            engine.global_memory_fence()
+
+        def load(k: jax.Array, _: None) -> None:
+            source = self.rows_of[i].at[self.rows, self._part_of_k(i, part, k)]
+            copy = lambda stage, full: engine.copy_gmem_to_smem(source, self.smem["x"].at[stage], full)  # noqa: E731
+            self.pipeline.fill(done + k, copy)
+            if product.normalised:  # once consumers have something to do
+                early = min(self.pipeline.stages, product.steps) - 1
+                pl.when(jnp.logical_and(j == 0, k == early))(functools.partial(self._find_factors, i))
+
+        lax.fori_loop(0, product.steps, load, None)
+        if product.normalised:
+            pl.when(j == 0)(functools.partial(self._load_factors, i))
 
     def _find_factors(self, i: int) -> None:
         """Of one row, or of some where there are more rows than blocks."""
@@ -193,27 +194,65 @@ class _Block:
 
             def find(n: jax.Array, _: None) -> None:
                 row = block + n * self.blocks
-                self.factors[i, row] = row_factor(self.rows_of[i].at[row], self.epsilon[0])
+                self.factors[i, row] = self._factor(self.rows_of[i].at[row])
                 grid.arrive(self.counter(counters_of(self.products)[i].normed))
 
             lax.fori_loop(0, tile_scheduler.tiles_of_block(jnp.int32(self.count), block, self.blocks), find, None)
 
-    def _compute_unit(self, i: int, unit: jax.Array, done: jax.Array, acc: Any) -> None:
+    def _factor(self, row: Any) -> jax.Array:
+        """1 / the root mean square of a row, piece by piece, as the helper has few registers."""
+        (width,) = row.shape
+        piece = math.gcd(width, 1024)
+
+        def add(n: jax.Array, squares: jax.Array) -> jax.Array:
+            values = row[pl.ds(n * piece, piece)].astype(jnp.float32)
+            return squares + values * values
+
+        squares = lax.fori_loop(0, width // piece, add, jnp.zeros(piece, jnp.float32))
+        return factor_of_squares(jnp.sum(squares), width, self.epsilon[0])
+
+    def _load_factors(self, i: int) -> None:
+        """Of all rows, which other blocks have found."""
+        grid.wait(self.counter(counters_of(self.products)[i].normed), self.count)
+        engine.global_memory_fence()
+        engine.copy_gmem_to_smem(self.factors.at[i], self.smem["factors"].at[i], self.smem["factors_arrived"].at[i])
+
+    # --- Consumers, each of which computes one of a unit's two tiles
+
+    def consume(self, acc: Any) -> None:
+        """Multiplies and stores its tile of all units."""
+        done = jnp.int32(0)
+        for i in range(len(self.products)):
+            first, number = self.units(i)
+
+            def compute(j: jax.Array, done: jax.Array, i: int = i, first: jax.Array = first) -> jax.Array:
+                self._compute_unit(i, j, first + j * self.blocks, done, acc)
+                return done + self.products[i].steps
+
+            done = lax.fori_loop(0, number, compute, done)
+            if interpreting():  # counters in global memory tell the race detector nothing
+                plgpu.barrier_arrive(self.smem["met"].at[i])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _compute_unit(self, i: int, j: jax.Array, unit: jax.Array, done: jax.Array, acc: Any) -> None:
         product, smem, tile = self.products[i], self.smem, lax.axis_index("wg")
         group = lax.rem(unit, jnp.int32(product.groups))
-        if self.residuals[i] is not None:  # it arrives while the unit is multiplied
-            if i:  # the result of the first product; this block may have had no unit that waited for it
-                self._wait_for(0, 0, 1)
-                engine.global_memory_fence()
+
+        def load_residual() -> None:
+            """While the unit is multiplied, once its first rows are there: then the product before is, and those before it."""
+            engine.global_memory_fence()
             source = self.residuals[i].at[self.rows, self._columns(i, group, tile)]
             engine.copy_gmem_to_smem(source, self.out, smem["residual_arrived"].at[tile])
+
         acc[...] = jnp.zeros(acc.shape, acc.dtype)
 
         def multiply(stage: jax.Array) -> None:
             weights, x = smem["weights"].at[stage, tile], smem["x"].at[stage]
             engine.wgmma(acc, engine.transpose_ref(weights), engine.transpose_ref(x))
 
-        self.pipeline.multiply(done, product.steps, multiply)
+        self.pipeline.multiply(done, product.steps, multiply, [load_residual] if self.residuals[i] is not None else ())
+        if product.normalised:
+            pl.when(j == 0)(lambda: plgpu.barrier_wait(smem["factors_arrived"].at[i]))
         if product.gated:
             pl.when(tile >= product.stored)(lambda: self._give_up(acc))
             pl.when(tile < product.stored)(lambda: self._gate(i, group, acc))
@@ -269,8 +308,7 @@ class _Block:
     def _normalised(self, i: int, values: jax.Array) -> jax.Array:
         if not self.products[i].normalised:
             return values
-        grid.wait(self.counter(counters_of(self.products)[i].normed), self.count)
-        return values * along(self.factors.at[i], 0, values.shape, 1)
+        return values * along(self.smem["factors"].at[i], 0, values.shape, 1)
 
     def _columns(self, i: int, group: jax.Array, tile: jax.Array) -> Any:
         """Of the result, of a tile."""
@@ -322,8 +360,10 @@ def launch(
             block.produce,
             lambda: accumulators.scope(block.consume),
             consumers=tiles,
-            producer_registers=56,
-            consumer_registers=448 // tiles,
+            producer_registers=40,
+            consumer_registers=200 if tiles == 2 else 96,
+            helper=block.load_rows,
+            helper_registers=72 if tiles == 2 else 56,
         )
 
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -335,12 +375,12 @@ def launch(
     found = engine.kernel(
         body,
         engine.Launch(
-            "mgpu_ops_decoding_layer", {"block": blocks, "rows": 1}, warpgroups=tiles + 1, approx_math=True, interpret=interpret
+            "mgpu_ops_decoding_layer", {"block": blocks, "rows": 1}, warpgroups=tiles + 2, approx_math=True, interpret=interpret
         ),
         out_type=(
             *(jax.ShapeDtypeStruct((count, product.n), dtype) for product in products),
             *(floats((product.units if product.parts > 1 else 1, tiles, COLUMNS, rows)) for product in products),
-            floats((len(products), max(rows, count))),
+            floats((len(products), MOST_ROWS)),
         ),
         scratch_types={
             "accumulators": engine.Accumulators(((COLUMNS, rows),), tiles),
@@ -348,13 +388,15 @@ def launch(
                 "weights": plgpu.SMEM((cut.stages, tiles, cut.step, COLUMNS), dtype, transforms=transforms(COLUMNS)),
                 "x": plgpu.SMEM((cut.stages, rows, cut.step), dtype, transforms=transforms(cut.step)),
                 "staging": staging if interpret else plgpu.RefUnion(*staging),
+                "factors": plgpu.SMEM((len(products), MOST_ROWS), jnp.float32),
                 "ticket": plgpu.SMEM((tiles, 4), jnp.int32),
                 "residual_arrived": plgpu.Barrier(num_barriers=tiles),
+                "factors_arrived": plgpu.Barrier(num_barriers=len(products)),
                 "offered": plgpu.Barrier(num_barriers=tiles // 2),
                 "up_there": plgpu.Barrier(num_barriers=tiles // 2),
                 "gated": plgpu.Barrier(num_barriers=tiles // 2),
                 **Pipeline.barriers(cut.stages, copies=tiles + 1, consumers=tiles)._asdict(),
-                **({"met": plgpu.Barrier(num_arrivals=tiles, num_barriers=2 * len(products))} if interpret else {}),
+                **({"met": plgpu.Barrier(num_arrivals=tiles, num_barriers=len(products))} if interpret else {}),
             },
         },
     )(attended, x, epsilon, *weights, counts)

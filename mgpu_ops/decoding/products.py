@@ -33,7 +33,7 @@ class Cut:
         """For so many rows: as many stages as there is shared memory for."""
         rows, step = -(-count // 8) * 8, 256 // tiles
         stage = 2 * step * (tiles * COLUMNS + rows)
-        fixed = 2 * tiles * rows * COLUMNS + 3200  # the buffers of results; tickets and barriers, with what aligns them
+        fixed = 2 * tiles * rows * COLUMNS + 4352  # the buffers of results; tickets and barriers, with what aligns them
         return Cut(rows, tiles, step, (gpu.smem_per_block - fixed) // stage)
 
 
