@@ -54,7 +54,6 @@ else:
         "capture": "registry.capture.capture",
         "collective_workspace": "collectives.collective_workspace",
         "cross_entropy": "cross_entropy.cross_entropy",
-        "decoding_layer": "decoding.decoding_layer",
         "dot_general": "matmul.dot_general.dot_general",
         "dot_product_attention": "attention.dot_product_attention.dot_product_attention",
         "einsum": "matmul.einsum.einsum",

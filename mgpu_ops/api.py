@@ -20,7 +20,6 @@ from mgpu_ops.core.gpu import target
 from mgpu_ops.cross_entropy import Config as CrossEntropyConfig
 from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
 from mgpu_ops.cross_entropy import cross_entropy
-from mgpu_ops.decoding import decoding_layer
 from mgpu_ops.embedding import Config as EmbeddingConfig
 from mgpu_ops.embedding import Problem as EmbeddingProblem
 from mgpu_ops.embedding import embedding
@@ -197,7 +196,6 @@ __all__ = [
     "capture",
     "collective_workspace",
     "cross_entropy",
-    "decoding_layer",
     "dot_general",
     "dot_product_attention",
     "einsum",

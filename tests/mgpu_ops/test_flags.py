@@ -43,7 +43,6 @@ CALLS = {
     **{name: collective(name) for name in ("all_gather", "all_reduce", "reduce_scatter")},
     "autotune": of("autotune", lambda x: x),
     "cross_entropy": of("cross_entropy", X, jnp.zeros(16, jnp.int32)),
-    "decoding_layer": of("decoding_layer", X, X, X, jnp.ones((16, 32), jnp.bfloat16), X, X),
     "flash_attention": of("flash_attention", *QKV),
     "fp8_grouped_matmul": of("fp8_grouped_matmul", X, W, SIZES),
     "fp8_matmul": of("fp8_matmul", X, X),

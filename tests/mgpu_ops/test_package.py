@@ -112,7 +112,6 @@ MODULES = {
     "dot_product_attention": "attention.dot_product_attention",
     "rotary_into_cache": "rotary.into_cache",
     "gated_activation": "matmul.gated.activation",
-    "decoding_layer": "decoding",
 }
 
 
