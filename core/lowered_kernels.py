@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +147,11 @@ def _about(ctx: Any) -> list[Any]:
 def _versions() -> tuple[str, ...]:
     """JAX's, and a hash of this library's sources, but for the tuner's."""
     sources = hashlib.sha256()
-    for folder, folders, files in sorted(os.walk(sys.modules[__package__.partition(".")[0]].__path__[0], followlinks=True)):
-        folders[:] = sorted({*folders} - {"tuning"})
+    for folder, folders, files in os.walk(sys.modules[__package__.partition(".")[0]].__path__[0], followlinks=True):
+        folders[:] = sorted({*folders} - {"tuning", "__pycache__"})
         for path in (Path(folder, file) for file in sorted(files) if file.endswith(".py")):
             sources.update(path.read_bytes())
     return jax.__version__, jaxlib.__version__, sources.hexdigest()
-
-
-# Of these, `repr` says all that there is. JAX's numbers of a dtype are among them.
-_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, np.generic, np.dtype, tree_util.PyTreeDef)
 
 
 class _Words:
@@ -167,29 +163,31 @@ class _Words:
         self._kept: list[Any] = []  # whose ids must stay theirs
 
     def value(self, x: Any) -> None:
-        if isinstance(x, _PLAIN):
-            self._add(f"{type(x).__name__} {x!r}")
-        elif isinstance(x, jax_core.Var):
-            self._variable(x)
-        elif isinstance(x, jax_core.Literal):
-            self.value([x.val, x.aval])
-        elif isinstance(x, jax_core.Jaxpr):
-            self._jaxpr(x)
-        elif isinstance(x, list | tuple | set | frozenset | Mapping):
-            self._many(x)
-        elif isinstance(x, enum.Enum):
-            self._add(f"{type(x).__module__}.{type(x).__qualname__}.{x.name}")
-        elif isinstance(x, type):
-            self._add(f"type {x.__module__}.{x.__qualname__}")
-        elif isinstance(x, np.ndarray | TypedNdArray):
-            array = np.asarray(x)
-            self._add(f"array {array.dtype} {array.shape} {array.tobytes().hex()}")
-        elif isinstance(x, jax_core.ShapedArray):  # wherever it is sharded, a kernel has all of it
-            self._add(f"{type(x).__name__} {x.shape} {x.dtype!r} {x.weak_type} {x.memory_space}")
-        elif isinstance(x, jax.sharding.Sharding):
-            self._add("sharding")
-        else:
-            self._object(x)
+        kind: Any = type(x)
+        _reader(kind)(self, x)
+
+    def _plain(self, x: Any) -> None:
+        self._add(f"{type(x).__name__} {x!r}")
+
+    def _literal(self, x: Any) -> None:
+        self._add("literal")
+        self.value(x.val)
+        self.value(x.aval)
+
+    def _name(self, x: Any) -> None:
+        kind = x if isinstance(x, type) else type(x)
+        self._add(f"{kind.__module__}.{kind.__qualname__} {'' if kind is x else x.name}")
+
+    def _array(self, x: Any) -> None:
+        array = np.asarray(x)
+        self._add(f"array {array.dtype} {array.shape} {array.tobytes().hex()}")
+
+    def _shaped(self, x: Any) -> None:
+        """Wherever it is sharded, a kernel has all of it."""
+        self._add(f"{type(x).__name__} {x.shape} {_named(x.dtype)} {x.weak_type} {x.memory_space}")
+
+    def _sharding(self, x: Any) -> None:
+        self._add("sharding")
 
     def _add(self, word: str) -> None:
         if " at 0x" in word:
@@ -258,3 +256,29 @@ class _Words:
                 self.value([x.__defaults__, x.__kwdefaults__, [cell.cell_contents for cell in x.__closure__ or ()]])
             except ValueError:  # an empty cell
                 raise _UnknownError(f"function {x.__module__}.{x.__qualname__}") from None
+
+
+# Of the first ones, `repr` says all that there is. JAX's numbers of a dtype are among them.
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, np.generic, np.dtype, tree_util.PyTreeDef)
+_READERS: tuple[tuple[Any, Callable[[_Words, Any], None]], ...] = (
+    (enum.Enum | type, _Words._name),
+    (_PLAIN, _Words._plain),
+    (jax_core.Var, _Words._variable),
+    (jax_core.Literal, _Words._literal),
+    (jax_core.Jaxpr, _Words._jaxpr),
+    (list | tuple | set | frozenset | Mapping, _Words._many),
+    (np.ndarray | TypedNdArray, _Words._array),
+    (jax_core.ShapedArray, _Words._shaped),
+    (jax.sharding.Sharding, _Words._sharding),
+    (object, _Words._object),
+)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[_Words, Any], None]:
+    return next(reader for kinds, reader in _READERS if issubclass(kind, kinds))
+
+
+@functools.cache
+def _named(dtype: Any) -> str:
+    return repr(dtype)
