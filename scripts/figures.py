@@ -227,11 +227,18 @@ def cross_entropy(results: Path) -> Iterator[str]:
 
 
 def moe(results: Path) -> Iterator[str]:
-    layers, grads = problems(results, "h200-moe"), problems(results, r"h200-moe\+grad")
+    layers, both, every = layers_of_experts(results), layers_of_experts(results, "+grad"), problems(results, r"h200-moe\+grad")
+    parts = "the faster of JAX's and tokamax's kernels for each product, and XLA"
     yield from HEAD
-    yield line("whole layer, forward", "tokamax's products, untuned, and XLA", layers, "tokamax-default")
-    yield line("whole layer, forward + backward", "arithmetic at the datasheet's rate", grads, "roofline")
-    yield from sources(*files(layers, grads))
+    yield line("whole layer, forward", parts, layers, "fastest-parts")
+    yield line("whole layer, forward + backward", parts, both, "fastest-parts")
+    yield line("whole layer, forward + backward", "arithmetic at the datasheet's rate", every, "roofline")
+    yield from sources(*files(layers, both, every))
+
+
+def layers_of_experts(results: Path, passes: str = "") -> list[Problem]:
+    """Whole layers beside the fastest parts of others; passes: "+grad" with gradients."""
+    return problems(results, f"h200-moe{re.escape(passes)}-fastest")
 
 
 def steps_of_programs(results: Path, gpu: str = "h200") -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
@@ -443,7 +450,9 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
     yield from training_steps(results)
-    yield strip("mixture of experts, forward", "tokamax, untuned", problems(results, "h200-moe"), "tokamax-default")
+    yield strip("mixture of experts, forward", "fastest parts of others", layers_of_experts(results), "fastest-parts")
+    grads = layers_of_experts(results, "+grad")
+    yield strip("mixture of experts, forward + backward", "fastest parts of others", grads, "fastest-parts")
     yield strip("cross-entropy, forward", "XLA", problems(results, "h200-cross_entropy"), "xla")
     yield strip("cross-entropy, gradient", "XLA", problems(results, "h200-cross_entropy-gradient"), "xla")
 
