@@ -436,19 +436,16 @@ class _Rows:
     def _scores(self, step: jax.Array, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
         """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
         block, x, w = self.block, self.block.x, self.consumer
+        bias = None if block.bias_pipeline is None else self._bias(block.bias_pipeline, step)  # beside the product
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
         if block.p.soft_cap and not block.p.soft_cap_after_bias:
             s, scale = x.capped(s), x.inputs.options[1] * LOG2E
         factor: jax.Array | float | None = scale
-        if (pipeline := block.bias_pipeline) is not None:
-            bias_stage = lax.rem(step, jnp.int32(pipeline.stages))
-            plgpu.barrier_wait(pipeline.full.at[bias_stage])
-            tile = block.smem["bias"].at[bias_stage, w.own, :]
+        if bias is not None:
             if block.p.soft_cap_after_bias:
-                s, factor = x.scores(s, tile)[0], None
+                s, factor = x.scores(s, bias)[0], None
             else:  # not yet times log2(e): that is part of the exponentials' arguments
-                s, factor = s * (scale * (1 / LOG2E)) + load_tile(tile).astype(jnp.float32), LOG2E
-            engine.barrier_arrive(pipeline.empty.at[bias_stage])
+                s, factor = s * (scale * (1 / LOG2E)) + bias.astype(jnp.float32), LOG2E
         if self.q_segments is not None:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])
@@ -456,6 +453,14 @@ class _Rows:
             key, columns = kv_block * block.c.tile_kv, w.mask.column_numbers(w.wg)
             s = w.mask.hide_keys(s, -jnp.inf, self.terms, self.at.token, key, columns)
         return Scores(s, factor)
+
+    def _bias(self, pipeline: Pipeline, step: jax.Array) -> jax.Array:
+        """Waits for the tile of the bias of a step and takes it to registers. Declares its stage empty."""
+        stage = lax.rem(step, jnp.int32(pipeline.stages))
+        plgpu.barrier_wait(pipeline.full.at[stage])
+        tile = load_tile(self.block.smem["bias"].at[stage, self.consumer.own, :])
+        engine.barrier_arrive(pipeline.empty.at[stage])
+        return tile
 
     def _start_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
         """Waits for the values of a step and starts adding weights times values to the output. Returns their stage."""

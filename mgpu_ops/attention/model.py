@@ -154,11 +154,12 @@ _MEASURED_WITH_BIAS = {
     (80, 80): Config(3, 64, 3, 2, 4, 48, "half", turns="products"),
     (256, 256): Config(2, 64, 2, 1, 4, 24, "half"),
 }
-# Where all rows see all keys or a causal mask's. There are no registers for what else a problem may have.
+# Where all rows see all keys or a causal mask's, `_WIDE_FROM` or more. There are no registers for what else a problem may have.
 _MEASURED_WIDE = {
     (80, 80): Config(2, 192, 3, 2, 1, 40, "half", turns="products"),
     (96, 96): Config(2, 192, 2, 2, 1, 40, "half", turns="products"),
 }
+_WIDE_FROM = 4096  # keys: 2048 took 2 % longer than with steps of 128
 # A config modelled this much faster than the measured one is the default in its place: by tiles of the measured one for an SM.
 _MARGIN_FEW, _MARGIN_MANY, _FEW_TILES = 1.03, 1.10, 16
 
@@ -204,14 +205,20 @@ def _section(problem: Problem, gpu: Gpu, of_long: int) -> int:
 def _measured(problem: Problem, gpu: Gpu) -> Config | None:
     """The config of `_MEASURED` for its head dims, with as many registers for the producer as the problem takes."""
     dims = rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)
-    plain = problem.left is None and not problem.segments and not problem.lengths
-    special = _MEASURED_WITH_BIAS if problem.bias != "none" else _MEASURED_WIDE if plain else {}
+    wide = problem.kv_tokens >= _WIDE_FROM and problem.left is None and not problem.segments and not problem.lengths
+    special = _MEASURED_WITH_BIAS if problem.bias != "none" else _MEASURED_WIDE if wide else {}
     found = special.get(dims) or _MEASURED.get(dims)
     if found is None:
         return None
     least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
     section = _section(problem, gpu, found.section_waves)
+    if problem.bias != "none" and _output_tiles(problem, found) <= gpu.sms:
+        found = dataclasses.replace(found, q_slots=1)  # a block has one tile, and a bias takes the room of the next queries
     return dataclasses.replace(found, section_waves=section, memory_registers=max(found.memory_registers, least))
+
+
+def _output_tiles(problem: Problem, config: Config) -> int:
+    return problem.batch * problem.q_heads * math.ceil(problem.q_tokens / (ROWS * config.compute_warpgroups))
 
 
 def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
@@ -266,8 +273,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
         or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1)
     ):
         return best
-    tiles = problem.batch * problem.q_heads * math.ceil(problem.q_tokens / (ROWS * measured.compute_warpgroups))
-    margin = _MARGIN_FEW if tiles <= _FEW_TILES * gpu.sms else _MARGIN_MANY
+    margin = _MARGIN_FEW if _output_tiles(problem, measured) <= _FEW_TILES * gpu.sms else _MARGIN_MANY
     return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best
 
 

@@ -197,11 +197,11 @@ class Operands:
     def scores(self, s: jax.Array, bias: Any) -> tuple[jax.Array, jax.Array | None]:
         """Products of queries and keys to scores times log2(e); and the slope of the soft cap there, or None without one.
 
-        bias: its tile in shared memory, or None.
+        bias: its tile, in shared memory or in registers, or None.
         """
         slope = None
         if self.problem.soft_cap_after_bias:
-            term = load_tile(bias).astype(jnp.float32)
+            term = (bias if isinstance(bias, jax.Array) else load_tile(bias)).astype(jnp.float32)
             tanh = self.capped(s, term)
             s, slope = tanh * (self.inputs.options[1] * LOG2E), 1.0 - tanh * tanh
             return jnp.where(term == -jnp.inf, -jnp.inf, s), slope

@@ -104,8 +104,14 @@ def test_tiles_are_wide_where_there_are_registers_for_them(head_dim: int) -> Non
     problem = Problem(1, 16384, 16384, 16, 16, head_dim)
     for mask in ({}, {"causal": True}):
         assert FORWARD.default(dataclasses.replace(problem, **mask), H200).tile_kv == 192
-    for mask in ({"causal": True, "window_left": 4000}, {"lengths": True}, {"segments": True}, {"bias": "bfloat16"}):
-        assert FORWARD.default(dataclasses.replace(problem, **mask), H200).tile_kv <= 128
+    for less in (
+        {"kv_tokens": 2048, "q_tokens": 2048},
+        {"causal": True, "window_left": 4000},
+        {"lengths": True},
+        {"segments": True},
+        {"bias": "bfloat16"},
+    ):
+        assert FORWARD.default(dataclasses.replace(problem, **less), H200).tile_kv <= 128
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_shared_memory_is_counted_to_the_byte_and_the_bias_has_the_stages_that_f
     assert report.serialized == ""
 
 
+def test_a_bias_is_read_before_the_wait_for_the_scores():
+    problem, gpu = FORWARD.Problem(2, 2048, 2048, 4, 4, 128, bias="bfloat16"), aot.find("h200")
+    sass = compiled(problem, FORWARD.default(problem, gpu))
+    found = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDSM", sass)
+    names = {"HGMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "E", "LDSM": "b"}
+    assert re.search(r"H{16}b+WE+WE+", "".join(names[op] for op in found))  # scores and values are started; half, half
+
+
 # A pass of the loop over q blocks: scores and dq (s), dk (d), their wait (W), exponentials (E), additions to dq (A), dP, dv.
 LOOP_OF_DK_FROM = {
     "memory": "s{16}d{4}W+.*s{8}.*d{4}W",
