@@ -65,7 +65,8 @@ def warpgroup_tile(c: Tiled) -> tuple[int, int]:
     """Rows and columns of the output tile that one consumer warpgroup computes."""
     if c.compute_warpgroups == 1 or c.takes_turns:
         return c.tile_m, c.tile_n
-    return (c.tile_m // 2, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // 2)
+    sharing = c.compute_warpgroups
+    return (c.tile_m // sharing, c.tile_n) if c.wg_dimension == "m" else (c.tile_m, c.tile_n // sharing)
 
 
 def epilogue_tiles(c: Tiled) -> int:

@@ -96,6 +96,7 @@ class Pipeline:
         beside: Sequence[Callable[[], None]] = (),
         in_flight: int = 1,
         last: Callable[[jax.Array], None] | None = None,
+        released: Callable[[jax.Array], None] | None = None,
     ) -> None:
         """Consumer: runs `start(stage)`, which starts one wgmma, for `steps` steps from `first` on.
 
@@ -103,6 +104,7 @@ class Pipeline:
         in_flight: 1, a stage is declared empty when the wgmma of the step after it has started, so that the tensor cores always
           have work; or 0, when its own wgmma is done.
         last: what the last step runs in place of `start`.
+        released: called with each step whose stage this consumer has declared empty.
         """
 
         def begin(step: jax.Array, start: Callable[[jax.Array], None] = start) -> None:
@@ -113,6 +115,8 @@ class Pipeline:
         def release(step: jax.Array, in_flight: int) -> None:
             engine.wgmma_wait(in_flight)
             engine.barrier_arrive(self.empty.at[lax.rem(step, jnp.int32(self.stages))], in_flight)
+            if released is not None:
+                released(step)
 
         def step(i: jax.Array, _: None) -> None:
             with inflight.iteration():

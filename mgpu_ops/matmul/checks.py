@@ -151,6 +151,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         supports(problem, gpu)
         or gemm.check_choices(config, _CHOICES)
         or check_turns(config)
+        or _check_three(problem, config)
         or _check_deferred(problem, config)
         or _check_shares(problem, config)
         or check_norm(problem.normalised, config)
@@ -176,6 +177,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 SCHEDULES = (*gemm.SCHEDULES, "deferred", "ahead")
 _CHOICES = {
+    "compute_warpgroups": (1, 2, 3),
     "cluster": ("none", "m", "n", "m4", "n4", "k"),
     "raster_dimension": ("m", "n"),
     "schedule": SCHEDULES,
@@ -196,6 +198,22 @@ def check_turns(c: Config) -> str | None:
             return f"{field}={getattr(c, field)!r} must be {wanted} with schedule='pingpong', {why}"
     if computes_transposed(c):
         return f"tile_m={c.tile_m} must be a multiple of {gemm.ROWS} with schedule='pingpong'"
+    return None
+
+
+def _check_three(p: Problem, c: Config) -> str | None:
+    """Three consumers share the rows of a tile, and start the copies themselves."""
+    if c.compute_warpgroups < 3:
+        return None
+    for refused, what in (
+        (c.schedule != "ahead", f"schedule={c.schedule!r}: they need 'ahead'"),
+        (c.wg_dimension != "m", f"wg_dimension={c.wg_dimension!r}: they share rows, 'm'"),
+        (c.cluster == "k", "cluster='k'"),
+        (computes_transposed(c), f"tile_m={c.tile_m}, no multiple of {gemm.ROWS}"),
+        (len(products(p)) > 1, f"algorithm={p.algorithm!r}"),
+    ):
+        if refused:
+            return f"compute_warpgroups=3 does not run with {what}"
     return None
 
 

@@ -47,6 +47,7 @@ from mgpu_ops.matmul.problem import (
     computes_transposed,
     consumer_registers,
     dtype_of_b,
+    has_producer,
     k_steps,
     last_step,
     neighbours,
@@ -384,6 +385,20 @@ def stages_of(p: Problem, c: Config) -> Stages:
     return Stages(a, b, *barriers(count, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes))
 
 
+def _copies(work: Work, refs: tuple[Any, Any], stages: Stages) -> Callable[[tuple[jax.Array, jax.Array], jax.Array, Any], None]:
+    """What starts the copies of step (tile, k) into a stage, which arrive at its `full` barrier: copy((t, k), stage, full)."""
+    specs = list(zip(load(work, *refs), refs, (stages.a, stages.b), strict=True))
+
+    def copy(indices: tuple[jax.Array, jax.Array], stage: jax.Array, full: Any) -> None:
+        for spec, ref, smem in specs:
+            if ref is refs[1] and widened(work.problem, work.config):
+                _copy_widened(work, spec, ref, indices, smem.at[stage], full)
+            else:
+                engine.copy_block(spec, ref, indices, smem.at[stage], full)
+
+    return copy
+
+
 def _produce(
     work: Work,
     refs: tuple[Any, Any],
@@ -399,20 +414,13 @@ def _produce(
     steps = k_steps(work.problem, work.config)
     slabs = 0 if residual is None else residual_steps(work.problem, work.config)
     each_tile = steps + slabs
-    specs = list(zip(load(work, *refs), refs, (stages.a, stages.b), strict=True))
+    copy = _copies(work, refs, stages)
 
     def load_tile(t: jax.Array, _: None) -> None:
         pipeline = pipeline_of(t)
 
         def load_step(k: jax.Array, _: None) -> None:
-            def copy(stage: jax.Array, full: Any) -> None:
-                for spec, ref, smem in specs:
-                    if ref is refs[1] and widened(work.problem, work.config):
-                        _copy_widened(work, spec, ref, (t, k), smem.at[stage], full)
-                    else:
-                        engine.copy_block(spec, ref, (t, k), smem.at[stage], full)
-
-            pipeline.fill(t * each_tile + k, copy)
+            pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k)))
 
         lax.fori_loop(0, steps, load_step, None)
         for slab in range(slabs):
@@ -453,6 +461,9 @@ def compute_ahead(
     pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last one's ends,
     without another barrier, and stages that one consumer has read are filled for the other.
 
+    Three consumers need the registers of a producer, so there is none: the first of them fills the stage that all have declared
+    empty, while the next step is multiplied.
+
     refs: A and B. begin(t) and finish(t, accumulator): what a consumer does before and after the multiplication of tile t.
     """
     p, c, steps = work.problem, work.config, k_steps(work.problem, work.config)
@@ -462,9 +473,19 @@ def compute_ahead(
     def its_pipeline(t: jax.Array) -> Pipeline:
         return pipeline.of_consumer(lax.rem(t, jnp.int32(turns))) if c.takes_turns else pipeline
 
+    def fill(wg: jax.Array, step: jax.Array) -> None:
+        @pl.when((wg == 0) & (step < own_tiles * steps))
+        def _() -> None:
+            indices = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+            pipeline.fill(step, functools.partial(_copies(work, refs, scratch), indices))
+
     def consumer(acc: Any) -> None:
         wg = lax.axis_index("wg")
         own_pipeline = pipeline.of_consumer(wg) if c.takes_turns else pipeline
+        released = None if has_producer(c) else lambda step: fill(wg, step + pipeline.stages)
+        if not has_producer(c):
+            for step in range(pipeline.stages):
+                fill(wg, jnp.int32(step))
 
         def compute_tile(i: jax.Array, _: None) -> None:
             t = i * turns + wg if c.takes_turns else i
@@ -476,18 +497,23 @@ def compute_ahead(
 
             first, last = t * steps, steps // len(products(p))
             if last < steps:
-                own_pipeline.multiply(first, steps - last, start)
+                own_pipeline.multiply(first, steps - last, start, released=released)
                 _keep_finite(acc)  # as in `_drop_what_is_not_finite`
                 first += steps - last
-            own_pipeline.multiply(first, last, start, last=shorter(start, last_step(p, c)))
+            own_pipeline.multiply(first, last, start, last=shorter(start, last_step(p, c)), released=released)
             finish(t, acc)
 
         own = tile_scheduler.tiles_of_block(own_tiles, wg, turns) if c.takes_turns else own_tiles
         lax.fori_loop(0, own, compute_tile, None)
         if end is not None:
             pl.when(own_tiles > 0)(end)
+        if not has_producer(c):
+            pl.when(wg == 0)(lambda: pipeline.drain(own_tiles * steps))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
+    if not has_producer(c):
+        accumulator.scope(consumer)
+        return
     engine.specialize(
         lambda: _produce(work, refs, scratch, own_tiles, its_pipeline),
         lambda: accumulator.scope(consumer),
@@ -522,7 +548,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "mgpu_ops_matmul",
             grid={"block": work.blocks},
             cluster={"cluster": cluster},
-            warpgroups=c.compute_warpgroups + 1,
+            warpgroups=c.compute_warpgroups + has_producer(c),
             approx_math=p.activation != "none",
             interpret=interpret,
         ),

@@ -80,7 +80,7 @@ class Config:
       the transposed product, out^T = B^T A^T: wgmma's 64 rows are then columns of the output, and rows of A come in eights.
     tile_k: depth of one pipeline step.
     max_concurrent_steps: stages of the pipeline in shared memory.
-    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
+    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer; or 3 without one, with schedule="ahead".
     wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
     cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast); "m4" or "n4": four
       blocks. The last ones have no tile where tiles along it are no multiple of two or four. "k": `split_k` blocks, 2, 4 or 8,
@@ -308,11 +308,18 @@ def steps_in_all(p: Problem, c: Config) -> int:
     return len(products(p)) * math.ceil(p.k / c.tile_k)
 
 
+def has_producer(c: Config) -> bool:
+    """Whether a block has a producer warpgroup beside its consumers: three of these would leave it too few registers."""
+    return c.compute_warpgroups < 3
+
+
 def consumer_registers(c: Config, gpu: Gpu) -> int:
     """Registers of a consumer thread: in steps of 8, 255 at most.
 
     As `emit_pipeline_warp_specialized` sets them, or `engine.specialize`.
     """
+    if not has_producer(c):
+        return gpu.registers_per_sm // limits.WARPGROUP // c.compute_warpgroups // 8 * 8
     if c.schedule != "cooperative":
         return limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
     per_warpgroup = gpu.registers_per_sm // limits.WARPGROUP

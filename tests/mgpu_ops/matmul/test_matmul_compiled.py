@@ -177,6 +177,19 @@ def test_a_deferred_store_runs_beside_the_wgmma_of_the_next_tile_of_which_the_ne
     assert order == [*storing, "HGMMA", wait, "DEPBAR.LE gsb0, 0x0", "UTMASTG"]  # all other steps; the last tile
 
 
+def test_three_consumers_keep_a_wgmma_in_flight_in_the_registers_of_a_launch():
+    config = replace(BASE, tile_m=192, tile_n=256, max_concurrent_steps=3, compute_warpgroups=3, schedule="ahead")
+    report = compiled(MatmulProblem(8192, 6144, 4096), config)
+    (kernel,) = report.kernels
+    assert (report.spills, report.serialized) == (0, "")
+    assert kernel.registers <= 168  # of 384 threads
+    assert "setmaxnreg" not in kernel.ptx
+    multiply = kernel.sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    assert len(multiply) == 2  # the wgmma of the last step are waited for, and then its stage is filled
+    assert "UTMALDG" in multiply[1]
+    assert "HGMMA" not in multiply[1]
+
+
 @pytest.mark.parametrize(
     "problem",
     [MatmulProblem(2**23, 520, 64, residual=True), MatmulProblem(512, 512, 2**21, batch=4)],

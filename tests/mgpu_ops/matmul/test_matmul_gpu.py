@@ -174,6 +174,22 @@ def test_a_deferred_store_of_a_residual_is_right(problem, cluster, assert_matmul
     assert_matmul(problem, launch(problem, config, *arrays), *arrays)
 
 
+@pytest.mark.parametrize("cluster", ["none", "m", "n"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        P(2312, 2112, 1032, batch=2, bias=True, activation="silu"),
+        P(4096, 3072, 4096, layout="tn"),
+        P(1000, 8256, 136, dtype="float16", out_dtype="float16", layout="nt"),
+        P(8192, 6144, 256, layout="tt"),
+    ],
+)
+def test_three_consumers_without_a_producer_are_right(problem, cluster, assert_matmul):
+    config = MatmulConfig(192, 256, 64, 3, 3, "m", cluster, "m", 8, 64, 1, 40, "ahead")
+    arrays = MATMUL.inputs(problem, jax.random.key(1))
+    assert_matmul(problem, launch(problem, config, *arrays), *arrays)
+
+
 def draw_few_rows(seed: int) -> tuple[Any, Any]:
     """As `draw`, with few rows and a config that computes the transposed product, or adds up parts of k in a cluster."""
     rng = random.Random(seed)

@@ -29,6 +29,7 @@ ONE = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1)
 FEW_ROWS = replace(ONE, tile_m=16)  # the transposed product
 DEFERRED = replace(BASE, tile_n=128, max_concurrent_steps=4, schedule="deferred")
 AHEAD = replace(DEFERRED, max_concurrent_steps=2, schedule="ahead")
+THREE = replace(AHEAD, tile_m=192, compute_warpgroups=3, max_concurrent_steps=3)
 IN_TURN = replace(BASE, tile_m=64, tile_n=64, schedule="pingpong")
 WIDE_8, ONE_8, FEW_ROWS_8 = (replace(config, tile_k=128) for config in (BASE, ONE, FEW_ROWS))
 
@@ -225,6 +226,15 @@ CASES = {
     "ahead, transposed": (P(9, 456, 200), replace(FEW_ROWS, schedule="ahead")),
     "ahead, bias and a residual": (P(200, 136, 264, bias=True, residual=True), AHEAD),
     "ahead, three parts of k": (P(72, 136, 328), replace(AHEAD, split_k=3, epilogue_tile_n=32)),
+    "three consumers without a producer, many tiles and tails": (P(520, 264, 328, layout="tn"), THREE),
+    "three consumers, cluster along n, fewer steps than stages": (
+        P(520, 392, 128, bias=True, activation="gelu"),
+        replace(THREE, cluster="n"),
+    ),
+    "three consumers, cluster along m, B transposed, a batch": (
+        P(400, 264, 200, layout="nt", batch=2),
+        replace(THREE, cluster="m"),
+    ),
     "deferred, a residual, two tiles a block, a batch": (
         P(264, 256, 136, batch=2, bias=True, activation="silu", residual=True),
         replace(DEFERRED, epilogue_tile_n=32),

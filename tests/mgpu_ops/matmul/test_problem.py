@@ -17,6 +17,7 @@ H200 = gpu.find("h200")
 P = Problem(512, 512, 512)
 F8 = Problem(512, 512, 512, "float8_e4m3fn", "bfloat16", "nt")
 FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
+THREE = {"tile_m": 192, "tile_n": 256, "tile_k": 64, "compute_warpgroups": 3, "max_concurrent_steps": 3, "schedule": "ahead"}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,12 @@ FEW_ROWS = {"tile_m": 8, "tile_n": 64, "compute_warpgroups": 1}
         (replace(P, k=512), {"schedule": "deferred", "cluster": "k", "split_k": 2}, "schedule='deferred' does not run with cl"),
         (P, {"schedule": "deferred", "tile_m": 32}, "schedule='deferred' does not run with tile_m=32 below 64"),
         (P, {"schedule": "ahead", "cluster": "k", "split_k": 2}, None),
+        (P, THREE, None),
+        (P, THREE | {"cluster": "n"}, None),
+        (P, THREE | {"schedule": "deferred"}, "compute_warpgroups=3 does not run with schedule='deferred'"),
+        (P, THREE | {"wg_dimension": "n"}, "compute_warpgroups=3 does not run with wg_dimension='n'"),
+        (P, THREE | {"cluster": "k", "split_k": 2}, "compute_warpgroups=3 does not run with cluster='k'"),
+        (P, THREE | {"tile_m": 128}, r"a warpgroup's 42 rows of tile_m=128 must be a multiple of 64"),
         (P, {"schedule": "ahead", "cluster": "k", "split_k": 4}, "2 epilogue tiles of a warpgroup must be a multiple of the 4"),
         (
             replace(P, residual=True),
@@ -175,7 +182,7 @@ def test_a_residual_costs_xla_another_kernel_and_the_products_own_epilogue_littl
 def test_thrifty_configs_of_a_large_product_run_and_have_longer_steps_or_larger_tiles(layout):
     p = Problem(8192, 10240, 8192, layout=layout)
     found = SPEC.thrifty(p, H200)
-    assert [(c.tile_m, c.tile_n, c.tile_k, c.schedule) for c in found] == [(128, 256, 128, "deferred"), (256, 192, 64, "ahead")]
+    assert [(c.tile_m, c.tile_n, c.tile_k, c.schedule) for c in found] == [(128, 256, 128, "deferred"), (192, 256, 64, "ahead")]
     assert [SPEC.check(p, c, H200) for c in found] == [None, None]
     assert not SPEC.thrifty(replace(p, m=128, n=256), H200)
     assert not SPEC.thrifty(Problem(8192, 8192, 8192, "float32", "float32"), H200)
