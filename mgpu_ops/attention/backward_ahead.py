@@ -167,16 +167,18 @@ class _Consumer:
         self._start_scores(tile)
         plgpu.barrier_wait(self.together)
         self._start_dq_and_dk(last)
-        # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves: where dS takes
-        # registers, it has to be first, and dk's product with them done before dP takes others.
+        # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves. Where dS takes
+        # registers, it has to be first, and dk's product with them done before dP takes others. Elsewhere ptxas puts it first,
+        # and starts dP, which gets its registers, beside the exponentials; but it does not move a turn's barriers.
+        dq_first = self.held or self.block.turn is not None
         s = engine.accumulated(self.s_accs[0], 2 * len(self.halves))
-        if self.held:
+        if dq_first:
             self._add_dq(kv, last)
         weights, _ = self.block.weights(tile, s, self.wg)
         if self.held:
             engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
             engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
-        else:
+        if not dq_first:
             self._add_dq(kv, last)
         # 3. dP and dv; while dv is computed, dP becomes dS.
         ds = self._hand_over(tile, weights)

@@ -47,6 +47,11 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int) -> np
     costs = _steps(p, c) * (c.tile_q // 64) + TILE_COST
     if in_turns(p, c) and _begin_together(p, c, blocks):
         return _in_circles(len(costs), p.batch * p.kv_heads, blocks)
+    if in_turns(p, c) and dealt(p):
+        order = _dealt_order(p, c, sms)
+        table = tile_scheduler.assign_tiles(costs[order % len(costs)].tolist(), blocks)
+        table[:, 1:] = order[table[:, 1:]]
+        return table
     if in_turns(p, c) and in_a_line(p, c):
         return _falling(costs, p.batch * p.kv_heads, c.section_waves, blocks)
     return tile_scheduler.assign_heads(costs, p.batch * p.kv_heads, waves(c, blocks, sms), blocks)
@@ -73,6 +78,44 @@ def waves(c: BackwardConfig, blocks: int, sms: int) -> float:
 def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
     """Whether thread blocks take turns at adding to dq, in an order that is always the same."""
     return p.deterministic and c.mode == "fused"
+
+
+def dealt(p: BackwardProblem) -> bool:
+    """Where thread blocks take turns: whether there are as many as tiles, which the GPU deals in the order of their numbers.
+
+    With lengths and a causal mask, where tiles are so unequal that it is worth it.
+    """
+    return p.lengths and not p.segments and p.right is not None
+
+
+def _dealt_order(p: BackwardProblem, c: BackwardConfig, sms: int) -> np.ndarray:
+    """The kv blocks of all heads in the order in which they are dealt, in sections of heads.
+
+    Those of a head come in the order of their turns: whoever waits, waits for blocks that were dealt before.
+    """
+    tiles, heads, section = math.ceil(p.kv_tokens / c.tile_kv), p.batch * p.kv_heads, _dealt_section(p, c, sms)
+    order = _order_by_arrays(p, c, sms)[:, None]
+    sections = [np.arange(first, min(first + section, heads)) for first in range(0, heads, section)]
+    return np.concatenate([(order + some * tiles).ravel() for some in sections])
+
+
+def _dealt_section(p: BackwardProblem, c: BackwardConfig, sms: int) -> int:
+    """How many heads are dealt side by side."""
+    return min(math.ceil(c.section_waves * sms * c.tile_kv / p.kv_tokens), p.batch * p.kv_heads)
+
+
+def _order_by_arrays(p: BackwardProblem, c: BackwardConfig, sms: int) -> np.ndarray:
+    """In which order the kv blocks of a head have their turns at a q block, of those that visit it: a permutation of them.
+
+    From later keys to earlier ones, as those that begin at the same time come to a q block. Where kv blocks are dealt, so many
+    of a head begin together as there are SMs for each head of a section, and the longest ones begin first.
+    """
+    numbers = np.arange(math.ceil(p.kv_tokens / c.tile_kv))
+    if not dealt(p):
+        return numbers[::-1]
+    together = math.ceil(sms / _dealt_section(p, c, sms))
+    longest_first = np.argsort(-_steps(p, c), kind="stable")
+    return np.concatenate([np.sort(longest_first[i : i + together])[::-1] for i in range(0, len(numbers), together)])
 
 
 def _falling(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarray:
@@ -132,7 +175,7 @@ def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
     return in_turns(p, c) and p.left is None and (p.right is None or p.offset + p.right > -ROWS) and not _by_arrays(p)
 
 
-def turn_numbers(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, blocks: int) -> Any:
+def turn_numbers(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, blocks: int, sms: int) -> Any:
     """int32 [heads, kv blocks, q blocks]: how many kv blocks add to dq of a q block before this one.
 
     By heads of keys in all batch entries, or one for all of them; by batch entries where arrays say which blocks visit
@@ -145,7 +188,9 @@ def turn_numbers(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, 
     q_block = jnp.arange(math.ceil(p.q_tokens / c.tile_q), dtype=jnp.int32)
     visited = Operands(p, None, None, None, optional).q_range(entries, number * c.tile_kv, c.tile_kv, c.tile_q)
     visits = ((visited.first <= q_block) & (q_block < visited.end)).astype(jnp.int32)
-    return lax.cumsum(visits, 1, reverse=True) - visits
+    order = _order_by_arrays(p, c, sms)
+    in_order = visits[:, order]
+    return (lax.cumsum(in_order, 1) - in_order)[:, order.argsort()]
 
 
 @tile_scheduler.cached

@@ -27,6 +27,7 @@ from mgpu_ops.attention.backward_block import (
     CONSUMERS,
     Refs,
     ThreadBlock,
+    dealt,
     in_turns,
     schedule,
     stores_first,
@@ -67,7 +68,7 @@ def launch(
     lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
     blocks = thread_blocks(p, p.batch * p.kv_heads * tiles, gpu)
-    if in_turns(p, c):  # all of them have to be on the GPU at one time
+    if in_turns(p, c) and not dealt(p):  # all of them have to be on the GPU at one time
         blocks = min(gpu.sms, blocks)
     dq: Any = None
     dq_type: Any = None  # where it is an output
@@ -85,7 +86,7 @@ def launch(
     turns: Any = None
     numbers: Any = None
     if in_turns(p, c):
-        numbers = turn_numbers(p, c, optional, blocks)
+        numbers = turn_numbers(p, c, optional, blocks, gpu.sms)
         turns = jax.new_ref(jnp.zeros(p.batch * (rows // c.tile_q) * p.q_heads, jnp.int32))
     if p.bias_grad:
         dbias = jax.new_ref(jnp.zeros((p.batch * p.q_heads, tiles * c.tile_kv, rows), p.dtype))

@@ -509,7 +509,8 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
     if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
-        every = [dataclasses.replace(c, section_waves=_TURNS_SECTION) if c.mode == "fused" else c for c in every]
+        section = _TURNS_SECTION_OF_SEGMENTS if problem.segments else _TURNS_SECTION
+        every = [dataclasses.replace(c, section_waves=section) if c.mode == "fused" else c for c in every]
     legal = [c for c in every if check_backward(problem, c, gpu) is None]
     if reason is not None or not legal:
         reason = reason or "none of the space takes so little shared memory and so few registers"
@@ -540,6 +541,7 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
 # shipped entries).
 _FUSED_MARGIN = 0.95
 _TURNS_SECTION = 8
+_TURNS_SECTION_OF_SEGMENTS = 1024  # all heads: their kv blocks are short
 _REACHED = {  # of the rate of the tensor cores, by mode and head dim
     "fused": {64: 0.653, 80: 0.487, 96: 0.619, 112: 0.55, 128: 0.72},
     "split": {64: 0.89, 80: 0.654, 96: 0.864, 112: 0.7, 128: 0.994, 160: 0.785, 192: 0.834, 224: 0.88, 256: 0.956},

@@ -45,12 +45,12 @@ def drawn(p: Any) -> Inputs:
     return Inputs(np.zeros(3, np.float32), lengths, segments)
 
 
-def thread_block(p: Any, c: Any, inputs: Inputs, blocks: int) -> Any:
+def thread_block(p: Any, c: Any, inputs: Inputs, blocks: int, sms: int) -> Any:
     """What counts and numbers, without q, k, v and their gradients."""
     nothing: Any = dict.fromkeys(field.name for field in dataclasses.fields(backward_block.ThreadBlock))
     refs: Any = dict.fromkeys(field.name for field in dataclasses.fields(backward_block.Refs))
     optional, _ = optional_refs(inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
-    refs = backward_block.Refs(**refs | {"numbers": jnp.asarray(backward_block.turn_numbers(p, c, optional, blocks))})
+    refs = backward_block.Refs(**refs | {"numbers": jnp.asarray(backward_block.turn_numbers(p, c, optional, blocks, sms))})
     return backward_block.ThreadBlock(**nothing | {"p": p, "c": c, "refs": refs, "x": Operands(p, None, None, None, optional)})
 
 
@@ -62,8 +62,8 @@ class Known(NamedTuple):
     numbers: Any  # [q blocks, heads, kv blocks]: how many add before
 
 
-def known(p: Any, c: Any, inputs: Inputs, blocks: int) -> Known:
-    block, count, q_blocks = thread_block(p, c, inputs, blocks), -(-p.kv_tokens // c.tile_kv), -(-p.q_tokens // c.tile_q)
+def known(p: Any, c: Any, inputs: Inputs, blocks: int, sms: int) -> Known:
+    block, count, q_blocks = thread_block(p, c, inputs, blocks, sms), -(-p.kv_tokens // c.tile_kv), -(-p.q_tokens // c.tile_q)
     heads, group = p.batch * p.kv_heads, p.q_heads // p.kv_heads
     kv = block.kv_block(jnp.arange(heads)[:, None] * count + jnp.arange(count))
     steps, every = jnp.arange(q_blocks * group)[:, None, None], jnp.arange(q_blocks)[:, None, None]
@@ -78,21 +78,23 @@ def known(p: Any, c: Any, inputs: Inputs, blocks: int) -> Known:
 def play(p: Any, c: Any, gpu: Any) -> dict[tuple[int, int], list[int]]:
     """Runs all thread blocks, each until it waits: for each tile of dq (q block, query head of all entries), who added in turn.
 
-    A thread block that waits for ever leaves kv blocks out.
+    As many as there are SMs run at one time, from the first one on. One that waits for ever leaves kv blocks out.
     """
     count = -(-p.kv_tokens // c.tile_kv)
-    blocks = min(gpu.sms, p.batch * p.kv_heads * count)
-    counts, visits, numbers = jax.tree.map(np.array, jax.jit(functools.partial(known, p, c, blocks=blocks))(drawn(p)))
+    blocks = p.batch * p.kv_heads * count
+    blocks = blocks if backward_block.dealt(p) else min(gpu.sms, blocks)
+    run = functools.partial(known, p, c, blocks=blocks, sms=gpu.sms)
+    counts, visits, numbers = jax.tree.map(np.array, jax.jit(run)(drawn(p)))
     group = p.q_heads // p.kv_heads
     work = []
-    for row in backward_block.schedule(p, c, blocks, blocks):
+    for row in backward_block.schedule(p, c, blocks, gpu.sms):
         assigned = [divmod(int(number), count) for number in row[1 : 1 + row[0]]]
         work.append([(h, t, *map(int, visit)) for h, t in assigned for visit in visits[: counts[h, t], h, t]])
     added: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
     moved = True
     while moved:
         moved = False
-        for queue in work:
+        for queue in [queue for queue in work if queue][: gpu.sms]:
             done = 0
             for head, tile, member, q_block in queue:
                 at = q_block, head * group + member
@@ -115,6 +117,10 @@ PROBLEMS = {
     "window to the left, fewer keys, head_dim of 64": problem_of(2, 900, 600, 2, 1, 64, window_left=200),
     "causal, a small window, keys that no row sees": problem_of(1, 300, 1400, 2, 1, 128, causal=True, window_left=20),
     "lengths": problem_of(3, 700, 900, 4, 2, 128, lengths=True),
+    "lengths, causal, dealt": problem_of(5, 900, 1300, 4, 2, 128, causal=True, lengths=True),
+    "lengths, causal, aligned with the first key, dealt": problem_of(
+        5, 1500, 700, 2, 2, 64, causal=True, align="top_left", lengths=True
+    ),
     "lengths, causal, a window, head_dim of 64": problem_of(3, 1000, 900, 2, 2, 64, causal=True, window_left=300, lengths=True),
     "segments in any order": problem_of(2, 900, 800, 2, 1, 128, segments=True),
     "packed segments, causal": problem_of(2, 1100, 1100, 2, 2, 64, causal=True, segments=True),
@@ -143,5 +149,5 @@ def test_each_tile_of_dq_is_added_to_by_every_kv_block_that_its_rows_see_in_an_o
 
 def test_kv_blocks_of_a_head_begin_at_different_rows_in_a_circle() -> None:
     p = problem_of(1, 1024, 1024, 1, 1, 128)
-    starts = known(p, config_of(128), drawn(p), 8).visits[0, 0, :, 1]
+    starts = known(p, config_of(128), drawn(p), 8, 8).visits[0, 0, :, 1]
     assert starts.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]

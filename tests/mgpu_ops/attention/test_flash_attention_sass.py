@@ -149,6 +149,15 @@ def test_dq_a_step_later_spills_nothing_in_its_loop_and_its_products_overlap(cau
     assert re.search(LOOP_OF_DK_FROM[dk_operand].replace(".", "[^L]"), found), found
 
 
+def test_dq_leaves_ahead_of_the_exponentials_in_turns_too():
+    problem, gpu = BACKWARD.Problem(1, 4096, 4096, 4, 4, 128, causal=True, deterministic=True), aot.find("h200")
+    config = BACKWARD.Config("fused", 64, 128, 3, 8, 24, "next", "apart")
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, gpu, *x), *arrays)
+    assert report.serialized == ""
+    assert re.search("s{16}d{4}W+A{8}", _order(report.sass)), _order(report.sass)
+
+
 @pytest.mark.parametrize("deterministic", thorough.cases([False, True], [True]))
 def test_dq_a_step_later_at_head_dim_64_starts_the_scores_of_both_halves_first_and_overlaps(deterministic):
     problem, gpu = BACKWARD.Problem(1, 4096, 4096, 4, 4, 64, causal=True, deterministic=deterministic), aot.find("h200")
