@@ -57,7 +57,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "wg_dimension": ("m", "n"),
         "cluster": ("none", "m", "n", "m4", "n4", "k"),
         "raster_dimension": ("m", "n"),
-        "raster_width": (1, 2, 4, 8, 16),
+        "raster_width": (1, 2, 4, 8, 11, 16),  # 11: a wave of 132 tiles is 11 x 12
         "epilogue_tile_n": (16, 32, 64, 128) if any(n % 64 for _, n in fitted) else (32, 64, 128),
         "split_k": (1, 2, 3, 4, 6, 8),
         "memory_registers": (24, 40),
