@@ -436,12 +436,14 @@ class _Rows:
     def _scores(self, step: jax.Array, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
         """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
         block, x, w = self.block, self.block.x, self.consumer
-        bias = None if block.bias_pipeline is None else self._bias(block.bias_pipeline, step)  # beside the product
+        beside = block.p.head_dim < 256 and block.c.compute_warpgroups < 3  # where registers are left for both
+        bias = self._bias(step) if block.bias_pipeline is not None and beside else None
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
         if block.p.soft_cap and not block.p.soft_cap_after_bias:
             s, scale = x.capped(s), x.inputs.options[1] * LOG2E
         factor: jax.Array | float | None = scale
-        if bias is not None:
+        if block.bias_pipeline is not None:
+            bias = self._bias(step) if bias is None else bias
             if block.p.soft_cap_after_bias:
                 s, factor = x.scores(s, bias)[0], None
             else:  # not yet times log2(e): that is part of the exponentials' arguments
@@ -454,8 +456,10 @@ class _Rows:
             s = w.mask.hide_keys(s, -jnp.inf, self.terms, self.at.token, key, columns)
         return Scores(s, factor)
 
-    def _bias(self, pipeline: Pipeline, step: jax.Array) -> jax.Array:
+    def _bias(self, step: jax.Array) -> jax.Array:
         """Waits for the tile of the bias of a step and takes it to registers. Declares its stage empty."""
+        pipeline = self.block.bias_pipeline
+        assert pipeline is not None
         stage = lax.rem(step, jnp.int32(pipeline.stages))
         plgpu.barrier_wait(pipeline.full.at[stage])
         tile = load_tile(self.block.smem["bias"].at[stage, self.consumer.own, :])
