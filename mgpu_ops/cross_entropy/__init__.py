@@ -112,11 +112,11 @@ def cross_entropy(
         raise ValueError(f"logits{x.shape} has an empty vocabulary: there is no label")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.CrossEntropyConfig")
-    call = _Call(config, dispatch.requested_backend(backend))
+    call, return_lse = _Call(config, dispatch.requested_backend(backend)), flags.checked("return_lse", return_lse)
     known = _known_labels(y, x.shape[-1]).reshape(-1)
     loss, lse = _losses(call, *mesh.same_mesh_axes(x.reshape(known.shape[0], x.shape[-1]), known))
     loss, lse = loss.reshape(y.shape), lse.reshape(y.shape)
-    return (loss, lse) if flags.checked("return_lse", return_lse) else loss
+    return (loss, lse) if return_lse else loss
 
 
 def _known_labels(labels: Any, vocabulary: int) -> jax.Array:

@@ -473,11 +473,13 @@ def compute_ahead(
     def its_pipeline(t: jax.Array) -> Pipeline:
         return pipeline.of_consumer(lax.rem(t, jnp.int32(turns))) if c.takes_turns else pipeline
 
+    copy: Any = None if has_producer(c) else _copies(work, refs, scratch)
+
     def fill(wg: jax.Array, step: jax.Array) -> None:
         @pl.when((wg == 0) & (step < own_tiles * steps))
         def _() -> None:
             indices = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
-            pipeline.fill(step, functools.partial(_copies(work, refs, scratch), indices))
+            pipeline.fill(step, functools.partial(copy, indices))
 
     def consumer(acc: Any) -> None:
         wg = lax.axis_index("wg")
