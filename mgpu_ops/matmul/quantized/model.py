@@ -123,9 +123,11 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def is_short_of_registers(p: Problem, c: Config) -> bool:
-    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps of many rows."""
-    if c.exchange != "x" or c.tile_m < 48:
+    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows."""
+    if c.exchange != "x":
         return False
+    if c.tile_m < 48:  # four warpgroups' threads, with all of a long step each
+        return p.group_size > 0 and c.tile_m > 8 and c.tile_k > 256 and c.compute_warpgroups > 3 and c.wg_dimension == "n"
     if c.compute_warpgroups > 2:
         return c.tile_k > 128
     return p.group_size > 0 and (c.tile_k > 256 or c.tile_n * c.tile_k > 128 * 256)
