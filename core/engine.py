@@ -55,6 +55,7 @@ from mgpu_ops.core.registers import i32, laid_out, row_and_column
 tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.narrow_products()
+jax_patches.share_descriptors()
 jax_patches.promote_loads()
 jax_patches.name_replicas()
 jax_patches.forget_numbers()
@@ -570,6 +571,12 @@ def load_whole_lines() -> None:
     """The kernel's TMA copies bring whole lines of 128 bytes to L2, also where they ask for a part of one."""
     if not interpreting():
         plgpu.inline_mgpu()(jax_patches.load_whole_lines)()
+
+
+def describe_from_start() -> None:
+    """The kernel's wgmma operands are described by their distance from the start of their buffer: fewer instructions each."""
+    if not interpreting():
+        plgpu.inline_mgpu()(jax_patches.describe_from_start)()
 
 
 def _shorten_wgmma(depth: int) -> None:

@@ -5,6 +5,7 @@
 | `tma.copy_any_shape` | TMA copies arrays that swizzle tiles do not divide, and windows of rows | kernels of `engine.kernel` |
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
+| `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
@@ -39,6 +40,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental.mosaic.gpu import core as mosaic
 from jax.experimental.mosaic.gpu import dialect, dialect_lowering, launch_context, utils
 from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import arith, memref
 
 from mgpu_ops.core import fast_lowering, parallel_compile
 
@@ -130,6 +132,7 @@ class _Part:
     columns: dict[int, int]
     row: int
     depth: int
+    from_start: bool
     number: int = 0  # of the next call of Mosaic's `wgmma_m64`
 
     def depth_of_next(self, swizzle: int) -> int:
@@ -169,7 +172,8 @@ def narrow_products() -> None:
     def lower_narrow(context: Any, op: Any) -> Any:
         all_bytes = op.a.type.shape[1] * utils.bitwidth(op.a.type.element_type) // 8
         depth = op.attributes[_DEPTH].value if _DEPTH in op.attributes else all_bytes
-        part = _Part(getattr(context.launch_context, _COLUMNS, {}), all_bytes, depth)
+        kernel = context.launch_context
+        part = _Part(getattr(kernel, _COLUMNS, {}), all_bytes, depth, getattr(kernel, _SHARED, False))
         token = _part.set(part)
         try:
             return lower(context, op)
@@ -193,6 +197,39 @@ def narrow_products() -> None:
     dialect.wgmma = create_short
     dialect_lowering._lowerings[_WGMMA] = lower_narrow
     module.wgmma_m64 = wgmma_m64
+
+
+# --- Descriptors of wgmma's operands
+#
+# A descriptor has the address of an operand in units of 16 bytes, 14 bits of it. Mosaic GPU takes these bits of each operand's
+# own address, which ptxas computes anew for each: ten instructions for the four wgmma of 64 of k. Taken of the buffer's start,
+# outside of all loops, the operand's distance from it can be added, as shared memory ends below the 15th bit: five.
+
+_SHARED = "_mgpu_ops_descriptors"  # attribute of a kernel's LaunchContext
+
+
+def describe_from_start(context: launch_context.LaunchContext) -> None:
+    """In this kernel the operands of wgmma are described by their distance from the start of their buffer."""
+    setattr(context, _SHARED, True)
+
+
+def share_descriptors() -> None:
+    """Kernels can have wgmma's operands described from the start of their buffer (`describe_from_start`)."""
+    module: Any = dialect_lowering.wgmma
+    encode = module.mma_utils.encode_descriptor
+
+    @functools.wraps(encode)
+    def encode_descriptor(ref: Any, *args: Any, **options: Any) -> Any:
+        part = _part.get()
+        if part is None or not part.from_start:
+            return encode(ref, *args, **options)
+        i64 = ir.IntegerType.get_signless(64)
+        start, offset, *_ = memref.extract_strided_metadata(ref)
+        sixteenths = 128 // utils.bitwidth(ir.MemRefType(ref.type).element_type)
+        distance = arith.divui(arith.index_cast(i64, offset), utils.c(sixteenths, i64))
+        return arith.addi(encode(utils.memref_ptr(start), *args, **options), distance)
+
+    module.mma_utils.encode_descriptor = encode_descriptor
 
 
 # --- Lines of L2

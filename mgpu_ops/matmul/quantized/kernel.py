@@ -347,6 +347,7 @@ def _rem(x: Int, y: int) -> Int:
 def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
     """One block: its output tiles one after the other, each in steps of k."""
     x, w, scales, *zero_points, out = refs
+    engine.describe_from_start()
     block = Block(p, c, blocks, x, w, scales, zero_points[0] if zero_points else None, out, **smem)
     pipeline, steps = Pipeline(c.max_concurrent_steps, *barriers), k_steps(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), blocks)

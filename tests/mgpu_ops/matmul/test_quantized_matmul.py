@@ -157,6 +157,7 @@ def test_compiled_it_spills_nothing_no_wgmma_waits_for_another_and_its_shared_me
     assert (report.spills, report.serialized) == (0, "")
     assert report.smem_bytes == smem_bytes(problem, config)
     assert overwritten(report.sass) == []
+    assert report.ptx.count(", 16383;") == 1  # bits of an address: a descriptor's, of the buffer's start alone
     assert not re.search(r"I2F\S*(F16|BF16|S8)", report.sass)  # integers become floats without the slow conversion
 
 
