@@ -50,8 +50,9 @@ _MARK = "_mgpu_ops_kernel"  # attribute of a kernel's LaunchContext
 
 
 def mark(context: launch_context.LaunchContext) -> None:
-    """Marks the kernel that is being lowered as one of `engine.kernel`."""
+    """Marks the kernel that is being lowered as one of `engine.kernel`, with nothing left of one that could not be lowered."""
     setattr(context, _MARK, True)
+    _depth.set(0)
 
 
 def is_marked(context: launch_context.LaunchContext) -> bool:

@@ -18,6 +18,7 @@ from jax._src.state import indexing
 from jax.experimental import io_callback
 from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import constraints
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops
 from mgpu_ops.core import aot, engine, fast_lowering, jax_patches
@@ -109,6 +110,28 @@ def test_rows_that_begin_within_a_line_have_tma_bring_whole_lines(k, descriptors
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, k), (k, 512)))
     aot.compile_for("h200", functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
     assert len(promoted) == descriptors
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_a_kernel_that_could_not_be_lowered_leaves_products_of_the_next_one_whole():
+    def of_a_step() -> float:
+        """The instructions of a step of 64 of k, however often a loop is unrolled."""
+        a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 512), (512, 512)))
+        (ptx,) = aot.ptx("h200", functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
+        return ptx.count("wgmma.mma_async") / ptx.count("wgmma.commit_group")
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("not lowered")
+
+    def body(out: Any) -> None:
+        plgpu.inline_mgpu()(functools.partial(jax_patches.shorten_wgmma, depth=32))()
+        plgpu.inline_mgpu()(fail)()
+        out[...] = jnp.zeros(128, jnp.float32)
+
+    launch, out_type = engine.Launch("mgpu_ops_test", {"block": 1}, warpgroups=1), jax.ShapeDtypeStruct((128,), jnp.float32)
+    with pytest.raises(RuntimeError, match="not lowered"):
+        aot.ptx("h200", engine.kernel(body, launch, out_type=out_type, scratch_types={}))
+    assert of_a_step() == 4
 
 
 @pytest.mark.gpu
