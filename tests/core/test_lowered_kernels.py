@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 from jax._src import compilation_cache
@@ -70,6 +71,24 @@ def test_a_kernel_that_the_cache_has_is_not_lowered_again(cache, lowerings):
     forget()
     assert text(product, A, B) == first
     assert lowerings == ["mgpu_ops_matmul"]
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_was_not_lowered_computes_the_same(cache, lowerings):
+    def step(a: jax.Array, b: jax.Array, q: jax.Array) -> Any:
+        loss = lambda q: mgpu_ops.flash_attention(q, q, q, deterministic=True, backend="mosaic").astype(jnp.float32).sum()  # noqa: E731
+        return product(a, b), jax.grad(loss)(q)
+
+    shapes = A, B, jax.ShapeDtypeStruct((2, 300, 2, 128), jnp.bfloat16)
+    arrays = [jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(shapes)]
+    first = jax.jit(step)(*arrays)
+    lowered = len(lowerings)
+    for file in cache.iterdir():
+        if not file.name.startswith(lowered_kernels._FORMAT):  # a program that XLA has compiled
+            file.unlink()
+    forget()
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(*arrays), first)
+    assert len(lowerings) == lowered > 0
 
 
 def test_without_the_cache_kernels_are_lowered_as_ever(lowerings):

@@ -209,6 +209,12 @@ def test_bias_of_one_head_and_its_gradient_are_right(assert_close):
     assert_true(with_gradients(arrays), arrays, assert_close)
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_bias_of_wide_heads_and_its_gradient_are_right(head_dim, assert_close):
+    arrays = *qkv(replace(MIDDLE, head_dim=head_dim), BF16), normal(3, 3, 4, 250, 390, dtype=BF16)
+    assert_true(with_gradients(arrays), arrays, assert_close)
+
+
 @pytest.mark.parametrize("shape", [MIDDLE, replace(MIDDLE, q_tokens=384, kv_tokens=512)], ids=["odd", "whole tiles"])
 def test_nan_in_padding_has_no_say(shape):
     """The weight of a padded value is zero, and zero times NaN would be NaN."""
@@ -477,6 +483,9 @@ def test_random_lengths_segments_and_windows_are_right_with_dq_a_step_later_at_h
         {"lengths": True, "causal": True},
         {"segments": True},
         {"batch": 3, "q_tokens": 130, "dtype": "float16"},
+        {"batch": 9},  # from here on there are more kv blocks than SMs
+        {"batch": 9, "causal": True},
+        {"batch": 9, "lengths": True, "causal": True},
     ],
     ids=str,
 )
@@ -497,6 +506,20 @@ def test_sums_in_turns_have_the_same_bits_each_time_and_are_those_of_two_kernels
     for _ in range(20):
         for x, y in zip(found, run(*arrays)):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}], ids=str)
+def test_sums_in_turns_of_one_program_do_not_wait_for_each_other(kwargs):
+    """XLA may make a CUDA graph of it, and runs one after the other there too: side by side, neither would end."""
+    problem = BACKWARD.Problem(9, 1000, 1300, 8, 2, 128, deterministic=True, **kwargs)
+    run = functools.partial(
+        BACKWARD.run, problem, BACKWARD.Config("fused", 64, 128, 3, 1024, 24, "next", "apart"), gpu.current()
+    )
+    inputs = [jax.jit(functools.partial(BACKWARD.inputs, problem))(jax.random.key(i)) for i in range(3)]
+    together = jax.jit(lambda *inputs: [run(*arrays) for arrays in inputs])
+    wanted = [jax.jit(run)(*arrays) for arrays in inputs]
+    for _ in range(10):
+        jax.tree.map(np.testing.assert_array_equal, together(*inputs), wanted)
 
 
 # --- beside cuDNN: no error more than twice its
