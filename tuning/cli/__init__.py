@@ -131,11 +131,20 @@ def _prepare_jax() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+_EPILOG = """\
+to tune a program:
+  mgpu-tune capture train:step --output problems.json   # the step() of train.py; needs no GPU
+  mgpu-tune run --from problems.json --budget 60s       # on the GPU; the program then uses what was found
+  mgpu-tune which matmul --m 4096 --n 14336 --k 4096    # which config a call uses, and why
+
+exit codes: 0 done; 1 something is wrong; 2 a wrong request, or one that is not possible here; 130 Ctrl-C"""
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-tune",
         description="Tunes mgpu_ops for a GPU; shows, checks and benchmarks tuned configs.",
-        epilog="exit codes: 0 done; 1 something is wrong; 2 a wrong request, or one that is not possible here; 130 Ctrl-C",
+        epilog=_EPILOG,
     )
     parser.add_argument(
         "--version", action=_Version, nargs=0, help="print the versions of mgpu_ops, Python, JAX, ptxas and the GPU's driver"

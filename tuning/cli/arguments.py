@@ -187,133 +187,133 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "problem of any op, by its fields": {
         "dtype": {
             "type": dtype,
-            "help": "of the inputs: bf16 (default) or f16; of matmul with --layout nt also f8e4m3, f8e5m2 or i8; of "
+            "help": "dtype of the inputs: bf16 (default) or f16; matmul with --layout nt also f8e4m3, f8e5m2 or i8; "
             "collectives also f32, i32 or u32",
         },
     },
     "matmul, gated_matmul, quantized_matmul, grouped_matmul, gated_grouped_matmul, ragged_contraction, "
     "quantized_grouped_matmul": {
-        "m": _SIZE | {"help": "rows of the left operand as a product [m, k] x [k, n]; of grouped ops, of all groups together"},
+        "m": _SIZE | {"help": "rows of the left operand in [m, k] x [k, n]; grouped ops: rows of all groups together"},
         "n": _SIZE | {"help": "columns of the right operand"},
         "k": _SIZE | {"help": "columns of the left operand, rows of the right one"},
         "out_dtype": {
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "of the output: --dtype (default; of f8 bf16, i8 i32) or f32",
+            "help": "dtype of the output: --dtype (default; for f8 inputs bf16, for i8 i32) or f32",
         },
         "layout": {
             "choices": ("nn", "nt", "tn", "tt"),
-            "help": "how each operand is stored: n as [m, k] and [k, n] (default nn), t transposed",
+            "help": "how each operand is stored: n as [m, k] and [k, n], t transposed (default nn)",
         },
-        "groups": _SIZE | {"help": "how many groups, such as experts, the m rows are divided into"},
+        "groups": _SIZE | {"help": "grouped ops: number of groups (experts) that the m rows are divided into"},
         "activation": {
             "choices": ("none", "relu", "silu", "gelu", "gelu_erf"),
-            "help": "applied to the output (default none); of gated ops, to the gate (default silu)",
+            "help": "activation of the output (default none); gated ops: of the gate (default silu)",
         },
-        "residual": _FLAG | {"help": "of matmul: add an array of the output's shape and dtype; of rms_norm's gradient: of x's"},
+        "residual": _FLAG | {"help": "matmul: add an array of the output's shape; rms_norm with --gradient: one of x's shape"},
         "gradient": _FLAG
         | {
-            "help": "of gated ops: the gradients of gate and up; of cross_entropy: of the logits; "
-            "of rms_norm: of x and of the weight; of rotary: of what is joined"
+            "help": "the op's backward kernel. gated ops: gradients of gate and up; cross_entropy: of the logits; "
+            "rms_norm: of x and the weight; rotary: of the joined q, k, v"
         },
-        "stored": _FLAG | {"help": "of gated_matmul: gate is given, and for the gradients up; one product is computed"},
-        "group_offset": _FLAG | {"help": "of grouped ops: the groups of a shard, whose rows begin somewhere"},
-        "row_scale": _FLAG | {"help": "of grouped_matmul: multiply each row by a factor of its own"},
-        "second": _FLAG | {"help": "of grouped_matmul: add the product of a second pair of operands"},
-        "normalised": _FLAG | {"help": "of matmul and gated_matmul: divide rows of x by their root mean square"},
-        "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of matmul's right operand: the other f8 than --dtype"},
+        "stored": _FLAG | {"help": "gated_matmul: gate (for gradients also up) is an input, and only one product is computed"},
+        "group_offset": _FLAG | {"help": "grouped ops: compute the groups of one shard, whose rows begin at an offset"},
+        "row_scale": _FLAG | {"help": "grouped_matmul: multiply each output row by a factor"},
+        "second": _FLAG | {"help": "grouped_matmul: add the product of a second pair of operands"},
+        "normalised": _FLAG | {"help": "matmul, gated_matmul: RMS norm of the left operand's rows, without a weight"},
+        "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "matmul: dtype of the right operand, the other f8 than --dtype"},
         "scales": {
             "choices": ("none", "tensor", "row", "block"),
-            "help": "of f8 or i8 operands, of grouped products f8 (default none): a number each; of rows and columns; "
-            "of blocks of 128",
+            "help": "scales of f8 or i8 operands (grouped ops: f8): per tensor, per row and column, or per block of 128 "
+            "(default none)",
         },
         "rhs_dtype": {
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "of (gated_)grouped_matmul's right operand where the left is f8: f8e4m3 or f8e5m2",
+            "help": "grouped_matmul, gated_grouped_matmul: dtype of the right operand if the left is f8: f8e4m3 or f8e5m2",
         },
-        "keep": _FLAG | {"help": "of gated_grouped_matmul: gate and up are results too, for the backward pass"},
+        "keep": _FLAG | {"help": "gated_grouped_matmul: also store gate and up, for the backward pass"},
         "lhs_rows": _SIZE
-        | {
-            "help": "of grouped_matmul and gated_grouped_matmul: rows of lhs that indices name (default 0: the m rows in order)"
-        },
-        "gated_gradient": _FLAG
-        | {"help": "of grouped_matmul: the gradients of gate and up from the gradient of a layer's result, in the epilogue"},
+        | {"help": "grouped_matmul, gated_grouped_matmul: rows of lhs that row indices select from (default: none are given)"},
+        "gated_gradient": _FLAG | {"help": "grouped_matmul: compute the gradients of gate and up in the epilogue"},
         "algorithm": {
             "choices": ("tf32", "bf16", "bf16_x3", "bf16_x6", "bf16_x9", "tf32_x3", "float32"),
-            "help": "of matmul's f32 operands (default tf32): how they are multiplied; bf16_x6 is precision highest",
+            "help": "matmul of f32: how it multiplies (default tf32; bf16_x3 is precision=high, bf16_x6 is highest)",
         },
-        "w_dtype": {"choices": ("int8", "int4"), "help": "of quantized products' weights (default int8)"},
-        "group_size": _SIZE | {"help": "of quantized products: weights along k that share a scale (default: all)"},
-        "zero_points": _FLAG
-        | {"help": "of quantized products: numbers that are subtracted from the weights, as many as scales"},
-        "scale_dtype": {"type": dtype, "metavar": "DTYPE", "help": "of quantized products' scales (default bf16)"},
+        "w_dtype": {"choices": ("int8", "int4"), "help": "quantized ops: dtype of the weights (default int8)"},
+        "group_size": _SIZE | {"help": "quantized ops: weights along k that share a scale (default: all)"},
+        "zero_points": _FLAG | {"help": "quantized ops: the weights have zero points, as many as scales"},
+        "scale_dtype": {"type": dtype, "metavar": "DTYPE", "help": "quantized ops: dtype of the scales (default bf16)"},
         "spread": {
             "choices": ("even", "random", "skewed", "sparse"),
-            "help": "how the rows are spread over the groups (default random); it decides which config runs, not the result",
+            "help": "grouped ops: how the rows are spread over the groups (default random); it matters for the time only",
         },
-        "batch": _SIZE | {"help": "products in one launch (default 1); of attention, sequences"},
+        "batch": _SIZE | {"help": "products in one launch (default 1); attention: sequences"},
         "bias": {
             "nargs": "?",
             "const": True,
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "add a bias to the output, of each group; of attention, to the scores, in this dtype (default: --dtype)",
+            "help": "add a bias to the output (grouped ops: one for each group); attention: add one of this dtype to the "
+            "scores (default: --dtype)",
         },
     },
     "flash_attention, flash_attention_backward (--batch and --bias too)": {
-        "q_tokens": _SIZE | {"help": "queries of a sequence"},
-        "kv_tokens": _SIZE | {"help": "keys of a sequence"},
-        "q_heads": _SIZE | {"help": "heads of the queries"},
-        "kv_heads": _SIZE | {"help": "heads of keys and values; they divide --q-heads"},
-        "head_dim": _SIZE | {"help": "elements of a head of q, k and v"},
-        "v_head_dim": _SIZE | {"help": "elements of a head of v where fewer (default: the same)"},
+        "q_tokens": _SIZE | {"help": "query tokens of each sequence"},
+        "kv_tokens": _SIZE | {"help": "key and value tokens of each sequence"},
+        "q_heads": _SIZE | {"help": "query heads"},
+        "kv_heads": _SIZE | {"help": "key and value heads; must divide --q-heads"},
+        "head_dim": _SIZE | {"help": "elements of a head"},
+        "v_head_dim": _SIZE | {"help": "elements of a head of v, if fewer than --head-dim (default: the same)"},
         "causal": _FLAG | {"help": "no query sees a later key"},
         "window_left": _BOUND | {"help": "how many keys before its own a query sees (default -1: all)"},
         "window_right": _BOUND | {"help": "how many keys after its own a query sees (default -1: all)"},
         "align": {
             "choices": ("bottom_right", "top_left"),
-            "help": "which query and key share a position: the last ones (default) or the first ones",
+            "help": "which query and key share a position: the last of each (bottom_right, default) or the first of each",
         },
-        "lengths": _FLAG | {"help": "each sequence has its own numbers of tokens"},
-        "segments": _FLAG | {"help": "packed sequences: a query sees the keys of its own segment only"},
+        "lengths": _FLAG | {"help": "each sequence has its own length"},
+        "segments": _FLAG | {"help": "packed sequences (segment ids): a query sees only keys of its own segment"},
         "soft_cap": _FLAG | {"help": "scores go through cap * tanh(score / cap)"},
-        "soft_cap_after_bias": _FLAG | {"help": "the bias is added before, not after"},
-        "sinks": _FLAG | {"help": "each query head has a logit that joins its softmax's sums, as a key without a value"},
-        "page_size": _SIZE | {"help": "tokens of a page of keys and values: 16, 32, 64, 128 or 256 (default: no pages)"},
-        "deterministic": _FLAG | {"help": "backward: gradients are bitwise equal from run to run"},
-        "bias_grad": _FLAG | {"help": "backward: the gradient of the bias too"},
+        "soft_cap_after_bias": _FLAG | {"help": "with --soft-cap: the bias is added before the cap, not after it"},
+        "sinks": _FLAG | {"help": "attention sinks: each query head has one more logit in its softmax's sum"},
+        "page_size": _SIZE | {"help": "paged KV cache: tokens of a page, 16, 32, 64, 128 or 256 (default: no pages)"},
+        "deterministic": _FLAG | {"help": "backward: gradients have the same bits in every run"},
+        "bias_grad": _FLAG | {"help": "backward: also compute the gradient of the bias"},
     },
     "cross_entropy (--dtype also f32, --gradient too), rms_norm (--gradient and --residual too), embedding": {
-        "rows": _SIZE | {"help": "rows of the logits, or of x: tokens"},
-        "vocabulary": _SIZE | {"help": "columns of the logits; rows of an embedding"},
-        "width": _SIZE | {"help": "columns of x, or of an embedding"},
+        "rows": _SIZE | {"help": "rows of the logits or of x (tokens)"},
+        "vocabulary": _SIZE | {"help": "columns of the logits; rows of the embedding table"},
+        "width": _SIZE | {"help": "columns of x or of the embedding table"},
     },
     "rotary (--rows, --kv-heads, --head-dim and --gradient too)": {
-        "positions": _SIZE | {"help": "tokens of a sequence, of which the rows are one or more"},
-        "heads": _SIZE | {"help": "heads of the queries"},
+        "positions": _SIZE | {"help": "tokens of a sequence; --rows is a multiple of it"},
+        "heads": _SIZE | {"help": "query heads"},
     },
     "quantize (--rows too, --dtype also f32)": {
         "columns": _SIZE | {"help": "columns of the array"},
-        "to": {"type": dtype, "metavar": "DTYPE", "help": "of the values: f8e4m3 (default) or f8e5m2"},
+        "to": {"type": dtype, "metavar": "DTYPE", "help": "dtype of the result: f8e4m3 (default) or f8e5m2"},
         "of": {
             "choices": ("array", "gate", "gate_gradient"),
-            "help": "what is quantized: an array (default), or silu(gate) up",
+            "help": "what to quantize: an array (default), silu(gate) * up, or its gradients",
         },
         "scheme": {
             "choices": ("tensor", "row", "block", "square"),
-            "help": "what of the values shares a scale (default tensor): all; a row; blocks of 1 x 128, or of 128 x 128",
+            "help": "what shares a scale: the tensor (default), a row, a block of 1 x 128, or a square of 128 x 128",
         },
-        "scheme_t": {"choices": ("tensor", "row", "block", "square"), "help": "and of the transposed values"},
-        "amax": {"choices": ("none", "also", "only"), "help": "whether the largest absolute value is found (default none)"},
+        "scheme_t": {"choices": ("tensor", "row", "block", "square"), "help": "the same for the transposed copy"},
+        "amax": {
+            "choices": ("none", "also", "only"),
+            "help": "compute the largest absolute value: no (default), also, or nothing else",
+        },
     },
     "all_reduce, reduce_scatter, all_gather": {
         "size": _SIZE | {"help": "elements of the payload on each GPU"},
         "devices": _SIZE | {"help": "how many GPUs"},
-        "reduction": {"choices": ("add", "min", "max"), "help": "default add"},
+        "reduction": {"choices": ("add", "min", "max"), "help": "how to combine the GPUs' values (default add)"},
         "transport": {
             "choices": ("peer", "multimem"),
-            "help": "peer (default): GPUs access each other's memory over NVLink; multimem: the switch reduces and copies",
+            "help": "peer (default): GPUs access each other's memory over NVLink; multimem: the NVLink switch adds and copies",
         },
     },
 }
@@ -333,24 +333,26 @@ def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every
         group.add_argument(
             "--suite",
             metavar="NAME",
-            help=f"all problems of a model ({', '.join(MODELS)}), or a list of problems of an op ({suites})",
+            help=f"all problems of a model ({', '.join(MODELS)}), or a named list of problems of an op ({suites})",
         )
         group.add_argument(
             "--tokens",
             type=positive_ints,
             metavar="N,N",
-            help="with a model: its numbers of tokens, e.g. 1,16,4096 (default: the op's list of that name, else "
-            "128,256,4096); from 128 tokens on, attention is over one causal sequence",
+            help="with --suite MODEL: numbers of tokens, e.g. 1,16,4096 (default: the op's list of that name, else "
+            "128,256,4096); attention is over one causal sequence, from 128 tokens on",
         )
     if every_op:
-        group.add_argument("--grad", action="store_true", help="with a model: also the problems of the backward pass")
-        group.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the file of `mgpu-tune capture --output`")
+        group.add_argument("--grad", action="store_true", help="with --suite MODEL: also the problems of the backward pass")
+        group.add_argument(
+            "--from", dest="file", type=Path, metavar="FILE", help="tune the problems of a file of `mgpu-tune capture --output`"
+        )
     if many:
         group.add_argument(
             "--bytes",
             type=byte_sizes,
             metavar="A:B",
-            help="of a collective, with --devices: payloads from A to B, each four times as large, e.g. 1KiB:256MiB",
+            help="collectives, with --devices: payloads from A to B, each four times the last, e.g. 1KiB:256MiB",
         )
     for title, fields in FIELD_GROUPS.items():
         group = parser.add_argument_group(title)

@@ -32,7 +32,7 @@ def register(commands: Any) -> None:
         mgpu-tune retune --stale --workers all               # on every GPU of this machine
         mgpu-tune retune all_reduce --stale                  # a collective, on as many GPUs as its problems take: name it alone
         mgpu-tune retune --database tuned.json --trials 64   # every problem of the file
-        mgpu-tune retune --stale --gpu h200   # no such GPU here: by its model
+        mgpu-tune retune --stale --gpu h200   # no such GPU here: by the cost model
         """,
         needs=("optuna", "rich"),
     )

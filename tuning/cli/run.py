@@ -44,7 +44,7 @@ def register(commands: Any) -> None:
         mgpu-tune run matmul --suite sustained --objective sustained    # where the power cap decides
         mgpu-tune run matmul --suite llm --target 1.05 --sampler gp     # until it is 5 % faster than XLA
         mgpu-tune run --suite llama3-8b --storage postgresql://tuner@db.example/studies --queue   # for `mgpu-tune worker`
-        mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no such GPU here: by its model
+        mgpu-tune run matmul --m 8192 --n 8192 --k 8192 --gpu h100-sxm   # no such GPU here: by the cost model
         """,
         needs=("optuna", "rich"),
     )
@@ -65,7 +65,11 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         help="candidates to try for each problem (default 32; with --sampler brute, all there are)",
     )
     parser.add_argument(
-        "--budget", type=seconds, default=math.inf, metavar="TIME", help="for each problem, e.g. 60s, 2m (default: no limit)"
+        "--budget",
+        type=seconds,
+        default=math.inf,
+        metavar="TIME",
+        help="time for each problem, e.g. 60s, 2m (default: no limit)",
     )
     parser.add_argument(
         "--target",
@@ -80,8 +84,8 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=OBJECTIVES,
         default="burst",
-        help="what to be the fastest at: single calls (burst, default), or calls without pause at the clock that the power cap "
-        "leaves (sustained: also stores the entry of bursts; calls take it with MGPU_OPS_OBJECTIVE=sustained)",
+        help="what to optimize: the time of single calls (burst, default), or of calls without pause, at the clock that the "
+        "power cap leaves (sustained; stores both entries, and calls use the second with MGPU_OPS_OBJECTIVE=sustained)",
     )
     parser.add_argument(
         "--turn",
@@ -93,8 +97,8 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
     workers_argument(parser)
     storage_argument(parser, otherwise="a journal file of your own, from which a tuner that was killed goes on")
     parser.add_argument("--fresh", action="store_true", help="do not go on from an unfinished run: measure everything again")
-    parser.add_argument("--seed", type=seed, default=0, help="of the inputs and of the search (default 0)")
-    parser.add_argument("--gpu", help="tune for this GPU, by its model unless it is the one here: h200, h100-sxm ...")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the inputs and of the search (default 0)")
+    parser.add_argument("--gpu", help="tune for this GPU: h200, h100-sxm ...; if it is not the one here, by the cost model")
 
 
 def _share(text: str) -> float:

@@ -17,27 +17,32 @@ OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 # Command, which is also its module -> what it does. Only the module that is asked for loads, so that `--help` answers at once.
 COMMANDS = {
-    "run": "tune one problem, or a suite of them, and store the best configs",
-    "worker": "tune the problems that `mgpu-tune run --queue` put into a storage, together with workers on other hosts",
-    "proxy": "serve a database of trials to workers over gRPC, on this machine alone unless told otherwise",
-    "dashboard": "show the trials in a browser (optuna-dashboard), on this machine alone unless told otherwise",
-    "capture": "list the problems that a function of yours would run, and how often, without running it",
-    "compile": "compile the kernels that a function of yours would run, and the function, for a GPU that need not be here",
-    "show": "list the tuned problems of a GPU",
+    # tune a program
+    "demo": "a tour on any machine: tune one matmul, store its config, call it, print its error",
+    "capture": "list the problems that your function would run, and how often, without running it",
+    "run": "tune one problem, or many, and store the best configs",
     "which": "show which config a call would use, and why",
-    "validate": "check database files: schema, fields, and whether every config can run",
-    "check-in": "check a folder of databases before others get it: where files lie, faults, and the evidence of each entry",
-    "merge": "join databases of several machines, and keep the fastest measured entry of each problem",
-    "diff": "list what differs between two databases: entries added, removed or changed, and their times",
-    "export": "write tuned configs: a directory for MGPU_OPS_CONFIG_PATH, or one table",
-    "retune": "tune again what was tuned with another jax or kernel version",
+    "show": "list the tuned problems of a GPU",
+    # measure and look
+    "bench": "time an op beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
+    "profile": "record what a kernel's warpgroups do over time: a picture, and a trace for Perfetto (needs a Hopper GPU)",
+    "compile": "compile the kernels that your function would run, and the function, for a GPU that need not be here",
     "plot": "draw pictures of searches, tuned problems and benchmarks, as PNG and SVG",
     "report": "write one HTML page: what is tuned, what failed, and pictures",
-    "bench": "time an op beside other implementations; writes a CSV file and a picture (needs a Hopper GPU)",
-    "profile": "record what the warpgroups of a kernel do over time: a picture, and a trace for Perfetto (needs a Hopper GPU)",
+    # databases
+    "export": "write tuned configs to a directory for MGPU_OPS_CONFIG_PATH, or to one table",
+    "merge": "join databases, and keep the fastest measured entry of each problem",
+    "diff": "list what differs between two databases: entries added, removed or changed, and their times",
+    "validate": "check database files: schema, fields, and whether every config can run",
+    "check-in": "check a folder of databases before you share it: where files lie, faults, and the evidence of each entry",
+    "retune": "tune again what was tuned with another jax or kernel version",
+    # many hosts
+    "worker": "tune the problems that `mgpu-tune run --queue` put into a storage, together with workers on other hosts",
+    "proxy": "serve a storage to workers over gRPC, to this machine only unless told otherwise",
+    "dashboard": "show trials in a browser (optuna-dashboard), to this machine only unless told otherwise",
+    # develop the tuner
     "sweep": "measure every config of a grid, with raw samples, for `replay` (needs a Hopper GPU)",
     "replay": "run searches on recorded sweeps, without a GPU, and show how far from the optimum each sampler ends",
-    "demo": "a tour on any machine: tune one matmul, store its config, call it, print its error",
 }
 
 

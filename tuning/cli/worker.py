@@ -43,7 +43,7 @@ def register(commands: Any) -> None:
         metavar="TIME",
         help="wait so long for new problems once the queue is empty (default: do not wait)",
     )
-    parser.add_argument("--gpu", help="tune for this GPU, by its model unless it is the one here: h200, h100-sxm ...")
+    parser.add_argument("--gpu", help="tune for this GPU: h200, h100-sxm ...; if it is not the one here, by the cost model")
     parser.add_argument(
         "--database",
         type=Path,
