@@ -2,7 +2,7 @@
 
 All blocks must be on the GPU at one time: a launch has as many as the GPU has SMs, at most, each of which takes an SM's shared
 memory. Or each waits for blocks of lower numbers alone: the GPU starts blocks in the order of their numbers. Of the first kind
-only one launch may run at a time, as two would keep each other's blocks out: XLA runs the kernels of a GPU one after the other.
+only one launch may run at a time, as two would keep each other's blocks out: by default XLA runs kernels one after the other.
 Counters begin at 0. A counter is an int32 ref [1]. The interpreter runs a block after the other and waits for none.
 
 Sources: PTX ISA, "memory consistency model": barriers of a block pass on what a release or acquire of one thread orders.
