@@ -67,7 +67,7 @@ def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int
     if p.scales == "row":
         found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
     if p.scales == "block":
-        found += scales_for_tma(extra["scale_a"], extra["scale_b"], rows[1])
+        found += scales_for_tma(extra["scale_a"], extra["scale_b"], c.tile_n if work.transposed else c.tile_m)
     if p.normalised:
         found.append(extra["epsilon"])
     if p.bias:

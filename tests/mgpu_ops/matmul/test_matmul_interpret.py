@@ -296,6 +296,11 @@ CASES = {
         of_8_bits(200, 448, 272, "block", "float32"),
         replace(WIDE_8, cluster="n", wg_dimension="n", epilogue_tile_n=32),
     ),
+    "blocks, cluster along m": (of_8_bits(330, 136, 272, "block"), replace(WIDE_8, cluster="m")),
+    "blocks, transposed, cluster along m": (
+        of_8_bits(40, 136, 272, "block"),
+        replace(FEW_ROWS_8, tile_m=16, cluster="m"),
+    ),
     "blocks, parts of k, a batch": (of_8_bits(72, 136, 656, "block", batch=2), replace(ONE_8, split_k=4, epilogue_tile_n=32)),
     "blocks, two blocks share k": (of_8_bits(72, 136, 656, "block"), replace(ONE_8, split_k=2, cluster="k")),
     "blocks, two of k a step, epilogue": (of_8_bits(200, 136, 640, "block", **ALL), replace(ONE, tile_k=256)),
