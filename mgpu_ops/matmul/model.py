@@ -327,8 +327,9 @@ def _ranked(problem: Problem, gpu: Gpu, most: int | None = None) -> list[tuple[f
     if reason is not None:
         raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
     ranked = list(itertools.islice(_best_of_each(problem, gpu), most))
-    ahead = [deepest(problem, config, gpu) for config in _ahead(problem, [config for _, config in ranked], gpu)]
-    ranked += [(cost(problem, config, gpu), config) for config in ahead if config is not None]
+    known = [config for _, config in ranked]
+    ahead = (deepest(problem, config, gpu) for config in _ahead(problem, known, gpu))
+    ranked += [(cost(problem, config, gpu), config) for config in ahead if config is not None and config not in known]
     return sorted(ranked, key=lambda pair: pair[0])
 
 

@@ -250,3 +250,9 @@ def test_the_parts_of_k_that_xla_makes_are_those_of_its_compiled_programs():
     wrong = [one for one in programs if xla.split_k(Problem(**one["problem"]), H200) != one["parts"]]
     assert wrong == []
     assert {one["parts"] for one in programs} >= {1, 2, 4, 8, 16, 32, 64}
+
+
+@pytest.mark.parametrize("p", [Problem(1032, 1536, 24576, bias=True), P])
+def test_no_candidate_comes_twice(p):
+    found = SPEC.candidates(p, H200)
+    assert len(set(found)) == len(found)
