@@ -472,14 +472,15 @@ def _add_up(
             shares.append(weights if factor is None else [weight * factor for weight in weights])
             log_sums.append((at, log_sum))
         layout = plgpu.Layout.WG_STRIDED((_COLUMNS,), vec_size=1)
+        first = plgpu.broadcasted_iota(jnp.int32, (_COLUMNS,), 0, layout=layout) < p.head_dim
         total: Any = 0.0
         for part in range(parts):
             share = shares[0][part]
             if len(shares) > 1:
-                first = plgpu.broadcasted_iota(jnp.int32, (_COLUMNS,), 0, layout=layout) < p.head_dim
                 share = jnp.where(first, share, shares[1][part])
-            total += plgpu.load(outs.at[pl.ds(part * size + start, _COLUMNS)], layout=layout, optimized=False) * share
-        out[pl.ds(start, _COLUMNS)] = total.astype(out.dtype)
+            total += plgpu.load(outs.at[pl.ds(part * size + start, _COLUMNS)], optimized=False) * share
+        # Given to the sum alone: Mosaic's search for layouts, which calls itself, would go deeper with each load that has one.
+        out[pl.ds(start, _COLUMNS)] = plgpu.layout_cast(total, layout).astype(out.dtype)
         for at, log_sum in log_sums:
             lse[at] = log_sum
 
