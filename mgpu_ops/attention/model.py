@@ -29,6 +29,7 @@ from mgpu_ops.attention.problem import (
     blocks_of_an_sm,
     check,
     check_backward,
+    least_splits,
     masks_all,
     padded,
     split_stages,
@@ -124,11 +125,16 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 
 def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
-    """Powers of two, and what gives each SM one, two or three blocks; no more than there are kv blocks of 64 keys."""
+    """Powers of two, and what gives each SM one, two or three blocks; no more than there are kv blocks of 64 keys.
+
+    Or more, where tables of pages do not fit otherwise.
+    """
     p = problem
     tiles = p.batch * p.kv_heads * math.ceil(p.q_tokens * (p.q_heads // p.kv_heads) / ROWS)
     found = {1, 2, 4, 8, 16, 32, *(blocks * gpu.sms // tiles for blocks in (1, 2, 3))}
-    return tuple(sorted(n for n in found if 1 <= n <= min(MAX_SPLITS, math.ceil(p.kv_tokens / 64))))
+    splits = sorted(n for n in found if 1 <= n <= min(MAX_SPLITS, math.ceil(p.kv_tokens / 64)))
+    least = least_splits(p, gpu) or 1
+    return (*splits, least) if least > splits[-1] else tuple(splits)
 
 
 def splits_keys_by_default(problem: Problem) -> bool:

@@ -311,7 +311,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
     if p.soft_cap_after_bias and not (p.soft_cap and p.bias != "none"):
         return f"soft_cap_after_bias is for a soft cap and a bias, not soft_cap={p.soft_cap} and bias={p.bias!r}: leave it out"
-    if p.page_size and (reason := _supports_pages(p)):
+    if p.page_size and (reason := _supports_pages(p, gpu)):
         return reason
     rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), 0 if p.page_size else p.kv_tokens)
     if rows > MAX_ROWS:
@@ -329,7 +329,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def _supports_pages(p: Problem) -> str | None:
+def _supports_pages(p: Problem, gpu: Gpu) -> str | None:
     """Why no config can run a problem with pages, or None. Rows of a pool are counted where it is known: `Arguments`."""
     if p.page_size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
@@ -341,7 +341,14 @@ def _supports_pages(p: Problem) -> str | None:
         )
     if p.v_head_dim:
         return f"v_head_dim={p.v_head_dim} must be 0 with pages, as padding would copy them: pad values to {p.head_dim} columns"
-    return splits_keys(p)
+    if reason := splits_keys(p):
+        return reason
+    if least_splits(p, gpu) is None:
+        return (
+            f"kv_tokens={p.kv_tokens} in pages of page_size={p.page_size}: the table is more than thread blocks can keep in "
+            "shared memory; make larger pages, gather them, or use backend='xla'"
+        )
+    return None
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -433,6 +440,16 @@ def splits_keys(problem: Problem) -> str | None:
     if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) > MAX_SIZE:
         return f"the output of {p.batch} batch entries has more elements than {what} counts in 32 bits: {way_out}"
     return None
+
+
+def least_splits(problem: Problem, gpu: Gpu) -> int | None:
+    """Over how many thread blocks the keys of a head are split at least, a power of two; None where no config does.
+
+    One, but where pages are so many that the table of a block's share does not fit into shared memory.
+    """
+    powers = (2**i for i in range(MAX_SPLITS.bit_length()))
+    smallest = (Config(tile_kv=64, max_concurrent_steps=2, kv_splits=n, kv_cluster=min(n, 8), **ONE_WARPGROUP) for n in powers)
+    return next((config.kv_splits for config in smallest if _check_split(problem, config, gpu) is None), None)
 
 
 def page_indices(problem: Problem, config: Config) -> int:

@@ -64,6 +64,10 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if reason := supports_work(problem, problem.batch, gpu, "the batch"):
         return reason
     p = multiplied(problem, 8)
+    terms = len(products(problem)) * p.k
+    if terms > MAX_SIZE:
+        what = f"the {len(products(problem))} products of algorithm={problem.algorithm!r}"
+        return f"k={problem.k} in {what} is more than {MAX_SIZE} in all: split k, or use backend='xla'"
     a_t, b_t = transposed(p)
     rows = {  # what holds the row -> (the dimension along it, its length, bytes per element)
         "a": ("m" if a_t else "k", p.m if a_t else p.k, itemsize_of(p.dtype)),

@@ -96,6 +96,10 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"heads={p.heads} of head_dim={p.head_dim} are no multiple of {_ALIGNED} numbers: use backend='xla'"
     if not heads_at_once(p):
         return f"{p.heads + p.kv_heads} heads of q and k cannot be rotated in equal groups: use backend='xla'"
+    least = smem_bytes(p, Config(blocks=1, stages=min(SPACE["stages"])))
+    if least > gpu.smem_per_block:
+        what = f"{min(SPACE['stages'])} rows of {sum(p.parts)} heads of head_dim={p.head_dim}"
+        return f"{what} take {least} bytes of shared memory, more than {gpu.smem_per_block}: use backend='xla'"
     return None
 
 

@@ -204,6 +204,7 @@ def test_error_names_the_value_the_rule_and_the_way_out(given: Any, options: Any
         (P(64, 64, 2, 1, 64), C(1, 3), "3 heads of q and k cannot be rotated in equal groups"),
         (P(64, 64, 9, 3, 64), C(1, 3), "heads=9 of head_dim=64 are no multiple of 128 numbers"),
         (P(64, 64, 256, 8, 64), C(1, 3), "272 heads of q, k and v are more than 256"),
+        (P(64, 64, 112, 16, 256), C(1, 3), "3 rows of 144 heads of head_dim=256 take 233496 bytes of shared memory, more than"),
         (P(64, 64, 4, 4, 64, "float32"), C(1, 3), "float32"),
     ],
     ids=str,

@@ -226,6 +226,7 @@ def test_a_pool_of_more_rows_than_the_kernel_counts():
         ({"q_tokens": 65}, "is for 256 query tokens times query heads of a head of keys, not 260: gather the pages"),
         ({"v_head_dim": 32}, "v_head_dim=32 must be 0 with pages, as padding would copy them: pad values to 64 columns"),
         ({"dtype": "float32"}, "dtype float32 is not one of"),
+        ({"kv_tokens": 2**28, "page_size": 16}, "the table is more than thread blocks can keep in shared memory; make larger"),
     ],
 )
 def test_problems_that_no_kernel_runs_say_why(changes, reason):
@@ -244,6 +245,13 @@ def test_configs_that_cannot_read_pages_say_why():
     long = replace(BASE, kv_tokens=2**20, page_size=16)
     assert "of which the table of pages takes 263168: or split keys over more blocks" in FORWARD.check(long, ONE, H200)
     assert FORWARD.check(long, replace(ONE, kv_splits=32), H200) is None
+
+
+def test_keys_are_split_until_the_table_of_a_share_fits():
+    long = P(32, 1, 2**26, 64, 8, 128, page_size=16)
+    config = FORWARD.default(long, H200)
+    assert FORWARD.check(long, config, H200) is None
+    assert config.kv_splits == 128
 
 
 # --- what a share of the table and of the keys is
