@@ -8,7 +8,8 @@
 The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
 library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
 bfloat16, and the optimizer's are float32. Those of decoding (`SERVING`) are "xla", "mgpu_ops" in 16 bits, and "int8", whose
-layers have weights of 8 bits. In decoding rotary embeddings are left to XLA's fusions.
+layers have weights of 8 bits. In decoding, ours apply rotary
+embeddings and update the cache in one kernel.
 
 A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
 Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.

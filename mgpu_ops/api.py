@@ -117,7 +117,7 @@ def use_configs(configs: Mapping[str, Any] | AnyPath) -> AbstractContextManager[
     (`Baseline.differs`). A jitted function is traced again where the configs differ. A backward pass that JAX traces after the
     block does not see them.
 
-    ValueError for an op that there is not, TypeError for what is no config; a config that cannot run raises at the call.
+    Raises ValueError for an unknown op, TypeError for what is no config; a config that cannot run raises at the call.
     """
     from mgpu_ops.registry import resolution
 

@@ -56,7 +56,7 @@ def moe(
     spread: Spread = "random",
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """The experts' part of a layer: out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]).
+    """A mixture-of-experts layer: out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]).
 
     expert_e(x) = (activation(x w_gate[e]) * (x w_up[e])) w_down[e], and the weights are those of `moe_route`. No
     token is dropped, however uneven the routing.
@@ -156,6 +156,9 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
       experts: [tokens, top_k] integers. One outside of 0 to num_experts - 1 names no expert: its row comes after all groups.
       num_experts: how many experts there are.
 
+    Returns:
+      A `MoeDispatch`: rows, group_sizes, order and positions.
+
     The sort is stable, and the gradient of x is a sum of top_k rows in float32, in the order of `experts`: no scatter-add.
 
     Raises ValueError for shapes that do not fit each other, and TypeError for experts or num_experts that are no integers.
@@ -228,7 +231,10 @@ def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_
       order, positions: as `moe_dispatch` gives them.
       out_dtype: of the result; by default that of rows.
 
-    Added in float32 or wider, in the order of j: the same rows give the same bits. Its gradient is a gather.
+    Returns:
+      [tokens, d] of out_dtype, added in float32 or wider, in the order of j: the same rows give the same bits.
+
+    The gradient of rows is a gather.
 
     Raises ValueError for shapes that do not fit each other, and TypeError for floats or integers expected and not found.
     """

@@ -146,10 +146,10 @@ def flash_attention(
         gradient is -sum over rows of exp(sinks[n] - lse) (out . gradient of out - gradient of lse), in float32.
       page_table: integers [batch, pages of a sequence] (or without batch): k and v are then pools of pages, [pages, page_size,
         kv_heads, head_dim] each, and key s of entry b is token s % page_size of page page_table[b, s // page_size]; kv_lengths
-        says how many keys an entry has. The table's entries for pages behind a length, and those pages, have no say, whatever
+        says how many keys an entry has. The table's entries for pages past a length, and those pages, are ignored, whatever
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
         64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
-        bias, mask and segments; what else there is runs through XLA, which gathers the pages. There is no gradient.
+        bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
         row that sees nothing its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
@@ -162,7 +162,7 @@ def flash_attention(
     Returns:
       [batch, q_tokens, q_heads, v_head_dim] of q's dtype: zeros, with zero gradients, for a row that sees nothing. Scores below
       -1e30 count as not visible. A NaN that a row sees shows in its output, its lse (but for a NaN in v) and its gradients.
-      What lengths cut off, and queries, keys and values that segments or a mask hide from all, have no say, NaN or not; any
+      What lengths cut off, and queries, keys and values that segments or a mask hide from all, are ignored, NaN or not; any
       other NaN may also show where it is not seen, as zero times NaN is NaN.
 
     Works under jit, grad (reverse mode), vmap (folded into the batch), scan, jax.checkpoint and shard_map.

@@ -90,7 +90,7 @@ def cross_entropy(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
-        kernel was measured to be the faster for this problem or one near it, otherwise "xla".
+        kernel was measured to be faster for this problem or one near it, otherwise "xla".
 
     Returns:
       The loss of each token, float32 [...] (float64 of float64 logits); with `return_lse` (loss, lse).
@@ -103,6 +103,8 @@ def cross_entropy(
     Raises:
       ValueError: shapes that do not fit each other, an empty vocabulary, an unknown backend, a config that cannot run.
       TypeError: logits that are no floats, labels that are no integers.
+
+    Measurements are in docs/ops/cross_entropy.md.
     """
     x = floats.array("cross_entropy", "logits", logits)
     y = integers.array("labels", labels)

@@ -62,7 +62,7 @@ def embedding(
       backend: of the gradient: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race
         detection; any machine, slow), "xla" (`reference`, a scatter that adds in float32). Default: $MGPU_OPS_BACKEND, else
         "mosaic" where GPU and problem allow it and the kernel ran for such a problem on a GPU (bfloat16, a width that is a
-        multiple of 1024, 4096 tokens and more) or was measured to be the faster. Else XLA: the scatter that JAX itself has
+        multiple of 1024, 4096 tokens and more) or was measured to be faster. Else XLA: the scatter that JAX itself has
         for table[tokens], which rounds each sum, where the kernel could run, otherwise that in float32.
 
     Returns:
@@ -74,6 +74,8 @@ def embedding(
     Raises:
       ValueError: a table of another rank, an empty vocabulary, an unknown backend, a config that cannot run.
       TypeError: a table that holds no floats, tokens that are no integers.
+
+    Measurements are in docs/ops/embedding.md.
     """
     rows, numbers = floats.array("embedding", "table", table), integers.array("tokens", tokens)
     if rows.ndim != 2 or not rows.shape[0]:

@@ -116,7 +116,7 @@ def matmul(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
-        and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
+        and XLA is not known or predicted to be faster, otherwise "xla", and the log says why.
 
     Leading dimensions are those of `jax.numpy.matmul`. Those of a alone are more rows of one product; else they are a batch of
     products in one launch, which all read an operand that has none. Where both operands have some and they differ, they are

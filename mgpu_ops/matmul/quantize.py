@@ -45,7 +45,7 @@ def quantize(
     stay what they are (e4m3 has no infinity: NaN) and count for no scale.
 
     With `transpose`, an x of rank 2 whose sides are multiples of 16 is read once by a kernel that writes both copies; else XLA
-    makes two kernels or more of it. Gradients through it are 8-bit floats' own: train with `fp8_matmul`.
+    makes two kernels or more of it. Gradients through it would be 8-bit floats: train with `fp8_matmul`.
 
     Raises ValueError for an unknown scheme, axis or dtype; TypeError for what is no array of floats.
     """

@@ -63,9 +63,9 @@ def capture(function: Callable[..., Any], gpu: Gpu | str | None = None) -> Calla
     values; all others are passed on as they are. `gpu` defaults to the one in use, else an H200.
 
     Counted are the calls that reach `dispatch.run`: under jit, grad, checkpoint, scan (times its length), vmap, `shard_map`
-    (the shapes that one device sees) and `custom_vjp`. A while loop counts as one turn and a cond as all its branches, which
-    `notes` say. Of a jitted function, what its results do not need is left out, as XLA leaves it out; what runs outside of jit
-    is not.
+    (the shapes that one device sees) and `custom_vjp`. A while loop counts as one iteration and a cond as all its branches,
+    which `notes` say. Of a jitted function, what its results do not need is left out, as XLA leaves it out; what runs outside
+    of jit is not.
 
     Raises what tracing the function raises: it must be one that `jax.jit` could trace.
     """

@@ -93,12 +93,12 @@ def rms_norm(
         through XLA.
       weight: [width], of x's dtype.
       epsilon: a Python number of at least 0.
-      return_x: return also x, for what goes around the norm, as a residual connection does. The gradient that x gets there is
-        then added by the norm's own kernel, in place of another pass over both.
+      return_x: also return x, for a residual connection around the norm. The norm's backward kernel then adds the gradient of
+        that connection, which saves a pass over both.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
-        kernel was measured to be the faster for this problem or one near it, otherwise "xla".
+        kernel was measured to be faster for this problem or one near it, otherwise "xla".
 
     Returns:
       [..., width] of x's dtype; with `return_x` that and x.
@@ -110,6 +110,8 @@ def rms_norm(
       ValueError: shapes or dtypes that do not fit each other, an epsilon below 0 or not finite, an unknown backend, a config
         that cannot run.
       TypeError: not arrays of floats.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467; measurements in docs/ops/rms_norm.md.
     """
     rows, w = floats.array("rms_norm", "x", x), floats.array("rms_norm", "weight", weight)
     if rows.ndim == 0 or w.shape != rows.shape[-1:]:

@@ -112,7 +112,7 @@ def rotary_qkv(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
-        kernel ran for such a problem on a GPU (bfloat16, head_dim 128, 4096 rows and more) or was measured to be the faster,
+        kernel ran for such a problem on a GPU (bfloat16, head_dim 128, 4096 rows and more) or was measured to be faster,
         otherwise "xla".
 
     Returns:
@@ -125,6 +125,8 @@ def rotary_qkv(
     Raises:
       ValueError: shapes that do not fit each other, heads that do not divide, an unknown backend, a config that cannot run.
       TypeError: not arrays of floats.
+
+    Source: Su et al., arXiv:2104.09864; measurements in docs/ops/rotary_qkv.md.
     """
     call = RotaryCall.of(heads, kv_heads, config, backend)
     arrays = mesh.same_mesh_axes(*call.checked("rotary_qkv", qkv, cos, sin))

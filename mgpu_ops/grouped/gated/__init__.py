@@ -113,7 +113,7 @@ def gated_grouped_matmul(
       backend: "mosaic", "interpret" or "xla", as in `grouped_matmul`.
 
     Returns:
-      [m, n] of out_dtype. It is all of that size that the forward pass writes.
+      [m, n] of out_dtype. The forward pass stores nothing else of that size.
 
     Works under jit, grad (reverse mode), vmap (one launch, as `grouped_matmul`), scan, checkpoint and shard_map. The gradient
     keeps lhs and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them the

@@ -90,10 +90,10 @@ def gated_matmul(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
-        and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
+        and XLA is not known or predicted to be faster, otherwise "xla", and the log says why.
 
     Returns:
-      [..., n] of out_dtype. It is all of that size that the forward pass writes.
+      [..., n] of out_dtype. The forward pass stores nothing else of that size.
 
     Works under jit, grad (reverse mode), vmap (one launch where x alone is mapped, else one after the other) and shard_map.
     The gradient keeps x and the weights, and neither gate nor up. A kernel of its own computes both products again, and of them

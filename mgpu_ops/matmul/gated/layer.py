@@ -36,7 +36,7 @@ def gated_mlp(
       w_down: [n, d], of x's dtype.
       activation: "silu", "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
       residual: of x's dtype, and of the result's shape or one that broadcasts to it. Default: none.
-      backend: as in `gated_matmul`, for all kernels. Default: for each what is known or modelled to be faster.
+      backend: as in `gated_matmul`, for all kernels. Default: for each, what is known or predicted to be faster.
 
     Returns:
       [..., d] of x's dtype.

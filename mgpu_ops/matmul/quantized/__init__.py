@@ -80,7 +80,7 @@ def quantized_matmul(
       config: runs the kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
-        and XLA is not known or modelled to be faster, otherwise "xla", and the log says why.
+        and XLA is not known or predicted to be faster, otherwise "xla", and the log says why.
 
     Returns:
       [..., n] of out_dtype. The kernel multiplies w - zero_points, exact in x's dtype, and scales float32 sums over each group.
