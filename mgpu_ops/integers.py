@@ -13,13 +13,24 @@ INT32 = np.iinfo(np.int32)
 
 
 def array(name: str, x: Any) -> Any:
-    """x as a NumPy or JAX array of integers, as wide as it is. TypeError where it holds none."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
-        x = jnp.asarray(x) if traced else np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {x.dtype}: it must hold integers")
-    return x
+    """x as a NumPy or JAX array of integers, as wide as it is. An empty list is of int32. TypeError for what holds none."""
+    found = x if isinstance(x, jax.Array | np.ndarray | np.generic) else _converted(x)
+    if found is None or (not isinstance(found, jax.Array) and found.dtype.kind in "OSU"):
+        shapes = "; jax.eval_shape takes shapes" if isinstance(x, jax.ShapeDtypeStruct) else ""
+        raise TypeError(f"{name} is {x!r:.80}, which is no array of integers{shapes}")
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {found.dtype}: it must hold integers; cast it first")
+    return found
+
+
+def _converted(x: Any) -> Any:
+    """What is no array yet as one, int32 where it is empty. None where it cannot be one."""
+    traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
+    try:
+        found = jnp.asarray(x) if traced else np.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if found.size else found.astype(np.int32)
 
 
 def clipped(x: Any, high: int) -> jax.Array:

@@ -163,7 +163,7 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
 
     Raises ValueError for shapes that do not fit each other, and TypeError for experts or num_experts that are no integers.
     """
-    x = jnp.asarray(x)
+    x = floats.any_array("moe_dispatch", "x", x, "any dtype")
     sizes, order, positions = _sorted(x, experts, num_experts)
     x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
     return MoeDispatch(_rows_of_tokens(x, _tokens(order, positions), positions), sizes, order, positions)
@@ -240,14 +240,14 @@ def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_
     """
     rows = floats.array("moe_combine", "rows", rows)
     order, positions = (jnp.asarray(integers.array(*of)) for of in (("order", order), ("positions", positions)))
-    if rows.ndim != 2 or positions.ndim != 2 or not rows.shape[0] == order.size == positions.size:
+    if (rows.ndim, order.ndim, positions.ndim) != (2, 1, 2) or not rows.shape[0] == order.size == positions.size:
         raise ValueError(
             f"rows{rows.shape}, order{order.shape} and positions{positions.shape}: moe_combine takes [assignments, d], "
             "[assignments] and [tokens, top_k]"
         )
     rows, order, positions = mesh.same_mesh_axes(rows, order, positions)
-    out = _sums_of_rows(rows, _tokens(order, positions), positions)
-    return out.astype(rows.dtype if out_dtype is None else out_dtype)
+    dtype = floats.dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype)
+    return _sums_of_rows(rows, _tokens(order, positions), positions).astype(dtype)
 
 
 def moe_experts(

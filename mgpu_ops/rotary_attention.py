@@ -153,7 +153,7 @@ def _joined(call: _Call) -> Any:
 
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        if all(batched[:-3]) and not any(batched[-3:]):  # more sequences
+        if size and all(batched[:-3]) and not any(batched[-3:]):  # more sequences
             out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-3]), *arrays[-3:])
             return out.reshape(size, -1, *out.shape[1:]), True
         return one_after_the_other(run, batched, arrays), True

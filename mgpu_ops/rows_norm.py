@@ -20,12 +20,15 @@ from mgpu_ops import floats
 _LANES, _MAX_WIDTH = 128, 16384  # threads of a warpgroup, which hold a row in registers
 
 
-def checked_norm(function: str, count: int, rows: ArrayLike, epsilon: float) -> list[jax.Array]:
-    """The rows, and epsilon as [1] float32."""
+def checked_norm(function: str, count: int, rows: ArrayLike | None, epsilon: float) -> list[jax.Array]:
+    """The rows, and epsilon as [1] float32; neither without rows. Raises for what is none, epsilon without rows too."""
+    checked = checked_epsilon("rms_epsilon", epsilon)
+    if rows is None:
+        return []
     found = floats.array(function, "rms_rows", rows)
     if found.ndim != 2 or found.shape[0] != count or not found.shape[1]:
         raise ValueError(f"rms_rows has shape {found.shape}: it must be [rows, width] with {count} rows")
-    return [found, jnp.full((1,), checked_epsilon("rms_epsilon", epsilon), np.float32)]
+    return [found, jnp.full((1,), checked, np.float32)]
 
 
 def checked_epsilon(name: str, epsilon: Any) -> float:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags, integers
+from mgpu_ops import flags, floats, integers
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.registry import dispatch
@@ -158,8 +158,6 @@ class Arguments:
 def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> bool:
     """Raises for q, k and v that do not fit each other; whether they have a batch. paged: k and v are pools of pages."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {x.dtype}: flash_attention takes floats; cast it first")
         if paged and name != "q" and x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}: with a page_table it must be [pages, page_size, kv_heads, head_dim]")
         if x.ndim not in (3, 4) or (x.ndim != q.ndim and not paged):
@@ -293,9 +291,7 @@ def _gathered(k: jax.Array, table: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _checked_sinks(q: jax.Array, sinks: ArrayLike) -> jax.Array:
-    sinks = jnp.asarray(sinks)
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise TypeError(f"sinks have dtype {sinks.dtype}: they must be floats; cast them first")
+    sinks = floats.array("flash_attention", "sinks", sinks)
     _check_shape("sinks", sinks, q.shape[2:3], "[q_heads]")
     return sinks
 
@@ -313,14 +309,14 @@ def _checked_bias(q: jax.Array, k: Array, bias: ArrayLike | None, mask: ArrayLik
         return x.reshape(full)
 
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = floats.any_array("flash_attention", "bias", bias, "floats")
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias has dtype {bias.dtype}: it must hold floats; pass booleans as mask")
         bias = four("bias", bias)
         if bias.dtype.name not in BIASES and bias.dtype != q.dtype:
             bias = bias.astype(jnp.float32)
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = floats.any_array("flash_attention", "mask", mask, "booleans")
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask has dtype {mask.dtype}: it must hold booleans; pass floats as bias")
         dtype = q.dtype if q.dtype.name in BIASES else jnp.float32

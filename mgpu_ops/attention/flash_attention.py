@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags
+from mgpu_ops import flags, floats
 from mgpu_ops.attention import cudnn, cudnn_model, reference
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
 from mgpu_ops.attention.inputs import Inputs
@@ -174,7 +174,7 @@ def flash_attention(
 
     Source: Dao (arXiv 2307.08691), Shah et al. (arXiv 2407.08608); measurements in docs/kernels/flash_attention.md.
     """
-    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    q, k, v = (floats.array("flash_attention", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     batched = check_qkv(q, k, v, page_table is not None)
     if not batched:
         q = q[None]

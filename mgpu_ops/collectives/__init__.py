@@ -19,11 +19,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags
+from mgpu_ops import flags, floats
 from mgpu_ops.collectives import layout, model, rendezvous, topology
 from mgpu_ops.collectives import problem as problems
 from mgpu_ops.collectives.layout import LLMemory
@@ -89,7 +90,7 @@ def all_reduce(
 
     Source: schedules in schedules.py; measurements in docs/kernels/all_reduce.md.
     """
-    x = jnp.asarray(x)
+    x = floats.any_array("all_reduce", "x", x, "numbers")
     call = _call("all_reduce", axis_name, op, transport, config, backend, workspace)
     inner, outer = split(call.axes, across)
     if flags.checked("debug", debug):
@@ -122,7 +123,7 @@ def reduce_scatter(
 
     Args, errors and what it works under as for `all_reduce`; x.shape[dimension] must be a multiple of n.
     """
-    x = jnp.asarray(x)
+    x = floats.any_array("reduce_scatter", "x", x, "numbers")
     call = _call("reduce_scatter", axis_name, op, transport, config, backend, workspace)
     n = call.devices
     dimension = _dimension("reduce_scatter", x, dimension)
@@ -151,7 +152,7 @@ def all_gather(
 
     Args, errors and what it works under as for `all_reduce`.
     """
-    x = jnp.asarray(x)
+    x = floats.any_array("all_gather", "x", x, "numbers")
     call = _call("all_gather", axis_name, "add", transport, config, backend, workspace)
     dimension = _dimension("all_gather", x, dimension)
     if flags.checked("debug", debug):
@@ -211,7 +212,9 @@ def _arrived(call: Call, x: jax.Array) -> tuple[jax.Array, Call]:
 
 
 def _dimension(name: str, x: jax.Array, dimension: int) -> int:
-    """`dimension`, counted from the first one of x. ValueError for one that x has not."""
+    """`dimension`, counted from the first one of x. ValueError for one that x has not, TypeError for no integer."""
+    if isinstance(dimension, bool) or not isinstance(dimension, int | np.integer):
+        raise TypeError(f"dimension={dimension!r:.80} is no integer: {name} works along one of x's {x.ndim} dimensions")
     if not -x.ndim <= dimension < x.ndim:
         raise ValueError(f"dimension={dimension} is none of x{x.shape}: {name} works along one of its {x.ndim} dimensions")
     return dimension % x.ndim

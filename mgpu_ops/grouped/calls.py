@@ -32,10 +32,8 @@ def checked_operands(op: str, *operands: tuple[str, Any, int], mixed: Sequence[s
 
 def checked_out_dtype(out_dtype: DTypeLike | None, dtype: DTypeLike) -> str:
     """The name of `out_dtype`, by default `dtype`. TypeError for one that is no float."""
-    out = jnp.dtype(dtype if out_dtype is None else out_dtype)
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
-    return out.name
+    found: str = floats.dtype("out_dtype", dtype if out_dtype is None else out_dtype).name
+    return found
 
 
 def checked_spread(spread: Spread) -> Spread:
@@ -51,12 +49,9 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: An
     Sizes that are known (NumPy arrays, or JAX arrays outside of jit) are refused when one is negative or their sum exceeds the
     rows. Traced ones are safe whatever they are. matrices: the argument that has `groups` of them.
     """
-    if not hasattr(sizes, "dtype"):
-        sizes = np.asarray(sizes)
+    sizes = integers.array("group_sizes", sizes)
     if sizes.ndim != 1 or not sizes.size:
         raise ValueError(f"group_sizes has shape {sizes.shape}: {op} takes one size per group, [groups], at least one")
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes has dtype {sizes.dtype}: {op} counts rows; cast it to int32")
     if offset is not None and groups is not None and sizes.shape[0] < groups:
         raise ValueError(
             f"group_sizes has {sizes.shape[0]} entries but {matrices} has {groups} groups: with group_offset, {op} takes the "

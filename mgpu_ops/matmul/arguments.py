@@ -43,26 +43,16 @@ def checked_out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, 
     """The dtype of the result: the one asked for, or that of a, if that is of 8 bits a wider one."""
     default = result_dtype(arrays["a"].dtype.name)
     if default == "int32":
-        asked = {_dtype(x).name for x in (out_dtype, preferred) if x is not None}
+        asked = {floats.any_dtype("out_dtype", x).name for x in (out_dtype, preferred) if x is not None}
         if asked == {"int32"} or (not asked and not arrays.keys() - {"a", "b"}):
             return jnp.dtype("int32")
         default = "bfloat16"
     return float_dtype(out_dtype, preferred, default)
 
 
-def _dtype(x: DTypeLike) -> Any:
-    try:
-        return jnp.dtype(x)
-    except TypeError:
-        raise TypeError(f"out_dtype={x!r} is no dtype: name a float's, such as jnp.float32") from None
-
-
 def float_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, dtype: DTypeLike) -> Any:
     """The dtype of the result. Raises for one that is no float, and for two that differ."""
-    named = [_dtype(x) for x in (out_dtype, preferred) if x is not None]
+    named = [floats.any_dtype("out_dtype", x) for x in (out_dtype, preferred) if x is not None]
     if len({*named}) == 2:
         raise ValueError(f"out_dtype={named[0]} and preferred_element_type={named[1]} are one argument: pass one of them")
-    out = named[0] if named else jnp.dtype(dtype)
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"out_dtype {out} is not a float: cast the result instead")
-    return out
+    return floats.dtype("out_dtype", named[0] if named else dtype)

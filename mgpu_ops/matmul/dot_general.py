@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -112,7 +113,7 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, out_dtype: Any) -
         return None
     try:
         algorithm = algorithm_of(precision, types[0].dtype.name)
-        contracted, batched = (tuple(tuple(int(d) for d in side) for side in pair) for pair in numbers)
+        contracted, batched = (tuple(tuple(operator.index(d) for d in side) for side in pair) for pair in numbers)
         if len(contracted[0]) == len(contracted[1]):  # in which order they are summed up is no matter
             contracted = tuple(zip(*sorted(zip(*contracted, strict=True)), strict=True)) or contracted
         a, b = (_side(x.shape, c, d) for x, c, d in zip(types, contracted, batched, strict=True))

@@ -122,8 +122,8 @@ def fp8_matmul(
       ValueError: shapes or dtypes that do not fit, an unknown scheme or backend, a state with a scheme other than "tensor".
       TypeError: not arrays of floats, or a state that is none.
     """
-    arrays = {"x": x, "w": w, "bias": bias, "residual": residual}
-    found = {name: floats.array("fp8_matmul", name, value) for name, value in arrays.items() if value is not None}
+    arrays = {"x": x, "w": w} | {name: y for name, y in (("bias", bias), ("residual", residual)) if y is not None}
+    found = {name: floats.array("fp8_matmul", name, value) for name, value in arrays.items()}
     transpose_b = flags.checked("transpose_b", transpose_b)
     _check(found["x"], found["w"], scheme, transpose_b)
     state = _checked_state(state, scheme)

@@ -112,18 +112,19 @@ def quantized_grouped_matmul(
     if rows.ndim != 2 or weights.ndim != 3:
         raise ValueError(f"lhs has shape {rows.shape} and rhs {weights.shape}: {op} takes ranks 2 and 3; use jax.vmap")
     groups, *sides = weights.shape
+    transpose_rhs = flags.checked("transpose_rhs", transpose_rhs)
     k, n = sides[::-1] if transpose_rhs else sides
     if rows.shape[1] != k:
         raise ValueError(
             f"lhs{rows.shape} and rhs{weights.shape} differ in k: {rows.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
         )
     sizes = checked_sizes(op, group_sizes, groups, rows.shape[0], group_offset)
-    arrays = [of_groups] if zero_points is None else [of_groups, checked_zero_points(zero_points, of_groups)]
+    arrays = [of_groups] if zero_points is None else [of_groups, checked_zero_points(op, zero_points, of_groups)]
     first, *others = [constant(a.reshape(_scale_shape(of_groups.shape, groups, k, n))) for a in arrays]
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
     call = _Call(
-        transpose_rhs=flags.checked("transpose_rhs", transpose_rhs),
+        transpose_rhs=transpose_rhs,
         out_dtype=float_dtype(out_dtype, None, rows.dtype).name,
         spread=checked_spread(spread),
         config=config,

@@ -167,7 +167,7 @@ def _batchable(call: RotaryCall) -> Any:
         marks = True if call.gradient else (True, True, True)
         if all(batched[:-2]) and not any(batched[-2:]):  # more sequences
             out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-2]), *arrays[-2:])
-            return jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), out), marks
+            return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), out), marks
         return one_after_the_other(run, batched, arrays), marks
 
     run = jax.jit(rotate)

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import floats, integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import limits, mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.registry import dispatch
 from mgpu_ops.rotary import Problem
 from mgpu_ops.rotary import reference as rotary_reference
@@ -90,7 +91,7 @@ def rotary_into_cache(
     if where.shape not in ((batch,), ()):
         raise ValueError(f"positions has shape {where.shape}: it must be [batch] = {(batch,)}, or a scalar")
     where = integers.clipped(where, tokens - 1).reshape(-1)
-    norm = [] if rms_rows is None else checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
+    norm = checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
     call = _Call(dispatch.requested_backend(backend), bool(norm))
     arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm)
     q, k, v = _rotated(call, *arrays)
@@ -141,6 +142,8 @@ def _batchable(call: _Call) -> Any:
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        if not size:
+            return one_after_the_other(rotate, batched, arrays), (True,) * 3
         own, epsilon = arrays[: 6 + call.normalised], arrays[7:]
 
         batch = arrays[0].shape[1 if batched[0] else 0]
@@ -153,7 +156,7 @@ def _batchable(call: _Call) -> Any:
 
         folded = [fold(x, mapped) for x, mapped in zip(own, batched[: len(own)], strict=True)]
         out = rotate(*folded, *epsilon)
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * 3
+        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in out), (True,) * 3
 
     return jax.jit(rotate)
 

@@ -127,6 +127,10 @@ def test_vmap_and_shard_map(assert_near):
     assert_near(jax.grad(lambda table: (f(table, tokens) ** 2).sum())(table), sum(wanted), 1e-6)
 
 
+def test_an_empty_list_of_tokens_has_no_rows():
+    assert embedding(np.ones((3, 2), BF16), []).shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [

@@ -159,6 +159,11 @@ def test_vmap_maps_sequences_and_angles(assert_near):
         assert_near(y, z, 8e-3)
 
 
+def test_a_mapped_axis_of_no_size_has_no_sequences():
+    qkv, (cos, sin) = joined(3)[:0], turns()
+    assert [x.shape[0] for x in jax.vmap(lambda x: ours(x, cos, sin, backend="xla"))(qkv)] == [0, 0, 0]
+
+
 def test_gradient_through_shard_map_over_sequences(assert_near):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, whole = PartitionSpec("x"), PartitionSpec()

@@ -122,6 +122,11 @@ def test_vmap_maps_sequences_and_angles(assert_near):
     assert_near(both, wanted, 2e-2)
 
 
+def test_a_mapped_axis_of_no_size_has_no_gradient():
+    qkv, (cos, sin) = joined(3, 20)[:0], turns(20)
+    assert jax.vmap(jax.grad(lambda x: ours(x, cos, sin).astype(F32).sum()))(qkv).shape == qkv.shape
+
+
 def test_gradient_through_shard_map_over_sequences(assert_near):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, whole = PartitionSpec("x"), PartitionSpec()

@@ -126,6 +126,16 @@ def test_error_names_the_value_and_the_rule(changed, error, message):
         rotary_into_cache(*given)
 
 
+def test_a_mapped_axis_of_no_size_has_no_sequences():
+    found = jax.vmap(rotary_into_cache)(*(jnp.zeros((0, *x.shape), x.dtype) for x in map(jnp.asarray, arrays())))
+    assert [x.shape for x in found] == [(0, *x.shape) for x in rotary_into_cache(*arrays())]
+
+
+def test_an_epsilon_that_is_none_is_refused_without_rows_too():
+    with pytest.raises(ValueError, match="rms_epsilon=-1 must be a finite number of at least 0"):
+        rotary_into_cache(*arrays(), rms_epsilon=-1)
+
+
 def test_what_the_kernel_does_not_take_runs_through_xla_or_says_why(assert_near):
     given = arrays(kv_heads=1, head_dim=64)
     with pytest.raises(ValueError, match=r"backend='interpret' cannot run .*kv_heads \* head_dim = 64 is no multiple of 256"):

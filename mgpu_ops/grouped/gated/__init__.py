@@ -135,6 +135,7 @@ def gated_grouped_matmul(
         raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [groups, k, n], or with transpose_w n, k")
     if w_gate.dtype != w_up.dtype:
         raise ValueError(f"w_gate is {w_gate.dtype} and w_up is {w_up.dtype}: both have one dtype; cast or quantize one")
+    transpose_w = flags.checked("transpose_w", transpose_w)
     k = w_gate.shape[2 if transpose_w else 1]
     if lhs.shape[1] != k:
         raise ValueError(
@@ -149,7 +150,7 @@ def gated_grouped_matmul(
     kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (rows, n, k), w_gate.shape[0])
     call = Call(
         activation=checked_activation(activation),
-        transpose_w=flags.checked("transpose_w", transpose_w),
+        transpose_w=transpose_w,
         out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
         spread=checked_spread(spread),
         config=config,

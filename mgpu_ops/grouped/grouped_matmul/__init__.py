@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
-from mgpu_ops import flags, integers
+from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
@@ -150,6 +150,7 @@ def grouped_matmul(
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
     lhs, rhs = checked_operands("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3), mixed=FLOAT8)
+    transpose_rhs = flags.checked("transpose_rhs", transpose_rhs)
     k, n = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
     if lhs.shape[1] != k:
         raise ValueError(
@@ -159,11 +160,9 @@ def grouped_matmul(
     m = indices["row_indices"].shape[0] if indices else lhs.shape[0]
     sizes = checked_sizes("grouped_matmul", group_sizes, rhs.shape[0], m, group_offset)
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = floats.array("grouped_matmul", "bias", bias)
         if bias.shape != (rhs.shape[0], n):
             raise ValueError(f"bias has shape {bias.shape}: it must be [groups, n] = {(rhs.shape[0], n)}")
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias has dtype {bias.dtype}: grouped_matmul takes floats; cast it first")
         bias = bias.astype(np.promote_types(bias.dtype, np.float32))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
@@ -173,7 +172,7 @@ def grouped_matmul(
         extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, m)
     extra |= indices
     call = Call(
-        transpose_rhs=flags.checked("transpose_rhs", transpose_rhs),
+        transpose_rhs=transpose_rhs,
         out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
         activation=checked_activation(activation),
         spread=checked_spread(spread),

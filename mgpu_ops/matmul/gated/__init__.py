@@ -114,6 +114,7 @@ def gated_matmul(
         if a.ndim != 2 and (name != "x" or a.ndim == 0):
             raise ValueError(f"{name} has shape {a.shape}: gated_matmul takes x[..., k] and weights of rank 2; use jax.vmap")
     rows, *weights = arrays.values()
+    transpose_w = flags.checked("transpose_w", transpose_w)
     k, n = _sides(transpose_w, *weights)
     if rows.shape[-1] != k:
         raise ValueError(
@@ -124,7 +125,7 @@ def gated_matmul(
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
     call = Call(
         checked_activation(activation),
-        flags.checked("transpose_w", transpose_w),
+        transpose_w,
         out.name,
         config,
         dispatch.requested_backend(backend),

@@ -69,11 +69,14 @@ def gated_activation(
         raise ValueError(f"gate_up has shape {x.shape}: it must be [..., 2 n]")
     count = math.prod(x.shape[:-1])
     arrays = [x.reshape(count, x.shape[-1])]
-    if rms_rows is not None:
-        rows = floats.array("gated_activation", "rms_rows", rms_rows)
+    rows = None if rms_rows is None else floats.array("gated_activation", "rms_rows", rms_rows)
+    if rows is not None:
         if rows.shape[:-1] != x.shape[:-1]:
-            raise ValueError(f"rms_rows{rows.shape} and gate_up{x.shape} differ in rows")
-        arrays += checked_norm("gated_activation", count, rows.reshape(count, rows.shape[-1]), rms_epsilon)
+            raise ValueError(
+                f"rms_rows{rows.shape} and gate_up{x.shape} differ in rows: all but the last dimension must be equal"
+            )
+        rows = rows.reshape(count, rows.shape[-1])
+    arrays += checked_norm("gated_activation", count, rows, rms_epsilon)
     call = _Call(checked_activation(activation), dispatch.requested_backend(backend))
     out: jax.Array = _gated(call, *mesh.same_mesh_axes(*arrays))
     return out.reshape(*x.shape[:-1], x.shape[-1] // 2)
@@ -113,7 +116,8 @@ def _batchable(call: _Call) -> Any:
             return x.reshape(-1, x.shape[-1])
 
         rows = [fold(x, mapped) for x, mapped in zip(arrays[:2], batched[:2], strict=True)]
-        return gated(*rows, *arrays[2:]).reshape(size, -1, arrays[0].shape[-1] // 2), True
+        count = arrays[0].shape[1 if batched[0] else 0]
+        return gated(*rows, *arrays[2:]).reshape(size, count, arrays[0].shape[-1] // 2), True
 
     return jax.jit(gated)
 

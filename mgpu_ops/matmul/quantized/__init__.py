@@ -103,15 +103,18 @@ def quantized_matmul(
     of_groups = floats.array("quantized_matmul", "scales", scales)
     if rows.ndim == 0 or weights.ndim != 2:
         raise ValueError(f"x has shape {rows.shape} and w {weights.shape}: they are [..., k] and of rank 2; use jax.vmap")
+    transpose_w = flags.checked("transpose_w", transpose_w)
     k, n = weights.shape[::-1] if transpose_w else weights.shape
     if rows.shape[-1] != k:
         raise ValueError(f"x{rows.shape} and w{weights.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})")
-    arrays = [of_groups] if zero_points is None else [of_groups, checked_zero_points(zero_points, of_groups)]
+    arrays = (
+        [of_groups] if zero_points is None else [of_groups, checked_zero_points("quantized_matmul", zero_points, of_groups)]
+    )
     arrays = [constant(a.reshape(_scale_shape(of_groups.shape, k, n))) for a in arrays]
     out = float_dtype(out_dtype, None, rows.dtype)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
-    call = _Call(flags.checked("transpose_w", transpose_w), out.name, config, dispatch.requested_backend(backend))
+    call = _Call(transpose_w, out.name, config, dispatch.requested_backend(backend))
     m = int(np.prod(rows.shape[:-1], dtype=np.int64))
     flat = mesh.same_mesh_axes(rows.reshape(m, k), weights, *arrays)
     return _quantized(call, *flat).reshape(*rows.shape[:-1], n)
@@ -119,22 +122,16 @@ def quantized_matmul(
 
 def checked_weights(op: str, name: str, w: Any) -> jax.Array:
     """Weights as an array. TypeError, which names op and argument, for what is neither int8 nor int4."""
-    try:
-        weights = jnp.asarray(w)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {w!r:.80}, which is no array: {op} takes int8 or int4") from None
+    weights = floats.any_array(op, name, w, "int8 or int4")
     if weights.dtype.name not in W_DTYPES:
         floats_take = f"mgpu_ops.{op.removeprefix('quantized_')}"
         raise TypeError(f"{name} has dtype {weights.dtype}: {op} takes int8 or int4; {floats_take} takes floats")
     return weights
 
 
-def checked_zero_points(zero_points: Any, scales: jax.Array) -> jax.Array:
+def checked_zero_points(op: str, zero_points: Any, scales: jax.Array) -> jax.Array:
     """Zero points in the scales' dtype. Raises for what are no numbers, or not of the scales' shape."""
-    try:
-        found = jnp.asarray(zero_points)
-    except (TypeError, ValueError):
-        raise TypeError(f"zero_points is {zero_points!r:.80}, which is no array") from None
+    found = floats.any_array(op, "zero_points", zero_points, "numbers")
     if not (jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)):
         raise TypeError(f"zero_points has dtype {found.dtype}: pass integers, or whole numbers as floats")
     if found.shape != scales.shape:

@@ -1081,6 +1081,7 @@ BAD_ARRAYS = {
     "dtype of values": ((Q, K, V.astype(F32)), ValueError, "v has dtype float32 and q bfloat16: cast them to one"),
     "integers": ((Q.astype(int), K, V), TypeError, "q has dtype int32: flash_attention takes floats; cast it first"),
     "booleans": ((Q, K.astype(bool), V), TypeError, "k has dtype bool: flash_attention takes floats; cast it first"),
+    "none": ((None, K, V), TypeError, "q is None, which is no array: flash_attention takes arrays of floats"),
     "complex numbers": ((Q, K, V.astype("complex64")), TypeError, "v has dtype complex64: flash_attention takes floats"),
 }
 
@@ -1107,6 +1108,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kv_lengths": [[1], [2]]}, ValueError, r"kv_lengths has shape \(2, 1\): it must be \[batch\] = \(2,\)"),
     ({"q_lengths": [1.0, 2.0]}, TypeError, "q_lengths has dtype float64: it must hold integers"),
     ({"kv_lengths": [True, False]}, TypeError, "kv_lengths has dtype bool: it must hold integers"),
+    ({"kv_lengths": "all"}, TypeError, "kv_lengths is 'all', which is no array of integers"),
     # segments
     ({"q_segment_ids": IDS_2x7}, ValueError, "q has 7 tokens and k 9: give kv_segment_ids beside q_segment_ids"),
     ({"kv_segment_ids": IDS_2x9}, ValueError, "kv_segment_ids without q_segment_ids: give the queries' segments too"),
@@ -1129,6 +1131,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": np.ones((3, 9))}, ValueError, r"bias has shape \(3, 9\): it must broadcast to .* = \(2, 4, 7, 9\)"),
     ({"bias": np.ones((1, 2, 4, 7, 9))}, ValueError, r"bias has shape \(1, 2, 4, 7, 9\): it must broadcast to"),
     ({"bias": np.ones((7, 9), int)}, TypeError, "bias has dtype int32: it must hold floats; pass booleans as mask"),
+    ({"bias": "alibi"}, TypeError, "bias is 'alibi', which is no array: flash_attention takes arrays of floats"),
+    ({"mask": "causal"}, TypeError, "mask is 'causal', which is no array: flash_attention takes arrays of booleans"),
     ({"bias": np.ones((7, 9), bool)}, TypeError, "bias has dtype bool: it must hold floats; pass booleans as mask"),
     (
         {"mask": np.ones((2, 1, 9, 7), bool)},
@@ -1137,7 +1141,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"mask": np.ones((7, 9))}, TypeError, "mask has dtype float32: it must hold booleans; pass floats as bias"),
     ({"sinks": np.ones(3)}, ValueError, r"sinks has shape \(3,\): it must be \[q_heads\] = \(4,\)"),
-    ({"sinks": np.ones(4, int)}, TypeError, "sinks have dtype int32: they must be floats; cast them first"),
+    ({"sinks": np.ones(4, int)}, TypeError, "sinks has dtype int32: flash_attention takes floats; cast it first"),
     # numbers
     ({"scale": 0}, ValueError, "scale=0 must be a finite number other than 0"),
     ({"scale": "x"}, TypeError, "scale='x' is no number"),

@@ -551,6 +551,8 @@ def test_debug_refuses_a_timeout_that_is_none(value, monkeypatch):
         (lambda x: all_reduce(x, "d", backend="mosaic"), ValueError, "no NVIDIA GPU is in use"),
         (lambda x: reduce_scatter(x, "d"), ValueError, r"x\(5, 6\) has 5 in dimension 0, no multiple of the 2 devices: pad it"),
         (lambda x: reduce_scatter(x, "d", dimension=2), ValueError, r"dimension=2 is none of x\(5, 6\)"),
+        (lambda x: all_gather(x, "d", dimension=0.5), TypeError, "dimension=0.5 is no integer: all_gather works along one of"),
+        (lambda _: all_reduce(None, "d"), TypeError, "x is None, which is no array: all_reduce takes arrays of numbers"),
         (lambda x: all_gather(x, "d", dimension=-3), ValueError, r"dimension=-3 is none of x\(5, 6\)"),
         (
             lambda x: all_reduce(x, "d", backend="interpret", config=dataclasses.replace(CONFIG, chunk=1000)),

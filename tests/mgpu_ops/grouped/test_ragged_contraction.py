@@ -389,7 +389,7 @@ LHS, RHS, TWO = S((8, 16), BF16), S((8, 24), BF16), np.array([3, 5])
         (LHS, S((8, 24), bool), TWO, {}, TypeError, "rhs has dtype bool: ragged_contraction takes floats; cast it first"),
         (LHS, RHS, 8, {}, ValueError, r"group_sizes has shape \(\): ragged_contraction takes one size per group"),
         (LHS, RHS, [], {}, ValueError, r"group_sizes has shape \(0,\).*at least one"),
-        (LHS, RHS, [3.0, 5.0], {}, TypeError, "group_sizes has dtype float64: ragged_contraction counts rows; cast it"),
+        (LHS, RHS, [3.0, 5.0], {}, TypeError, "group_sizes has dtype float64: it must hold integers; cast it"),
         (LHS, RHS, [4, -3], {}, ValueError, r"group_sizes\[1\]=-3 is negative: a group has 0 rows or more"),
         (LHS, RHS, [4, 5], {}, ValueError, "group_sizes sum to 9, more than the 8 rows of lhs"),
         (LHS, RHS, TWO, {"group_offset": 1}, ValueError, "group_offset=1 and num_groups=None: a shard.*takes both"),

@@ -167,6 +167,11 @@ def test_a_named_kernel_that_cannot_run_it_is_refused() -> None:
         dot_general(array(0, 4, 16), array(1, 16, 8), DENSE, backend="cuda")
 
 
+def test_dimensions_that_are_no_integers_are_refused_as_by_jax() -> None:
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        dot_general(array(0, 4, 16), array(1, 16, 8), (((1.0,), (0,)), ((), ())))
+
+
 def test_explicit_sharding_is_left_to_jax() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, PartitionSpec("x", None))

@@ -242,6 +242,7 @@ def test_a_language_model_learns_as_in_bfloat16_with_each_recipe():
         ({"w": normal(0, K + 8, N)}, ValueError, r"differ in k \(transpose_b=False\)"),
         ({"x": normal(0, M, K, dtype=E4M3)}, ValueError, "x is float8_e4m3fn: fp8_matmul quantizes bfloat16, float16, float32"),
         ({"x": jnp.ones((M, K), jnp.int8)}, TypeError, "x has dtype int8: fp8_matmul takes floats"),
+        ({"w": None}, TypeError, "w is None, which is no array: fp8_matmul takes arrays of floats"),
         ({"scheme": "square"}, ValueError, "scheme='square' is not one of tensor, row, block"),
         ({"scheme": "row", "state": Fp8State.init()}, ValueError, "delayed scaling has one scale for each array"),
         ({"state": {}}, TypeError, r"state is \{\}: pass a mgpu_ops.Fp8State"),

@@ -65,6 +65,10 @@ def test_gradients_and_vmap_and_leading_dimensions(assert_near):
         assert_near(y, z, 2e-2)
 
 
+def test_a_mapped_axis_of_no_size_has_no_rows():
+    assert jax.vmap(gated_activation)(jnp.ones((0, 3, 256), BF16)).shape == (0, 3, 128)
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
@@ -88,6 +92,7 @@ def test_gradients_and_vmap_and_leading_dimensions(assert_near):
             TypeError,
             "rms_epsilon=None is no Python number",
         ),
+        (np.ones((4, 8), BF16), {"rms_epsilon": -1}, ValueError, "rms_epsilon=-1 must be a finite number of at least 0"),
         (np.ones((4, 8), BF16), {"activation": "swish"}, ValueError, "activation='swish' is not one of"),
         (np.ones((4, 8), BF16), {"backend": "interpret"}, ValueError, "cannot run .*n=4 is no multiple of 128"),
         (

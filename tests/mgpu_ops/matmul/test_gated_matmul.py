@@ -317,6 +317,7 @@ X, W = np.zeros((8, 16), BF16), np.zeros((16, 24), BF16)
         ((X, W, W.astype(F16)), {}, ValueError, "x is bfloat16 and w_up is float16: cast one with .astype"),
         ((X.astype(int), W, W), {}, TypeError, "x has dtype int.*cast it first"),
         ((X, W, W), {"activation": "swish"}, ValueError, "activation='swish' is not one of none, relu"),
+        ((X, W.T, W.T), {"transpose_w": "yes"}, TypeError, "transpose_w='yes' is neither True nor False"),
         ((X, W, W), {"out_dtype": int}, TypeError, "out_dtype int.* is not a float"),
         ((X, W, W), {"config": {"tile_m": 64}}, TypeError, "pass a mgpu_ops.GatedMatmulConfig"),
         ((X, W[:, :4], W[:, :4]), {"backend": "interpret"}, ValueError, "n=4 needs 16-byte rows of the weights"),

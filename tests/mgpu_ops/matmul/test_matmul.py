@@ -800,6 +800,7 @@ X = jax.ShapeDtypeStruct
             r"bias has shape \(4,\): it must be \[n\] = \(8,\)",
         ),
         (X((8, 8), BF16), X((8, 8), BF16), {"bias": 1.0}, ValueError, r"bias has shape \(\): it must be \[n\] = \(8,\)"),
+        (X((8, 8), BF16), X((8, 8), BF16), {"bias": 2**70}, TypeError, "bias is 118.*, which is no array: matmul takes"),
         (X((8, 8), BF16), X((8, 8), BF16), {"residual": "x"}, TypeError, "residual is 'x', which is no array: matmul takes"),
         (X((8, 8), BF16), X((8, 8), BF16), {"out_dtype": "bf"}, TypeError, "out_dtype='bf' is no dtype: name a float's, such"),
         (X((8, 8), BF16), X((8, 8), BF16), {"bias": np.ones(8, int)}, TypeError, "bias has dtype int.*cast it first"),

@@ -267,6 +267,8 @@ X, W, S = jnp.ones((4, 64), BF16), jnp.ones((64, 24), jnp.int8), jnp.ones((2, 24
         ((X, W, S[:, :8]), {}, ValueError, r"scales has shape \(2, 8\): for k=64 and n=24"),
         ((X, W, jnp.ones((3, 24))), {}, ValueError, r"scales has shape \(3, 24\): .*a size that divides k"),
         ((X, W, S, S[0]), {}, ValueError, r"zero_points has shape \(24,\) and scales \(2, 24\)"),
+        ((X, W, S), {"transpose_w": np.ones(2)}, TypeError, "transpose_w=array.* is neither True nor False"),
+        ((X, W, S, "zero"), {}, TypeError, "zero_points is 'zero', which is no array: quantized_matmul takes"),
         ((X, W, S, S == 1), {}, TypeError, "zero_points has dtype bool"),
         ((X, W, S), {"config": BASE, "backend": "interpret"}, ValueError, "store them once as"),
         ((X, W, S), {"config": {"tile_m": 16}}, TypeError, "pass a mgpu_ops.QuantizedMatmulConfig"),
