@@ -116,6 +116,24 @@ def test_kernel_is_right_and_has_no_race(name, assert_near):
     assert not engine.races_found()
 
 
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [(P(8, 64, 272, zero_points=True), X), (P(8, 64, 256, "int4", 64, True, out_dtype="float32"), X4)],
+    ids=["int8, a tail of k", "int4, groups"],
+)
+def test_what_is_not_finite_stays_in_its_row_and_has_its_sign(problem, config):
+    x, *others = arrays_of(problem)
+    x = x.at[1, 3].set(jnp.inf).at[2, -1].set(-jnp.inf).at[5, 70].set(jnp.nan)
+    with np.errstate(invalid="ignore"):
+        wanted = truth(problem, x, *others)  # an infinity times a weight of 0 is no number
+    out = np.asarray(interpret(problem, config, (x, *others)).astype(F32))
+    finite = np.isfinite(wanted)
+    assert finite.all(axis=1).tolist() == [True, False, False, True, True, False, True, True]
+    assert np.isinf(wanted).any()
+    np.testing.assert_array_equal(out[~finite], wanted[~finite])
+    np.testing.assert_allclose(out[finite], wanted[finite], atol=2e-2)
+
+
 # --- the kernel, compiled
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
