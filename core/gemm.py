@@ -148,6 +148,7 @@ class Storage:
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
     hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and barriers.
     vector: how many float32 numbers are kept beside all of it.
+    reduces: whether numbers are added up along rows, for which Mosaic takes `limits.REDUCTIONS`.
     columns_of_b: of a tile of B, where it has more than tile_n.
     """
 
@@ -161,6 +162,7 @@ class Storage:
     scales: tuple[int, ...] = ()
     hands_out: bool = False
     vector: int = 0
+    reduces: bool = False
     columns_of_b: int = 0
 
     @property
@@ -187,6 +189,8 @@ class Storage:
             barriers += 2 * SLOTS
         if self.vector:
             buffers.append(((self.vector,), 4))
+        if self.reduces:
+            buffers.append(((limits.REDUCTIONS,), 1))
         return limits.block_bytes(buffers, barriers)
 
 

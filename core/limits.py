@@ -137,6 +137,7 @@ def launched_registers(consumers: int, gpu: Gpu, helper_registers: int = 0) -> i
 
 ALIGNMENT = 1024  # Mosaic starts every buffer at a multiple: a 128-byte swizzle repeats every 8 rows of 128 bytes
 BARRIER_BYTES = 8  # an mbarrier is one 64-bit word
+REDUCTIONS = 2048  # bytes that Mosaic takes where a kernel adds up, or looks for the largest, over a warpgroup
 
 Buffer = tuple[tuple[int, ...], int]  # its shape and bytes per element
 

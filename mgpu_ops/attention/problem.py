@@ -286,7 +286,6 @@ ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
 SPLIT_HEAD_DIMS = (64, 128, 256)  # that the kernel with `kv_splits` computes as they are; the others: `heads.HEAD_DIMS`
 MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold where heads are no whole panels
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
-MOSAIC_SCRATCH = 2048  # bytes of shared memory that reductions along rows take
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens: whole swizzle tiles, and such as tiles of keys divide or are divided by
 MAX_WINDOW = 2**30  # keys: beyond, and with an offset added, they are no longer counted in 32 bits
 BIASES = ("none", "bfloat16", "float16", "float32")
@@ -508,7 +507,7 @@ def split_smem_bytes(problem: Problem, config: Config) -> int:
     pages = page_indices(problem, c)
     buffers: list[limits.Buffer] = [((max(keys, inbox),), 1)]
     buffers += [((pages,), 4)] if pages else []
-    buffers += [((ROWS, d), 2), ((MOSAIC_SCRATCH,), 1)]
+    buffers += [((ROWS, d), 2), ((limits.REDUCTIONS,), 1)]
     return limits.block_bytes(buffers, barriers=1 + sum(split_stages(c)) + (1 if pages else 0))
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mgpu_ops.core.choices import outside
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import block_bytes, check_fields, itemsize_of, supports_sizes
+from mgpu_ops.core.limits import REDUCTIONS, block_bytes, check_fields, itemsize_of, supports_sizes
 from mgpu_ops.models import MODELS
 
 LANES = 128  # columns of a part of a row: TMA copies a row as [vocabulary / 128, 128]
@@ -109,10 +109,9 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     buffers = [((c.stages, c.tile), itemsize)]
     if problem.gradient:
         return block_bytes([*buffers, ((2, c.tile), itemsize)], c.stages)
-    return block_bytes(buffers, c.stages) + _REDUCTIONS
+    return block_bytes(buffers, c.stages) + REDUCTIONS
 
 
-_REDUCTIONS = 2048  # bytes that Mosaic takes for sums and maxima over a warpgroup
 _OF_A_BLOCK = 1024  # bytes of an SM's shared memory that the system takes for each block
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------

@@ -397,7 +397,16 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     itemsize = itemsize_of(problem.dtype)
     columns = columns_of_b(problem, config)
     return gemm.Storage(
-        config, buffers, size, received, barriers, itemsize=itemsize, scales=scales, vector=vector, columns_of_b=columns
+        config,
+        buffers,
+        size,
+        received,
+        barriers,
+        itemsize=itemsize,
+        scales=scales,
+        vector=vector,
+        reduces=problem.normalised,
+        columns_of_b=columns,
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mgpu_ops.core.choices import outside
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import WARPGROUP, block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
+from mgpu_ops.core.limits import REDUCTIONS, WARPGROUP, block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
 
 LANES = 128  # columns of a part of a row: TMA copies a row as [width / 128, 128]
 MAX_WIDTH = 8192  # rows, or of the gradient their sum, lie in the registers of one warpgroup
@@ -112,7 +112,6 @@ def _registers(p: Problem) -> int:
     return arrays * p.width // WARPGROUP + 32
 
 
-_REDUCTIONS = 2048  # bytes that Mosaic takes for sums over a warpgroup
 _OF_A_BLOCK = 1024  # bytes of an SM's shared memory that the system takes for each block
 
 
@@ -125,7 +124,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes: the inputs' rows, w, and two rows of the result."""
     p, c, size = problem, config, itemsize_of(problem.dtype)
     rows = [((c.stages, p.width), size)] * inputs_of_a_row(p)
-    return block_bytes([*rows, ((p.width,), size), ((2, p.width), size)], c.stages + 1) + _REDUCTIONS
+    return block_bytes([*rows, ((p.width,), size), ((2, p.width), size)], c.stages + 1) + REDUCTIONS
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------

@@ -58,13 +58,18 @@ CASES = {
     "transposed batch": (MatmulProblem(256, 256, 256, layout="tt", batch=3), BASE),
     "in turn": (MatmulProblem(512, 512, 512, residual=True), replace(BASE, schedule="pingpong")),
     "deferred": (MatmulProblem(512, 512, 512), replace(BASE, schedule="deferred")),
+    "normalised": (MatmulProblem(512, 512, 512, normalised=True), BASE),
+    "normalised, parts of k in a cluster": (
+        MatmulProblem(512, 512, 512, normalised=True),
+        replace(BASE, cluster="k", split_k=2),
+    ),
 }
 
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
-IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch", "in turn", "deferred"]
+IN_ALL = ["two steps", "one warpgroup", "cluster", "short k steps", "transposed batch", "in turn", "deferred", "normalised"]
 
 
 @needs_compiler

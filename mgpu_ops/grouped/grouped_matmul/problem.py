@@ -15,7 +15,16 @@ from mgpu_ops.core import fp8
 from mgpu_ops.core.activations import ACTIVATIONS
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, check_smem, itemsize_of, supports_dtypes, supports_gpu
+from mgpu_ops.core.limits import (
+    DTYPES,
+    FLOAT8,
+    REDUCTIONS,
+    check_fields,
+    check_smem,
+    itemsize_of,
+    supports_dtypes,
+    supports_gpu,
+)
 from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
 from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_gathered, check_last_tile, check_tiles, panel
@@ -162,12 +171,9 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     )
 
 
-_REDUCTIONS = 2048  # bytes that Mosaic takes for sums over a warpgroup
-
-
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
-    return blocks.smem_bytes(problem, config, problem.scales) + _REDUCTIONS * problem.gated_gradient
+    return blocks.smem_bytes(problem, config, problem.scales) + REDUCTIONS * problem.gated_gradient
 
 
 def _check_gated_gradient(p: Problem, c: Config) -> str | None:

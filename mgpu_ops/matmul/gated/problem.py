@@ -230,7 +230,10 @@ def smem_bytes(p: Problem, c: Config) -> int:
     barriers = c.compute_warpgroups if p.gradient else 0
     if p.stored:  # each consumer has `full` barriers of its own
         barriers = SLOTS * c.compute_warpgroups + c.max_concurrent_steps
-    return gemm.Storage(c, buffers(p, c), itemsize_of(p.out_dtype), barriers=barriers, b_tiles=1 if p.stored else 2).bytes
+    b_tiles = 1 if p.stored else 2
+    return gemm.Storage(
+        c, buffers(p, c), itemsize_of(p.out_dtype), barriers=barriers, b_tiles=b_tiles, reduces=p.normalised
+    ).bytes
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------

@@ -176,6 +176,15 @@ def test_with_a_stored_gate_two_products_are_in_flight_and_nothing_spills(name):
     assert kernel.sass.count("HGMMA") == 2 * config.tile_k // 16 * config.tile_m // 64
 
 
+@needs_compiler
+def test_normalised_rows_take_the_shared_memory_that_was_counted():
+    problem = replace(GATED.shapes["llama3-8b-128"], normalised=True)
+    config = GATED.default(problem, H200)
+    arrays = jax.eval_shape(functools.partial(GATED.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(GATED.run, problem, config, H200), *arrays)
+    assert (report.spills, report.smem_bytes) == (0, smem_bytes(problem, config))
+
+
 SHIPPED = [f"{model}-{m}{kind}" for model in ("llama3-8b", "gemma2-9b") for m in (128, 4096) for kind in ("", "-gradient")]
 
 
