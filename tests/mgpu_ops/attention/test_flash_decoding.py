@@ -16,7 +16,7 @@ import pytest
 
 from mgpu_ops import flash_attention, spec_of
 from mgpu_ops.attention import decode
-from mgpu_ops.attention.problem import ONE_WARPGROUP, split_smem_bytes
+from mgpu_ops.attention.problem import MAX_SPLITS, ONE_WARPGROUP, split_smem_bytes
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import database
 from tests import thorough
@@ -152,6 +152,16 @@ def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     assert "STAS" in report.sass
     assert len(re.findall("UCGABAR_WAIT", report.sass)) == 2
     assert "MEMBAR" not in report.sass
+
+
+@needs_compiler
+def test_as_many_parts_as_a_config_may_have_are_added_up():
+    """By a kernel of a term for each, which Mosaic's recursive search for layouts has to get through."""
+    problem, parts = P(1, 1, 65536, 1, 1, 64), MAX_SPLITS
+    arrays = jax.ShapeDtypeStruct((parts * 64 + 128,), jnp.float32), jax.ShapeDtypeStruct((parts,), jnp.float32)
+    context, place = aot.elsewhere(H200)
+    with context:
+        jax.jit(lambda outs, lses: decode._add_up(problem, parts, outs, lses, None, False)).lower(*place(arrays))
 
 
 # --- which problems it is for
