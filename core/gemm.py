@@ -206,19 +206,15 @@ def efficiency(c: Tiled, least: float = 0.55) -> float:
     return least + (1.0 - least) * min(1.0, wg_n / 128, wg_m * wg_n / 8192)
 
 
-def step_seconds(c: Tiled, gpu: Gpu, efficiency: float, latency: float, loaded: float, norm: float = math.inf) -> float:
-    """A pipeline step of one SM: arithmetic, loads, and the latency that falls to each step, joined by `together`.
-
-    loaded: what the step's loads count as, in bytes.
-    """
-    arithmetic = 2 * c.tile_m * c.tile_n * c.tile_k / (gpu.bf16_flops * rates.POWER / gpu.sms * efficiency)
-    return together(norm, arithmetic, loaded / rates.load_bytes(gpu), latency)
+def multiply_seconds(c: Tiled, gpu: Gpu, efficiency: float) -> float:
+    """The tensor cores' time of a pipeline step of one SM."""
+    return 2 * c.tile_m * c.tile_n * c.tile_k / (gpu.bf16_flops * rates.POWER / gpu.sms * efficiency)
 
 
 def together(norm: float, *seconds: float) -> float:
-    """The time of what overlaps, (sum of t^norm)^(1/norm): the longest where norm is infinite, else a little more."""
+    """The time of what overlaps, (sum of t^norm)^(1/norm): a little more than the longest."""
     longest = max(seconds)
-    if math.isinf(norm) or longest <= 0:
+    if longest <= 0:
         return longest
     return longest * sum((max(t, 0.0) / longest) ** norm for t in seconds) ** (1 / norm)
 

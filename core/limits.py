@@ -84,7 +84,13 @@ def supports_sizes(problem: Any, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def first_of(configs: Sequence[Any], problem: Any, gpu: Gpu) -> Any:
+def require(op: str, reason: str | None, problem: Any, gpu: Gpu) -> None:
+    """Raises ValueError where there is a `reason` why no config of an op runs a problem."""
+    if reason is not None:
+        raise ValueError(f"no config of {op} fits {problem} on {gpu.name}: {reason}")
+
+
+def first_of[C](configs: Sequence[C], problem: Any, gpu: Gpu) -> C:
     """The first config. Raises ValueError where there is none."""
     if not configs:
         raise ValueError(f"no config that the ops know of runs {problem} on {gpu.name}: use backend='xla'")

@@ -39,7 +39,7 @@ from mgpu_ops.attention.problem import (
 )
 from mgpu_ops.core import limits, rates
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.core.limits import itemsize_of, require
 
 # --- Random inputs --------------------------------------------------------------------------------------------------
 
@@ -176,9 +176,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     For each number of consumers, tile_kv and q_slots, the deepest pipeline of up to three stages: two load while consumers work
     on one. For few query tokens `_split_candidates`.
     """
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of flash_attention fits {problem} on {gpu.name}: {reason}")
+    require("flash_attention", supports(problem, gpu), problem, gpu)
     if splits_keys_by_default(problem):
         return _split_candidates(problem, gpu)
     measured, section = _measured(problem, gpu), _section(problem, gpu, _SECTION)
@@ -511,16 +509,15 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
 
     Raises ValueError where there is none.
     """
-    reason = supports_backward(problem, gpu)
+    require("flash_attention_backward", supports_backward(problem, gpu), problem, gpu)
     choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
     if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
         section = _TURNS_SECTION_OF_SEGMENTS if problem.segments else _TURNS_SECTION
         every = [dataclasses.replace(c, section_waves=section) if c.mode == "fused" else c for c in every]
     legal = [c for c in every if check_backward(problem, c, gpu) is None]
-    if reason is not None or not legal:
-        reason = reason or "none of the space takes so little shared memory and so few registers"
-        raise ValueError(f"no config of flash_attention_backward fits {problem} on {gpu.name}: {reason}")
+    reason = None if legal else "none of the space takes so little shared memory and so few registers"
+    require("flash_attention_backward", reason, problem, gpu)
     return sorted(legal, key=lambda c: backward_cost(problem, c, gpu))
 
 

@@ -19,6 +19,7 @@ from mgpu_ops.collectives.problem import XLA, Config, Problem, check, payload_by
 from mgpu_ops.collectives.schedules import Kind
 from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import require
 
 # From two and four H200s: docs/kernels/all_reduce.md.
 ENTRY: Final = 3.2e-6  # s of XLA's barrier before ours; its fill of zeros is one for a whole program
@@ -36,13 +37,6 @@ CHUNKS: Final = (2048, 4096, 8192, 16384, 32768, 65536)
 STAGES: Final = (2, 3, 4, 6, 8)
 
 
-def _require(kind: Kind, problem: Problem, gpu: Gpu) -> None:
-    """Raises ValueError where `supports` has a reason."""
-    reason = supports(kind, problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of {kind} fits {problem} on {gpu.name}: {reason}")
-
-
 def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The choices of each field of Config."""
     return {
@@ -56,7 +50,7 @@ def space(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 def cost(kind: Kind, problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled seconds of a call."""
     p, c = problem, config
-    _require(kind, p, gpu)
+    require(kind, supports(kind, p, gpu), p, gpu)
     size = payload_bytes(p)
     memory = rates.HBM * gpu.memory_bytes_per_s
     if c.algorithm == XLA:
@@ -96,7 +90,7 @@ def candidates(kind: Kind, problem: Problem, gpu: Gpu) -> list[Config]:
 
     Raises ValueError where `supports` has a reason.
     """
-    _require(kind, problem, gpu)
+    require(kind, supports(kind, problem, gpu), problem, gpu)
     return list(_candidates(kind, problem, gpu))
 
 
@@ -117,5 +111,5 @@ def default(kind: Kind, problem: Problem, gpu: Gpu) -> Config:
 
     Raises ValueError where `supports` has a reason.
     """
-    _require(kind, problem, gpu)
+    require(kind, supports(kind, problem, gpu), problem, gpu)
     return _candidates(kind, problem, gpu)[0]

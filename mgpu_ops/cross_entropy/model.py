@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from mgpu_ops.core.choices import cheapest
+from mgpu_ops.core.choices import Choices
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.core.limits import itemsize_of, require
 from mgpu_ops.cross_entropy.problem import SPACE, Config, Problem, bytes_moved, check, supports
 
 _LAUNCH = 3e-6  # seconds
@@ -16,14 +15,9 @@ _LATENCY_BYTES = 16384  # on their way to an SM at full rate: half of the rate w
 _SM_SHARE = 2.0  # of its share of the memory's rate that an SM takes where others have nothing to do
 
 
-def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence]:
-    return dict(SPACE)
-
-
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled seconds: the bytes at the rate that those in flight allow, and the steps of the block with most rows."""
-    if reason := supports(problem, gpu):
-        raise ValueError(f"cross_entropy cannot run {problem} on {gpu.name}: {reason}")
+    require("cross_entropy", supports(problem, gpu), problem, gpu)
     p, c = problem, config
     blocks = min(p.rows, gpu.sms * c.blocks)
     waves = math.ceil(p.rows / blocks)  # rows of the busiest block
@@ -35,16 +29,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     return _LAUNCH + bytes_moved(p) * uneven / rate + steps
 
 
-def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """The configs that can run, the fastest by the model first."""
-    return cheapest(SPACE, Config, lambda c: check(problem, c, gpu), lambda c: cost(problem, c, gpu))
-
-
-def default(problem: Problem, gpu: Gpu) -> Config:
-    if reason := supports(problem, gpu):
-        raise ValueError(f"no config of cross_entropy fits {problem} on {gpu.name}: {reason}")
-    config: Config = first_of(candidates(problem, gpu), problem, gpu)
-    return config
+_choices = Choices("cross_entropy", SPACE, Config, supports, check, cost)
+space, candidates, default = _choices.space, _choices.candidates, _choices.default
 
 
 def distance(a: Problem, b: Problem) -> float | None:

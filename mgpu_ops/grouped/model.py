@@ -155,7 +155,8 @@ def cost(
     loaded = sum(itemsize * c.tile_k * side * (_ACROSS_LINES if row * itemsize % _LINE else 1.0) for side, row in sides)
     from_hbm = min(1.0, sum(moved) / (tiles * steps * loaded))
     latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
-    step = _STEP + gemm.step_seconds(c, gpu, _RATE * rate * gemm.efficiency(c), latency, loaded)
+    arithmetic = gemm.multiply_seconds(c, gpu, _RATE * rate * gemm.efficiency(c))
+    step = _STEP + max(arithmetic, loaded / rates.load_bytes(gpu), latency)
     store = _STORE * across * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     waiting = _EPILOGUE_TILE * (gemm.epilogue_tiles(c) - c.epilogue_slots)
     stores = waves * (store + waiting)

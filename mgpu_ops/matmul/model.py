@@ -14,7 +14,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
+from mgpu_ops.core.limits import first_of, itemsize_of, require, resident_clusters
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.checks import SCHEDULES, check, supports
 from mgpu_ops.matmul.problem import (
@@ -158,7 +158,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
-    arithmetic = gemm.step_seconds(c, gpu, efficiency, 0.0, 0.0) + _ISSUE[c.schedule] + _ISSUE_SHARED[max(down, across)]
+    arithmetic = gemm.multiply_seconds(c, gpu, efficiency) + _ISSUE[c.schedule] + _ISSUE_SHARED[max(down, across)]
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
     loaded = _loaded(p, c) / rates.load_bytes(gpu)
@@ -323,9 +323,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 def _ranked(problem: Problem, gpu: Gpu, most: int | None = None) -> list[tuple[float, Config]]:
     """The `candidates` with their cost; with `most`, of tiles no more than so many."""
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of matmul fits {problem} on {gpu.name}: {reason}")
+    require("matmul", supports(problem, gpu), problem, gpu)
     ranked = list(itertools.islice(_best_of_each(problem, gpu), most))
     known = [config for _, config in ranked]
     ahead = (deepest(problem, config, gpu) for config in _ahead(problem, known, gpu))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of
+from mgpu_ops.core.limits import first_of, require
 from mgpu_ops.grouped import model as grouped
 from mgpu_ops.matmul.quantized import model as quantized
 from mgpu_ops.matmul.quantized.problem import Config
@@ -35,9 +35,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
     The pipeline is as deep as shared memory allows. Raises ValueError where `supports` has a reason.
     """
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of quantized_grouped_matmul fits {problem} on {gpu.name}: {reason}")
+    require("quantized_grouped_matmul", supports(problem, gpu), problem, gpu)
     few = (config for config in _shapes(problem) if not _is_short_of_registers(problem, config))
     found = (quantized.deepest(problem, config, gpu, check) for config in few)
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))

@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.core.limits import first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import Config, panel
 from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, results, supports
@@ -47,9 +47,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of gated_grouped_matmul fits {problem} on {gpu.name}: {reason}")
+    require("gated_grouped_matmul", supports(problem, gpu), problem, gpu)
     row = 128 // itemsize_of(problem.out_dtype)
     legal = common.candidates(
         lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, _TILES, row=panel(problem.dtype)

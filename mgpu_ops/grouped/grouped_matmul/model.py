@@ -7,7 +7,7 @@ import math
 
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of
+from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import PANEL, Config, panel
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, bytes_written, check, supports
@@ -37,9 +37,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of grouped_matmul fits {problem} on {gpu.name}: {reason}")
+    require("grouped_matmul", supports(problem, gpu), problem, gpu)
     row = 128 // itemsize_of(problem.out_dtype)  # stores of several swizzle rows were slower wherever they were tried
     tiles = _TILES_OF_BLOCKS if problem.scales == "block" else common.TILES
     legal = common.candidates(

@@ -7,7 +7,7 @@ import math
 
 from mgpu_ops.core.gemm import epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of
+from mgpu_ops.core.limits import first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import SCHEDULES, Config, defers, hands_out
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
@@ -62,9 +62,7 @@ def _uneven(p: Problem, c: Config, tiles: float, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Analytic choices, none measured, the least modelled `cost` first. Raises ValueError where `supports` has a reason."""
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of ragged_contraction fits {problem} on {gpu.name}: {reason}")
+    require("ragged_contraction", supports(problem, gpu), problem, gpu)
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
     epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731

@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import WARPGROUP, first_of, itemsize_of
+from mgpu_ops.core.limits import WARPGROUP, first_of, itemsize_of, require
 from mgpu_ops.matmul import model as matmul
 from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
@@ -81,9 +81,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
     The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. ValueError where `supports` has a reason.
     """
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of gated_matmul fits {problem} on {gpu.name}: {reason}")
+    require("gated_matmul", supports(problem, gpu), problem, gpu)
     found = []
     for tile_m, tile_n in _IN_TURN if problem.stored else _TILES:
         for wg_dimension in ("m",) if problem.stored else ("m", "n"):

@@ -12,7 +12,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of, resident_clusters
+from mgpu_ops.core.limits import first_of, itemsize_of, require, resident_clusters
 from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.problem import Problem as MatmulProblem
 from mgpu_ops.matmul.quantized.problem import (
@@ -115,9 +115,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
     The pipeline is as deep as shared memory allows. Raises ValueError where `supports` has a reason.
     """
-    reason = supports(problem, gpu)
-    if reason is not None:
-        raise ValueError(f"no config of quantized_matmul fits {problem} on {gpu.name}: {reason}")
+    require("quantized_matmul", supports(problem, gpu), problem, gpu)
     found = (deepest(problem, config, gpu) for config in _shapes(problem) if not is_short_of_registers(problem, config))
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 

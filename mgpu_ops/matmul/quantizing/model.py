@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
-from mgpu_ops.core.choices import cheapest
+from mgpu_ops.core.choices import Choices
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of
+from mgpu_ops.core.limits import require
 from mgpu_ops.matmul.quantizing.problem import SPACE, Config, Problem, bytes_moved, check, supports, tiles
 
 _LAUNCH = 3e-6  # seconds
@@ -17,14 +15,9 @@ _TILE = 1e-6  # s that a tile takes at least, from its first load to its last st
 _BLOCKS = 4  # of an SM at once
 
 
-def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
-    return dict(SPACE)
-
-
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled seconds: the bytes at the memory's rate, of all tiles as large as the whole ones, and the last tiles alone."""
-    if reason := supports(problem, gpu):
-        raise ValueError(f"quantize cannot run {problem} on {gpu.name}: {reason}")
+    require("quantize", supports(problem, gpu), problem, gpu)
     p, c = problem, config
     down, across = tiles(p, c)
     whole = down * c.tile_rows * across * c.tile_columns / (p.rows * p.columns)
@@ -34,16 +27,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     return _LAUNCH + whole**0.5 * held * bytes_moved(p) / (_MEMORY * gpu.memory_bytes_per_s) + size * _TILE * (1 + 0.01 * waves)
 
 
-def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
-    """The configs that can run, the fastest by the model first."""
-    return cheapest(SPACE, Config, lambda c: check(problem, c, gpu), lambda c: cost(problem, c, gpu))
-
-
-def default(problem: Problem, gpu: Gpu) -> Config:
-    if reason := supports(problem, gpu):
-        raise ValueError(f"no config of quantize fits {problem} on {gpu.name}: {reason}")
-    config: Config = first_of(candidates(problem, gpu), problem, gpu)
-    return config
+_choices = Choices("quantize", SPACE, Config, supports, check, cost)
+space, candidates, default = _choices.space, _choices.candidates, _choices.default
 
 
 def distance(a: Problem, b: Problem) -> float | None:
