@@ -5,8 +5,8 @@ A producer warpgroup loads tiles of A and B with TMA into a pipeline of shared-m
 multiply them with wgmma and store the output tile. Producer and consumers run at the same time. The pipeline counts its steps
 over all output tiles of the block: while consumers store one tile, the producer loads the first stages of the next.
 
-`work.py` says which tile a block computes; `block_scales.py` scales blocks of k before they are added up; `store.py` is the
-epilogue.
+`mainloop.py` loads and multiplies; `work.py` says which tile a block computes; `block_scales.py` scales blocks of k before they
+are added up; `store.py` is the epilogue.
 
 Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
@@ -14,8 +14,8 @@ Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU doc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler, tma
+from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.cluster import ClusterShares, ClusterSum
 from mgpu_ops.core.epilogue import deferred_stores
-from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.scaled import Sums
-from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.block_scales import add_scaled, load_scales
 from mgpu_ops.matmul.epilogue import by_name, ranks, with_epilogue
+from mgpu_ops.matmul.mainloop import (
+    Stages,
+    compute_ahead,
+    keep_finite,
+    load,
+    multiply,
+    multiply_tile,
+    produce,
+    square_rows,
+    stages_of,
+    widened,
+)
 from mgpu_ops.matmul.problem import (
     SLOTS,
     Config,
@@ -46,17 +57,14 @@ from mgpu_ops.matmul.problem import (
     columns_of_b,
     computes_transposed,
     consumer_registers,
-    dtype_of_b,
     has_producer,
     k_steps,
     last_step,
-    neighbours,
     partial_problem,
     products,
     residual_steps,
     steps_in_all,
     storage,
-    swizzle_bytes,
     transposed,
 )
 from mgpu_ops.matmul.store import (
@@ -64,7 +72,6 @@ from mgpu_ops.matmul.store import (
     if_it_stores,
     kept,
     load_residual,
-    load_residual_slab,
     load_slots,
     refs_of,
     residual_in,
@@ -76,124 +83,15 @@ from mgpu_ops.matmul.store import (
 from mgpu_ops.matmul.work import Place, Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
 
 
-def load(work: Work, a_ref: Any, *b_refs: Any, shifts: Sequence[int] = ()) -> list[Any]:
-    """Producer: what step (tile, k) loads, a tile of A and one of each B in the layout that they are stored in.
-
-    shifts: how many tiles behind its first column each B begins, 0 by default.
-
-    TMA fills what lies outside an array with zeros, so ragged m, n and k need no masks. The blocks of a cluster
-    along m or n need the same tile of one operand: each loads half of it and multicasts that half to both.
-    """
-    p, c = work.problem, work.config
-    a_t, b_t = transposed(p)
-    swizzle = swizzle_bytes(p, c)
-    down, across = neighbours(c)
-
-    def spec(ref: Any, tile: tuple[int, int], index: Callable[[Tile, jax.Array], tuple[Int, Int]], shared: bool) -> Any:
-        batched = ref.ndim == 3 or (ref.ndim == 4 and ref.shape[1] > 1)  # of 4: see `_copy_widened`
-
-        def where(t: jax.Array, k: jax.Array) -> tuple[Int, ...]:
-            at = tile_of(work, t)
-            return ((at.batch,) if batched else ()) + index(at, step_of_k(work, at, k))
-
-        return plgpu.BlockSpec(
-            (None, *tile) if batched else tile,
-            where,
-            transforms=engine.operand_transforms(tile[1], ref.dtype, swizzle),
-            memory_space=plgpu.SMEM,
-            collective_axes=("cluster",) if shared else (),
-        )
-
-    def a_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
-        k = _block_of_part(work, k, 0)
-        return (k, at.row) if a_t else (at.row, k)
-
-    def b_index(shift: int, at: Tile, k: jax.Array) -> tuple[Int, Int]:
-        k, column = _block_of_part(work, k, 1), at.column + shift if shift else at.column
-        return (column, k) if b_t else (k, column)
-
-    a_tile, b_tile = _operand_tiles(p, c)
-    return [
-        spec(a_ref, a_tile, a_index, shared=across > 1),
-        *(
-            spec(b_ref, b_tile, functools.partial(b_index, shift), shared=down > 1)
-            for b_ref, shift in zip(b_refs, shifts or (0,) * len(b_refs), strict=True)
-        ),
-    ]
-
-
-def _block_of_part(work: Work, step: jax.Array, side: int) -> jax.Array:
-    """The block along k of A (side 0) or B that a step among all of k loads: step, but where there are parts of float32.
-
-    These lie one after the other along k. Surplus steps load a part that there is not, and so zeros.
-    """
-    p, pairs = work.problem, products(work.problem)
-    if len(pairs) == 1:
-        return step
-    if work.transposed:  # A and B have changed places
-        side = 1 - side
-    blocks = jnp.int32(steps_in_all(p, work.config) // len(pairs))
-    number = jnp.minimum(lax.div(step, blocks), 15)
-    part = lax.shift_right_arithmetic(jnp.int32(algorithms.packed(pairs, side)), 2 * number) & 3
-    return part * blocks + lax.rem(step, blocks)
-
-
-def _drop_what_is_not_finite(work: Work, acc: Any, at: Tile, k: jax.Array) -> None:
-    """Consumer, after step k of a tile: where all products but the last are added up, takes 0 for sums that are not finite.
-
-    The last products, of the parts with the leading bits, are the same infinities and NaNs; these ones may have others, as of
-    infinity times a part that is zero.
-    """
+def _keep_finite_at_end(work: Work, acc: Any, at: Tile, k: jax.Array) -> None:
+    """Consumer, after step k of a tile: `keep_finite` where all products but the last are added up."""
     p, c = work.problem, work.config
     pairs, steps = products(p), k_steps(p, c)
     end, step = steps_in_all(p, c) // len(pairs) * (len(pairs) - 1), step_of_k(work, at, k)
     is_end = step == end - 1
     if c.split_k > 1:
         is_end |= (step < end) & (k == steps - 1)
-    pl.when(is_end)(lambda: _keep_finite(acc))
-
-
-def _keep_finite(acc: Any) -> None:
-    sums = acc[...]
-    acc[...] = jnp.where(jnp.abs(sums) < jnp.inf, sums, 0.0)
-
-
-def _operand_tiles(p: Problem, c: Config) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The tiles of A and B of a pipeline step, as they are stored."""
-    a_t, b_t = transposed(p)
-    a, b = (c.tile_m, c.tile_k), (c.tile_k, columns_of_b(p, c))
-    return a[::-1] if a_t else a, (c.tile_n, c.tile_k) if b_t else b
-
-
-def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any, depth: int | None = None) -> None:
-    """Consumer: starts acc += A tile @ B tile, for this warpgroup's rows or columns of the output tile.
-
-    depth: how many of k the tiles hold, where the others are zeros.
-    """
-    a_t, b_t = transposed(p)
-    wg_m, wg_n = warpgroup_tile(c)
-    row, column = tile_scheduler.warpgroup_origin(c)
-    if wg_m < c.tile_m:
-        a_smem = a_smem.at[:, pl.ds(row, wg_m)] if a_t else a_smem.at[pl.ds(row, wg_m), :]
-    if wg_n < c.tile_n:
-        b_smem = b_smem.at[pl.ds(column, wg_n), :] if b_t else b_smem.at[:, pl.ds(column, wg_n)]
-    engine.wgmma(
-        acc,
-        engine.transpose_ref(a_smem) if a_t else a_smem,
-        engine.transpose_ref(b_smem) if b_t else b_smem,
-        depth,
-    )
-
-
-def square_rows(c: Config, acc: Any, a_smem: Any) -> None:
-    """Consumer: starts acc += A tile @ A tile^T, of this warpgroup's rows: their squares are on its diagonal.
-
-    With few rows the tensor cores wait for memory anyway.
-    """
-    rows, _ = tile_scheduler.warpgroup_origin(c)
-    if warpgroup_tile(c)[0] < c.tile_m:
-        a_smem = a_smem.at[pl.ds(rows, ROWS), :]
-    engine.wgmma(acc, a_smem, engine.transpose_ref(a_smem))
+    pl.when(is_end)(lambda: keep_finite(acc))
 
 
 def _kernel(
@@ -237,7 +135,7 @@ def _kernel(
         else:
             lax.cond(k == steps - 1, functools.partial(product, last), product)
         if len(products(p)) > 1:
-            _drop_what_is_not_finite(work, accs[0], tile_of(work, t), k)
+            _keep_finite_at_end(work, accs[0], tile_of(work, t), k)
 
         # After the last step of k the sum is complete. Its copies to global memory run on under the next tile's steps.
         @pl.when(k == steps - 1)
@@ -283,8 +181,7 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     each_tile = steps + slabs
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
-    number = epilogue_tiles(c)
-    stores = deferred_stores(number, steps)
+    number, in_flight = epilogue_tiles(c), int(c.max_concurrent_steps >= _STAGES_AHEAD)
 
     # The residual comes in steps of its own after those of k.
     def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
@@ -298,9 +195,6 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
         return parts
 
     def consumer(acc: Any) -> None:
-        def start(stage: jax.Array, depth: int | None = None) -> None:
-            multiply(p, c, acc, stages.a.at[stage], stages.b.at[stage], depth)
-
         def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             before = Place.of(work, t - 1)
@@ -311,9 +205,8 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
                     for i in some:
                         store_kept(before, i, parts[i], of, out_smem)
 
-            beside = [functools.partial(store_some, some) for some in stores]
-            in_flight = int(c.max_concurrent_steps >= _STAGES_AHEAD)
-            pipeline.multiply(t * each_tile, steps, start, beside, in_flight, shorter(start, last_step(p, c)))
+            beside = [functools.partial(store_some, some) for some in deferred_stores(number, steps)]
+            multiply_tile(work, acc, stages, pipeline, t * each_tile, beside=beside, in_flight=in_flight)
             return keep(t, acc)
 
         shape = (ROWS, c.epilogue_tile_n)
@@ -328,7 +221,7 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 
     engine.specialize(
-        lambda: _produce(work, (of.a, of.b), stages, own_tiles, lambda _: pipeline, of.residual if slabs else None),
+        lambda: produce(work, (of.a, of.b), stages, own_tiles, lambda _: pipeline, of.residual if slabs else None),
         lambda: accumulator.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
@@ -357,172 +250,6 @@ def _kernel_ahead(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: St
 
     cluster_sum = smem.get("cluster_sum")  # other blocks' last sums read this block's shared memory, or are sent to it
     compute_ahead(work, gpu, (of.a, of.b), accumulator, stages, begin, finish, cluster_sum and cluster_sum.finish)
-
-
-def shorter(start: Callable[..., None], depth: int | None) -> Callable[[jax.Array], None] | None:
-    """What starts the wgmma of the last step, where that has fewer of k."""
-    return None if depth is None else functools.partial(start, depth=depth)
-
-
-class Stages(NamedTuple):
-    """Scratch of a pipeline: the stages of A and of B, and its barriers."""
-
-    a: Any
-    b: Any
-    full: Any
-    empty: Any
-
-
-def stages_of(p: Problem, c: Config) -> Stages:
-    """The types of `Stages`, in a kernel's `scratch_types`, for a problem and a config `as_computed`."""
-    count, swizzle = c.max_concurrent_steps, swizzle_bytes(p, c)
-    cluster_axes = ("cluster",) if cluster_size(c) > 1 else ()
-    a, b = (
-        plgpu.SMEM((count, *tile), jnp.dtype(dtype), transforms=engine.operand_transforms(tile[1], dtype, swizzle))
-        for tile, dtype in zip(_operand_tiles(p, c), (p.dtype, dtype_of_b(p)), strict=True)
-    )
-    barriers = Pipeline.barriers_in_turn if c.takes_turns else Pipeline.barriers
-    return Stages(a, b, *barriers(count, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes))
-
-
-def _copies(work: Work, refs: tuple[Any, Any], stages: Stages) -> Callable[[tuple[jax.Array, jax.Array], jax.Array, Any], None]:
-    """What starts the copies of step (tile, k) into a stage, which arrive at its `full` barrier: copy((t, k), stage, full)."""
-    specs = list(zip(load(work, *refs), refs, (stages.a, stages.b), strict=True))
-
-    def copy(indices: tuple[jax.Array, jax.Array], stage: jax.Array, full: Any) -> None:
-        for spec, ref, smem in specs:
-            if ref is refs[1] and widened(work.problem, work.config):
-                _copy_widened(work, spec, ref, indices, smem.at[stage], full)
-            else:
-                engine.copy_block(spec, ref, indices, smem.at[stage], full)
-
-    return copy
-
-
-def _produce(
-    work: Work,
-    refs: tuple[Any, Any],
-    stages: Stages,
-    own_tiles: jax.Array,
-    pipeline_of: Callable[[jax.Array], Pipeline],
-    residual: Any = None,
-) -> None:
-    """Producer: loads the steps of all tiles of a block, one tile after the other, each into its pipeline.
-
-    residual: what the steps after those of k bring, where stores are deferred.
-    """
-    steps = k_steps(work.problem, work.config)
-    slabs = 0 if residual is None else residual_steps(work.problem, work.config)
-    each_tile = steps + slabs
-    copy = _copies(work, refs, stages)
-
-    def load_tile(t: jax.Array, _: None) -> None:
-        pipeline = pipeline_of(t)
-
-        def load_step(k: jax.Array, _: None) -> None:
-            pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k)))
-
-        lax.fori_loop(0, steps, load_step, None)
-        for slab in range(slabs):
-            load_slab = functools.partial(load_residual_slab, work, t, residual, slab, stages)
-            pipeline.fill(t * each_tile + steps + slab, load_slab)
-
-    lax.fori_loop(0, own_tiles, load_tile, None)
-    pipeline_of(jnp.int32(0)).drain(own_tiles * each_tile)  # a block does not end before its last stages are read
-
-
-def widened(p: Problem, c: Config) -> bool:
-    """Whether tiles of B in shared memory have more columns than those of the output (`columns_of_b`)."""
-    return columns_of_b(p, c) != c.tile_n
-
-
-def _copy_widened(work: Work, spec: Any, ref: Any, indices: tuple[jax.Array, jax.Array], stage: Any, full: Any) -> None:
-    """Producer: starts the copy of a tile of B, stored as [1, batch, k, n], that begins at a multiple of tile_n."""
-    c = work.config
-    *batch, k, column = spec.index_map(*indices)
-    rows, columns = pl.ds(k * c.tile_k, c.tile_k), pl.ds(column * c.tile_n, columns_of_b(work.problem, c))
-    block = tma.block_anywhere(ref, *(batch or [0]), rows, columns)
-    engine.copy_gmem_to_smem(block, stage, full, collective_axes=spec.collective_axes)
-
-
-def compute_ahead(
-    work: Work,
-    gpu: Gpu,
-    refs: tuple[Any, Any],
-    accumulator: Any,
-    scratch: Stages,
-    begin: Callable[[jax.Array], None],
-    finish: Callable[[jax.Array, Any], None],
-    end: Callable[[], None] | None = None,
-) -> None:
-    """One block whose consumers start the wgmma of the next step before they wait for the last one's.
-
-    They share each output tile, or compute tiles in turn: while one stores a tile, the other multiplies the next. Both read one
-    pipeline, in which the steps of a tile lie together. So the next tile's multiplication begins when the last one's ends,
-    without another barrier, and stages that one consumer has read are filled for the other.
-
-    Three consumers need the registers of a producer, so there is none: the first of them fills the stage that all have declared
-    empty, while the next step is multiplied.
-
-    refs: A and B. begin(t) and finish(t, accumulator): what a consumer does before and after the multiplication of tile t.
-    """
-    p, c, steps = work.problem, work.config, k_steps(work.problem, work.config)
-    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
-    pipeline, turns = Pipeline(c.max_concurrent_steps, scratch.full, scratch.empty), c.compute_warpgroups
-
-    def its_pipeline(t: jax.Array) -> Pipeline:
-        return pipeline.of_consumer(lax.rem(t, jnp.int32(turns))) if c.takes_turns else pipeline
-
-    copy: Any = None if has_producer(c) else _copies(work, refs, scratch)
-
-    def fill(wg: jax.Array, step: jax.Array) -> None:
-        @pl.when((wg == 0) & (step < own_tiles * steps))
-        def _() -> None:
-            indices = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
-            pipeline.fill(step, functools.partial(copy, indices))
-
-    def consumer(acc: Any) -> None:
-        wg = lax.axis_index("wg")
-        own_pipeline = pipeline.of_consumer(wg) if c.takes_turns else pipeline
-        released = None if has_producer(c) else lambda step: fill(wg, step + pipeline.stages)
-        if not has_producer(c):
-            for step in range(pipeline.stages):
-                fill(wg, jnp.int32(step))
-
-        def compute_tile(i: jax.Array, _: None) -> None:
-            t = i * turns + wg if c.takes_turns else i
-            acc[...] = jnp.zeros(acc.shape, acc.dtype)
-            begin(t)
-
-            def start(stage: jax.Array, depth: int | None = None) -> None:
-                multiply(p, c, acc, scratch.a.at[stage], scratch.b.at[stage], depth)
-
-            first, last = t * steps, steps // len(products(p))
-            if last < steps:
-                own_pipeline.multiply(first, steps - last, start, released=released)
-                _keep_finite(acc)  # as in `_drop_what_is_not_finite`
-                first += steps - last
-            own_pipeline.multiply(first, last, start, last=shorter(start, last_step(p, c)), released=released)
-            finish(t, acc)
-
-        own = tile_scheduler.tiles_of_block(own_tiles, wg, turns) if c.takes_turns else own_tiles
-        lax.fori_loop(0, own, compute_tile, None)
-        if end is not None:
-            pl.when(own_tiles > 0)(end)
-        if not has_producer(c):
-            pl.when(wg == 0)(lambda: pipeline.drain(own_tiles * steps))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
-
-    if not has_producer(c):
-        accumulator.scope(consumer)
-        return
-    engine.specialize(
-        lambda: _produce(work, refs, scratch, own_tiles, its_pipeline),
-        lambda: accumulator.scope(consumer),
-        consumers=turns,
-        producer_registers=c.memory_registers,
-        consumer_registers=consumer_registers(c, gpu),
-    )
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:

@@ -39,7 +39,7 @@ from mgpu_ops.matmul.gated.problem import (
     is_joined,
     of_one,
 )
-from mgpu_ops.matmul.kernel import compute_ahead, load, multiply, square_rows, stages_of
+from mgpu_ops.matmul.mainloop import compute_ahead, load, multiply, square_rows, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.store import row_factors
 from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows
