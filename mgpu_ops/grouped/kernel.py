@@ -179,13 +179,15 @@ class Held(NamedTuple):
     parts: tuple[jax.Array, ...]
 
 
+type ForEachTile = Callable[..., tuple[jax.Array, Any]]  # (row where the last group ends, carry) of carry = body(tile, carry)
+
+
 def run_block(kernel: Stages, gpu: Gpu) -> None:
     """One block of a kernel."""
     c, refs = kernel.config, kernel.refs
-    pipeline, behind = Pipeline(c.max_concurrent_steps, *refs.barriers), kernel.behind
+    pipeline = Pipeline(c.max_concurrent_steps, *refs.barriers)
 
     def for_each_tile(body: Callable[[GroupTile, Any], Any], carry: Any, asks: bool = False) -> tuple[jax.Array, Any]:
-        """(row where the last group ends, carry) of `carry = body(tile, carry)` for this block's tiles."""
         block, groups = lax.axis_index("block"), kernel.groups()
         if refs.counter is None:
             turns = InTurn(block, kernel.blocks)
@@ -194,59 +196,14 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         taken = HandOut(block, kernel.blocks, refs.counter.at[0], refs.work_smem, answers, kernel.most_tiles)
         return taken.for_each_group_tile(groups, kernel.tiles, body, carry, asks)
 
-    def producer() -> None:
-        def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
-            position = kernel.begin_loads(tile)
-
-            def landed(later: int, step: jax.Array) -> None:
-                """Tells that the rows of the step `later` ones before the last are there, when they are."""
-                wait_gathered(later)
-                pipeline.filled(step)
-
-            def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
-                if behind:  # before it waits for an empty stage: consumers may need those rows to empty one
-                    pl.when(i >= behind)(lambda: landed(behind - 1, step - behind))
-                # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
-                pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
-                return step + 1
-
-            done = lax.fori_loop(0, kernel.steps(tile), load_step, done)
-            for later in reversed(range(behind)):
-                pl.when(kernel.steps(tile) > later)(functools.partial(landed, later, done - 1 - later))
-            for i in range(kernel.further_steps):
-                pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i))
-            return done + kernel.further_steps if kernel.further_steps else done
-
-        _, steps = for_each_tile(load_tile, jnp.int32(0), asks=True)
-        pipeline.drain(steps)  # a block does not end before its last stages are read
-
     def consumer(*accs: Any) -> None:
         staging = kernel.staging()
-
-        def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
-            share = kernel.share(tile)
-
-            def multiply_step(i: jax.Array, step: jax.Array) -> jax.Array:
-                kernel.begin_step(tile, i, share)
-                # Waits until the copies into the stage have arrived, and declares it empty when wgmma has read it.
-                pipeline.read(step, lambda stage: kernel.multiply(accs, stage, share))
-                return step + 1
-
-            done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
-            # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
-            kernel.store(tile, accs, staging, lambda i, compute: pipeline.read(done + i, compute))
-            _clear(accs)
-            return done + kernel.further_steps if kernel.further_steps else done
-
-        if defers(c):
-            end = _compute_deferred(kernel, pipeline, for_each_tile, accs, staging)
-        else:
-            end, _ = for_each_tile(compute_tile, jnp.int32(0))
-        kernel.finish(end, staging)
+        compute = _compute_deferred if defers(c) else _compute
+        kernel.finish(compute(kernel, pipeline, for_each_tile, accs, staging), staging)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
     engine.specialize(
-        producer,
+        lambda: _load(kernel, pipeline, for_each_tile),
         lambda: refs.accumulator.scope(consumer),
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
@@ -254,8 +211,61 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     )
 
 
-def _compute_deferred(kernel: Stages, pipeline: Pipeline, for_each_tile: Any, accs: tuple[Any, ...], staging: Any) -> jax.Array:
-    """The row where the last group ends. A consumer computes all tiles, and stores each while it multiplies the next.
+def _load(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile) -> None:
+    """The producer loads the steps of all tiles."""
+    behind = kernel.behind
+
+    def landed(later: int, step: jax.Array) -> None:
+        """Tells that the rows of the step `later` ones before the last are there, when they are."""
+        wait_gathered(later)
+        pipeline.filled(step)
+
+    def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
+        position = kernel.begin_loads(tile)
+
+        def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
+            if behind:  # before it waits for an empty stage: consumers may need those rows to empty one
+                pl.when(i >= behind)(lambda: landed(behind - 1, step - behind))
+            # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
+            pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
+            return step + 1
+
+        done = lax.fori_loop(0, kernel.steps(tile), load_step, done)
+        for later in reversed(range(behind)):
+            pl.when(kernel.steps(tile) > later)(functools.partial(landed, later, done - 1 - later))
+        for i in range(kernel.further_steps):
+            pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i))
+        return done + kernel.further_steps if kernel.further_steps else done
+
+    _, steps = for_each_tile(load_tile, jnp.int32(0), asks=True)
+    pipeline.drain(steps)  # a block does not end before its last stages are read
+
+
+def _compute(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile, accs: tuple[Any, ...], staging: Any) -> jax.Array:
+    """The row where the last group ends. A consumer computes all tiles, and stores each before it multiplies the next."""
+
+    def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
+        share = kernel.share(tile)
+
+        def multiply_step(i: jax.Array, step: jax.Array) -> jax.Array:
+            kernel.begin_step(tile, i, share)
+            # Waits until the copies into the stage have arrived, and declares it empty when wgmma has read it.
+            pipeline.read(step, lambda stage: kernel.multiply(accs, stage, share))
+            return step + 1
+
+        done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
+        # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
+        kernel.store(tile, accs, staging, lambda i, compute: pipeline.read(done + i, compute))
+        _clear(accs)
+        return done + kernel.further_steps if kernel.further_steps else done
+
+    return for_each_tile(compute_tile, jnp.int32(0))[0]
+
+
+def _compute_deferred(
+    kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile, accs: tuple[Any, ...], staging: Any
+) -> jax.Array:
+    """As `_compute`, but each tile is stored while the next one is multiplied.
 
     At its end a tile is rounded, which halves its registers, and kept. Each of the next tile's first steps stores an epilogue
     tile of it, or several, between the start of its wgmma and the wait for them. One of too few steps begins after the store.

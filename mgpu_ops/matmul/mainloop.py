@@ -287,7 +287,7 @@ def compute_ahead(
     def its_pipeline(t: jax.Array) -> Pipeline:
         return pipeline.of_consumer(lax.rem(t, jnp.int32(turns))) if c.takes_turns else pipeline
 
-    fill = None if has_producer(c) else _fill_as_consumer(work, refs, stages, pipeline, own_tiles)
+    fill: Any = None if has_producer(c) else _fill_as_consumer(work, refs, stages, pipeline, own_tiles)
 
     def consumer(acc: Any) -> None:
         wg = lax.axis_index("wg")
