@@ -146,7 +146,7 @@ class Storage:
     barriers: beside those of the pipeline and of the cluster's sum.
     b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
-    hands_out: whether tiles are handed out as blocks become free (`core/hand_out.py`), through `SLOTS` numbers and barriers.
+    is_dynamic: whether tiles are handed out as blocks become free (`core/dynamic_scheduler.py`): `SLOTS` numbers and barriers.
     vector: how many float32 numbers are kept beside all of it.
     reduces: whether numbers are added up along rows, for which Mosaic takes `limits.REDUCTIONS`.
     columns_of_b: of a tile of B, where it has more than tile_n.
@@ -160,7 +160,7 @@ class Storage:
     b_tiles: int = 1
     itemsize: int = 2
     scales: tuple[int, ...] = ()
-    hands_out: bool = False
+    is_dynamic: bool = False
     vector: int = 0
     reduces: bool = False
     columns_of_b: int = 0
@@ -184,7 +184,7 @@ class Storage:
         if self.received:  # they arrived at each warpgroup; they were taken
             buffers.append(((c.compute_warpgroups, self.received, ROWS, c.epilogue_tile_n), 4))
             barriers += c.compute_warpgroups + 1
-        if self.hands_out:
+        if self.is_dynamic:
             buffers.append(((limits.ALIGNMENT,), 1))  # of which it uses little
             barriers += 2 * SLOTS
         if self.vector:

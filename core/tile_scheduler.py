@@ -276,7 +276,7 @@ class OrderedGroups:
 
 
 @dataclasses.dataclass(frozen=True)
-class InTurn:
+class StaticScheduler:
     """The tiles of one block: `first`, and then each `blocks`-th."""
 
     first: jax.Array
@@ -287,7 +287,7 @@ class InTurn:
         return tile + self.blocks
 
 
-class Turns(Protocol):
+class Scheduler(Protocol):
     """Which tiles are of a block, ever larger numbers. There may be some beyond the last tile, which are none."""
 
     @property
@@ -300,7 +300,7 @@ class Turns(Protocol):
 def for_each_group_tile(
     groups: Groups | OrderedGroups,
     tiles: Callable[[jax.Array], jax.Array],
-    turns: Turns,
+    scheduler: Scheduler,
     body: Callable[[GroupTile, Any], Any],
     carry: Any,
 ) -> tuple[jax.Array, Any]:
@@ -308,7 +308,7 @@ def for_each_group_tile(
 
     Args:
       tiles: the number of tiles of a group of a given size, both traced.
-      turns: which of them are the block's.
+      scheduler: which of them are the block's.
 
     Returns the row where the last group of the order ends, and the carry. Every block reads each size once.
     """
@@ -328,11 +328,11 @@ def for_each_group_tile(
     def step(s: Any) -> Any:
         tile, (place, first, start, size), carry = s
         carry = body(GroupTile(groups.number(place), start, start + size, tile - first), carry)
-        tile = turns.following(tile, carry)
+        tile = scheduler.following(tile, carry)
         return tile, find(tile, (place, first, start, size)), carry
 
-    start = find(turns.first, (zero, zero, *groups.first()))
-    _, last, carry = lax.while_loop(lambda s: s[1][0] < groups.count, step, (turns.first, start, carry))
+    start = find(scheduler.first, (zero, zero, *groups.first()))
+    _, last, carry = lax.while_loop(lambda s: s[1][0] < groups.count, step, (scheduler.first, start, carry))
     return last[2], carry
 
 

@@ -24,7 +24,7 @@ from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
-from mgpu_ops.core import engine, grid, regions, tile_scheduler
+from mgpu_ops.core import engine, regions, semaphore, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
@@ -461,10 +461,10 @@ class ThreadBlock:
         own, added = self.turn_number(kv, q_block), self._added(kv, member, q_block)
         tile = self.dq_tile(kv, kv.at.head * self.group + member, q_block * (self.c.tile_q // ROWS))
         self.smem["turns"][stage] = 2 * tile + (own == 0).astype(jnp.int32)
-        grid.await_turn(added, own)
+        semaphore.wait(added, own)
         engine.arrive_as_warp(self.turn[0].at[stage])
         plgpu.barrier_wait(self.turn[1].at[stage])
-        grid.give_turn(added, own + 1)
+        semaphore.release(added, own + 1)
 
     def _added(self, kv: KvBlock, member: Int, q_block: Int) -> Any:
         """How many kv blocks have added to dq of a q block, in global memory."""

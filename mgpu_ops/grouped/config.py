@@ -55,7 +55,7 @@ class Config:
 SCHEDULES = ("static", "dynamic", "deferred", "dynamic-deferred")
 
 
-def hands_out(c: Config) -> bool:
+def is_dynamic(c: Config) -> bool:
     """Whether blocks take tiles as they become free."""
     return c.schedule.startswith("dynamic")
 
@@ -160,7 +160,7 @@ def storage(problem: GroupedProblem, config: Config, scales: str = "none") -> ge
         itemsize_of(problem.out_dtype),
         itemsize=itemsize_of(problem.dtype),
         scales=scales_of_a_step(config) if scales == "block" else (),
-        hands_out=hands_out(config),
+        is_dynamic=is_dynamic(config),
     )
 
 

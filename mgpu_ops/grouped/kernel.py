@@ -1,7 +1,7 @@
 """What the kernels of grouped_matmul and ragged_contraction share: the block, warp-specialised and persistent (`run_block`).
 
 A block has each `blocks`-th output tile, group after group, and reads the groups' sizes on its way; or, with a schedule that is
-"dynamic", it takes the next one when it is free (`core/hand_out.py`). Its warpgroups work at the
+"dynamic", it takes the next one when it is free (`core/dynamic_scheduler.py`). Its warpgroups work at the
 same time: the producer loads operands with TMA into the stages of a pipeline in shared memory, and the one or two consumers
 multiply them with wgmma, each its share of the output tile. The pipeline runs over the ends of output tiles: the producer loads
 the first stages of the next tile while consumers store the last one.
@@ -21,15 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, hand_out, inflight, tile_scheduler
+from mgpu_ops.core import dynamic_scheduler, engine, inflight, tile_scheduler
+from mgpu_ops.core.dynamic_scheduler import DynamicScheduler
 from mgpu_ops.core.epilogue import Copy, deferred_stores, epilogue_origins, store_in_turn
 from mgpu_ops.core.gemm import ROWS, SLOTS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.hand_out import HandOut
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows, wait_gathered
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn, OrderedGroups
-from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, hands_out, panel, storage
+from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
+from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, storage
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -45,7 +45,7 @@ class Refs:
     scale_lhs, scale_rhs: of 8-bit floats, or None. With scales of blocks, their stages in shared memory are
       lhs_scale_smem, [stages, blocks of k, rows of a tile and 32 more], and rhs_scale_smem, [stages, blocks of k, 32], of which
       one for each 64 columns.
-    counter: with a dynamic schedule what `counter` makes, else None. answered, work_smem: a `HandOut`'s barriers and slots.
+    counter: with a dynamic schedule what `counter` makes, else None. answered, work_smem: its barriers and slots.
     order: of a contraction with a dynamic schedule, what `sizes.largest_first` gives.
     """
 
@@ -190,11 +190,11 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
     def for_each_tile(body: Callable[[GroupTile, Any], Any], carry: Any, asks: bool = False) -> tuple[jax.Array, Any]:
         block, groups = lax.axis_index("block"), kernel.groups()
         if refs.counter is None:
-            turns = InTurn(block, kernel.blocks)
-            return tile_scheduler.for_each_group_tile(groups, kernel.tiles, turns, body, carry)
+            static = StaticScheduler(block, kernel.blocks)
+            return tile_scheduler.for_each_group_tile(groups, kernel.tiles, static, body, carry)
         answers = Pipeline(SLOTS, *refs.answered)
-        taken = HandOut(block, kernel.blocks, refs.counter.at[0], refs.work_smem, answers, kernel.most_tiles)
-        return taken.for_each_group_tile(groups, kernel.tiles, body, carry, asks)
+        dynamic = DynamicScheduler(block, kernel.blocks, refs.counter.at[0], refs.work_smem, answers, kernel.most_tiles)
+        return dynamic.for_each_group_tile(groups, kernel.tiles, body, carry, asks)
 
     def consumer(*accs: Any) -> None:
         staging = kernel.staging()
@@ -357,7 +357,7 @@ def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple
     stages = c.max_concurrent_steps
     row = engine.operand_transforms(panel(p.dtype), p.dtype, 128)
     out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
-    return (hand_out.scratch_types(c.compute_warpgroups) if hands_out(c) else {}) | {
+    return (dynamic_scheduler.scratch_types(c.compute_warpgroups) if is_dynamic(c) else {}) | {
         "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
         "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=row),
         "rhs_smem": plgpu.SMEM((stages, *rhs), p.dtype, transforms=row),
@@ -394,10 +394,10 @@ def counter(c: Config) -> tuple[Any, ...]:
 
     XLA sets it to zero for each call. So calls know nothing of each other, in whatever stream or CUDA graph they run.
     """
-    return (jax.new_ref(jnp.zeros(1, jnp.int32)),) if hands_out(c) else ()
+    return (jax.new_ref(jnp.zeros(1, jnp.int32)),) if is_dynamic(c) else ()
 
 
 def counter_last(c: Config, refs: Sequence[Any]) -> tuple[Any, ...]:
     """A kernel's refs with that of `counter` at the end; with a static schedule None is there."""
     sizes, *rest = refs
-    return (sizes, *rest[1:], rest[0]) if hands_out(c) else (sizes, *rest, None)
+    return (sizes, *rest[1:], rest[0]) if is_dynamic(c) else (sizes, *rest, None)

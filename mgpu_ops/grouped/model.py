@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
-from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, hands_out, panel
+from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, is_dynamic, panel
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -114,7 +114,7 @@ _LINE, _SECTOR = 128, 32  # bytes
 def stored(columns: int, itemsize: int, c: Config) -> float:
     """What the stores of rows of so many columns count as: 1 where they begin at lines."""
     if columns * itemsize % _SECTOR:
-        return 1.0 + _STORED_ACROSS_SECTORS + (_STORED_TOGETHER if hands_out(c) else _STORED_APART) * 64 / c.tile_n
+        return 1.0 + _STORED_ACROSS_SECTORS + (_STORED_TOGETHER if is_dynamic(c) else _STORED_APART) * 64 / c.tile_n
     return 1.0 + _STORED_ACROSS_LINES * bool(columns * itemsize % _LINE)
 
 

@@ -44,7 +44,7 @@ from mgpu_ops.matmul.quantities import bytes_moved, flops, inputs, tolerance
 from mgpu_ops.matmul.scales import checked_scales
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
-from mgpu_ops.rows_norm import normalised
+from mgpu_ops.rms_rows import normalised
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import floats
 from mgpu_ops.core.limits import FLOAT8, result_dtype
-from mgpu_ops.rows_norm import checked_epsilon
+from mgpu_ops.rms_rows import checked_epsilon
 
 
 def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:

@@ -25,7 +25,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile, InTurn
+from mgpu_ops.core.tile_scheduler import Groups, GroupTile, StaticScheduler
 from mgpu_ops.grouped.kernel import zeros_to
 from mgpu_ops.matmul.quantized.kernel import Block, Tile, scratch
 from mgpu_ops.matmul.quantized.problem import Config, epilogue_rows, helper_registers, k_steps, storing_warpgroups
@@ -77,7 +77,9 @@ class _Block(Block):
 
         groups = Groups(self.sizes, p.m, p.group_offset)
         tiles = lambda size: tile_scheduler.cdiv(size, c.tile_m) * columns  # noqa: E731
-        return tile_scheduler.for_each_group_tile(groups, tiles, InTurn(lax.axis_index("block"), self.blocks), at, carry)
+        return tile_scheduler.for_each_group_tile(
+            groups, tiles, StaticScheduler(lax.axis_index("block"), self.blocks), at, carry
+        )
 
     def store_zeros(self, end: jax.Array) -> None:
         """Stores zeros to the rows of no group, those from `end` on and of a shard those before its first group."""

@@ -39,7 +39,7 @@ from mgpu_ops.rms_norm.problem import (
     tolerance,
     unmeasured,
 )
-from mgpu_ops.rows_norm import checked_epsilon
+from mgpu_ops.rms_rows import checked_epsilon
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import limits, mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.registry import dispatch
+from mgpu_ops.rms_rows import checked_norm, divided, supports_rows
 from mgpu_ops.rotary import Problem
 from mgpu_ops.rotary import reference as rotary_reference
-from mgpu_ops.rows_norm import checked_norm, divided, supports_rows
 
 _THREADS = 128  # of a warpgroup, each of which rotates as many pairs
 _BOX = 256  # a TMA copy's largest side

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core import tile_scheduler
-from mgpu_ops.core.tile_scheduler import Groups, InTurn, OrderedGroups
+from mgpu_ops.core.tile_scheduler import Groups, OrderedGroups, StaticScheduler
 from tests.thorough import examples
 
 
@@ -200,7 +200,9 @@ def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Arr
 
     def walk(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
-        end, (seen, count) = tile_scheduler.for_each_group_tile(Groups(sizes, rows), tiles, InTurn(block, blocks), visit, start)
+        end, (seen, count) = tile_scheduler.for_each_group_tile(
+            Groups(sizes, rows), tiles, StaticScheduler(block, blocks), visit, start
+        )
         return seen, count, end
 
     return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))
@@ -261,6 +263,6 @@ def ordered_visits(table: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]
         start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
         groups = OrderedGroups(table, table.shape[0] // 3 - 1)
         tiles = lambda size: tile_scheduler.cdiv(size, TILE_ROWS) * ACROSS  # noqa: E731
-        return tile_scheduler.for_each_group_tile(groups, tiles, InTurn(block, blocks), visit, start)[1]
+        return tile_scheduler.for_each_group_tile(groups, tiles, StaticScheduler(block, blocks), visit, start)[1]
 
     return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))

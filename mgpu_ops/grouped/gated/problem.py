@@ -21,7 +21,7 @@ from mgpu_ops.grouped.config import (
     check_gathered,
     check_tiles,
     consumer_registers,
-    hands_out,
+    is_dynamic,
     scales_of_a_step,
 )
 from mgpu_ops.grouped.grouped_matmul import problem as grouped
@@ -178,7 +178,7 @@ def smem_bytes(p: Problem, c: Config) -> int:
     scales = (rows, columns, columns) if p.scales == "block" else ()
     itemsize = itemsize_of(p.dtype)
     return gemm.Storage(
-        c, buffers, size, barriers=barriers, b_tiles=2, itemsize=itemsize, scales=scales, hands_out=hands_out(c)
+        c, buffers, size, barriers=barriers, b_tiles=2, itemsize=itemsize, scales=scales, is_dynamic=is_dynamic(c)
     ).bytes
 
 

@@ -26,7 +26,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import PANEL, Config, hands_out
+from mgpu_ops.grouped.config import PANEL, Config, is_dynamic
 from mgpu_ops.grouped.kernel import Refs
 from mgpu_ops.grouped.ragged_contraction.problem import Problem
 from mgpu_ops.grouped.sizes import largest_first
@@ -199,7 +199,7 @@ def launch(
 ) -> jax.Array:
     """Runs the kernel on lhs, rhs and int32 sizes of any values."""
     blocks = min(gpu.sms, most_tiles(p, c))
-    order = (largest_first(sizes, p.m, p.group_offset),) if hands_out(c) else ()
+    order = (largest_first(sizes, p.m, p.group_offset),) if is_dynamic(c) else ()
 
     def body(*refs: Any, **scratch: Any) -> None:
         sizes, lhs, rhs, *order, out, counter = kernel.counter_last(c, refs)

@@ -9,7 +9,7 @@ from mgpu_ops.core.gemm import epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.config import SCHEDULES, Config, defers, hands_out
+from mgpu_ops.grouped.config import SCHEDULES, Config, defers, is_dynamic
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
 _HIDDEN = 0.60  # of the store of a tile that is deferred, where the next one has steps enough
@@ -32,7 +32,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     moved, rows = (bytes_moved(p) - written, written), (p.k, p.n)
     hidden = _HIDDEN * _long_enough(p, epilogue_tiles(c) * c.tile_k) if defers(c) else 0.0
     seconds = common.cost(p, c, tiles, steps, moved, rows, gpu, hidden=hidden)
-    return _HANDED_OUT + _OUT_OF_TURN * seconds if hands_out(c) else seconds + _uneven(p, c, tiles / p.groups, gpu)
+    return _HANDED_OUT + _OUT_OF_TURN * seconds if is_dynamic(c) else seconds + _uneven(p, c, tiles / p.groups, gpu)
 
 
 def _long_enough(p: Problem, rows: int) -> float:

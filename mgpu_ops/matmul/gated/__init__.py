@@ -45,7 +45,7 @@ from mgpu_ops.matmul.gated.problem import (
 )
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
-from mgpu_ops.rows_norm import normalised
+from mgpu_ops.rms_rows import normalised
 
 
 @dataclasses.dataclass(frozen=True)

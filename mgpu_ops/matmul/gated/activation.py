@@ -22,7 +22,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import limits, mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.registry import dispatch
-from mgpu_ops.rows_norm import checked_norm, factors, supports_rows
+from mgpu_ops.rms_rows import checked_norm, factors, supports_rows
 
 FEW = 256  # rows up to which the kernel runs: with more it is bytes that take time, and XLA's kernel moves as many
 _COLUMNS = 128  # that a block computes are a multiple of this

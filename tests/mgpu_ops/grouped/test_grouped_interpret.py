@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, spec_of
-from mgpu_ops.core import engine, gpu, hand_out
+from mgpu_ops.core import dynamic_scheduler, engine, gpu
 from mgpu_ops.core.pipeline import Pipeline
 from tests import thorough
 from tests.arrays import inputs
@@ -289,7 +289,7 @@ def test_default_config_is_right_on_a_gpu_of_full_size(problem, assert_grouped):
 # --- tiles handed out as blocks become free
 
 ORDERS: dict[str, Callable[[jax.Array, jax.Array, int], jax.Array]] = {
-    "by a hash": hand_out.owns,
+    "by a hash": dynamic_scheduler.owns,
     "all to the last block": lambda tile, block, blocks: block == blocks - 1,
     "back and forth": lambda tile, block, blocks: jnp.abs(tile % (2 * blocks) - blocks) % blocks == block,
 }
@@ -306,7 +306,7 @@ def test_tiles_handed_out_in_any_order_give_the_bits_of_fixed_ones(name, assert_
     orders, kinds = (ORDERS, 3) if thorough.ALL else ([order], 1)
     run_static = compiled(problem, config)
     for one in orders:
-        monkeypatch.setattr(hand_out, "owns", ORDERS[one])
+        monkeypatch.setattr(dynamic_scheduler, "owns", ORDERS[one])
         run = compiled(problem, replace(config, schedule="dynamic"))
         for sizes in ((33, 0, 65, 1, 20), (0, 150, 0, 0, 0), (-7, 40, 2**31 - 1, 5, 0))[:kinds]:
             assert_right(problem, run, sizes, assert_grouped)
@@ -355,7 +355,7 @@ class HastyAnswers(Pipeline):
     """Declares an answer's slot empty before it has read it."""
 
     def read(self, step: Any, compute: Callable[[Any], None]) -> None:
-        if self.stages == hand_out.SLOTS:
+        if self.stages == dynamic_scheduler.SLOTS:
             Hasty(self.stages, self.full, self.empty).read(step, compute)
         else:
             super().read(step, compute)

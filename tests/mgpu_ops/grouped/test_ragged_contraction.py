@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 import mgpu_ops
 from mgpu_ops import RaggedContractionProblem, ragged_contraction, use_configs
 from mgpu_ops.core import gpu
-from mgpu_ops.grouped.config import SCHEDULES, hands_out
+from mgpu_ops.grouped.config import SCHEDULES, is_dynamic
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import (
     BASE,
@@ -337,7 +337,7 @@ def test_explain_says_what_is_wrong_with_its_arguments(problem, message):
     ],
 )
 def test_by_default_tiles_are_handed_out_where_groups_are_very_unlike_or_stores_should_come_together(problem, handed_out):
-    assert hands_out(SPEC.default(problem, H200)) == handed_out
+    assert is_dynamic(SPEC.default(problem, H200)) == handed_out
 
 
 @pytest.mark.parametrize("rows", [0, 8, 64, 4096])

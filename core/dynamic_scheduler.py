@@ -30,7 +30,7 @@ from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 
 
 def scratch_types(consumers: int) -> dict[str, Any]:
-    """What a block has for its `HandOut`: the slots of the answers, and the barriers of their pipeline."""
+    """What a block has for its `DynamicScheduler`: the slots of the answers, and the barriers of their pipeline."""
     return {
         "work_smem": plgpu.SMEM((SLOTS,), jnp.int32),
         "answered": Pipeline.barriers(SLOTS, copies=1, consumers=consumers),
@@ -38,8 +38,8 @@ def scratch_types(consumers: int) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class HandOut:
-    """The tiles of a block, as `tile_scheduler.Turns`.
+class DynamicScheduler:
+    """The tiles of a block, which takes the next one when it is free.
 
     first, blocks: the block's number, and of how many.
     counter: an int32 in global memory, 0 when the kernel starts. It counts the tiles that were handed out.
@@ -74,8 +74,8 @@ class HandOut:
             return body(tile, carry), turn + 1
 
         start = carry, jnp.int32(0)
-        turns = _Answers(self, asks)
-        end, (carry, answers) = tile_scheduler.for_each_group_tile(groups, tiles, turns, counted, start)
+        scheduler = _Answers(self, asks)
+        end, (carry, answers) = tile_scheduler.for_each_group_tile(groups, tiles, scheduler, counted, start)
         if asks:
             self.answers.drain(answers)
         return end, carry
@@ -103,9 +103,9 @@ class HandOut:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """`Turns` of a `HandOut`: each waits for the producer's question, whose number it counts in the carry."""
+    """The `tile_scheduler.Scheduler` of a warpgroup: it waits for the producer's question, whose number the carry has."""
 
-    of: HandOut
+    of: DynamicScheduler
     asks: bool
 
     @property
