@@ -34,7 +34,7 @@ from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
 from mgpu_ops.attention.mask import BlockOrder, TurnOrder
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
-from mgpu_ops.core import engine
+from mgpu_ops.core import engine, fragments
 from mgpu_ops.core.tile_scheduler import Int
 
 
@@ -176,7 +176,7 @@ class _Consumer:
             self._add_dq(kv, last)
         weights, _ = self.block.weights(tile, s, self.wg)
         if self.held:
-            engine.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
+            fragments.compute_here(weights.astype(self.block.p.dtype), self.block.smem["here"].at[self.wg])
             engine.wgmma_wait(0)  # nobody needs it, but ptxas, for the registers
         if not dq_first:
             self._add_dq(kv, last)
@@ -250,11 +250,11 @@ class _Consumer:
             self._start_dv(tile, half, weights)
             following = self._weights(tile, half + 1, 2) if half + 1 < len(self.halves) else weights
             if half:
-                engine.write_tile(ds, self._own_ds(half - 1))
+                fragments.write_tile(ds, self._own_ds(half - 1))
             ds, weights = self._ds(weights), following
             if half == 0:
                 plgpu.barrier_wait(self.together)
-        engine.write_tile(ds, self._own_ds(self.halves[-1]))
+        fragments.write_tile(ds, self._own_ds(self.halves[-1]))
         plgpu.commit_smem()  # wgmma sees what was written
         engine.barrier_arrive(self.together)
         return ds
@@ -282,7 +282,7 @@ class _Consumer:
             plgpu.barrier_wait(block.turn[0].at[last.stage])
             tile, first = block.tile_in_turn(last.stage)
             tile = tile if whole else tile + self.wg * block.p.q_heads
-        engine.add_fragments(dq, block.refs.dq.at[part, tile, self.wg if whole else 0], first)
+        fragments.add(dq, block.refs.dq.at[part, tile, self.wg if whole else 0], first)
         if block.turn is not None:
             engine.barrier_arrive(block.turn[1].at[last.stage])
 

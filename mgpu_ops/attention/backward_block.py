@@ -24,7 +24,7 @@ from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
-from mgpu_ops.core import engine, regions, semaphore, tile_scheduler
+from mgpu_ops.core import engine, fragments, regions, semaphore, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
@@ -578,7 +578,7 @@ class ThreadBlock:
             place = staging if len(staging.shape) == 2 else staging.at[zero + panel % places]
             part = values[:, panel * width : (panel + 1) * width].astype(p.dtype)
             if self.c.dq_step == "next":  # no register is free
-                engine.write_tile(part, place)
+                fragments.write_tile(part, place)
             else:
                 place[...] = part
             plgpu.commit_smem()  # TMA sees what was written

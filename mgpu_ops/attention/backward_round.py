@@ -1,6 +1,6 @@
 """The kernels that round dq, where the dk/dv kernel has added it up from registers (`dq_step="next"`).
 
-dq then lies in tiles of 64 rows and 64 columns as `engine.add_fragments` lays them out: for each batch entry and q block, those
+dq then lies in tiles of 64 rows and 64 columns as `fragments.add` lays them out: for each batch entry and q block, those
 of each query head. Of `launch` a thread block reads the tiles of 64 rows of one head, and writes them times scale as rows.
 
 `launch_joined` is for q, k and v that `rotary_qkv` has taken from one projection: it rotates dq and dk back, and writes them
@@ -23,13 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import BackwardArrays, as_rows, rows_like, swizzled
 from mgpu_ops.attention.problem import ROWS, BackwardProblem
-from mgpu_ops.core import engine
+from mgpu_ops.core import engine, fragments
 from mgpu_ops.core.rows import load_rows, store_rows
 
 
 def tiles_shape(p: BackwardProblem, rows: int) -> tuple[int, int, int]:
     """Of dq with `rows` padded query rows: [tiles of 64 rows, panels, float32 of a panel]."""
-    return p.batch * (rows // ROWS) * p.q_heads, p.head_dim // PANEL, engine.FRAGMENTS
+    return p.batch * (rows // ROWS) * p.q_heads, p.head_dim // PANEL, fragments.SIZE
 
 
 def launch(p: BackwardProblem, dq: jax.Array, arrays: BackwardArrays, interpret: bool) -> jax.Array:
@@ -43,7 +43,7 @@ def launch(p: BackwardProblem, dq: jax.Array, arrays: BackwardArrays, interpret:
         start, row = lax.div(block, blocks) * p.q_tokens, lax.rem(block, blocks) * ROWS
         scale = options[0]
         # 1. Both panels are read before the first is written.
-        values = [engine.load_fragments(dq.at[tile, panel]) for panel in range(panels)]
+        values = [fragments.load(dq.at[tile, panel]) for panel in range(panels)]
         for panel, value in enumerate(values):
             staging[panel] = (value * scale).astype(p.dtype)
         plgpu.commit_smem()  # TMA sees what was written
@@ -139,7 +139,7 @@ class _Join:
             turned, scale = self._turns(row), self.options[0]
             for head in range(cut.at_once):
                 of_head = self.dq.at[block * cut.p.q_heads + group * cut.at_once + head]
-                left, right = (engine.load_fragments(of_head.at[panel]) * scale for panel in range(2))
+                left, right = (fragments.load(of_head.at[panel]) * scale for panel in range(2))
                 self._rotate_back(head, left, right, *turned)
                 self._store(head, group, rows)
 

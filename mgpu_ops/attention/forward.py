@@ -49,7 +49,7 @@ from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, masks_all
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
-from mgpu_ops.core import engine, regions, tile_scheduler
+from mgpu_ops.core import engine, fragments, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows
@@ -404,7 +404,7 @@ class _Rows:
         weights, softmax, rescale, half = softmax.update_in_halves(scores, block.p.dtype)
         if block.c.pv_wait != "early":
             # Keeps ptxas from moving the next wait ahead of the softmax, or of its first half. Nobody reads what it stores.
-            engine.store_volatile(half, block.smem["lse"].at[w.wg])
+            fragments.store_volatile(half, block.smem["lse"].at[w.wg])
         # Waits for weights times values; then the stage is empty and the output may be rescaled.
         out = engine.accumulated(w.o_acc, 0)
         engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
