@@ -10,6 +10,7 @@ GPUs, prints or records what it does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -17,6 +18,7 @@ import hashlib
 import logging
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +28,7 @@ import jax
 import jaxlib
 import numpy as np
 from jax import tree_util
-from jax._src import compilation_cache
+from jax._src import compilation_cache, lru_cache
 from jax._src import core as jax_core
 from jax._src.literals import TypedNdArray
 from jax._src.lru_cache import LRUCache
@@ -39,6 +41,7 @@ from mgpu_ops.core import parallel_compile
 
 _log = logging.getLogger("mgpu_ops")
 _FORMAT = "mgpu_ops-kernel-1"
+_STARTED = time.time()  # when this process began to import what lowers kernels
 _OURS = ("mgpu_ops.", "jax.", "jaxlib.")  # modules whose sources are part of a key, by their versions
 
 
@@ -75,16 +78,25 @@ def _cache() -> Any:
 
 
 def _read(cache: Any, key: str) -> bytes | None:
-    """The call that was kept with this key. What was written in part is as good as missing."""
+    """The call that was kept with this key. What was written in part is as good as missing, and removed."""
     try:
         found = cache.get(key)
     except OSError as error:
         _log.warning("a kernel is lowered anew, as JAX's compilation cache cannot be read: %s", error)
         return None
-    if found is None or hashlib.sha256(found[32:]).digest() != found[:32]:
+    if found is None:
+        return None
+    if hashlib.sha256(found[32:]).digest() != found[:32]:
+        _remove(cache, key)
         return None
     call: bytes = found[32:]
     return call
+
+
+def _remove(cache: Any, key: str) -> None:
+    """Makes room for what is whole: JAX writes nothing where a file is. Another process that is writing it loses no more."""
+    with contextlib.suppress(OSError):
+        (cache.path / f"{key}{lru_cache._CACHE_SUFFIX}").unlink(missing_ok=True)
 
 
 def _write(cache: Any, key: str, results: Any, args: tuple[Any, ...]) -> None:
@@ -123,15 +135,18 @@ def _key(ctx: Any, params: Mapping[str, Any]) -> str | None:
     compiler = params.get("compiler_params")
     if ctx.is_forward_compat() or params.get("debug") or getattr(compiler, "profile_space", 0) or parallel_compile.dumping():
         return None
+    if (versions := _versions()) is None:
+        return None
     words = _Words()
     try:
-        words.value(_about(ctx))
+        words.value([*_about(ctx), versions])
         words.value([*ctx.avals_in, *ctx.avals_out])
         words.value({name: value for name, value in params.items() if name not in {"interpret", "debug", "metadata"}})
     except _UnknownError as unknown:
         _log.debug("a kernel is not kept in JAX's compilation cache: %s", unknown)
         return None
-    return f"{_FORMAT}-{hashlib.sha256('\n'.join(words.found).encode()).hexdigest()}"
+    text = "\n".join(f"{len(word)} {word}" for word in words.found)
+    return f"{_FORMAT}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _about(ctx: Any) -> list[Any]:
@@ -140,16 +155,19 @@ def _about(ctx: Any) -> list[Any]:
     devices = () if mesh is None else (mesh.axis_names, mesh.axis_sizes, jax.process_count(), jax.device_count())
     mosaic = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOSAIC_GPU_"))
     sources = jax.config.jax_hlo_source_file_canonicalization_regex, jax.config.jax_include_full_tracebacks_in_locations
-    return [_FORMAT, _versions(), utils._infer_arch(), devices, mosaic, sources]
+    return [_FORMAT, utils._infer_arch(), devices, mosaic, sources]
 
 
 @functools.cache
-def _versions() -> tuple[str, ...]:
-    """JAX's, and a hash of this library's sources, but for the tuner's."""
+def _versions() -> tuple[str, ...] | None:
+    """JAX's, and a hash of this library's sources, but for the tuner's. None where these may not be what this process runs."""
     sources = hashlib.sha256()
     for folder, folders, files in os.walk(sys.modules[__package__.partition(".")[0]].__path__[0], followlinks=True):
         folders[:] = sorted({*folders} - {"tuning", "__pycache__"})
         for path in (Path(folder, file) for file in sorted(files) if file.endswith(".py")):
+            if path.stat().st_mtime > _STARTED:
+                _log.debug("kernels are not kept in JAX's compilation cache, as %s has changed since they were imported", path)
+                return None
             sources.update(path.read_bytes())
     return jax.__version__, jaxlib.__version__, sources.hexdigest()
 
@@ -235,6 +253,8 @@ class _Words:
             self.value(["method", x.__self__, x.__func__])
         elif isinstance(x, types.FunctionType):
             self._function(x)
+        elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):  # `repr` leaves out elements
+            raise _UnknownError("an array on a device")
         elif not f"{kind.__module__}.".startswith(_OURS):
             raise _UnknownError(f"{kind.__module__}.{kind.__qualname__}")
         elif dataclasses.is_dataclass(x):
