@@ -13,6 +13,9 @@
 | `remember_layouts` | the layouts of warp-level MMA are made once |
 | `remember_transfers` | whether a layout can be loaded or stored so is found out once |
 | `index_untraced` | buffers of tiles are indexed without a trace for each use |
+| `check_ungenerated` | that a buffer of tiles can be indexed is checked without code, which nothing would use |
+| `generate_once` | an integer, and the number of the thread, is generated once for a kernel |
+| `remember_classes` | a class of a function is made once |
 
 Layouts are inferred by a solver of constraints, such as that two variables are equal, or that the tiles of one divide a number.
 All patches hold for all Mosaic GPU kernels of the process.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +36,16 @@ from jax._src.interpreters import partial_eval
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.state import indexing
-from jax.experimental.mosaic.gpu import MMALayouts, constraints, inference_utils, layout_inference, layouts, utils
+from jax.experimental.mosaic.gpu import (
+    MMALayouts,
+    constraints,
+    dialect_lowering,
+    fragmented_array,
+    inference_utils,
+    layout_inference,
+    layouts,
+    utils,
+)
 from jax.extend.mlir import ir
 
 
@@ -50,6 +63,9 @@ def lower_fast() -> None:
         remember_layouts,
         remember_transfers,
         index_untraced,
+        check_ungenerated,
+        generate_once,
+        remember_classes,
     ):
         patch()
 
@@ -323,10 +339,12 @@ def index_untraced() -> None:
     @functools.wraps(lower)
     def lower_function(function: Any, avals: Any) -> Any:
         (ref,) = function.args
+        if _checking.now:
+            return lambda ctx, *transforms: (_moved(function, avals),) * 2
         if isinstance(avals[1], indexing.NDIndexer) and isinstance(avals[0], gpu_core.UnswizzleRef):
             return lambda ctx, *transforms: (function(*transforms), function(*avals))
         if isinstance(ref, gpu_core.AbstractRefUnion) or not isinstance(avals[0], gpu_core.UntilingTransform):
-            return lower(function, avals)  # a union has no hash where it is part of another
+            return lower(function, avals)
         return functools.partial(_lower_move, function, avals)
 
     lowering._lower_fn_with_avals = lower_function
@@ -334,14 +352,147 @@ def index_untraced() -> None:
 
 def _lower_move(function: Any, avals: Any, ctx: Any, *transforms: Any) -> Any:
     """As the function that JAX's `_lower_fn_with_avals` returns. function: a partial."""
-    leaves, tree = jax.tree.flatten(avals)
-    key = function.func, function.args, tuple(leaves), tree
-    if (traced := _moves.get(key)) is None:
-        about = api_util.debug_info("mgpu_ops_move", function, ("",) * len(avals), {}).with_unknown_names()
-        traced = partial_eval.trace_to_jaxpr(function, flattree.flatten_args(*avals), debug_info=about, requires_low=True)
-        _moves[key] = traced
-    jaxpr, results = traced
+    jaxpr, results = _traced_move(function, avals)
     lowered = lowering.lower_jaxpr_to_mosaic_gpu(
         ctx.module_ctx, ctx.launch_ctx, jaxpr, jax.tree.leaves(transforms), jaxpr.consts
     )
     return results.tree.unflatten(lowered), results.unflatten()
+
+
+def _moved(function: Any, avals: Any) -> Any:
+    """What `function` makes of types."""
+    if isinstance(avals[1], indexing.NDIndexer) and isinstance(avals[0], gpu_core.UnswizzleRef):
+        return function(*avals)
+    return _traced_move(function, avals)[1].unflatten()
+
+
+def _traced_move(function: Any, avals: Any) -> Any:
+    if isinstance(function.args[0], gpu_core.AbstractRefUnion):  # it has no hash where it is part of another
+        return _trace_move(function, avals)
+    leaves, tree = jax.tree.flatten(avals)
+    key = function.func, function.args, tuple(leaves), tree
+    if (traced := _moves.get(key)) is None:
+        traced = _moves[key] = _trace_move(function, avals)
+    return traced
+
+
+def _trace_move(function: Any, avals: Any) -> Any:
+    about = api_util.debug_info("mgpu_ops_move", function, ("",) * len(avals), {}).with_unknown_names()
+    return partial_eval.trace_to_jaxpr(function, flattree.flatten_args(*avals), debug_info=about, requires_low=True)
+
+
+# Where layouts are inferred, Pallas moves the index before swizzle and tiling for nothing but to raise where it cannot.
+
+
+def check_ungenerated() -> None:
+    """That an index and the swizzle and tiling before it can change places is told by their types."""
+    move = lowering._bubble_up_transforms_for_lowering
+    tiles = (gpu_core.UntilingTransform, gpu_core.UnswizzleRef)
+
+    @functools.wraps(move)
+    def check_or_move(ctx: Any, aval: Any, transforms: Any, avals: Any, **options: Any) -> Any:
+        inferred = ctx.module_ctx.lowering_semantics == lowering.mgpu.LoweringSemantics.Warpgroup
+        if not inferred or not transforms or not isinstance(transforms[0], tiles):
+            return move(ctx, aval, transforms, avals, **options)
+        _checking.now = True
+        try:
+            return move(ctx, aval, avals, avals, **options)
+        finally:
+            _checking.now = False
+
+    ours: Any = check_or_move
+    lowering._bubble_up_transforms_for_lowering = ours
+
+
+class _Checking(threading.local):
+    now = False
+
+
+_checking = _Checking()
+
+
+# --- What generated code has once
+#
+# An operation of Mosaic's dialect becomes tens or hundreds of LLVM's. A third of them were integers, and numbers of the thread,
+# 19 operations each. MLIR's canonicalizer leaves one of each integer, and LLVM one number of the thread, as each kernel begins
+# with it.
+
+
+class _Once(threading.local):
+    """Of the kernel that is being lowered: its integers by type and value, its launch, and the number of its thread.
+
+    before: the last number of the thread that was generated until there is one for all.
+    """
+
+    integers: dict[Any, Any] | None = None
+    launch: Any = None
+    thread: Any = None
+    before: Any = None
+
+
+_once = _Once()
+
+
+def generate_once() -> None:
+    """While Mosaic's dialect is lowered, integers are generated once, before the launch, the thread's number at its start."""
+    arith: Any = dialect_lowering.arith
+    lower, begin = dialect_lowering.lower_mgpu_dialect, dialect_lowering._lowering_context
+    constant, thread_idx = arith.constant, utils.thread_idx
+
+    @functools.wraps(constant)
+    def number(result: Any, value: Any, *, loc: Any = None, ip: Any = None) -> Any:
+        known = _once.integers
+        if known is None or type(value) is not int or ip is not None:
+            return constant(result, value, loc=loc, ip=ip)
+        if (found := known.get((result, value))) is None:
+            if ir.InsertionPoint.current.block == _once.launch.block:  # the host's code, which may go before all this
+                return constant(result, value, loc=loc)
+            found = known[result, value] = constant(result, value, loc=loc, ip=_once.launch)
+        return found
+
+    @functools.wraps(thread_idx)
+    def thread() -> Any:
+        if _once.thread is not None:
+            return _once.thread
+        found = thread_idx()
+        if _once.integers is not None:
+            _once.before = found
+        return found
+
+    @functools.wraps(begin)
+    def begin_with_thread(*args: Any) -> Any:
+        context = begin(*args)
+        _once.thread = _once.before  # of the last predicate that this generates at the start of the kernel
+        return context
+
+    @functools.wraps(lower)
+    def lower_sharing(module: Any, *args: Any, **options: Any) -> Any:
+        _once.integers, _once.launch = {}, ir.InsertionPoint(dialect_lowering._gpu_launch_op(module))
+        try:
+            return lower(module, *args, **options)
+        finally:
+            _once.integers = _once.launch = _once.thread = _once.before = None
+
+    patched: tuple[Any, ...] = lower_sharing, begin_with_thread, thread
+    arith.constant = number
+    dialect_lowering.lower_mgpu_dialect, dialect_lowering._lowering_context, utils.thread_idx = patched
+
+
+# --- Classes
+
+
+def remember_classes() -> None:
+    """The dataclass that Mosaic GPU defines in a function that stores tiles is made once, and not by each call."""
+    known: dict[str, type] = {}
+
+    def dataclass(cls: Any = None, /, **options: Any) -> Any:
+        if cls is None:
+            return functools.partial(dataclass, **options)
+        if "<locals>" not in cls.__qualname__:
+            return dataclasses.dataclass(cls, **options)
+        if cls.__qualname__ not in known:
+            known[cls.__qualname__] = dataclasses.dataclass(cls, **options)
+        return known[cls.__qualname__]
+
+    module: Any = fragmented_array
+    module.dataclasses = types.SimpleNamespace(**{**vars(dataclasses), "dataclass": dataclass})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.mosaic.gpu import constraints, inference_utils, layout_inference
+from jax.experimental.mosaic.gpu import constraints, dialect_lowering, inference_utils, layout_inference, utils
 from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir, passmanager
 
 import mgpu_ops
 from mgpu_ops.core import engine, fast_lowering
@@ -97,3 +100,43 @@ def test_a_variable_has_one_hash_and_a_wanted_one_is_found_by_it():
     assert list(unknowns) == VARIABLES[:2]
     register = constraints.RegisterLayout(fa.WGMMA_LAYOUT)
     assert register not in unknowns
+
+
+def test_integers_and_threads_that_are_generated_once_leave_the_code_as_it_is(monkeypatch):
+    """What is left when equal operations are merged, and no less is generated than that."""
+    found: list[tuple[int, str]] = []
+    patched = ((dialect_lowering.arith, "constant"), (dialect_lowering, "_lowering_context"), (utils, "thread_idx"))
+    original = {name: getattr(owner, name).__wrapped__ for owner, name in patched}
+    lower_dialect: Any = dialect_lowering.lower_mgpu_dialect
+
+    def kept(module: Any, *args: Any, **options: Any) -> None:
+        lower_dialect(module, *args, **options)
+        copy = ir.Module.parse(str(module), module.context)
+        del copy.operation.attributes["mosaic_gpu.dump_basename"]  # which has a number
+        passmanager.PassManager.parse("builtin.module(canonicalize,cse)", module.context).run(copy.operation)
+        found.append((str(module).count("\n"), str(copy)))
+
+    monkeypatch.setattr(dialect_lowering, "lower_mgpu_dialect", kept)
+    a = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)
+    for _ in range(2):
+        with target("h100-sxm"):
+            product = jax.jit(functools.partial(mgpu_ops.matmul, backend="mosaic"))
+            product.trace(a, jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+        jax.clear_caches()
+        for owner, name in patched:
+            monkeypatch.setattr(owner, name, original[name])
+    (ours, text), (jaxs, jaxs_text) = found
+    assert collections.Counter(text.splitlines()) == collections.Counter(jaxs_text.splitlines())  # integers in another order
+    assert ours < 0.9 * jaxs
+
+
+def test_an_index_that_tiles_do_not_allow_is_refused():
+    def body(x_ref: Any, out_ref: Any, tile: Any) -> None:
+        out_ref[...] = tile[4:68]
+
+    launch = engine.Launch("mgpu_ops_test", {"block": 1}, warpgroups=1)
+    tile = plgpu.SMEM((128, 64), jnp.bfloat16, transforms=engine.operand_transforms(64, jnp.bfloat16))
+    out = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    run = engine.kernel(body, launch, out_type=out, scratch_types={"tile": tile})
+    with target("h100-sxm"), pytest.raises(ValueError, match=r"slice start \(4\).*divisible by the tile size \(8\)"):
+        jax.jit(run).trace(X).lower(lowering_platforms=("cuda",))
