@@ -145,7 +145,8 @@ def test_inputs_are_the_same_for_the_same_key(spec):
     problem = min(spec.shapes.values(), key=spec.bytes)
     sizes = {field: min(value, 64) for field, value in vars(problem).items() if type(value) is int}
     problem = dataclasses.replace(problem, **sizes)
-    first, second, other = (spec.inputs(problem, jax.random.key(seed)) for seed in (0, 0, 1))
+    inputs = jax.jit(functools.partial(spec.inputs, problem))
+    first, second, other = (inputs(jax.random.key(seed)) for seed in (0, 0, 1))
     same = lambda x, y: all((p == q).all() for p, q in zip(x, y))  # noqa: E731
     assert same(first, second)
     assert not same(first, other)
@@ -293,38 +294,36 @@ SOUND = {  # what of it a field may well hold
 }
 
 
-def nonsensical(spec: Any) -> list[tuple[str, Any]]:
-    """A field and a value that no call gives it; True is a sound `bias` of products, where it is a bool."""
+def nonsensical(spec: Any, field: str) -> list[Any]:
+    """Values that no call gives the field; True is a sound `bias` of products, where it is a bool."""
     kinds = get_type_hints(spec.Problem)
-    sound = SOUND | ({"bias": (True,)} if kinds.get("bias") is bool else {})
-    return [
-        (f, v) for f in kinds for v in NONSENSE if not any(v is s or (v == s and type(v) is type(s)) for s in sound.get(f, ()))
-    ]
+    sound = (SOUND | ({"bias": (True,)} if kinds.get("bias") is bool else {})).get(field, ())
+    return [v for v in NONSENSE if not any(v is s or (v == s and type(v) is type(s)) for s in sound)]
 
 
-NONSENSICAL = [(spec, f, v) for spec in SPECS.values() for f, v in nonsensical(spec)]
+FIELDS = [(spec, field) for spec in SPECS.values() for field in get_type_hints(spec.Problem)]
 
 
-@pytest.mark.parametrize(
-    ("spec", "field", "value"), NONSENSICAL, ids=[f"{spec.name}-{field}={value!r}" for spec, field, value in NONSENSICAL]
-)
-def test_a_nonsensical_problem_is_refused_and_stops_nothing(spec, field, value):
+@pytest.mark.parametrize(("spec", "field"), FIELDS, ids=[f"{spec.name}-{field}" for spec, field in FIELDS])
+def test_a_nonsensical_problem_is_refused_and_stops_nothing(spec, field):
     """A database may hold one: what is asked of it answers, or raises ValueError, at once."""
     sound = spec.shapes[next(iter(spec.shapes))]
     config = spec.default(sound, H200)
-    try:
-        problem = dataclasses.replace(sound, **{field: value})
-    except ValueError:
-        return  # which names them: below
-    reason = spec.supports(problem, H200)
-    assert isinstance(reason, str), f"{problem}"
-    assert reason
-    assert isinstance(spec.check(problem, config, H200), str)
-    for there, back in ((sound, problem), (problem, sound), (problem, problem)):
-        assert spec.distance(there, back) is None or spec.distance(there, back) >= 0
-    for ask in (lambda: spec.cost(problem, config, H200), lambda: spec.default(problem, H200)):
+    for value in nonsensical(spec, field):
+        try:
+            problem = dataclasses.replace(sound, **{field: value})
+        except ValueError:
+            continue  # which names them: below
+        reason = spec.supports(problem, H200)
+        assert isinstance(reason, str), f"{problem}"
+        assert reason
+        assert isinstance(spec.check(problem, config, H200), str), f"{problem}"
+        for there, back in ((sound, problem), (problem, sound), (problem, problem)):
+            assert spec.distance(there, back) is None or spec.distance(there, back) >= 0, f"{problem}"
         with contextlib.suppress(ValueError):
-            ask()
+            spec.cost(problem, config, H200)
+        with contextlib.suppress(ValueError):
+            spec.default(problem, H200)
 
 
 @pytest.mark.parametrize(("value", "rule"), [(-1, "must be at least 0"), ("x", "int, not str"), (True, "int, not bool")])
