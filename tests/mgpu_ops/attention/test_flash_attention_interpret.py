@@ -216,7 +216,30 @@ FORWARD_IN_ALL = [  # what others show together or one by one
     "one row, one key",
     "sinks, grouped heads, lengths, causal",
     "bias, float16, soft cap, window, three steps",
+    "head_dim of 256",  # a bias in fewer stages than keys
+    "window to both sides",  # a small window
+    "causal, fewer keys, so that the first rows see none, soft cap",  # lengths of zero; everything
+    "lengths, causal, window, top left",  # what jax's attention aligns by
+    "bias before the soft cap, causal",  # a bias that hides keys
 ]
+
+
+def test_nan_stays_in_its_batch_entry():
+    """Whose last tiles reach into the next one."""
+    problem, config = MANY_TILES
+    q, k, v, options = cases.arguments(problem)
+    out, lse = interpreted(FORWARD, problem, config, (*(x.at[1].set(jnp.nan) for x in (q, k, v)), options))
+    wanted = cases.truth(q, k, v)
+    assert np.isnan(float64(out)[1]).all()
+    assert np.isnan(lse[1]).all()
+    for b in (0, 2):
+        np.testing.assert_allclose(float64(out)[b], wanted["out"][b], atol=2e-2)
+        np.testing.assert_allclose(lse[b], wanted["lse"][b], atol=1e-4)
+
+
+def test_large_scores(assert_near):
+    q, *others = cases.arguments(MANY_TILES[0])
+    assert_forward(*MANY_TILES, assert_near, (q * 1000, *others))
 
 
 @pytest.mark.parametrize("name", thorough.cases(FORWARD_CASES, FORWARD_IN_ALL))
@@ -268,24 +291,6 @@ def test_segments_in_any_order_that_some_rows_share_with_no_key(assert_near):
 def test_bias_that_hides_keys_and_whole_rows(cap, assert_near):
     problem = P(1, 70, 200, 2, 1, 64, bias="bfloat16", **cap)
     assert_forward(problem, BASE, assert_near, changed(problem, bias=hiding_bias()))
-
-
-def test_nan_stays_in_its_batch_entry():
-    """Whose last tiles reach into the next one."""
-    problem, config = MANY_TILES
-    q, k, v, options = cases.arguments(problem)
-    out, lse = interpreted(FORWARD, problem, config, (*(x.at[1].set(jnp.nan) for x in (q, k, v)), options))
-    wanted = cases.truth(q, k, v)
-    assert np.isnan(float64(out)[1]).all()
-    assert np.isnan(lse[1]).all()
-    for b in (0, 2):
-        np.testing.assert_allclose(float64(out)[b], wanted["out"][b], atol=2e-2)
-        np.testing.assert_allclose(lse[b], wanted["lse"][b], atol=1e-4)
-
-
-def test_large_scores(assert_near):
-    q, *others = cases.arguments(MANY_TILES[0])
-    assert_forward(*MANY_TILES, assert_near, (q * 1000, *others))
 
 
 @pytest.mark.parametrize("seed", thorough.seeds(1, 4))
@@ -457,6 +462,9 @@ BACKWARD_IN_ALL = [  # what others show together or one by one
     "head_dim of 96, values of 64, split, lengths",
     "head_dim of 160, window",
     "values of 40 beside keys of 90, both padded",
+    "head_dim of 96, odd heads, causal",  # a group in two parts
+    "dq a step later, head_dim of 64, lengths, window",  # in turns, lengths; in turns, window
+    "in turns, segments, causal, fewer keys",  # in turns, causal; dq a step later, segments
 ]
 
 
