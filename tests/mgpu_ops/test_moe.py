@@ -40,6 +40,9 @@ def dense(x: Any, logits: Any, gate: Any, up: Any, down: Any, top_k: int, norm_t
     return product("te,teh,ehd->td", weights, hidden, down)
 
 
+compiled = jax.jit(moe, static_argnums=5)
+
+
 def truth(*arrays: Any, **kwargs: Any) -> np.ndarray:
     with jax.enable_x64(True):
         return np.asarray(dense(*(jnp.asarray(np.asarray(x), "float64") for x in arrays), **kwargs))
@@ -60,7 +63,7 @@ def test_the_layer_is_the_dense_one_with_unused_experts_masked(top_k, norm_topk_
 def test_in_float64_it_is_exact(assert_near):
     with jax.enable_x64(True):
         arrays = tuple(jnp.asarray(np.asarray(x), "float64") for x in layer(70, 24, 40, 5, F32))
-        assert_near(moe(*arrays, 2), dense(*arrays, 2), 1e-13)
+        assert_near(compiled(*arrays, 2), jax.jit(dense, static_argnums=5)(*arrays, 2), 1e-13)
 
 
 @pytest.mark.parametrize("backend", thorough.cases(["xla", "interpret"], ["interpret"]))
@@ -100,16 +103,16 @@ def test_gradients_in_float64_are_exact(assert_near):
 def test_all_tokens_to_one_expert_drops_none(assert_near):
     x, logits, *weights = layer(70, 24, 40, 5)
     logits = logits.at[:, 3].set(20)
-    assert_near(moe(x, logits, *weights, 1), truth(x, logits, *weights, top_k=1), TOLERANCE)
+    assert_near(compiled(x, logits, *weights, 1), truth(x, logits, *weights, top_k=1), TOLERANCE)
 
 
 def test_an_expert_without_tokens_changes_nothing_and_gets_no_gradient(assert_near):
     x, logits, gate, up, down = layer(70, 24, 40, 5)
     logits = logits.at[:, 1].set(-30)
-    clean = moe(x, logits, gate, up, down, 2)
+    clean = compiled(x, logits, gate, up, down, 2)
     gate, down = gate.at[1].set(jnp.nan), down.at[1].set(jnp.nan)
-    np.testing.assert_array_equal(moe(x, logits, gate, up, down, 2), clean)
-    grads = jax.grad(lambda *a: moe(x, logits, *a, 2).astype(F32).sum(), (0, 1, 2))(gate, up, down)
+    np.testing.assert_array_equal(compiled(x, logits, gate, up, down, 2), clean)
+    grads = jax.jit(jax.grad(lambda *a: moe(x, logits, *a, 2).astype(F32).sum(), (0, 1, 2)))(gate, up, down)
     for grad in grads:
         np.testing.assert_array_equal(grad[1], 0)
         assert np.isfinite(np.asarray(grad, np.float32)).all()
@@ -127,9 +130,9 @@ def test_no_tokens():
 @pytest.mark.parametrize("where", ["x", "logits"])
 def test_nan_stays_in_its_token(where):
     x, logits, *weights = layer(70, 24, 40, 5)
-    clean = moe(x, logits, *weights, 2)
+    clean = compiled(x, logits, *weights, 2)
     bad = (x.at[7].set(jnp.nan), logits) if where == "x" else (x, logits.at[7].set(jnp.nan))
-    out = moe(*bad, *weights, 2)
+    out = compiled(*bad, *weights, 2)
     assert np.isnan(out[7]).all()
     np.testing.assert_array_equal(np.delete(out, 7, 0), np.delete(clean, 7, 0))
 
@@ -150,11 +153,11 @@ def test_checkpoint_scan_and_vmap(assert_near):
     for saved, computed_again in zip(plain, again, strict=True):
         assert_near(saved, computed_again, 1e-5)
     scanned, _ = jax.lax.scan(lambda x, _: (x + moe(x, logits, *weights, 2), None), x, length=2)
-    step = x + moe(x, logits, *weights, 2)
-    assert_near(scanned, step + moe(step, logits, *weights, 2), 1e-5)
+    step = x + compiled(x, logits, *weights, 2)
+    assert_near(scanned, step + compiled(step, logits, *weights, 2), 1e-5)
     xs, all_logits = jnp.stack([x, -x]), jnp.stack([logits, 2 - logits])
-    mapped = jax.vmap(lambda x, logits: moe(x, logits, *weights, 2))(xs, all_logits)
-    assert_near(mapped, jnp.stack([moe(x, logits, *weights, 2) for x, logits in zip(xs, all_logits)]), 1e-6)
+    mapped = jax.jit(jax.vmap(lambda x, logits: moe(x, logits, *weights, 2)))(xs, all_logits)
+    assert_near(mapped, jnp.stack([compiled(x, logits, *weights, 2) for x, logits in zip(xs, all_logits)]), 1e-6)
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 17])
@@ -221,7 +224,7 @@ def test_a_share_of_the_experts_each_adds_up_to_the_layer(assert_near):
         return jax.lax.psum_scatter(part, "x", tiled=True)
 
     f = jax.jit(jax.shard_map(shard, mesh=devices, in_specs=(X,) * 5, out_specs=X))
-    assert_near(f(x, logits, *weights), moe(x, logits, *weights, 2), 1e-5)
+    assert_near(f(x, logits, *weights), compiled(x, logits, *weights, 2), 1e-5)
     ours, wanted = (
         jax.jit(jax.grad(lambda *a, g=g: (g(*a) ** 2).sum(), (0, 1, 2, 3, 4)))(x, logits, *weights)  # type: ignore[misc]
         for g in (f, functools.partial(moe, top_k=2))
