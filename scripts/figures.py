@@ -140,7 +140,7 @@ def matmul(results: Path) -> Iterator[str]:
             yield line(f"{what}, m = {m}", "XLA (cuBLAS)", [p for p in found if p.shape[0] == m], "xla")
     sampled, drawn = problems(results, r"h200-matmul", "jax-pallas"), problems(results, r"h200-matmul-anywhere")
     yield line("forward", "JAX's sample kernel, tuned", sampled, "jax-pallas")
-    yield line("forward, drawn problems, nothing stored", "XLA (cuBLAS)", drawn, "xla")
+    yield line("forward, random shapes, untuned", "XLA (cuBLAS)", drawn, "xla")
     sustained = problems(results, r"h200-matmul-sustained")
     yield line("without pause, m >= 4096", "XLA (cuBLAS)", sustained, "xla")
     yield from sources(*files(forward, both, sampled, drawn, sustained))
@@ -309,9 +309,9 @@ def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
 
 _STEPS = {
     "llama-step": "training",
-    "llama-fp8-step": "training in 8 bits",
+    "llama-fp8-step": "training with FP8 products",
     "llama-decode": "decoding",
-    "llama-int8-decode": "decoding, weights in 8 bits",
+    "llama-int8-decode": "decoding, int8 weights",
 }
 
 
@@ -434,7 +434,7 @@ def strips(results: Path) -> Iterator[Strip]:
     weights = problems(results, "h200-ragged_contraction")
     yield strip("attention, forward", "faster of cuDNN, tokamax", attention, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
-    others, name = ("cudnn", "tokamax"), "attention, drawn problems, nothing stored"
+    others, name = ("cudnn", "tokamax"), "attention, random shapes, untuned"
     drawn = [p for p in problems(results, "h200-flash_attention-anywhere") if {*others} & p.rows.keys()]
     yield strip(
         name, "faster of cuDNN, tokamax", drawn, ratio=lambda p: min(p.us(x) for x in others if x in p.rows) / p.us("mgpu_ops")
@@ -446,7 +446,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("grouped matmul, gradient of weights", "JAX's kernel", weights, "jax-pallas")
     yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
-    yield strip("matmul, drawn problems, nothing stored", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
+    yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
     yield from training_steps(results)
@@ -544,6 +544,33 @@ def _panel(title: str, ticks: Sequence[float], members: Sequence[Strip], top: in
     return drawn
 
 
+_MODELLED = re.compile(
+    r"(\w+)('s baseline)?, (.+): (\d+) problems, (\d+) times; error median ([\d.]+), 95th percentile ([\d.]+)"
+    r"(?:; the model's choice over the fastest: mean ([\d.]+), worst ([\d.]+))?"
+)
+
+
+def model_error(results: Path) -> Iterator[str]:
+    """How far the cost models are from what was measured (`scripts/model_error.py`). LookupError where no file says so."""
+    paths = sorted(results.glob("????-??-??-h200-model-error.txt"))
+    if not paths:
+        raise LookupError(f"{results} has no model-error.txt")
+    yield "| op | problems | times | error, median | p95 | the model's choice, mean | worst |"
+    yield "|---" * 7 + "|"
+    for line in paths[-1].read_text().splitlines():
+        if (found := _MODELLED.fullmatch(line)) is None:
+            continue
+        op, baseline, what, problems_of_it, times, median, p95, mean, worst = found.groups()
+        if baseline:
+            op = f"{'cuDNN' if op.startswith('flash_attention') else 'XLA'}'s {op}"
+        chosen = (mean, worst) if mean and times != problems_of_it else ("", "")
+        yield (
+            f"| {op}, {what} | {problems_of_it} | {times} | {100 * float(median):.1f} % | {100 * float(p95):.1f} % "
+            f"| {chosen[0]} | {chosen[1]} |"
+        )
+    yield next(sources(paths[-1]))
+
+
 # --- where they are shown
 
 
@@ -561,6 +588,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "program_kernels": program_kernels,
     "compile_times": compile_times,
     "h100": h100,
+    "model_error": model_error,
     "summary": summary,
 }
 

@@ -38,7 +38,9 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
 _MEMORY = 0.954  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
 _MEMORY_64 = 0.929
-_STORE = 0.49e-6  # s for the first loads and the store of a tile of 128 x 128
+_STORE = 0.49e-6  # s for the first loads and the store of a tile of 128 x 128,
+# and times as much for one of a further wave, whose loads run beside the store before: where rows of C begin at lines, or not
+_STORE_ALIGNED, _STORE_OTHERS = 0.5, 1.5
 _NORM = 3.4  # arithmetic and HBM overlap (`gemm.together`)
 _SIDES = (64, 96, 128, 160, 192, 224, 256)  # of tiles of 16 bits, one of them a multiple of 64
 _SMALLER = 0.066  # times as much less than 128 x 128 a tile multiplies for each element that it loads, it is slower
@@ -62,6 +64,7 @@ _SPLIT_FLOP, _SPLIT_BYTE = 100.0, 0.194136  # of a tile's arithmetic, of a wave;
 _SPLIT_SUM, _SPLIT_SUM_BYTE = 4.36e7, 193.1384  # of a kernel that adds up parts, and of each byte that it reads and writes
 _SPLIT_FLOPS = {"tf32_x3": 12, "bf16_x3": 12, "bf16_x6": 20, "bf16_x9": 28}  # for each element, by algorithm; else 2
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+_LINE = 128  # bytes of L2
 _ALIGNED = 8  # elements of 16 bits in 16 bytes
 
 
@@ -110,7 +113,8 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
         rate = _RATES[algorithm] * gpu.bf16_flops
     if p.scales == "block":  # of float32 numbers, rounded to tf32
         rate = _RATE_OF_BLOCKS * gpu.bf16_flops
-    return waves * (flops * gpu.sms / (left * rate) + _STORE * area)
+    further = _STORE_ALIGNED if p.n * itemsize_of(p.out_dtype) % _LINE == 0 else _STORE_OTHERS
+    return waves * flops * gpu.sms / (left * rate) + _STORE * area * (1 + further * (waves - 1))
 
 
 def _widening(p: Problem, gpu: Gpu) -> float:
