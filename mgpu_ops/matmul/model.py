@@ -296,6 +296,7 @@ _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
+_SMALLEST = 64  # rows and columns of the tile that no two consumers share: each would read all of A (docs/kernels/matmul.md)
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most; twice as many where k is long
 _SPLITS = (
     ("none", 1),
@@ -383,6 +384,8 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
+            if warpgroups == 2 and tile_m == tile_n == _SMALLEST:
+                continue
             large = warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER
             if large and (problem.k < _LONG_K or tile_m * tile_n > 2 * _ONE_CONSUMER or problem.normalised):
                 continue

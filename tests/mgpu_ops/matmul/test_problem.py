@@ -11,6 +11,8 @@ import pytest
 from mgpu_ops.core import gpu
 from mgpu_ops.matmul import SPEC, checks, problem, xla
 from mgpu_ops.matmul.problem import Problem
+from mgpu_ops.registry import winner
+from mgpu_ops.registry.spec import baseline_of
 from tests.configs import BASE
 
 H200 = gpu.find("h200")
@@ -256,3 +258,14 @@ def test_the_parts_of_k_that_xla_makes_are_those_of_its_compiled_programs():
 def test_no_candidate_comes_twice(p):
     found = SPEC.candidates(p, H200)
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("p", [Problem(16, 248, 2432, layout="tt"), Problem(528, 664, 4432, layout="tt")])
+def test_the_smallest_tile_has_one_consumer_by_default(p):
+    found = SPEC.default(p, H200)
+    assert (found.tile_m, found.tile_n, found.compute_warpgroups) == (64, 64, 1)
+
+
+def test_large_outputs_of_short_k_are_left_to_xla_where_their_rows_begin_at_lines():
+    p = Problem(4352, 8320, 384, layout="tt")  # 37.8 us, the kernel's default 43.5
+    assert winner.expected(SPEC, p, SPEC.default(p, H200), H200, baseline_of(SPEC, p)).winner == "xla"
