@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.calls import checked_operands, checked_sizes, checked_spread
 from mgpu_ops.grouped.rows import rows_at
@@ -401,7 +402,7 @@ def _layer_backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     return dx, dweights, dw_gate, dw_up, contraction(of, scaled, g, sizes), None, None, None
 
 
-_layer.defvjp(_layer_forward, _layer_backward)
+_layer.defvjp(*first_order("moe", _layer_forward, _layer_backward))
 
 
 def _check_top_k(top_k: int, experts: int) -> None:

@@ -22,6 +22,7 @@ from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem, Config
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.registry import dispatch
 from mgpu_ops.rotary import RotaryCall
 
@@ -118,7 +119,7 @@ def _backward(call: _Call, saved: Any, out_grad: jax.Array) -> tuple[jax.Array, 
     return joined, *map(jnp.zeros_like, (cos, sin, options))
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(*first_order("rotary_attention", _forward, _backward))
 
 
 @functools.cache

@@ -53,6 +53,7 @@ from mgpu_ops.attention.problem import (
 )
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
@@ -279,7 +280,7 @@ def _gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> ja
     return (gradient.sum(0, keepdims=True) if sinks.shape[0] == 1 else gradient).astype(sinks.dtype)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(*first_order("flash_attention", _attention_forward, _attention_backward))
 
 
 @functools.cache

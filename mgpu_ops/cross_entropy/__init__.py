@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.cross_entropy.model import candidates, cost, default, distance, space
 from mgpu_ops.cross_entropy.problem import (
@@ -150,7 +151,7 @@ def _backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -
     return _batchable(again)(logits, labels, lse, of_loss + dlse, of_loss), None
 
 
-_losses.defvjp(_forward, _backward)
+_losses.defvjp(*first_order("cross_entropy", _forward, _backward))
 
 
 @functools.cache

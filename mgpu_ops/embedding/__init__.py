@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.embedding.model import candidates, cost, default, distance, space
 from mgpu_ops.embedding.problem import (
@@ -102,7 +103,7 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
     return _gradient(call, like.shape[0])(g, tokens), None
 
 
-_look_up.defvjp(_forward, _backward)
+_look_up.defvjp(*first_order("embedding", _forward, _backward))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import numpy as np
 
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import activate
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.rows import rows_at, sums_at
@@ -158,7 +159,7 @@ def _gated_backward(call: gated.Call, saved: Any, g: jax.Array) -> tuple[Any, ..
     return _added_at(given, indices, dlhs), dw(dgate), dw(dup), None, *(None for _ in rest)
 
 
-gated.gated.defvjp(_gated_forward, _gated_backward)
+gated.gated.defvjp(*first_order("gated_grouped_matmul", _gated_forward, _gated_backward))
 
 
 def _contraction_forward(call: ragged_contraction.Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.batching import one_after_the_other
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec
@@ -147,7 +148,7 @@ def _backward(call: _Call, saved: Any, gradients: Any) -> tuple[jax.Array, jax.A
     return dx, dw
 
 
-_norm.defvjp(_forward, _backward)
+_norm.defvjp(*first_order("rms_norm", _forward, _backward))
 
 
 @functools.cache

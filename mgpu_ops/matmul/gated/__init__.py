@@ -21,6 +21,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.batching import one_after_the_other
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.arguments import epsilon_of, float_dtype
@@ -186,7 +187,7 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     return dx, *weights
 
 
-_gated.defvjp(_forward, _backward)
+_gated.defvjp(*first_order("gated_matmul", _forward, _backward))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, checked_activation
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.matmul import like_the_result, matmul
 from mgpu_ops.matmul.gated import Call, batchable, gated_matmul
 from mgpu_ops.registry import dispatch
@@ -107,4 +108,4 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     return dx, *weights, *((g,) if has_residual else ())
 
 
-_layer.defvjp(_forward, _backward)
+_layer.defvjp(*first_order("gated_mlp", _forward, _backward))

@@ -1,0 +1,48 @@
+"""Gradients that have no gradient of their own: an error that names the function, where JAX's names none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+type Rule = Callable[..., Any]
+
+
+def first_order(name: str, forward: Rule, backward: Rule) -> tuple[Rule, Rule]:
+    """Both rules of a `jax.custom_vjp` of a function `name`. What would differentiate them raises ValueError.
+
+    JAX differentiates them where it takes a second derivative, and only there.
+    """
+
+    @functools.wraps(forward)
+    def forward_rule(call: Any, *arrays: Any) -> Any:
+        return forward(call, *_constant(name, arrays))
+
+    @functools.wraps(backward)
+    def backward_rule(call: Any, saved: Any, g: Any) -> Any:
+        return backward(call, *_constant(name, (saved, g)))
+
+    return forward_rule, backward_rule
+
+
+def _constant(name: str, values: Any) -> Any:
+    """The values, of which no array can be differentiated. Others, such as a bool that a rule saves, stay as they are."""
+    leaves, tree = jax.tree.flatten(values)
+    arrays = iter(_constants(name, [x for x in leaves if isinstance(x, jax.Array)]))
+    return jax.tree.unflatten(tree, [next(arrays) if isinstance(x, jax.Array) else x for x in leaves])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constants(name: str, arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
+
+
+@_constants.defjvp
+def _(name: str, *_: Any) -> Any:
+    raise ValueError(
+        f"{name} has a gradient, but no gradient of that, which jax.hessian and penalties on gradients need: for these compute "
+        "it in jax.numpy, or hold its arguments constant (jax.lax.stop_gradient)"
+    )
