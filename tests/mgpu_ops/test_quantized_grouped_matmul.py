@@ -90,6 +90,11 @@ CASES: dict[str, tuple[P, QuantizedMatmulConfig, list[int]]] = {
         replace(X4, max_concurrent_steps=3),
         [9, 0, 18],
     ),
+    "x in order, steps in turn, an odd number of steps": (
+        P(29, 128, 640, "int8", 64, groups=3),
+        replace(BASE, exchange="x", compute_warpgroups=2, wg_dimension="steps", max_concurrent_steps=4),
+        [5, 0, 18],
+    ),
     "x in order, columns, all groups empty": (P(13, 136, 128, groups=2), replace(BASE, exchange="x"), [0, 0]),
 }
 IN_ALL = CASES.keys() - {

@@ -6,7 +6,8 @@ Integers are exact in 16 bits, also behind a zero point; the product of a group 
 
 Persistent and warp-specialised, as matmul's kernel: a producer warpgroup loads weights, rows of x, scales and zero points with
 TMA into the stages of a pipeline, and consumer warpgroups multiply them. They share the tile's columns; or each has a part of
-the step's k, and the first adds up their sums: then a narrow tile occupies several, which hide each other's waits.
+the step's k, or they take whole steps in turn, and the first adds up their sums: then a narrow tile occupies several, which
+hide each other's waits.
 
 Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,6 +46,7 @@ from mgpu_ops.matmul.quantized.problem import (
     epilogue_rows,
     helper_registers,
     k_steps,
+    readers,
     stored_panel,
     storing_warpgroups,
     waits_for_each,
@@ -172,7 +175,7 @@ class Block:
     @property
     def first_row(self) -> Int:
         """The first weight row of this warpgroup in the tile."""
-        return 0 if self.c.wg_dimension == "k" else self.wg * warpgroup_rows(self.c)
+        return self.wg * warpgroup_rows(self.c) if self.c.wg_dimension == "n" else 0
 
     @property
     def first_panel(self) -> Int:
@@ -189,8 +192,7 @@ class Block:
 
     def compute(self, accs: tuple[Any, ...], pipeline: Pipeline, number: jax.Array) -> tuple[jax.Array, ...]:
         """The sums of an output tile over this block's part of k, of 64 rows each."""
-        steps = k_steps(self.p, self.c)
-        first = pipeline.first(number * steps)
+        steps, first, following = self._own_steps(pipeline, number)
         if not self.p.group_size:
             for acc in accs:
                 acc[...] = jnp.zeros(acc.shape, jnp.float32)
@@ -198,7 +200,7 @@ class Block:
 
             def multiply(_: jax.Array, stage: jax.Array) -> jax.Array:
                 pipeline.read_stage(stage, lambda stage: self.multiply(accs, zeros, stage))
-                return pipeline.next(stage)
+                return following(stage)
 
             lax.fori_loop(0, steps, multiply, first)
             return tuple(acc[...] for acc in accs)
@@ -207,11 +209,21 @@ class Block:
             stage, sums = carried
             found: list[tuple[jax.Array, ...]] = []
             pipeline.read_stage(stage, lambda stage: found.append(self.multiply_groups(accs, stage, sums)))
-            return pipeline.next(stage), found[0]
+            return following(stage), found[0]
 
         nothing = plgpu.layout_cast(jnp.zeros((ROWS, self.c.tile_m), jnp.float32), plgpu.Layout.WGMMA)
         sums: tuple[jax.Array, ...] = lax.fori_loop(0, steps, add, (first, (nothing,) * len(self.row_blocks)))[1]
         return sums
+
+    def _own_steps(self, pipeline: Pipeline, number: jax.Array) -> tuple[Int, jax.Array, Callable[[jax.Array], jax.Array]]:
+        """How many steps of an output tile this warpgroup reads, the stage of the first, and what gives the next of a stage."""
+        steps, turns, stages = k_steps(self.p, self.c), self.c.compute_warpgroups, self.c.max_concurrent_steps
+        first = number * steps
+        if self.c.wg_dimension != "steps":
+            return steps, pipeline.first(first), pipeline.next
+        skipped = lax.rem(self.wg + turns - lax.rem(first, jnp.int32(turns)), jnp.int32(turns))  # counted over all tiles
+        own = lax.div(steps - skipped + turns - 1, jnp.int32(turns))
+        return own, pipeline.first(first + skipped), lambda stage: lax.rem(stage + turns, jnp.int32(stages))
 
     def multiply(self, accs: tuple[Any, ...], zeros: list[jax.Array], stage: jax.Array) -> None:
         """accs += weights x^T for all of this warpgroup's step, without scales; one accumulator for each 64 rows."""
@@ -309,7 +321,7 @@ class Block:
             self._store(number, tile, tuple(totals))
 
     def _store(self, number: jax.Array, tile: Tile, sums: tuple[jax.Array, ...]) -> None:
-        wg = 0 if self.c.wg_dimension == "k" else lax.axis_index("wg")
+        wg = lax.axis_index("wg") if self.c.wg_dimension == "n" else 0
         for i, (row, values) in enumerate(zip(self.row_blocks, sums, strict=True)):
             first = tile.column + self.first_row + row
 
@@ -438,7 +450,7 @@ def scratch(p: Problem, c: Config) -> dict[str, Any]:
             made["z_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
     if ordered:
         made["x_full"] = plgpu.Barrier(num_arrivals=of_x, num_barriers=stages)
-    if c.wg_dimension == "k" and wgs > 1:
+    if c.wg_dimension != "n" and wgs > 1:
         made["parts"] = smem((wgs - 1, row_blocks, *accumulator), "float32")
         made["parts_arrived"] = plgpu.Barrier(num_arrivals=wgs - 1)
         made["parts_taken"] = plgpu.Barrier(num_arrivals=1)
@@ -450,7 +462,7 @@ def scratch(p: Problem, c: Config) -> dict[str, Any]:
 def _barriers(c: Config, copies: int) -> Barriers:
     """Those of the pipeline. Where two blocks share copies, both must have read a stage before it is filled again."""
     if c.cluster != "n":
-        return Pipeline.barriers(c.max_concurrent_steps, copies=copies, consumers=c.compute_warpgroups)
+        return Pipeline.barriers(c.max_concurrent_steps, copies=copies, consumers=readers(c))
     stages = c.max_concurrent_steps
-    empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=c.compute_warpgroups, num_barriers=stages)
+    empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=readers(c), num_barriers=stages)
     return Barriers(full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages), empty=empty)

@@ -24,6 +24,7 @@ from mgpu_ops.matmul.quantized.problem import (
     cluster_size,
     clusters_of_tiles,
     k_steps,
+    readers,
     smem_bytes,
     supports,
     weights_bytes,
@@ -39,7 +40,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "tile_k": (128, 256, 512),
         "max_concurrent_steps": STEPS,
         "compute_warpgroups": (1, 2, 3, 4),
-        "wg_dimension": ("n", "k"),
+        "wg_dimension": ("n", "k", "steps"),
         "cluster": ("none", "n", "k"),
         "split_k": (1, 2, 4, 8),
         "memory_registers": (24, 40),
@@ -58,6 +59,7 @@ _UPCAST = {
 _UNIT, _STEP = 20.0, 30.0  # beside for each 64 x 128 weights, and for each step
 _SCALED = 0.88  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
 _ISSUED = {1: 1.2, 2: 1.6, 3: 1.74, 4: 1.9}  # instructions a clock that so many warpgroups issue
+_ISSUED_IN_TURN = {2: 1.8, 3: 1.7, 4: 1.6}  # where they take whole steps (2026-11-23-h200-quantized_matmul-int4-limits.jsonl)
 _SMEM = 109.0  # bytes a clock that an SM's shared memory reads or writes
 _RATE = 0.84  # of the tensor cores' rate, whose left operand comes from registers
 _SUM = 0.64e-6  # s that adding up the sums of warpgroups, or of two blocks, takes a tile
@@ -80,15 +82,16 @@ def cost_of_tiles(p: Problem, c: Config, tiles: float, moved: int, gpu: Gpu) -> 
     """`cost` of so many output tiles, or clusters of them, that move so many bytes of HBM."""
     waves = math.ceil(tiles / resident_clusters(cluster_size(c), gpu))
     weights, x = c.tile_n * c.tile_k, c.tile_m * c.tile_k * itemsize_of(p.dtype)
+    issued = _ISSUED_IN_TURN if c.wg_dimension == "steps" else _ISSUED
     step = gemm.together(
         _NORM,
-        _instructions(p, c) / _ISSUED[c.compute_warpgroups] / gpu.clock_hz,
+        _instructions(p, c) / issued[c.compute_warpgroups] / gpu.clock_hz,
         (weights_bytes(p, weights) * 2 + x * (1 + 2 * (c.exchange == "x") + c.tile_n / 64)) / _SMEM / gpu.clock_hz,
         2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops),
         (weights_bytes(p, weights) + x) / rates.load_bytes(gpu),
         rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
     )
-    sums = (c.wg_dimension == "k") + (c.cluster == "k") * c.split_k**2 / 4
+    sums = (c.wg_dimension != "n") + (c.cluster == "k") * c.split_k**2 / 4
     blocks = waves * (k_steps(p, c) * step + sums * _SUM + _STORE)
     memory = moved / gpu.memory_bytes_per_s
     return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
@@ -100,7 +103,7 @@ def _instructions(p: Problem, c: Config) -> float:
     scaled = _SCALED * c.tile_m * PANEL / p.group_size if p.group_size else 0.0
     each = _UPCAST[c.exchange].get(p.w_dtype, 2.7) * 64 + scaled + _UNIT
     ordered = 1.2 * c.tile_m * c.tile_k / 32 if c.exchange == "x" else 0.0
-    return 4 * (units * each + c.compute_warpgroups * _STEP) + ordered
+    return 4 * (units * each + readers(c) * _STEP) + ordered
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
@@ -116,7 +119,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     The pipeline is as deep as shared memory allows. Raises ValueError where `supports` has a reason.
     """
     require("quantized_matmul", supports(problem, gpu), problem, gpu)
-    found = (deepest(problem, config, gpu) for config in _shapes(problem) if not is_short_of_registers(problem, config))
+    shapes = itertools.chain(_shapes(problem), _in_turn(problem, gpu))
+    found = (deepest(problem, config, gpu) for config in shapes if not is_short_of_registers(problem, config))
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 
 
@@ -146,9 +150,18 @@ def _shapes(problem: Problem) -> Iterator[Config]:
         yield Config(tile_m, tile_n, tile_k, STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
 
 
+def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Where warpgroups that take whole steps were measured the fastest: few rows, and at most one tile for each SM."""
+    for cluster, split_k in (("none", 1), ("k", 2)):
+        config = Config(8, 64, 512, STEPS[-1], 2, "steps", cluster, split_k, 40, "x")
+        if problem.m <= 8 and clusters_of_tiles(problem, config) <= resident_clusters(cluster_size(config), gpu):
+            yield config
+
+
 def deepest(problem: Any, config: Config, gpu: Gpu, check: Callable[[Any, Config, Gpu], str | None] = check) -> Config | None:
     """The config with as many steps as fit, if it passes `check`. A deeper pipeline is never slower."""
-    for steps in reversed(STEPS):
+    turns = config.compute_warpgroups if config.wg_dimension == "steps" else 1
+    for steps in (steps for steps in reversed(STEPS) if steps % turns == 0):
         found = dataclasses.replace(config, max_concurrent_steps=steps)
         if smem_bytes(problem, found) <= gpu.smem_per_block:
             return found if check(problem, found, gpu) is None else None

@@ -57,7 +57,8 @@ class Config:
     tile_k: depth of one pipeline step.
     max_concurrent_steps: stages of the pipeline in shared memory.
     compute_warpgroups: consumer warpgroups beside the producer, 1 to 4.
-    wg_dimension: what they share of a step: "n", the tile's columns, or "k", its depth; then they add up their sums.
+    wg_dimension: what they share of a step: "n", the tile's columns, or "k", its depth; then they add up their sums. "steps":
+      they take whole steps in turn, so that each stage has one reader, and add up their sums.
     cluster: "none"; "n": two blocks, adjacent along n, load their rows of x once (multicast); "k": `split_k` blocks compute
       parts of k of one tile and add them up through distributed shared memory.
     split_k: blocks of a cluster along k, 2, 4 or 8; else 1.
@@ -186,7 +187,7 @@ def _check_choices(c: Config) -> str | None:
     choices: dict[str, tuple[Any, ...]] = {
         "tile_k": _TILE_K,
         "compute_warpgroups": _WARPGROUPS,
-        "wg_dimension": ("n", "k"),
+        "wg_dimension": ("n", "k", "steps"),
         "cluster": ("none", "n", "k"),
         "exchange": ("weights", "x"),
     }
@@ -210,6 +211,11 @@ def _check_tile(p: Problem, c: Config) -> str | None:
         return (
             f"tile_k={c.tile_k} must give each of {c.compute_warpgroups} warpgroups, 2 or more, a multiple of {PANEL} with "
             "wg_dimension='k'"
+        )
+    if c.wg_dimension == "steps" and (c.compute_warpgroups == 1 or c.max_concurrent_steps % c.compute_warpgroups):
+        return (
+            f"max_concurrent_steps={c.max_concurrent_steps} must be a multiple of {c.compute_warpgroups} warpgroups, "
+            "2 or more, with wg_dimension='steps': a stage has one reader"
         )
     if c.max_concurrent_steps < 2:
         return f"max_concurrent_steps={c.max_concurrent_steps}: loading ahead takes at least 2 stages"
@@ -285,7 +291,7 @@ def x_panel(p: Problem) -> int:
 
 def warpgroup_rows(c: Config) -> int:
     """Columns of the result that one consumer warpgroup multiplies, in wgmma's rows."""
-    return c.tile_n if c.wg_dimension == "k" else c.tile_n // c.compute_warpgroups
+    return c.tile_n // c.compute_warpgroups if c.wg_dimension == "n" else c.tile_n
 
 
 def warpgroup_panels(c: Config) -> int:
@@ -332,7 +338,12 @@ def helper_registers(c: Config) -> int:
 
 def storing_warpgroups(c: Config) -> int:
     """Consumer warpgroups that store: the first, where they add up their sums."""
-    return 1 if c.wg_dimension == "k" else c.compute_warpgroups
+    return c.compute_warpgroups if c.wg_dimension == "n" else 1
+
+
+def readers(c: Config) -> int:
+    """Consumer warpgroups that read a step."""
+    return 1 if c.wg_dimension == "steps" else c.compute_warpgroups
 
 
 def weights_bytes(p: Problem, count: int) -> int:
@@ -349,7 +360,7 @@ def smem_bytes(p: Problem, c: Config) -> int:
         buffers.append((((c.split_k - 1) * storing, tile), 4))
         barriers += storing + 1
     buffers.append(((storing, epilogue_buffers(c), epilogue_rows(c), ROWS), itemsize_of(p.out_dtype)))
-    if c.wg_dimension == "k":
+    if c.wg_dimension != "n":
         buffers.append(((others, warpgroup_rows(c) // ROWS, tile), 4))
         barriers += 2
     if p.group_size:

@@ -92,6 +92,18 @@ CASES = {
         P(5, 128, 896, "int4", 64, True),
         replace(SHARED_K, tile_m=8, cluster="k", split_k=2),
     ),
+    "steps in turn, columns with zero points, several tiles a block": (
+        P(40, 328, 656, zero_points=True),
+        replace(BASE, compute_warpgroups=2, wg_dimension="steps"),
+    ),
+    "steps in turn, groups of 64 with zero points, fewer steps than warpgroups": (
+        P(13, 192, 256, "int8", 64, True),
+        replace(BASE, compute_warpgroups=3, wg_dimension="steps", max_concurrent_steps=3),
+    ),
+    "steps in turn, x in order, int4, k split in a cluster": (
+        P(13, 448, 1792, "int4", 128),
+        replace(X4, tile_m=8, compute_warpgroups=2, wg_dimension="steps", max_concurrent_steps=4, cluster="k", split_k=2),
+    ),
     "x in order, columns, tails of all sides": (P(13, 200, 272, zero_points=True), X),
     "x in order, groups of 32, int4, x shared in a cluster": (
         P(32, 256, 384, "int4", 32, True, "float16", "float16"),
@@ -341,3 +353,30 @@ def test_a_wgmma_that_needs_more_registers_than_all_warps_are_launched_with_is_r
     assert "a wgmma of tile_m=256 takes 158 registers a thread" in reason
     assert "launched with, but 128 are left" in reason
     assert OP.check(P(1024, 4096, 4096), replace(config, exchange="weights"), H200) is None
+
+
+def test_where_warpgroups_take_steps_in_turn_a_stage_has_one_reader():
+    config = QuantizedMatmulConfig(8, 64, 512, 3, 2, "steps", "none", 1, 40, "x")
+    reason = OP.check(P(1, 4096, 4096), config, H200)
+    assert reason is not None
+    assert "max_concurrent_steps=3 must be a multiple of 2 warpgroups" in reason
+    assert OP.check(P(1, 4096, 4096), replace(config, max_concurrent_steps=4), H200) is None
+    assert "2 or more" in (OP.check(P(1, 4096, 4096), replace(config, compute_warpgroups=1), H200) or "")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "wanted"),
+    [
+        (1, 8192, 8192, ("steps", "none")),
+        (8, 4096, 14336, ("steps", "k")),
+        (1, 57344, 8192, ("n", "none")),
+        (9, 4096, 4096, None),
+    ],
+)
+@pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int4", 128)])
+def test_warpgroups_take_steps_in_turn_where_few_rows_have_few_tiles(m, n, k, wanted, w_dtype, group_size):
+    config = OP.default(P(m, n, k, w_dtype, group_size), H200)
+    if wanted is None:
+        assert config.wg_dimension != "steps"
+    else:
+        assert (config.wg_dimension, config.cluster) == wanted

@@ -31,8 +31,10 @@ def exact(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_point
     return x @ ((w - (zero[0] if zero else 0.0)) * scale).T
 
 
-def draw(seed: int, most_rows: int = 200, w_dtypes: tuple[str, ...] = ("int8", "int4"), odd: bool = False) -> tuple[Any, Any]:
-    """A problem of any kind and a legal config for it. odd: k is an odd multiple of 128."""
+def draw(
+    seed: int, most_rows: int = 200, w_dtypes: tuple[str, ...] = ("int8", "int4"), odd: bool = False, **fields: Any
+) -> tuple[Any, Any]:
+    """A problem of any kind and a legal config for it, with these fields. odd: k is an odd multiple of 128."""
     rng = random.Random(seed)
     group_size, w_dtype = rng.choice([0, 32, 64, 128]), rng.choice(w_dtypes)
     k = 128 * rng.randint(1, 24) if group_size or w_dtype == "int4" else 16 * rng.randint(1, 200)
@@ -46,7 +48,8 @@ def draw(seed: int, most_rows: int = 200, w_dtypes: tuple[str, ...] = ("int8", "
     )
     problem = P(m, n, k, w_dtype, group_size, rng.random() < 0.5, dtype, out, "nt", rng.choice(["bfloat16", "float32"]))
     device = gpu.current()
-    drawn = (QuantizedMatmulConfig(**{f: rng.choice(v) for f, v in OP.space(problem, device).items()}) for _ in range(50_000))
+    space = OP.space(problem, device) | {field: (value,) for field, value in fields.items()}
+    drawn = (QuantizedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     return problem, next(c for c in drawn if OP.check(problem, c, device) is None)
 
 
@@ -63,6 +66,11 @@ def test_any_legal_config_is_right_with_many_rows(seed, assert_near):
 @pytest.mark.parametrize("seed", range(200, 216))
 def test_any_legal_config_is_right_with_int4_whose_k_is_no_multiple_of_256(seed, assert_near):
     assert_right(*draw(seed, most_rows=600, w_dtypes=("int4",), odd=True), seed, assert_near)
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_any_legal_config_is_right_whose_warpgroups_take_steps_in_turn(seed, assert_near):
+    assert_right(*draw(seed, wg_dimension="steps"), seed, assert_near)
 
 
 @pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int8", 128), ("int4", 0), ("int4", 128)])
