@@ -34,7 +34,7 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.experimental import serialize_executable, topologies
 from jax.extend.mlir import ir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import Gpu, driver_version, find, target
@@ -373,9 +373,7 @@ def _place(leaf: Any, devices: np.ndarray) -> jax.ShapeDtypeStruct:
     wanted = getattr(leaf, "sharding", None)
     if isinstance(wanted, NamedSharding) and wanted.mesh.size == devices.size:
         sizes, names, types = wanted.mesh.axis_sizes, wanted.mesh.axis_names, wanted.mesh.axis_types
-        sharding: Any = NamedSharding(Mesh(devices.reshape(sizes), names, types), wanted.spec)
-    elif devices.size == 1:  # as arrays of one GPU are: on a mesh, kernels of the same problem may be traced and lowered twice
-        sharding = SingleDeviceSharding(devices.item())
+        sharding = NamedSharding(Mesh(devices.reshape(sizes), names, types), wanted.spec)
     else:
         # Auto: the argument's type says nothing of sharding, so any shard_map takes it.
         sharding = NamedSharding(Mesh(devices, ("device",), (AxisType.Auto,)), PartitionSpec())
