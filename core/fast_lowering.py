@@ -18,7 +18,8 @@
 | `remember_classes` | a class of a function is made once |
 
 Layouts are inferred by a solver of constraints, such as that two variables are equal, or that the tiles of one divide a number.
-All patches hold for all Mosaic GPU kernels of the process.
+All patches hold for all Mosaic GPU kernels of the process, but for the two that change the code which is generated on the way:
+`check_ungenerated` and `generate_once` hold for those of `engine.kernel`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,8 +50,8 @@ from jax.experimental.mosaic.gpu import (
 from jax.extend.mlir import ir
 
 
-def lower_fast() -> None:
-    """Applies all of them."""
+def lower_fast(is_ours: Callable[[Any], bool]) -> None:
+    """Applies all of them. is_ours: whether a LaunchContext is that of a kernel of `engine.kernel`."""
     for patch in (
         compare_unprinted,
         remember_sites,
@@ -63,8 +64,8 @@ def lower_fast() -> None:
         remember_layouts,
         remember_transfers,
         index_untraced,
-        check_ungenerated,
-        generate_once,
+        functools.partial(check_ungenerated, is_ours),
+        functools.partial(generate_once, is_ours),
         remember_classes,
     ):
         patch()
@@ -384,7 +385,7 @@ def _trace_move(function: Any, avals: Any) -> Any:
 # Where layouts are inferred, Pallas moves the index before swizzle and tiling for nothing but to raise where it cannot.
 
 
-def check_ungenerated() -> None:
+def check_ungenerated(is_ours: Callable[[Any], bool]) -> None:
     """That an index and the swizzle and tiling before it can change places is told by their types."""
     move = lowering._bubble_up_transforms_for_lowering
     tiles = (gpu_core.UntilingTransform, gpu_core.UnswizzleRef)
@@ -392,7 +393,7 @@ def check_ungenerated() -> None:
     @functools.wraps(move)
     def check_or_move(ctx: Any, aval: Any, transforms: Any, avals: Any, **options: Any) -> Any:
         inferred = ctx.module_ctx.lowering_semantics == lowering.mgpu.LoweringSemantics.Warpgroup
-        if not inferred or not transforms or not isinstance(transforms[0], tiles):
+        if not is_ours(ctx.launch_ctx) or not inferred or not transforms or not isinstance(transforms[0], tiles):
             return move(ctx, aval, transforms, avals, **options)
         _checking.now = True
         try:
@@ -433,7 +434,7 @@ class _Once(threading.local):
 _once = _Once()
 
 
-def generate_once() -> None:
+def generate_once(is_ours: Callable[[Any], bool]) -> None:
     """While Mosaic's dialect is lowered, integers are generated once, before the launch, the thread's number at its start."""
     arith: Any = dialect_lowering.arith
     lower, begin = dialect_lowering.lower_mgpu_dialect, dialect_lowering._lowering_context
@@ -466,10 +467,12 @@ def generate_once() -> None:
         return context
 
     @functools.wraps(lower)
-    def lower_sharing(module: Any, *args: Any, **options: Any) -> Any:
+    def lower_sharing(module: Any, context: Any, *args: Any, **options: Any) -> Any:
+        if not is_ours(context):
+            return lower(module, context, *args, **options)
         _once.integers, _once.launch = {}, ir.InsertionPoint(dialect_lowering._gpu_launch_op(module))
         try:
-            return lower(module, *args, **options)
+            return lower(module, context, *args, **options)
         finally:
             _once.integers = _once.launch = _once.thread = _once.before = None
 

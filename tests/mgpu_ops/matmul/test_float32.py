@@ -340,4 +340,4 @@ def test_the_kernel_multiplies_float32_without_spills(algorithm, instruction, sc
 def test_sizes_that_count_beyond_32_bits_are_told():
     config = MatmulConfig(**{**vars(SMALL), "split_k": 1})
     problem = MatmulProblem(64, 64, 2**29, "float32", "float32", "nt", algorithm="bf16_x9")
-    assert "more than a block counts in 32 bits" in SPEC.check(problem, config, H200)
+    assert "is more than 2147483392 in all: split k" in SPEC.check(problem, config, H200)
