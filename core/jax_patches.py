@@ -10,7 +10,7 @@
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
-| `fast_lowering.lower_fast` | kernels are lowered in less time, to the same code: the table there | all Mosaic GPU kernels, or ours |
+| `fast_lowering.lower_fast` | kernels are lowered in less time, to the same code: the table there | all kernels, or ours |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
 | `lowered_kernels.keep_lowered` | a kernel that JAX's persistent cache has is not lowered again | kernels named `mgpu_ops_*` |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
