@@ -40,6 +40,14 @@ def clipped(x: Any, high: int) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
+def check_count(what: str, size: Any) -> None:
+    """Raises ValueError where `size` (of `what`, such as "the rows of lhs") is more than int32 counts."""
+    if isinstance(size, int) and size > INT32.max:
+        raise ValueError(
+            f"{what} are {size}: an int32 numbers them, so {INT32.max} at most; split the array into several calls"
+        )
+
+
 def comparable(x_name: str, x: Any, y_name: str, y: Any) -> tuple[jax.Array, jax.Array]:
     """As int32 numbers that are equal where x and y are, and in the same order.
 

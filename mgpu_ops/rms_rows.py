@@ -33,8 +33,8 @@ def checked_norm(function: str, count: int, rows: ArrayLike | None, epsilon: flo
 
 def checked_epsilon(name: str, epsilon: Any) -> float:
     """epsilon as a float. TypeError for what is no number, or traced; ValueError for one that is not finite or below 0."""
-    number = isinstance(epsilon, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(epsilon, jax.core.Tracer)
-    if not number or np.ndim(epsilon):
+    known = isinstance(epsilon, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(epsilon, jax.core.Tracer)
+    if not known or np.ndim(epsilon) or np.result_type(epsilon) == np.bool_:
         raise TypeError(f"{name}={epsilon!r:.80} is no Python number")
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise ValueError(f"{name}={epsilon!r} must be a finite number of at least 0")

@@ -174,6 +174,7 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
             )
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
+        integers.check_count(f"the tokens of {name}", x.shape[-3])
     if not paged and q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
     if k.shape[:-1] != v.shape[:-1]:

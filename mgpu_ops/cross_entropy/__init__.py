@@ -113,6 +113,7 @@ def cross_entropy(
         raise ValueError(f"logits{x.shape} and labels{y.shape} do not fit: they are [..., vocabulary] and [...]")
     if x.shape[-1] == 0:
         raise ValueError(f"logits{x.shape} has an empty vocabulary: there is no label")
+    integers.check_count("the words of logits", x.shape[-1])
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.CrossEntropyConfig")
     call, return_lse = _Call(config, dispatch.requested_backend(backend)), flags.checked("return_lse", return_lse)

@@ -81,6 +81,7 @@ def embedding(
     rows, numbers = floats.array("embedding", "table", table), integers.array("tokens", tokens)
     if rows.ndim != 2 or not rows.shape[0]:
         raise ValueError(f"table has shape {rows.shape}: it is [vocabulary, width], with a word or more")
+    integers.check_count("the words of table", rows.shape[0])
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.EmbeddingConfig")
     call, last = _Call(config, dispatch.requested_backend(backend)), rows.shape[0] - 1

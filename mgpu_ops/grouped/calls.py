@@ -49,6 +49,7 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: An
     Sizes that are known (NumPy arrays, or JAX arrays outside of jit) are refused when one is negative or their sum exceeds the
     rows. Traced ones are safe whatever they are. matrices: the argument that has `groups` of them.
     """
+    integers.check_count("the rows of lhs", rows)
     sizes = integers.array("group_sizes", sizes)
     if sizes.ndim != 1 or not sizes.size:
         raise ValueError(f"group_sizes has shape {sizes.shape}: {op} takes one size per group, [groups], at least one")
