@@ -130,28 +130,36 @@ def files(*groups: list[Problem]) -> list[Path]:
 # --- the tables
 
 
-def rooflines(results: Path, *wanted: tuple[str, tuple[str, ...], tuple[str, ...]]) -> Iterator[str]:
-    """Landmarks beside the datasheet's bound, the longer of arithmetic and HBM: (benchmark, names of problems, competitors)."""
+def rooflines(results: Path, *landmarks: tuple[str, str, str, tuple[str, ...]]) -> Iterator[str]:
+    """Problems beside the datasheet's bound, the longer of arithmetic and HBM: (benchmark, label, problem, others)."""
     yield "| problem | FLOP/byte | bound by the datasheet, us | ours, us | share of the bound | fastest other, us |"
     yield "|---" * 6 + "|"
     shown = []
-    for what, names, others in wanted:
-        by_name = {p.name: p for p in problems(results, what)}
-        for p in (by_name[name] for name in names):
-            bound, beside = p.rows["roofline"], [p.us(other) for other in others if other in p.rows]
-            intensity = 1000 * float(bound["tflops"]) / float(bound["gbs"])
-            share = f"{100 * p.us('roofline') / p.us('mgpu_ops'):.0f} %"
-            cells = (f"{p.us('roofline'):.4g}", f"{p.us('mgpu_ops'):.4g}", share, f"{min(beside):.4g}" if beside else "")
-            name = p.name + ", without pause" * ("sustained" in p.file.stem)
-            yield f"| {name} | {intensity:.0f} | {' | '.join(cells)} |"
-            shown.append(p.file)
+    for benchmark, what, name, others in landmarks:
+        p = next(p for p in problems(results, benchmark) if p.name == name)
+        bound, beside = p.rows["roofline"], [p.us(other) for other in others if other in p.rows]
+        intensity = 1000 * float(bound["tflops"]) / float(bound["gbs"])
+        share = f"{100 * p.us('roofline') / p.us('mgpu_ops'):.0f} %"
+        cells = (f"{p.us('roofline'):.4g}", f"{p.us('mgpu_ops'):.4g}", share, f"{min(beside):.4g}" if beside else "")
+        yield f"| {what or name} | {intensity:.0f} | {' | '.join(cells)} |"
+        shown.append(p.file)
     yield next(sources(*shown))
 
 
 def matmul_roofline(results: Path) -> Iterator[str]:
-    names = ("square-8192", "llama3-8b-qkv-4096", "llama3-8b-gate_up-128", "llama3-8b-out-128", "llama3-8b-down-256")
+    bursts = ("square-8192", "llama3-8b-qkv-4096", "llama3-8b-gate_up-128", "llama3-8b-out-128", "llama3-8b-down-256")
+    held = ("h200-matmul-sustained", "llama3-70b-qkv-8192, without pause", "llama3-70b-qkv-8192", ("xla",))
+    yield from rooflines(results, *(("h200-matmul", "", name, ("xla",)) for name in bursts), held)
+
+
+def flash_attention_roofline(results: Path) -> Iterator[str]:
+    forward, both, others = "h200-flash_attention", "h200-flash_attention[+-]grad.*", ("cudnn", "tokamax")
+    causal, decode = "llama3-8b-8192-causal", "h200-flash_attention-decode"
     yield from rooflines(
-        results, ("h200-matmul", names, ("xla",)), ("h200-matmul-sustained", ("llama3-70b-qkv-8192",), ("xla",))
+        results,
+        *((forward, "", name, others) for name in ("mha64-4096", "mha128-4096", "mha256-4096", causal)),
+        (both, f"{causal}, forward + backward", causal, others),
+        *((decode, "", f"llama3-8b-decode-{size}", others) for size in ("16x8192", "1x8192")),
     )
 
 
@@ -602,6 +610,7 @@ def model_error(results: Path) -> Iterator[str]:
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "matmul_roofline": matmul_roofline,
     "matmul": matmul,
+    "flash_attention_roofline": flash_attention_roofline,
     "gated_matmul": gated_matmul,
     "grouped_matmul": grouped_matmul,
     "grouped_problems": grouped_problems,
