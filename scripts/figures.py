@@ -163,6 +163,24 @@ def flash_attention_roofline(results: Path) -> Iterator[str]:
     )
 
 
+def quantized_matmul_roofline(results: Path) -> Iterator[str]:
+    sizes = ("llama3-70b-gate_up-1", "llama3-8b-down-1", "llama3-8b-down-16", "llama3-8b-out-1", "llama3-70b-gate_up-64")
+    names = ((f"h200-quantized_matmul-w{bits}", f"{size}-w{bits}") for bits in (8, 4) for size in sizes)
+    yield from rooflines(results, *((benchmark, "", name, ("xla",)) for benchmark, name in names))
+
+
+def grouped_matmul_roofline(results: Path) -> Iterator[str]:
+    training, weights = "deepseek-v3-ep8-gate_up-4096-random", "qwen3-235b-gate_up-8192-even"
+    decoding = ("mixtral-8x7b-gate_up-16-random", "mixtral-8x7b-down-128-random", "deepseek-v3-ep8-down-64-sparse")
+    others = ("jax-pallas", "tokamax")
+    yield from rooflines(
+        results,
+        *(("h200-grouped_matmul-training", "", name, others) for name in (training, weights)),
+        ("h200-ragged_contraction", "", f"{weights}-drhs", others),
+        *(("h200-grouped_matmul-decoding", "", name, others) for name in decoding),
+    )
+
+
 def matmul(results: Path) -> Iterator[str]:
     forward, both = problems(results, r"h200-matmul"), problems(results, r"h200-matmul\+grad")
     yield from HEAD
@@ -612,9 +630,11 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "matmul": matmul,
     "flash_attention_roofline": flash_attention_roofline,
     "gated_matmul": gated_matmul,
+    "grouped_matmul_roofline": grouped_matmul_roofline,
     "grouped_matmul": grouped_matmul,
     "grouped_problems": grouped_problems,
     "flash_attention": flash_attention,
+    "quantized_matmul_roofline": quantized_matmul_roofline,
     "quantized_matmul": quantized_matmul,
     "cross_entropy": cross_entropy,
     "moe": moe,
