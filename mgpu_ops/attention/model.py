@@ -116,7 +116,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "max_concurrent_steps": (2, 3, 4),
         "q_slots": (1, 2),
         "section_waves": _SECTION_WAVES,
-        "memory_registers": (24, 32, 40, 48, 56),
+        "memory_registers": (24, 32, 40, 48, 56, 72),
         "pv_wait": ("half", "early", "late"),
         "kv_splits": (0,),
         "kv_cluster": (1,),
@@ -228,21 +228,27 @@ def _output_tiles(problem: Problem, config: Config) -> int:
 def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
     """So many that the producer's addresses do not spill: of narrow panels, of windows of rows that end anywhere, of a bias.
 
-    Two consumers have 232 registers each beside 40 and 240 beside 24; one has 240 beside either.
+    Two consumers have 232 registers each beside 40 and 240 beside 24; one has 240 beside any of these.
     """
     p, d = problem, rounded(problem.head_dim)
+    if warpgroups == 1:
+        return 72
+    if p.bias == "float32":
+        return 72 if warpgroups == 2 else 56  # its tiles' rows are two swizzle rows
     if d % PANEL:
         return 48
     if warpgroups == 3:
         return 32
-    if d == 256 and warpgroups == 2 and p.lengths:
+    if d == 256 and warpgroups == 2 and (p.lengths or p.segments):
         return 32
     if d == 256 and warpgroups == 2 and p.bias == "bfloat16":
         return 24
-    if p.bias != "none":
+    if p.segments and (p.lengths or p.left is not None) and d < 256:
+        return 56
+    if p.bias != "none" or (p.lengths and (p.sinks or p.soft_cap) and d < 256):
         return 48
-    anywhere = p.lengths or p.segments or p.bias != "none" or p.kv_tokens % tile_kv != 0 or p.left is not None
-    return 40 if anywhere or warpgroups == 1 else 24
+    anywhere = p.lengths or p.segments or p.kv_tokens % tile_kv != 0 or p.left is not None
+    return 40 if anywhere else 24
 
 
 def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
@@ -250,11 +256,22 @@ def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
     p, c = problem, config
     if c.tile_kv > 128 and rounded(p.head_dim) > PANEL and (c.tile_kv > 192 or p.segments or p.left is not None):
         return True
+    if c.tile_kv > 128 and p.lengths:
+        return True
+    wide_bias = p.bias == "float32"
+    # Of 16 bits, what a tile of the bias takes is part of the rest, but beside lengths or a window.
+    counts = wide_bias or (p.bias != "none" and c.compute_warpgroups < 3 and (p.lengths or p.left is not None))
     tiles = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
+    tiles += c.tile_kv * itemsize_of(p.bias) // 8 if counts else 0
     rest, measured = 48 if c.compute_warpgroups == 3 else 52, _measured(p, gpu)
     split = p.left is not None and not masks_all(p, c)
-    if measured is not None and (measured.compute_warpgroups, measured.tile_kv) == (c.compute_warpgroups, c.tile_kv):
-        rest = 56 if split and c.compute_warpgroups == 2 else 24  # what it takes is known, but for a window
+    if (
+        measured is not None
+        and not wide_bias
+        and (measured.compute_warpgroups, measured.tile_kv) == (c.compute_warpgroups, c.tile_kv)
+    ):
+        # What it takes is known, but for a window, and for lengths beside a bias.
+        rest = 56 if split and c.compute_warpgroups == 2 else 40 if counts else 24
     elif split:
         rest = 56
     return tiles + rest > limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)

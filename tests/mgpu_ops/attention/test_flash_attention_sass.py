@@ -104,6 +104,24 @@ def test_products_are_of_the_true_head_dim_and_nothing_spills(name):
     assert total // of_step == 2  # the first scores with the last values, and the loop
 
 
+REGISTERS = {  # of a producer or of consumers, what leaves few
+    "bias of 32 bits": dict(causal=True, bias="float32"),
+    "bias of 32 bits, segments, window": dict(window_left=255, window_right=255, segments=True, bias="float32"),
+    "bias, lengths": dict(causal=True, lengths=True, bias="bfloat16"),
+    "lengths, sinks": dict(causal=True, lengths=True, sinks=True),
+    "short, lengths, head dim 64": dict(head_dim=64, batch=1, q_tokens=1280, kv_tokens=1280, lengths=True),
+}
+
+
+@pytest.mark.parametrize("name", thorough.cases(REGISTERS, ["bias, lengths", "lengths, sinks"]))
+def test_defaults_beside_masks_and_biases_spill_nothing(name):
+    sizes = {"batch": 4, "q_tokens": 1024, "kv_tokens": 1024, "q_heads": 8, "kv_heads": 4, "head_dim": 128}
+    problem, gpu = FORWARD.Problem(**(sizes | REGISTERS[name])), aot.find("h200")
+    config, arrays = FORWARD.default(problem, gpu), jax.eval_shape(lambda key: FORWARD.inputs(problem, key), jax.random.key(0))
+    made = aot.build(gpu, lambda *x: FORWARD.run(problem, config, gpu, *x), *arrays)
+    assert (made.spills, made.serialized) == (0, "")
+
+
 FULL = {  # what leaves hardly any shared memory
     "bias beside head_dim of 256": ((256, "bfloat16"), FORWARD.Config(2, 64, 2, 1, 4, 24, "half"), 2),
     "bias of 32 bits": ((256, "float32"), FORWARD.Config(2, 64, 2, 1, 4, 48, "early"), 1),
