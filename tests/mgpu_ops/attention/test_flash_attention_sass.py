@@ -105,11 +105,11 @@ def test_products_are_of_the_true_head_dim_and_nothing_spills(name):
 
 
 REGISTERS = {  # of a producer or of consumers, what leaves few
-    "bias of 32 bits": dict(causal=True, bias="float32"),
-    "bias of 32 bits, segments, window": dict(window_left=255, window_right=255, segments=True, bias="float32"),
-    "bias, lengths": dict(causal=True, lengths=True, bias="bfloat16"),
-    "lengths, sinks": dict(causal=True, lengths=True, sinks=True),
-    "short, lengths, head dim 64": dict(head_dim=64, batch=1, q_tokens=1280, kv_tokens=1280, lengths=True),
+    "bias of 32 bits": {"causal": True, "bias": "float32"},
+    "bias of 32 bits, segments, window": {"window_left": 255, "window_right": 255, "segments": True, "bias": "float32"},
+    "bias, lengths": {"causal": True, "lengths": True, "bias": "bfloat16"},
+    "lengths, sinks": {"causal": True, "lengths": True, "sinks": True},
+    "short, lengths, head dim 64": {"head_dim": 64, "batch": 1, "q_tokens": 1280, "kv_tokens": 1280, "lengths": True},
 }
 
 
