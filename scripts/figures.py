@@ -541,6 +541,26 @@ def summary(results: Path) -> Iterator[str]:
     yield from map(line_of, strips(results))
 
 
+_GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and untuned, and what is behind
+    "attention, forward + backward",
+    "attention, random shapes, untuned",
+    "attention, decoding",
+    "matmul, m >= 256",
+    "matmul, random shapes, untuned",
+    "grouped matmul, training",
+    "a training step in 16 bits",
+    "all_reduce, 4 GPUs, kernel",
+)
+
+
+def glance(results: Path) -> Iterator[str]:
+    yield "| | beside | problems | mean | worst | best |"
+    yield "|---" * 6 + "|"
+    by_what = {s.what: s for s in strips(results)}
+    for s in (by_what[what] for what in _GLANCE):
+        yield f"| {s.what} | {s.beside} | {len(s.ratios)} | {s.mean:.2f}x | {s.ratios[0][0]:.2f}x | {s.ratios[-1][0]:.2f}x |"
+
+
 _PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
     ("One NVIDIA H200", (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 5.0)),
     ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)),
@@ -645,6 +665,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "h100": h100,
     "model_error": model_error,
     "summary": summary,
+    "glance": glance,
 }
 
 

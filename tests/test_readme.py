@@ -108,6 +108,17 @@ def test_the_newest_file_of_a_problem_counts_and_is_named(tmp_path: Path) -> Non
         figures.problems(tmp_path, "h100-matmul")
 
 
+def test_a_landmark_stands_beside_the_datasheet_s_bound_and_the_fastest_other(tmp_path: Path) -> None:
+    with (tmp_path / "2025-01-01-h200-matmul.csv").open("w", newline="") as stream:
+        rows = [("mgpu_ops", 20.0, 1, 1), ("xla", 25.0, 1, 1), ("fast", 22.0, 1, 1), ("roofline", 10.0, 500.0, 2000.0)]
+        head = ("op", "problem", "impl", "median_us", "tflops", "gbs")
+        csv.writer(stream).writerows([head, *(("matmul", "a 4096x1x1 bfloat16", *row) for row in rows)])
+    landmarks = [("h200-matmul", label, "a", others) for label, others in (("", ("xla", "fast")), ("alone", ()))]
+    told = list(figures.rooflines(tmp_path, *landmarks))
+    assert told[2:4] == ["| a | 250 | 10 | 20 | 50 % | 22 |", "| alone | 250 | 10 | 20 | 50 % |  |"]
+    assert "2025-01-01-h200-matmul.csv" in told[4]
+
+
 def test_steps_of_a_program_are_those_of_the_newest_file_in_the_order_of_their_sizes(tmp_path: Path) -> None:
     def steps(day: int, *rows: tuple[str, str, str, float]) -> None:
         with (tmp_path / f"2025-01-0{day}-h200-llama.csv").open("w", newline="") as stream:
