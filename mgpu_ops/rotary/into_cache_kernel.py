@@ -32,6 +32,8 @@ def launch(
     batch, tokens, kv_heads, head_dim = k.shape
     half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
     groups = heads // kv_heads + 2  # of queries, and one of keys and of values
+    # Angles for each head, so that one copy brings them: XLA writes them so where it computes them.
+    cos, sin = (jnp.broadcast_to(angles[:, None], (angles.shape[0], kv_heads, half)) for angles in (cos, sin))
     caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
 
     def body(
@@ -42,7 +44,8 @@ def launch(
         of_group = pl.ds(group * kv_heads, kv_heads)
         for i, smem in enumerate(halves):
             engine.copy_gmem_to_smem(x.at[row, of_group, i], smem, full)
-        _load_angles(row, (cos, sin), angles, full)
+        for angle, smem in zip((cos, sin), angles, strict=True):
+            engine.copy_gmem_to_smem(angle.at[_of(angle, row)], smem, full)
         factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
         at = positions[_of(positions, row)]
         plgpu.barrier_wait(full)
@@ -62,17 +65,10 @@ def launch(
         scratch_types={
             "halves": tuple(plgpu.SMEM((kv_heads, half), qkv.dtype) for _ in range(2)),
             "angles": tuple(plgpu.SMEM((kv_heads, half), jnp.float32) for _ in range(2)),
-            "full": plgpu.Barrier(num_arrivals=2 + 2 * kv_heads),
+            "full": plgpu.Barrier(num_arrivals=4),
         },
     )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), cos, sin, positions, *caches, *norm)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
-
-
-def _load_angles(row: jax.Array, refs: tuple[Any, Any], angles: tuple[Any, Any], full: Any) -> None:
-    """Cosines and sines of a sequence's position, the same for every head."""
-    for ref, smem in zip(refs, angles, strict=True):
-        for head in range(smem.shape[0]):
-            engine.copy_gmem_to_smem(ref.at[_of(ref, row)], smem.at[head], full)
 
 
 def _rotate(halves: tuple[Any, Any], angles: tuple[Any, Any], factor: jax.Array | None, turns: jax.Array) -> None:
