@@ -59,10 +59,11 @@ _UPCAST = {
 _UNIT, _STEP = 20.0, 30.0  # beside for each 64 x 128 weights, and for each step
 _SCALED = 0.88  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
 _ISSUED = {1: 1.2, 2: 1.6, 3: 1.74, 4: 1.9}  # instructions a clock that so many warpgroups issue
-_ISSUED_IN_TURN = {2: 1.8, 3: 1.7, 4: 1.6}  # where they take whole steps (2026-11-23-h200-quantized_matmul-int4-limits.jsonl)
+_ISSUED_IN_TURN = {2: 1.9, 3: 1.7, 4: 1.6}  # where they take whole steps (2026-11-23-h200-quantized_matmul-int4-limits.jsonl)
 _SMEM = 109.0  # bytes a clock that an SM's shared memory reads or writes
 _RATE = 0.84  # of the tensor cores' rate, whose left operand comes from registers
 _SUM = 0.64e-6  # s that adding up the sums of warpgroups, or of two blocks, takes a tile
+_SUM_IN_TURN = 0.3e-6  # where they take whole steps: most have ended before (2026-11-23-h200-quantized_matmul-steps*.jsonl)
 _STORE = 0.47e-6  # s that storing a tile takes
 _WIDENING = 2.0  # times the time of HBM take XLA's kernels that write the weights in 16 bits
 _NORM = 11.0  # arithmetic, loads and HBM overlap (`gemm.together`)
@@ -91,8 +92,8 @@ def cost_of_tiles(p: Problem, c: Config, tiles: float, moved: int, gpu: Gpu) -> 
         (weights_bytes(p, weights) + x) / rates.load_bytes(gpu),
         rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
     )
-    sums = (c.wg_dimension != "n") + (c.cluster == "k") * c.split_k**2 / 4
-    blocks = waves * (k_steps(p, c) * step + sums * _SUM + _STORE)
+    sums = {"n": 0.0, "k": _SUM, "steps": _SUM_IN_TURN}[c.wg_dimension] + (c.cluster == "k") * c.split_k**2 / 4 * _SUM
+    blocks = waves * (k_steps(p, c) * step + sums + _STORE)
     memory = moved / gpu.memory_bytes_per_s
     return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
 
@@ -153,8 +154,8 @@ def _shapes(problem: Problem) -> Iterator[Config]:
 def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Where warpgroups that take whole steps were measured the fastest: few rows, and at most one tile for each SM."""
     for cluster, split_k in (("none", 1), ("k", 2)):
-        config = Config(8, 64, 512, STEPS[-1], 2, "steps", cluster, split_k, 40, "x")
-        if problem.m <= 8 and clusters_of_tiles(problem, config) <= resident_clusters(cluster_size(config), gpu):
+        config = Config(8 if problem.m <= 8 else 16, 64, 512, STEPS[-1], 2, "steps", cluster, split_k, 40, "x")
+        if problem.m <= 16 and clusters_of_tiles(problem, config) <= resident_clusters(cluster_size(config), gpu):
             yield config
 
 

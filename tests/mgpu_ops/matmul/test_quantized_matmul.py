@@ -369,8 +369,9 @@ def test_where_warpgroups_take_steps_in_turn_a_stage_has_one_reader():
     [
         (1, 8192, 8192, ("steps", "none")),
         (8, 4096, 14336, ("steps", "k")),
+        (16, 4096, 14336, ("steps", "k")),
         (1, 57344, 8192, ("n", "none")),
-        (9, 4096, 4096, None),
+        (17, 4096, 4096, None),
     ],
 )
 @pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int4", 128)])
