@@ -304,7 +304,7 @@ def joined(params: Params) -> Params:
 
 
 def folded(params: Params) -> Params:
-    """With the norms' weights as factors of rows of what they go into, and gate and up as one matrix.
+    """With the weights of the layers' norms as factors of rows of what they go into, and gate and up as one matrix.
 
     Products then are of rows as they are, and what reads a product divides by the root mean square of its rows.
     """
@@ -313,8 +313,7 @@ def folded(params: Params) -> Params:
         rows = of[norm].astype(jnp.float32)[:, None]
         return of | {name: (of[name] * rows).astype(of[name].dtype) for name in names}
 
-    layers = _of_layers(params, lambda layer: fold(fold(layer, "attention_norm", "qkv"), "ffn_norm", "gate", "up"))
-    return joined(fold(layers, "norm", "head"))
+    return joined(_of_layers(params, lambda layer: fold(fold(layer, "attention_norm", "qkv"), "ffn_norm", "gate", "up")))
 
 
 def in_int8(params: Params) -> Params:
@@ -374,7 +373,7 @@ def _served_product(x: jax.Array, w: Any, residual: jax.Array | None = None) -> 
 
 
 def _normed_head(x: jax.Array, params: Params) -> jax.Array:
-    return mgpu_ops.matmul(x, params["head"], rms_epsilon=EPSILON)
+    return mgpu_ops.matmul(mgpu_ops.rms_norm(x, params["norm"], epsilon=EPSILON), params["head"])
 
 
 def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
