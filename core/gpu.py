@@ -202,6 +202,11 @@ def target(gpu: Gpu | str | None) -> AbstractContextManager[None]:
     return _target(find(gpu) if isinstance(gpu, str) else gpu)
 
 
+def targeted() -> Gpu | None:
+    """The GPU of the `target` that this is in, or None."""
+    return _target.value
+
+
 def current() -> Gpu | None:
     """The GPU that code traced now is for: `target`, else the mesh's device, else the default one.
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
+from jax._src.dispatch import prim_requires_devices_during_lowering as primitives_with_devices
 from jax._src.lib import cuda_versions as _cuda_versions
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.state import AbstractRef
 from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.layout import Layout, with_layout_constraint
 
 
@@ -89,7 +92,10 @@ __all__ = [
     "cudnn_attention",
     "cudnn_attention_gradients",
     "cudnn_paged_attention",
+    "custom_partitioning",
     "io_callback",
+    "parse_flatten_op_sharding",
+    "primitives_with_devices",
     "why_no_cudnn",
     "with_layout_constraint",
 ]

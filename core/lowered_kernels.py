@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from jax._src import core as jax_core
 from jax._src.literals import TypedNdArray
 from jax._src.lru_cache import LRUCache
 from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
+from jax._src.sharding_impls import SPMDAxisContext
 from jax._src.state import AbstractRef
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
@@ -51,6 +53,11 @@ def keep_lowered(prefix: str) -> None:
 
     @functools.wraps(lower)
     def lower_once(ctx: Any, *args: Any, **params: Any) -> Any:
+        if str(params["name"]).startswith(prefix) and isinstance(ctx.module_context.axis_context, SPMDAxisContext):
+            return _once_for_devices(lower_kept, ctx, args, params)
+        return lower_kept(ctx, *args, **params)
+
+    def lower_kept(ctx: Any, *args: Any, **params: Any) -> Any:
         cache = _cache() if str(params["name"]).startswith(prefix) else None
         key = _key(ctx, params) if cache is not None else None
         if cache is None or key is None:
@@ -63,6 +70,25 @@ def keep_lowered(prefix: str) -> None:
         return results
 
     registration.mpmd_map_mgpu_lowering_rule = lower_once
+
+
+# A program over several devices is lowered in pieces, one for each call of an op (`registry/partition.py`). Of each kernel's
+# jaxpr what it was lowered to, as many times as its parameters differ.
+_for_devices: weakref.WeakKeyDictionary[Any, list[tuple[Any, bytes]]] = weakref.WeakKeyDictionary()
+
+
+def _once_for_devices(lower: Callable[..., Any], ctx: Any, args: tuple[Any, ...], params: dict[str, Any]) -> Any:
+    """As `lower`, once for each kernel, if it is one that stays on its GPU."""
+    (jaxpr, *others), rest = params["jaxprs"], {name: value for name, value in params.items() if name != "jaxprs"}
+    about = (rest, _about(ctx), ctx.avals_in, ctx.avals_out)
+    if not others:
+        for known, kept in _for_devices.get(jaxpr, ()):
+            if known == about:
+                return _call(kept, args)
+    results = lower(ctx, *args, **params)
+    if not others and (program := _kept(results, args)) is not None:
+        _for_devices.setdefault(jaxpr, []).append((about, program))
+    return results
 
 
 # --- The cache
@@ -100,17 +126,21 @@ def _remove(cache: Any, key: str) -> None:
 
 
 def _write(cache: Any, key: str, results: Any, args: tuple[Any, ...]) -> None:
-    """Keeps the call that `results` are of, if these and `args` are all that it has and it does not reach other GPUs."""
-    call = results[0].owner if results else None
-    if call is None or call.name != "stablehlo.custom_call":
-        return
-    same = len(call.operands) == len(args) and len(call.results) == len(results)
-    if same and parallel_compile.is_kernel(call):
-        text = parallel_compile.program_of(call)
+    """Keeps the call that `results` are of, if it is one to keep."""
+    if (text := _kept(results, args)) is not None:
         try:
             cache.put(key, hashlib.sha256(text).digest() + text)
         except OSError as error:
             _log.warning("a lowered kernel is not kept, as JAX's compilation cache cannot be written: %s", error)
+
+
+def _kept(results: Any, args: tuple[Any, ...]) -> bytes | None:
+    """The call that `results` are of, if these and `args` are all that it has and it does not reach other GPUs."""
+    call = results[0].owner if results else None
+    if call is None or call.name != "stablehlo.custom_call":
+        return None
+    same = len(call.operands) == len(args) and len(call.results) == len(results)
+    return parallel_compile.program_of(call) if same and parallel_compile.is_kernel(call) else None
 
 
 def _call(program: bytes, args: tuple[Any, ...]) -> list[Any]:

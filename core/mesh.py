@@ -1,9 +1,19 @@
-"""Arrays inside `jax.shard_map`: over which mesh axes their values differ."""
+"""Arrays over the devices of a mesh: inside `jax.shard_map`, or in a program that XLA partitions."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax import lax
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax._src.sharding_impls import ShardingContext
+from jax.sharding import AxisType
+
+from mgpu_ops.core import gpu
 
 
 def same_mesh_axes(*arrays: jax.Array, but: tuple[str, ...] = ()) -> tuple[jax.Array, ...]:
@@ -17,3 +27,38 @@ def same_mesh_axes(*arrays: jax.Array, but: tuple[str, ...] = ()) -> tuple[jax.A
     return tuple(
         lax.pcast(x, tuple(sorted(every - v)), to="varying") if every - v else x for x, v in zip(arrays, varying, strict=True)
     )
+
+
+def mesh_of(arrays: Sequence[jax.Array]) -> jax.sharding.AbstractMesh:
+    """The mesh that code traced now is for, so far as context and the arrays' types say: for automatic axes often none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    return next((own for x in arrays if not (own := jax.typeof(x).sharding.mesh).empty), mesh)
+
+
+def explicit_axes(mesh: jax.sharding.AbstractMesh) -> tuple[str, ...]:
+    """Those over which the arrays' types say how they are split."""
+    return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+
+
+def all_axes() -> contextlib.AbstractContextManager[Any]:
+    """`jax.shard_map` may then split over all axes, also over one of a dimension that vmap maps, as our ops take it whole."""
+    return _core.remove_explicit_mesh_axis_names(_core.get_axis_env().explicit_mesh_axis_names)
+
+
+def may_be_partitioned(mesh: jax.sharding.AbstractMesh) -> bool:
+    """Whether XLA may partition what is traced now. Where no type names a mesh, any of several devices may be in one."""
+    if mesh.empty:
+        return gpu.targeted() is None and jax.device_count() > 1
+    if not jax.sharding.get_abstract_mesh().empty and _mesh.get_concrete_mesh().empty:
+        return False  # inside `jax.shard_map`, or for no devices
+    return AxisType.Auto in mesh.axis_types and mesh.size > 1 and mesh.abstract_device is not None
+
+
+def is_partitioned(context: Any) -> bool:
+    """Whether XLA partitions the program that is lowered in this `mlir.ModuleContext`, over a mesh that is known."""
+    axes = context.axis_context
+    if not isinstance(axes, ShardingContext) or axes.num_devices == 1 or context.lowering_parameters.for_export:
+        return False
+    return axes.abstract_mesh is not None or not _mesh.thread_resources.env.physical_mesh.empty

@@ -23,7 +23,7 @@ from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem, Config
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.rotary import RotaryCall
 
 
@@ -126,8 +126,7 @@ _attention.defvjp(*first_order("rotary_attention", _forward, _backward))
 def _joined(call: _Call) -> Any:
     """From q, k, v, the gradient of the output, lse, delta, the output, options, cosines and sines to what `joined` gets."""
 
-    @jax.custom_batching.custom_vmap
-    def gradient(
+    def one_device(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
@@ -151,6 +150,14 @@ def _joined(call: _Call) -> Any:
         batch, tokens, _, head_dim = q.shape
         joined = call.rotary.backward().run(*(x.reshape(batch * tokens, -1, head_dim) for x in gradients), *turned)
         return joined.reshape(batch, tokens, -1, head_dim)
+
+    def rule(*_: jax.Array) -> partition.Rule:
+        """The batch is split."""
+        q, k, rows, turned = "batch T H D", "batch T KV D", "batch H T", "T HALF"
+        operands = [q, k, k, q, rows, rows, q, "OPTIONS", turned, turned]
+        return partition.Rule("rotary_attention", f"{', '.join(operands)} -> batch T JOINED D")
+
+    gradient = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.attention.backend))
 
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from mgpu_ops import flags, floats
-from mgpu_ops.attention import cudnn, cudnn_model, reference
+from mgpu_ops.attention import cudnn, cudnn_model, reference, shards
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import zero_unseen
@@ -287,11 +287,12 @@ _attention.defvjp(*first_order("flash_attention", _attention_forward, _attention
 def forward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs) to (output, lse): one kernel, or XLA. Jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def product(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
+    def one_device(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
         problem, arrays = call.problem(q, k, v, inputs), (q, k, v, *inputs.arrays())
         through_cudnn = None if cudnn.refuses(problem) else functools.partial(cudnn.forward, problem, call.scale)
         return dispatch.run(FORWARD, problem, arrays, config=call.config, backend=call.backend, instead=through_cudnn)
+
+    product = jax.custom_batching.custom_vmap(shards.forward(one_device, call.backend))
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:
@@ -309,8 +310,7 @@ def forward_product(call: Call) -> Callable[..., Any]:
 def backward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any."""
 
-    @jax.custom_batching.custom_vmap
-    def product(
+    def one_device(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
@@ -328,6 +328,8 @@ def backward_product(call: Call) -> Callable[..., Any]:
             through_cudnn = functools.partial(cudnn.backward, problem, call.scale, out)
             through_cudnn = "cuDNN has no gradient of the lse" if call.lse_grad else through_cudnn
         return dispatch.run(BACKWARD, problem, arrays, config=call.backward_config, backend=call.backend, instead=through_cudnn)
+
+    product = jax.custom_batching.custom_vmap(shards.backward(one_device, call.bias_grad, call.backend))
 
     @product.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> Any:

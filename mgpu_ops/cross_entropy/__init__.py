@@ -34,7 +34,7 @@ from mgpu_ops.cross_entropy.problem import (
     supports,
     tolerance,
 )
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 
 
@@ -155,16 +155,23 @@ def _backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -
 _losses.defvjp(*first_order("cross_entropy", _forward, _backward))
 
 
+def _rule(call: _Call, *_: jax.Array) -> partition.Rule:
+    """Tokens are split."""
+    rule = "rows V, rows, rows, rows, rows -> rows V" if call.gradient else "rows V, rows -> rows, rows"
+    return partition.Rule("cross_entropy", rule)
+
+
 @functools.cache
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def losses(*arrays: jax.Array) -> Any:
+    def of_rows(*arrays: jax.Array) -> Any:
         rows, vocabulary = arrays[0].shape
         problem = Problem(rows, vocabulary, arrays[0].dtype.name, call.gradient)
         spec = _IN_PLACE if call.in_place else SPEC
         return dispatch.run(spec, problem, arrays, config=call.config, backend=call.backend)
+
+    losses = jax.custom_batching.custom_vmap(partition.partitioned(of_rows, functools.partial(_rule, call), call.backend))
 
     @losses.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ from mgpu_ops.embedding.problem import (
     tolerance,
     unmeasured,
 )
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
 
@@ -111,10 +111,15 @@ _look_up.defvjp(*first_order("embedding", _forward, _backward))
 def _gradient(call: _Call, vocabulary: int) -> Any:
     """The gradient of the table from that of its rows and from the tokens. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def gradient(g: jax.Array, tokens: jax.Array) -> jax.Array:
+    def of_tokens(g: jax.Array, tokens: jax.Array) -> jax.Array:
         problem = Problem(g.shape[0], vocabulary, g.shape[1], g.dtype.name)
         return dispatch.run(SPEC, problem, (g, tokens), config=call.config, backend=call.backend)
+
+    def rule(*_: jax.Array) -> partition.Rule:
+        """Tokens, which are summed, and columns are split."""
+        return partition.Rule("embedding", "tokens width, tokens -> V width")
+
+    gradient = jax.custom_batching.custom_vmap(partition.partitioned(of_tokens, rule, call.backend))
 
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

@@ -19,6 +19,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.grouped.problem import MAX_ROWS
 from mgpu_ops.grouped.sizes import split
+from mgpu_ops.registry import partition
 
 # What the first axis of an array of a product counts. "sizes": what kernels read as the groups' sizes. "named": rows of which
 # the numbers in "indices" name one for each row. "others": none of these.
@@ -32,14 +33,18 @@ def batchable(
     count: int = 1,
     group_offset: bool = False,
     without_offset: Callable[[], Callable[..., Any]] | None = None,
+    *,
+    rule: Callable[..., partition.Rule],
+    backend: str | None,
 ) -> Callable[..., Any]:
     """`product`, a function of arrays of these kinds, under jit, so that eager calls trace once; vmap makes it one launch.
 
     result, count: the kind of what it returns, "rows" or "matrices", and how many arrays it returns.
     group_offset: whether the sizes are those of a shard, as `sizes.of_shard` gives them; `without_offset` then makes the
       function of the same arrays that takes plain sizes.
+    rule, backend: how the product is split over devices, as `partition.partitioned` takes them.
     """
-    mapped = jax.custom_batching.custom_vmap(product)
+    mapped = jax.custom_batching.custom_vmap(partition.partitioned(product, rule, backend))
 
     @mapped.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

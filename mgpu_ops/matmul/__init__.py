@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ from mgpu_ops.matmul.problem import (
 )
 from mgpu_ops.matmul.quantities import bytes_moved, flops, inputs, tolerance
 from mgpu_ops.matmul.scales import checked_scales
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_rows import normalised
 
@@ -308,12 +308,60 @@ _matmul.defvjp(_forward, _backward)
 
 
 @functools.cache
+def _one_device(call: _Call) -> Callable[..., jax.Array]:
+    """The call as one device runs it."""
+
+    def product(*arrays: jax.Array) -> jax.Array:
+        return dispatch.run(SPEC, _problem(call, arrays), arrays, config=call.config, backend=call.backend)
+
+    return product
+
+
+def _rule(call: _Call, *arrays: jax.Array) -> partition.Rule:
+    """Over devices, batches, rows and columns are split; k too, with the epilogue behind the sum of the parts' products."""
+    block = call.scales == "block"
+    k, n = "K" if block or call.normalised else "k", "N" if block else "n"
+    dimensions = {
+        "a": f"{k} m" if call.transpose_a else f"m {k}",
+        "b": f"{n} {k}" if call.transpose_b else f"{k} {n}",
+        "scale_a": {"row": "m", "block": "m BLOCKS_K"}.get(call.scales, "ONE"),
+        "scale_b": {"row": "n", "block": "BLOCKS_N BLOCKS_K"}.get(call.scales, "ONE"),
+        "epsilon": "ONE",
+        "bias": n,
+        "residual": f"m {n}",
+    }
+    own = _shapeless(call)
+    each = zip(names(own), ranks(own), arrays, strict=True)
+    operands = ["batch " * (x.ndim > rank) + dimensions[name] for name, rank, x in each]
+    result = "batch " * any(x.startswith("batch") for x in operands) + f"m {n}"
+    partial, finish = _in_parts(call) if call.activation != "none" or call.bias or call.residual else (None, None)
+    return partition.Rule("matmul", f"{', '.join(operands)} -> {result}", partial=partial, finish=finish)
+
+
+@functools.cache
+def _in_parts(call: _Call) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Of the same arrays a part's product without an epilogue, and the epilogue of the sum of the parts' products."""
+    linear = dataclasses.replace(call, config=None, activation="none", bias=False, residual=False)
+    own, count = names(_shapeless(call)), len(names(_shapeless(linear)))
+
+    def partial(*arrays: jax.Array) -> jax.Array:
+        return _one_device(linear)(*arrays[:count])
+
+    def finish(product: jax.Array, *arrays: jax.Array) -> jax.Array:
+        extra = {name: x for name, x in zip(own, arrays, strict=True) if name in ("bias", "residual")}
+        wide = product.astype(np.promote_types(product.dtype, np.float32))
+        return with_epilogue(_problem(call, arrays), wide, **extra)
+
+    return partial, finish
+
+
+@functools.cache
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays. vmap makes one launch of it. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def product(*arrays: jax.Array) -> jax.Array:
-        return dispatch.run(SPEC, _problem(call, arrays), arrays, config=call.config, backend=call.backend)
+    product = jax.custom_batching.custom_vmap(
+        partition.partitioned(_one_device(call), functools.partial(_rule, call), call.backend)
+    )
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

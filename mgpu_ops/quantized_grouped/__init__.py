@@ -38,7 +38,7 @@ from mgpu_ops.quantized_grouped.problem import (
     supports,
     tolerance,
 )
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 
 
@@ -182,7 +182,18 @@ def _batchable(call: _Call, zero_points: bool) -> Any:
     kinds: list[Kind] = ["rows", "matrices", "matrices", "sizes"]
     if zero_points:
         kinds.append("matrices")
-    return batchable(product, kinds, "rows", 1, call.group_offset, plain)
+    rule = functools.partial(_rule, call)
+    return batchable(product, kinds, "rows", 1, call.group_offset, plain, rule=rule, backend=call.backend)
+
+
+def _rule(
+    call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array
+) -> partition.Rule:
+    """Columns are split, and k where parts of it have no scales of their own."""
+    k, of_scales = ("K", "GROUPS PARTS n") if scales.ndim == 3 else ("k", "GROUPS n")
+    of_w = f"GROUPS n {k}" if call.transpose_rhs else f"GROUPS {k} n"
+    more = f", {of_scales}" * len(zero_points)
+    return partition.Rule("quantized_grouped_matmul", f"ROWS {k}, {of_w}, {of_scales}, SIZES{more} -> ROWS n")
 
 
 def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array) -> Problem:

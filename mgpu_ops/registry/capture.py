@@ -7,6 +7,7 @@ device sees inside `jax.shard_map` are all in the jaxpr.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -105,6 +106,11 @@ _capturing: Any = jax.make_user_context(False)
 def capturing() -> bool:
     """Whether calls of ops are to `mark` what they would run."""
     return _capturing.value
+
+
+def shapes_only() -> contextlib.AbstractContextManager[None]:
+    """Inside, calls of ops are marked, not run: for the shapes of their results."""
+    return _capturing(True)
 
 
 @functools.cache

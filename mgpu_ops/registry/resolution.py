@@ -91,6 +91,16 @@ def use_configs(configs: Mapping[str, Any] | AnyPath) -> Iterator[None]:
         yield
 
 
+def overrides() -> Any:
+    """What `use_configs` says here, for `overridden`."""
+    return _overrides.value
+
+
+def overridden(by: Any) -> contextlib.AbstractContextManager[None]:
+    """As in the place where `overrides()` gave `by`, whatever `use_configs` says here."""
+    return _overrides(by)
+
+
 def _layer(configs: Mapping[str, Any] | AnyPath) -> tuple[tuple[str, Any], ...]:
     if isinstance(configs, str | os.PathLike):
         snapshot = _Snapshot(Path(configs), read_bytes(configs))

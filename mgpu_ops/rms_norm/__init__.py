@@ -23,7 +23,7 @@ from mgpu_ops.core import mesh, order
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_norm.model import candidates, cost, default, distance, space
 from mgpu_ops.rms_norm.problem import (
@@ -151,16 +151,23 @@ def _backward(call: _Call, saved: Any, gradients: Any) -> tuple[jax.Array, jax.A
 _norm.defvjp(*first_order("rms_norm", _forward, _backward))
 
 
+def _rule(call: _Call, *arrays: jax.Array) -> partition.Rule:
+    """Rows are split; the gradient of the weight is their sum."""
+    others = ", rows WIDTH" * (len(arrays) - 2)
+    return partition.Rule("rms_norm", f"rows WIDTH, WIDTH{others} -> rows WIDTH{', WIDTH' * call.gradient}")
+
+
 @functools.cache
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def norm(x: jax.Array, w: jax.Array, *others: jax.Array) -> Any:
+    def of_rows(x: jax.Array, w: jax.Array, *others: jax.Array) -> Any:
         rows, width = x.shape
         problem = Problem(rows, width, x.dtype.name, call.gradient, call.gradient and call.kept)
         arrays = (x, w, jnp.full((1,), call.epsilon, np.float32), *others)
         return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+
+    norm = jax.custom_batching.custom_vmap(partition.partitioned(of_rows, functools.partial(_rule, call), call.backend))
 
     @norm.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from mgpu_ops import floats
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rotary.model import candidates, cost, default, distance, space
 from mgpu_ops.rotary.problem import (
@@ -152,15 +152,37 @@ def _backward(call: RotaryCall, saved: Any, gradients: Any) -> tuple[jax.Array, 
 _apart.defvjp(_forward, _backward)
 
 
+def _rule(call: RotaryCall, *_: jax.Array) -> partition.Rule:
+    """Sequences and positions are split, not the heads, which are joined."""
+    joined, apart = "batch t JOINED D", "batch t Q D, batch t KV D, batch t KV D"
+    given, results = (apart, joined) if call.gradient else (joined, apart)
+    return partition.Rule("rotary_qkv", f"{given}, t HALF, t HALF -> {results}")
+
+
 @functools.cache
 def _batchable(call: RotaryCall) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def rotate(*arrays: jax.Array) -> Any:
+    def one_device(*arrays: jax.Array) -> Any:
         x, cos = arrays[0], arrays[-2]
         problem = Problem(x.shape[0], cos.shape[0], call.heads, call.kv_heads, x.shape[2], x.dtype.name, call.gradient)
         return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+
+    def of_sequences(*arrays: jax.Array) -> Any:
+        """Of arrays [sequences, positions, heads, head_dim]."""
+        *given, cos, sin = arrays
+        out = one_device(*(x.reshape(-1, *x.shape[2:]) for x in given), cos, sin)
+        return jax.tree.map(lambda y: y.reshape(*given[0].shape[:2], *y.shape[1:]), out)
+
+    split = partition.partitioned(of_sequences, functools.partial(_rule, call), call.backend)
+
+    @jax.custom_batching.custom_vmap
+    def rotate(*arrays: jax.Array) -> Any:
+        *given, cos, sin = arrays
+        if not cos.shape[0] or not partition.applies(call.backend, *arrays):
+            return one_device(*arrays)
+        out = split(*(x.reshape(-1, cos.shape[0], *x.shape[1:]) for x in given), cos, sin)
+        return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), out)
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

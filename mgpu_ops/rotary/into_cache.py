@@ -19,7 +19,7 @@ from mgpu_ops import floats, integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import limits, mesh
 from mgpu_ops.core.batching import one_after_the_other
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.rms_rows import checked_norm, divided, supports_rows
 from mgpu_ops.rotary import Problem
 from mgpu_ops.rotary import reference as rotary_reference
@@ -136,9 +136,17 @@ _rotated.defvjp(_no_gradient, _no_gradient)
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays. vmap makes one launch of it, with more sequences."""
 
-    @jax.custom_batching.custom_vmap
-    def rotate(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def one_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return _run(call, *arrays)
+
+    def rule(*arrays: jax.Array) -> partition.Rule:
+        """Sequences are split."""
+        turned, position = ("ONE" if x.shape[0] == 1 else "batch" for x in (arrays[1], arrays[5]))
+        cache, norm = "batch S KV D", ", batch K, ONE" * call.normalised
+        operands = f"batch JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{norm}"
+        return partition.Rule("rotary_into_cache", f"{operands} -> batch T H D, {cache}, {cache}")
+
+    rotate = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

@@ -51,7 +51,7 @@ from mgpu_ops.grouped.gated.problem import (
 )
 from mgpu_ops.grouped.grouped_matmul import reference as product_of_one
 from mgpu_ops.grouped.sizes import Spread, for_each_block
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
 
@@ -216,7 +216,23 @@ def _batchable(call: Call) -> Any:
     if call.row_indices:
         kinds.append("indices")
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
-    return batchable(product, kinds, "rows", 2 if call.gradient else 3 if call.keep else 1, call.group_offset, plain)
+    count = 2 if call.gradient else 3 if call.keep else 1
+    rule = functools.partial(_rule, call, count)
+    return batchable(product, kinds, "rows", count, call.group_offset, plain, rule=rule, backend=call.backend)
+
+
+def _rule(call: Call, count: int, *_: jax.Array) -> partition.Rule:
+    """Columns are split."""
+    n = "N" if call.scales == "block" else "n"
+    weights = [f"GROUPS {n} K" if call.transpose_w else f"GROUPS K {n}"] * 2
+    operands = ["NAMED K" if call.row_indices else "ROWS K", *weights, "SIZES", *[f"ROWS {n}"] * call.gradient]
+    if call.scales != "none":
+        of_lhs, of_rhs = {"row": ("ROWS", "GROUPS n"), "block": ("ROWS K_BLOCKS", "GROUPS A B")}.get(
+            call.scales, ("ONE", "GROUPS")
+        )
+        operands += [of_lhs, of_rhs, of_rhs]
+    operands += ["ROWS"] * call.row_indices
+    return partition.Rule("gated_grouped_matmul", f"{', '.join(operands)} -> {', '.join([f'ROWS {n}'] * count)}")
 
 
 def _problem(call: Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array) -> Problem:

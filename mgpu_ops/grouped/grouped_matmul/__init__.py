@@ -53,7 +53,7 @@ from mgpu_ops.grouped.grouped_matmul.problem import (
     tolerance,
 )
 from mgpu_ops.grouped.sizes import Spread, for_each_block, of_shard
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
 
@@ -311,7 +311,32 @@ def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
     of_lhs: Kind = "named" if "row_indices" in extra else "rows"
     kinds: list[Kind] = [of_lhs, "matrices", "sizes", *(_kind(call, name) for name in extra)]
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), extra)
-    return batchable(product, kinds, "rows", 4 if "gate" in extra else 1, call.group_offset, plain)
+    rule = functools.partial(_rule, call, extra)
+    count = 4 if "gate" in extra else 1
+    return batchable(product, kinds, "rows", count, call.group_offset, plain, rule=rule, backend=call.backend)
+
+
+def _rule(call: Call, extra: tuple[str, ...], *_: jax.Array) -> partition.Rule:
+    """Columns are split, and k where nothing but a factor follows its sum. Rows are not: groups begin anywhere in them."""
+    linear = call.activation == "none" and call.scales != "block" and not {"bias", "gate"} & {*extra}
+    k, n = "k" if linear else "K", "N" if call.scales == "block" else "n"
+    rows = "NAMED" if "row_indices" in extra else "ROWS"
+    rhs = f"GROUPS {n} {k}" if call.transpose_rhs else f"GROUPS {k} {n}"
+    scale = {"row": ("ROWS", "GROUPS n"), "block": ("ROWS K_BLOCKS", "GROUPS A B")}.get(call.scales, ("ONE", "GROUPS"))
+    dimensions = {
+        "bias": f"GROUPS {n}",
+        "lhs2": f"{rows} {k}",
+        "rhs2": rhs,
+        "gate": f"ROWS {n}",
+        "up": f"ROWS {n}",
+        "row_scale": "ROWS",
+        "row_indices": "ROWS",
+        "scale_lhs": scale[0],
+        "scale_rhs": scale[1],
+    }
+    operands = [f"{rows} {k}", rhs, "SIZES", *(dimensions[name] for name in extra)]
+    results = [f"ROWS {n}"] * 3 + ["ROWS"] if "gate" in extra else [f"ROWS {n}"]
+    return partition.Rule("grouped_matmul", f"{', '.join(operands)} -> {', '.join(results)}")
 
 
 def _kind(call: Call, name: str) -> Kind:

@@ -37,7 +37,7 @@ from mgpu_ops.grouped.ragged_contraction.problem import (
     supports,
 )
 from mgpu_ops.grouped.sizes import Spread, for_each_block
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import Baseline, OpSpec
 
 
@@ -124,7 +124,14 @@ def _batchable(call: Call) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False))
-    return batchable(product, ("rows", "rows", "sizes"), "matrices", 1, call.group_offset, plain)
+    return batchable(
+        product, ("rows", "rows", "sizes"), "matrices", 1, call.group_offset, plain, rule=_rule, backend=call.backend
+    )
+
+
+def _rule(*_: jax.Array) -> partition.Rule:
+    """Both sides of the results are split."""
+    return partition.Rule("ragged_contraction", "ROWS k, ROWS n, SIZES -> GROUPS k n")
 
 
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:

@@ -44,7 +44,7 @@ from mgpu_ops.matmul.gated.problem import (
     tolerance,
     unmeasured,
 )
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_rows import normalised
 
@@ -194,13 +194,14 @@ _gated.defvjp(*first_order("gated_matmul", _forward, _backward))
 def batchable(call: Call) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def product(*arrays: jax.Array) -> Any:
+    def one_device(*arrays: jax.Array) -> Any:
         problem = _problem(call, *arrays)
         if not call.joined:
             return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
         both, instead = (arrays[0], arrays[1], *arrays[1:]), functools.partial(_joined_through_xla, problem)
         return dispatch.run(SPEC, problem, both, config=call.config, backend=call.backend, instead=instead)
+
+    product = jax.custom_batching.custom_vmap(partition.partitioned(one_device, functools.partial(_rule, call), call.backend))
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
@@ -214,6 +215,16 @@ def batchable(call: Call) -> Any:
 
     run = jax.jit(product)
     return run
+
+
+def _rule(call: Call, *arrays: jax.Array) -> partition.Rule:
+    """Rows and columns are split, the latter not of one weight of both products."""
+    n, columns = ("N", "BOTH") if call.joined else ("n", "n")
+    weights = (1 if call.stored or call.joined else 2) * (f"{columns} K" if call.transpose_w else f"K {columns}",)
+    operands = ["m K", *weights, *("ONE",) * call.normalised]
+    operands += [f"m {n}"] * (len(arrays) - len(operands))
+    results = ", ".join([f"m {n}"] * (2 if call.gradient or call.stored else 1))
+    return partition.Rule("gated_matmul", f"{', '.join(operands)} -> {results}")
 
 
 def _problem(call: Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Problem:

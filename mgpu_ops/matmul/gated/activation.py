@@ -21,7 +21,7 @@ from mgpu_ops import floats
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import limits, mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.rms_rows import checked_norm, factors, supports_rows
 
 FEW = 256  # rows up to which the kernel runs: with more it is bytes that take time, and XLA's kernel moves as many
@@ -105,9 +105,13 @@ _gated.defvjp(_forward, _backward)
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays: vmap gives it more rows."""
 
-    @jax.custom_batching.custom_vmap
-    def gated(*arrays: jax.Array) -> jax.Array:
+    def one_device(*arrays: jax.Array) -> jax.Array:
         return run_gated_activation(call.activation, call.backend, *arrays)
+
+    def rule(*arrays: jax.Array) -> partition.Rule:
+        return partition.Rule("gated_activation", "m BOTH" + ", m K, ONE" * (len(arrays) > 1) + " -> m N")
+
+    gated = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
 
     @gated.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

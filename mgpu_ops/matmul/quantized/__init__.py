@@ -38,7 +38,7 @@ from mgpu_ops.matmul.quantized.problem import (
     tolerance,
     unmeasured,
 )
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 
 
@@ -190,9 +190,17 @@ def _(*_: Any) -> Any:
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def product(*arrays: jax.Array) -> Any:
+    def one_device(*arrays: jax.Array) -> Any:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    def rule(x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> partition.Rule:
+        """Rows and columns are split, and k where groups do not divide it."""
+        k, of_groups = ("K", "GROUPS n") if scales.ndim == 2 else ("k", "n")
+        of_w = f"n {k}" if call.transpose_w else f"{k} n"
+        more = f", {of_groups}" * len(zero_points)
+        return partition.Rule("quantized_matmul", f"m {k}, {of_w}, {of_groups}{more} -> m n")
+
+    product = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ Here: its calls by other functions, the reference, and the op's SPEC.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from mgpu_ops.matmul.quantizing.problem import (
     unmeasured,
 )
 from mgpu_ops.matmul.rounding import finite_size, largest_finite, rounded, scale_or_one, with_scale
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 
 
@@ -83,24 +84,41 @@ def both_ways(
     return found
 
 
+def _rule(problem: Problem, *_: jax.Array) -> partition.Rule:
+    """Rows and columns are split, but not tiles that have a scale of their own."""
+    p = problem
+    if p.by_tile:
+        return partition.Rule("quantize", "ROWS COLUMNS -> ROWS COLUMNS, COLUMNS ROWS, R_A C_A, R_B C_B")
+    scales = ["rows", "columns"] if p.scheme == "row" else [""] * p.results * p.writes
+    values = ["rows columns", "columns rows"] * p.results * p.writes
+    found = [""] * p.results * p.finds
+    dimensions = f"{', '.join([*['rows columns'] * p.sources, *scales])} -> {', '.join([*values, *found])}"
+    return partition.Rule("quantize", dimensions, largest=tuple(range(len(values), len(values) + len(found))))
+
+
 @functools.cache
 def _batchable(problem: Problem, backend: dispatch.Backend | None) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
 
-    @jax.custom_batching.custom_vmap
-    def rounded(*arrays: jax.Array) -> Any:
+    def one_device(*arrays: jax.Array) -> Any:
         # What was asked for the products says nothing of this kernel, but that XLA is to run all.
         named = "xla" if backend == "xla" else None
-        return dispatch.run(SPEC, problem, arrays, config=None, backend=named)
+        rows, columns = arrays[0].shape
+        own = dataclasses.replace(problem, rows=rows, columns=columns)
+        return dispatch.run(SPEC, own, arrays, config=None, backend=named)
 
-    @rounded.def_vmap
+    rounded_once = jax.custom_batching.custom_vmap(
+        partition.partitioned(one_device, functools.partial(_rule, problem), backend)
+    )
+
+    @rounded_once.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         """Through XLA: each of the arrays has scales of its own."""
         del size
         out = jax.vmap(functools.partial(reference, problem), [0 if one else None for one in batched])(*arrays)
         return out, jax.tree.map(lambda _: True, out)
 
-    return jax.jit(rounded)
+    return jax.jit(rounded_once)
 
 
 def reference(problem: Problem, *arrays: jax.Array) -> Any:

@@ -1,0 +1,329 @@
+"""Calls of ops in a program that XLA partitions: which copies between devices it has, and what it computes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mgpu_ops
+from mgpu_ops.registry import dispatch, partition
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+COPIES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@pytest.fixture(autouse=True)
+def eight_devices() -> None:
+    if jax.device_count() != 8:
+        pytest.skip("needs the eight CPU devices of the tests")
+
+
+def mesh_of(kind: AxisType = AUTO) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+
+
+def placed(mesh: jax.sharding.Mesh, arrays: Any, specs: Any) -> list[Any]:
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def copies(function: Callable[..., Any], arrays: list[Any], out_specs: Any = None) -> set[str]:
+    """The collectives of the compiled program, whose results are checked against one device's."""
+    mesh = arrays[0].sharding.mesh
+    out = None if out_specs is None else jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+    program = jax.jit(function, out_shardings=out)
+    text = program.lower(*arrays).compile().as_text()
+    got, wanted = program(*arrays), jax.jit(function)(*(jnp.asarray(np.asarray(x)) for x in arrays))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        one, other = (np.asarray(x).astype(np.float32) for x in (one, other))
+        np.testing.assert_allclose(one, other, atol=2e-5 * max(1, np.abs(other).max(initial=0)))
+    return {name for name in COPIES if re.search(rf" {name}(?:-start)?\(", text or "")}
+
+
+# --- matmul
+
+
+def step(a: jax.Array, b: jax.Array, g: jax.Array) -> Any:
+    """A product, and a training step's use of both gradients."""
+    out, back = jax.vjp(lambda a, b: mgpu_ops.matmul(a, b), a, b)
+    da, db = back(g)
+    return out, da, b - db
+
+
+A, B, G = normal(0, 64, 32), normal(1, 32, 48), normal(2, 64, 48)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize(
+    ("specs", "found"),
+    [
+        ((P("data"), P(), P("data")), {"all-reduce"}),  # data parallel: the gradient of the weight is summed
+        ((P(None), P(None, "model"), P(None, "model")), {"all-reduce"}),  # columns: that of the input is
+        ((P(None, "model"), P("model"), P()), {"all-reduce"}),  # k: the product is
+        ((P("data", "model"), P("model"), P("data")), {"all-reduce"}),
+    ],
+)
+def test_a_product_and_its_gradients_are_split(kind: AxisType, specs: tuple[P, ...], found: set[str]) -> None:
+    assert copies(step, placed(mesh_of(kind), (A, B, G), specs)) == found
+
+
+@pytest.mark.parametrize("weight", [P("data"), P(None, "data")])
+def test_fully_sharded_weights_are_gathered_and_their_gradients_scattered(weight: P) -> None:
+    arrays = placed(mesh_of(), (A, B, G), (P("data"), weight, P("data")))
+    assert copies(step, arrays, (P("data"), P("data"), weight)) == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_an_epilogue_follows_the_sum_of_the_parts(kind: AxisType) -> None:
+    def layer(a: jax.Array, b: jax.Array, bias: jax.Array, residual: jax.Array) -> jax.Array:
+        return mgpu_ops.matmul(a, b, bias=bias, residual=residual, activation="gelu")
+
+    arrays = placed(mesh_of(kind), (A, B, normal(3, 48), G), (P("data", "model"), P("model"), P(), P("data")))
+    assert copies(layer, arrays) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_batches_are_split_under_vmap(kind: AxisType) -> None:
+    arrays = placed(mesh_of(kind), (jnp.stack([A] * 4), jnp.stack([B] * 4)), (P("model", "data"), P("model")))
+    assert copies(jax.vmap(lambda a, b: mgpu_ops.matmul(a, b)), arrays) == set()
+    assert copies(lambda a, b: mgpu_ops.matmul(a, b), arrays) == set()
+
+
+def test_layers_of_a_scan_with_checkpoints_are_split() -> None:
+    def loss(a: jax.Array, bs: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, b: jax.Array) -> tuple[jax.Array, None]:
+            return jax.checkpoint(lambda x, b: mgpu_ops.matmul(x, b, activation="silu"))(x, b)[:, :32], None
+
+        return jax.lax.scan(layer, a, bs)[0].sum()
+
+    arrays = placed(mesh_of(), (A, 0.1 * jnp.stack([B] * 3)), (P("data"), P()))
+    assert copies(jax.value_and_grad(loss, argnums=(0, 1)), arrays) == {"all-reduce"}
+
+
+def test_sides_that_devices_do_not_divide_stay_whole() -> None:
+    arrays = placed(mesh_of(), (normal(0, 63, 32), normal(1, 32, 50)), (P(), P()))
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return mgpu_ops.matmul(a[:, :30], jax.lax.with_sharding_constraint(b[:30], NamedSharding(mesh_of(), P("data"))))
+
+    copies(product, arrays)
+
+
+def test_the_config_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with what `use_configs` and `target` said where the call was traced."""
+    seen: list[Any] = []
+    run = dispatch.run
+
+    def watched(spec: Any, problem: Any, *args: Any, **kwargs: Any) -> Any:
+        if not partition.capture.capturing():
+            seen.append((problem.m, problem.n, problem.k, partition.resolution.overrides()))
+        return run(spec, problem, *args, **kwargs)
+
+    monkeypatch.setattr(dispatch, "run", watched)
+    arrays = placed(mesh_of(), (normal(0, 72, 24), normal(1, 24, 40)), (P("data"), P(None, "model")))
+    with mgpu_ops.use_configs({"matmul": "xla"}):
+        lowered = jax.jit(lambda a, b: mgpu_ops.matmul(a, b)).lower(*arrays)
+        said = partition.resolution.overrides()
+    assert seen == []
+    lowered.compile()
+    assert seen == [(36, 10, 24, said)]
+
+
+def test_explicit_axes_move_nothing_unasked() -> None:
+    arrays = placed(mesh_of(EXPLICIT), (A, B), (P("data"), P("data")))
+    with pytest.raises(ValueError, match=r"operand 1 is .*reshard\(x, P\(None, None\)\)"):
+        jax.jit(lambda a, b: mgpu_ops.matmul(a, b))(*arrays)
+
+
+def test_what_is_not_partitioned_is_the_call_itself() -> None:
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return mgpu_ops.matmul(a, b)
+
+    mesh = mesh_of()
+    arrays = placed(mesh, (A, B), (P("data"), P(None, "model")))
+    manual = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P(None, "model")), out_specs=P("data", "model"))
+    assert "mgpu_ops_partitioned" in str(jax.make_jaxpr(product)(*arrays))
+    assert "mgpu_ops_partitioned" not in str(jax.make_jaxpr(manual)(*arrays))
+    assert "CustomSPMDPartitioning" not in jax.jit(product).lower(A, B).as_text()
+    exported = export.deserialize(export.export(jax.jit(product))(*arrays).serialize())
+    np.testing.assert_allclose(jax.jit(exported.call)(*arrays), A @ B, atol=1e-4)
+    some = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
+    np.testing.assert_allclose(jax.jit(some)(*arrays), A @ B, atol=1e-4)
+    abstract = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AUTO, AUTO))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(abstract, P("data"))) for x in (A, B)]
+    assert export.export(jax.jit(product))(*shapes).nr_devices == 8
+
+
+def test_gradients_of_weights_are_waited_for_on_one_device_only() -> None:
+    arrays = placed(mesh_of(), (A, B, G), (P("data"), P(), P("data")))
+    assert "optimization_barrier" not in jax.jit(step).lower(*arrays).as_text()
+    assert "optimization_barrier" in jax.jit(step).lower(A, B, G).as_text()
+
+
+def test_a_warning_names_what_is_gathered(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "_said", set())
+    arrays = placed(mesh_of(), (normal(0, 16, 32), jnp.ones(32)), (P(None, "model"), P()))
+    with caplog.at_level(logging.WARNING, "mgpu_ops"):
+        assert copies(lambda x, w: mgpu_ops.rms_norm(x, w), arrays) == {"all-gather"}
+        said = [record.getMessage() for record in caplog.records if "all devices" in record.getMessage()]
+    assert len(said) == 1
+    assert "rms_norm: operand 0 is split over model" in said[0]
+    assert "several-gpus" in said[0]
+
+
+# --- the other ops
+
+
+def with_gradients(function: Callable[..., Any], *of: int) -> Callable[..., Any]:
+    """The results, and the gradients of some arguments."""
+
+    def both(*arrays: jax.Array) -> Any:
+        def changed(*some: jax.Array) -> Any:
+            return function(*(some[of.index(i)] if i in of else x for i, x in enumerate(arrays)))
+
+        out, back = jax.vjp(changed, *(arrays[i] for i in of))
+        return out, back(jax.tree.map(lambda x: jnp.tanh(0.01 * x).astype(x.dtype), out))
+
+    return both
+
+
+TOKENS = jnp.arange(64, dtype=jnp.int32) % 24
+SIZES = jnp.array([20, 0, 30, 14], jnp.int32)
+ANGLES = normal(9, 16, 8)
+QKV = [normal(5, 4, 16, 8, 16), normal(6, 4, 16, 4, 16), normal(7, 4, 16, 4, 16)]
+W8 = jax.random.randint(jax.random.key(4), (32, 48), -127, 127, jnp.int8)
+# arrays, their specs, and the collectives: those that gradients of what is not split need
+OPS: dict[str, tuple[Callable[..., Any], list[Any], list[P], set[str]]] = {
+    "gated_matmul, rows": (
+        with_gradients(lambda x, g, u: mgpu_ops.gated_matmul(x, g, u), 0, 1, 2),
+        [A, B, normal(3, 32, 48)],
+        [P("data"), P(), P()],
+        {"all-reduce"},
+    ),
+    "gated_mlp, tensor parallel": (
+        with_gradients(lambda x, g, u, d, r: mgpu_ops.gated_mlp(x, g, u, d, residual=r), 0, 1, 2, 3),
+        [A, B, normal(3, 32, 48), B.T, A],
+        [P("data"), P(None, "model"), P(None, "model"), P("model"), P("data")],
+        {"all-reduce"},
+    ),
+    "rms_norm": (
+        with_gradients(lambda x, w: mgpu_ops.rms_norm(x, w), 0, 1),
+        [normal(0, 4, 16, 32), jnp.ones(32)],
+        [P("data"), P()],
+        {"all-reduce"},
+    ),
+    "rotary_qkv": (
+        with_gradients(lambda x, c, s: mgpu_ops.rotary_qkv(x, c, s, heads=4, kv_heads=2), 0),
+        [normal(0, 4, 16, 8 * 16), jnp.cos(ANGLES), jnp.sin(ANGLES)],
+        [P("data"), P(), P()],
+        set(),
+    ),
+    "rotary_attention": (
+        with_gradients(lambda x, c, s: mgpu_ops.rotary_attention(x, c, s, heads=4, kv_heads=2, causal=True), 0),
+        [normal(0, 4, 16, 8 * 16), jnp.cos(ANGLES), jnp.sin(ANGLES)],
+        [P("data"), P(), P()],
+        set(),
+    ),
+    "embedding": (
+        with_gradients(lambda t, i: mgpu_ops.embedding(t, i), 0),
+        [normal(0, 24, 32), TOKENS],
+        [P(), P("data")],
+        {"all-reduce"},
+    ),
+    "cross_entropy": (
+        with_gradients(lambda x, y: mgpu_ops.cross_entropy(x, y), 0),
+        [normal(0, 64, 24), TOKENS],
+        [P(("data", "model")), P(("data", "model"))],
+        set(),
+    ),
+    "quantized_matmul, columns": (
+        with_gradients(lambda x, w, s: mgpu_ops.quantized_matmul(x, w, s), 0),
+        [A, W8, normal(8, 48)],
+        [P("data"), P(None, "model"), P("model")],
+        {"all-reduce"},
+    ),
+    "quantized_matmul, k": (
+        lambda x, w, s: mgpu_ops.quantized_matmul(x, w, s),
+        [A, W8, normal(8, 48)],
+        [P("data", "model"), P("model"), P()],
+        {"all-reduce"},
+    ),
+    "fp8_matmul": (
+        lambda x, w: mgpu_ops.fp8_matmul(x, w),
+        [normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 48, dtype=jnp.bfloat16)],
+        [P("data"), P()],
+        {"all-reduce"},
+    ),
+    "flash_attention": (
+        with_gradients(lambda q, k, v: mgpu_ops.flash_attention(q, k, v, causal=True), 0, 1, 2),
+        QKV,
+        [P("data", None, "model")] * 3,
+        set(),
+    ),
+    "flash_attention, more devices than heads of keys": (
+        with_gradients(lambda q, k, v: mgpu_ops.flash_attention(q, k, v, causal=True), 0, 1, 2),
+        [QKV[0], QKV[1][:, :, :1], QKV[2][:, :, :1]],
+        [P("data", None, "model"), P("data"), P("data")],
+        {"all-reduce"},
+    ),
+    "flash_attention with all inputs": (
+        with_gradients(
+            lambda q, k, v, bias, sinks, ids, lengths: mgpu_ops.flash_attention(
+                q, k, v, bias=bias, sinks=sinks, q_segment_ids=ids, kv_lengths=lengths, return_lse=True
+            ),
+            0, 1, 2, 3, 4,
+        ),
+        [*QKV, normal(8, 1, 8, 16, 16), normal(9, 8), jnp.zeros((4, 16), jnp.int32), jnp.array([16, 9, 3, 12])],
+        [*[P("data", None, "model")] * 3, P(None, "model"), P("model"), P("data"), P("data")],
+        {"all-reduce"},
+    ),
+    "dot_product_attention": (
+        lambda q, k, v: mgpu_ops.dot_product_attention(q, k, v, is_causal=True),
+        QKV,
+        [P("data", None, "model")] * 3,
+        set(),
+    ),
+    "grouped_matmul, columns": (
+        with_gradients(lambda x, w, s: mgpu_ops.grouped_matmul(x, w, s), 1),
+        [A, normal(3, 4, 32, 48), SIZES],
+        [P(), P(None, None, "model"), P()],
+        set(),
+    ),
+    "grouped_matmul, k": (
+        with_gradients(lambda x, w, s: mgpu_ops.grouped_matmul(x, w, s), 0, 1),
+        [A, normal(3, 4, 32, 48), SIZES],
+        [P(None, "model"), P(None, "model"), P()],
+        {"all-reduce"},
+    ),
+    "gated_grouped_matmul, columns": (
+        with_gradients(lambda x, g, u, s: mgpu_ops.gated_grouped_matmul(x, g, u, s), 1, 2),
+        [A, normal(3, 4, 32, 48), normal(4, 4, 32, 48), SIZES],
+        [P(), P(None, None, "model"), P(None, None, "model"), P()],
+        set(),
+    ),
+    "moe, tensor parallel": (
+        with_gradients(lambda x, r, g, u, d: mgpu_ops.moe(x, r, g, u, d, 2), 0, 1, 2, 3, 4),
+        [A, normal(1, 64, 4), normal(3, 4, 32, 48), normal(4, 4, 32, 48), normal(6, 4, 48, 32)],
+        [P(), P(), P(None, None, "model"), P(None, None, "model"), P(None, "model")],
+        {"all-reduce"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_are_split_without_gathering(name: str) -> None:
+    function, arrays, specs, found = OPS[name]
+    assert copies(function, placed(mesh_of(), arrays, specs)) == found
