@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,13 +44,21 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any,
     column: a multiple of the swizzle tile's columns, as the compiler can see. With `anywhere` any integer below 2^25 whose
       block ends within src's rows, which need not be whole tiles then.
     dst: [rows, columns] in shared memory, tiled and swizzled (`operand_transforms`). If it is wider than one swizzle tile,
-      tiles divide the rows of src.
+      tiles divide the rows of src. Or [panels, rows, columns of a swizzle tile], of which each has the columns that follow.
     """
-    rows, columns = dst.shape
     inflight.copies(dst, barrier)
     if not interpreting():
         plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape, anywhere), dst, barrier)
         return
+    *panels, _, columns = dst.shape
+    for panel in range(math.prod(panels)):
+        _load_interpreted(src, row, end, column + panel * columns, dst.at[panel] if panels else dst)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+def _load_interpreted(src: Any, row: Int, end: Int, column: Int, dst: Any) -> None:
+    rows, columns = dst.shape
     dst[...] = jnp.zeros(dst.shape, dst.dtype)
     for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
 
@@ -58,9 +67,6 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any,
             # The row may end inside of the block: pad with zeros.
             whole = jnp.pad(src[0, 0, pl.ds(row + offset, count), :], ((0, 0), (0, columns)))
             dst[pl.ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
-
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,14 +265,18 @@ def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int, anywhere: bo
     pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
 
 
-def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, int], anywhere: bool) -> Any:
+def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, ...], anywhere: bool) -> Any:
     """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8.
 
     And of columns multiples of what the swizzle tile has, so that with `anywhere` these are written times 64.
+    shape: [rows, columns], or [panels, rows, columns of each]: then `end` is a slice of as many.
     """
+    *panels, rows, columns = shape
     kind = tma.WINDOW_ANYWHERE if anywhere else tma.WINDOW
     first = column * tma.COLUMN_UNIT if anywhere else column
-    return ref.at[jnp.int32(end), jnp.int32(kind), pl.ds(row * tma.ROW_UNIT, shape[0]), pl.ds(first, shape[1])]
+    # Of a number that is known Pallas would see that the slice is none of the array.
+    last = pl.ds(jnp.int32(end) + 0 * row, *panels) if panels else jnp.int32(end)
+    return ref.at[last, jnp.int32(kind), pl.ds(row * tma.ROW_UNIT, rows), pl.ds(first, columns)]
 
 
 def _binary(length: jax.Array, limit: int) -> Iterator[tuple[jax.Array, int, jax.Array]]:

@@ -225,7 +225,7 @@ def _may_be_beyond(part: Any) -> bool:
 
 
 def _is_window(gmem_slice: Slice) -> bool:
-    """Whether the slice is (end, WINDOW or WINDOW_ANYWHERE, rows, columns)."""
+    """Whether the slice is (end, WINDOW or WINDOW_ANYWHERE, rows, columns). Of several panels `end` is a slice of as many."""
     match gmem_slice:
         case (_, index, _, _):
             return _is_constant(index, WINDOW) or _is_constant(index, WINDOW_ANYWHERE)
@@ -486,16 +486,22 @@ class _TilesBeyond(_InTiles):
 def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]) -> None:
     """Copies between a block in shared memory, tiled [rows / 8, panels, 8, panel], and rows up to `end` of an array.
 
-    One panel lies in shared memory as plain rows: one copy. Several interleave every 8 rows: one copy where all rows come
-    before `end`, else one for each 8, in a loop, so that the rare case takes few registers.
+    One panel lies in shared memory as plain rows, and so do panels that come one after the other: one copy. Several interleave
+    every 8 rows: one copy where all rows come before `end`, else one for each 8, in a loop, so that the rare case takes few
+    registers.
     """
     end, kind, rows, columns = gmem_slice
     anywhere = _is_constant(kind, WINDOW_ANYWHERE)
     if anywhere:  # given times COLUMN_UNIT
         columns = utils.DynamicSlice(arith.divui(columns.base, _index(COLUMN_UNIT)), columns.length)
-    tiles, panels, tile, panel = smem.type.shape
     row = arith.divui(rows.base, _index(ROW_UNIT))
     block = (0, 0, utils.DynamicSlice(row, rows.length), columns)
+    if isinstance(end, utils.DynamicSlice):  # panels one after the other, [panels, rows / 8, 1, 8, panel]
+        panels, _, _, _, panel = smem.type.shape
+        block = (*block[:3], utils.DynamicSlice(columns.base, panels * panel))
+        copy(utils.memref_fold(smem, 1, 3), block, (_WindowOfRows(panel, end.base),))
+        return
+    tiles, panels, tile, panel = smem.type.shape
     if panels == 1:
         copy(utils.memref_fold(smem, 0, 3), block, (_WindowOfRows(None, end),))
         return

@@ -24,7 +24,7 @@ from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.core.rows import load_rows, rows_view, store_rows
+from mgpu_ops.core.rows import rows_view, store_rows
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, StaticScheduler
 from mgpu_ops.grouped.kernel import zeros_to
 from mgpu_ops.matmul.quantized.kernel import Block, Tile, scratch
@@ -54,10 +54,11 @@ class _Block(Block):
         found: _Tile = self.current
         return found
 
-    def load_x(self, tile: Tile, first: jax.Array, smem: Any, full: Any) -> None:
-        """The group's rows; the others of the tile are zeros."""
+    def row_end(self, tile: Tile) -> jax.Array:
+        """The end of the tile's group: the other rows of the tile arrive as zeros."""
         assert isinstance(tile, _Tile)
-        load_rows(self.x, tile.row, tile.end, first, smem, full)
+        end: jax.Array = tile.end
+        return end
 
     def store_rows(self, tile: Tile, staged: Any, row: jax.Array, column: jax.Array) -> None:
         """The group's rows; the others of the tile are not written."""

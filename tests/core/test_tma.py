@@ -233,18 +233,21 @@ def clean_interpreter() -> Iterator[None]:
     engine.reset_interpreter()
 
 
-def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
+def copied(array: tuple[int, int], width: int, apart: bool, *, interpret: bool) -> Any:
     """A kernel of where[5] and x: 64 rows of x, from `row` and before `end`, to those from `to` and before `stop`.
 
-    Of the columns, the `across`-th `width` ones.
+    Of the columns, the `across`-th `width` ones. apart: panels of 64 of them lie one after the other.
     """
+    panels = width // 64 if apart else 1
+    block = (panels, 64, width // panels) if apart else (64, width)
 
     def body(where_ref: Any, x_ref: Any, out_ref: Any, *, smem: Any, full: Any) -> None:
         row, end, across, to, stop = (where_ref[i] for i in range(5))
         column = across * width
         load_rows(x_ref, row, end, column, smem, full)
         plgpu.barrier_wait(full)
-        store_rows(smem, out_ref, to, stop, column)
+        for panel in range(panels):
+            store_rows(smem.at[panel] if apart else smem, out_ref, to, stop, column + panel * 64)
         plgpu.wait_smem_to_gmem(0)
 
     run = engine.kernel(
@@ -252,7 +255,7 @@ def copied(array: tuple[int, int], width: int, *, interpret: bool) -> Any:
         engine.Launch("test", {"block": 1}, warpgroups=1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, *array), BF16),
         scratch_types={
-            "smem": plgpu.SMEM((64, width), BF16, transforms=engine.operand_transforms(width, BF16, 128)),
+            "smem": plgpu.SMEM(block, BF16, transforms=engine.operand_transforms(block[-1], BF16, 128)),
             "full": plgpu.Barrier(),
         },
     )
@@ -271,10 +274,12 @@ def wanted_copy(where: Sequence[int], x: np.ndarray, width: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize(("columns", "width"), [(72, 64), (128, 64), (192, 128)])
-def test_only_the_rows_before_the_end_are_copied(columns, width, clean_interpreter):
+@pytest.mark.parametrize(
+    ("columns", "width", "apart"), [(72, 64, False), (128, 64, False), (192, 128, False), (256, 128, True)]
+)
+def test_only_the_rows_before_the_end_are_copied(columns, width, apart, clean_interpreter):
     rows = 150
-    run = copied((rows, columns), width, interpret=True)
+    run = copied((rows, columns), width, apart, interpret=True)
     x = np.arange(rows * columns).reshape(rows, columns) % 251 - 125.0  # bfloat16s
 
     @examples(15)
@@ -293,22 +298,27 @@ def test_only_the_rows_before_the_end_are_copied(columns, width, clean_interpret
 
 
 @needs_compiler
-@pytest.mark.parametrize(("columns", "width", "loads"), [(72, 64, 1), (192, 128, 1 + 8)])
-def test_windows_compile_to_tma_copies_without_spills(columns, width, loads):
-    """Several panels take one copy where all rows are before the end, and else one for each eight rows."""
+@pytest.mark.parametrize(
+    ("columns", "width", "apart", "loads", "stores"), [(72, 64, False, 1, 1), (192, 128, False, 9, 9), (256, 128, True, 1, 2)]
+)
+def test_windows_compile_to_tma_copies_without_spills(columns, width, apart, loads, stores):
+    """Several panels take one copy where all rows are before the end, and else one for each eight rows; or always one."""
     where, x = jax.ShapeDtypeStruct((5,), jnp.int32), jax.ShapeDtypeStruct((150, columns), BF16)
-    report = aot.compile_for("h200", copied((150, columns), width, interpret=False), where, x)
+    report = aot.compile_for("h200", copied((150, columns), width, apart, interpret=False), where, x)
     assert report.spills == 0
     assert report.sass.count("UTMALDG") == loads
-    assert report.sass.count("UTMASTG") == loads
-    assert report.ptx.count("cp.async.bulk.tensor") == 2 * loads
+    assert report.sass.count("UTMASTG") == stores
+    assert report.ptx.count("cp.async.bulk.tensor") == loads + stores
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("columns", "width"), [(72, 64), (128, 64), (192, 128), (384, 192)])
-def test_only_the_rows_before_the_end_are_copied_on_a_gpu(columns, width):
+@pytest.mark.parametrize(
+    ("columns", "width", "apart"),
+    [(72, 64, False), (128, 64, False), (192, 128, False), (384, 192, False), (256, 128, True), (384, 192, True)],
+)
+def test_only_the_rows_before_the_end_are_copied_on_a_gpu(columns, width, apart):
     rows = 150
-    run = copied((rows, columns), width, interpret=False)
+    run = copied((rows, columns), width, apart, interpret=False)
     x = np.arange(rows * columns).reshape(rows, columns) % 251 - 125.0  # bfloat16s
     rng = np.random.default_rng(0)
     for _ in range(100):

@@ -33,6 +33,7 @@ from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers, resident_clusters
 from mgpu_ops.core.pipeline import Barriers, Pipeline
+from mgpu_ops.core.rows import load_rows, rows_view
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.core.upcast import load_upcast, order_columns, unit
 from mgpu_ops.matmul.quantized.problem import (
@@ -73,7 +74,7 @@ class Tile:
 class Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
 
-    A block of products of groups replaces `tile`, `load_x` and `store_rows`.
+    x: a `rows_view`. A block of products of groups replaces `tile`, `row_end` and `store_rows`.
 
     zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
     w_smem: [stages, panels, tile_n, 128 or, of int4, 256]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages,
@@ -124,10 +125,7 @@ class Block:
         for i in range(c.tile_k // stored):
             src = self.w.at[*tile.matrix, columns, pl.ds(first + i * stored, stored)]
             engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
-        width = x_panel(p)
-        for i in range(c.tile_k // width):
-            arrives = full if self.x_full is None else self.x_full.at[stage]
-            self.load_x(tile, first + i * width, self.x_smem.at[stage, i], arrives)
+        self.load_x(tile, first, stage, full if self.x_full is None else self.x_full.at[stage])
         if p.group_size:
             groups = c.tile_k // p.group_size
             at = *tile.matrix, pl.ds((tile.step + step) * groups, groups), columns
@@ -135,11 +133,22 @@ class Block:
             if p.zero_points:
                 engine.copy_gmem_to_smem(self.zero_points.at[at], self.z_smem.at[stage], full)
 
-    def load_x(self, tile: Tile, first: jax.Array, smem: Any, full: Any) -> None:
-        """Starts the copy of the tile's rows of x, from column `first` on."""
-        shared = {"collective_axes": "cluster"} if self.c.cluster == "n" else {}
-        src = self.x.at[pl.ds(tile.row, self.c.tile_m), pl.ds(first, x_panel(self.p))]
-        engine.copy_gmem_to_smem(src, smem, full, **shared)
+    def load_x(self, tile: Tile, first: jax.Array, stage: jax.Array, full: Any) -> None:
+        """Starts the copies of the tile's rows of x, from column `first` on; `copies_of_x` of them."""
+        smem, width = self.x_smem.at[stage], x_panel(self.p)
+        if copies_of_x(self.p, self.c) == 1:
+            load_rows(self.x, tile.row, self.row_end(tile), first, smem, full)
+            return
+        for i in range(smem.shape[0]):
+            if self.c.cluster == "n":
+                src = self.x.at[0, 0, pl.ds(tile.row, self.c.tile_m), pl.ds(first + i * width, width)]
+                engine.copy_gmem_to_smem(src, smem.at[i], full, collective_axes="cluster")
+            else:
+                load_rows(self.x, tile.row, self.row_end(tile), first + i * width, smem.at[i], full)
+
+    def row_end(self, tile: Tile) -> Int:
+        """Where the rows of x that the tile may hold end."""
+        return self.p.m
 
     # --- The warpgroup that puts the columns of x in order
 
@@ -420,7 +429,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
         scratch_types=scratch(p, c),
     )
-    out: jax.Array = run(x, w, scales, *zero_points)
+    out: jax.Array = run(rows_view(x), w, scales, *zero_points)
     return out
 
 
@@ -428,7 +437,7 @@ def scratch(p: Problem, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
     stored, row_blocks, epilogue = stored_panel(p), warpgroup_rows(c) // ROWS, epilogue_rows(c)
-    of_x, ordered = c.tile_k // width, c.exchange == "x"
+    of_x, ordered = copies_of_x(p, c), c.exchange == "x"
     copies = c.tile_k // stored_panel(p) + (1 if ordered else of_x) + bool(p.group_size) * (1 + p.zero_points)
 
     def smem(shape: tuple[int, ...], dtype: str) -> Any:
@@ -457,6 +466,15 @@ def scratch(p: Problem, c: Config) -> dict[str, Any]:
     if c.cluster == "k":
         made["cluster_sum"] = ClusterSum(accumulator, storing, c.split_k, "cluster")
     return made
+
+
+def copies_of_x(p: Problem, c: Config) -> int:
+    """How many copies bring a step's rows of x: one, where swizzle tiles divide the rows and blocks do not share them.
+
+    Each copy takes the producer some 120 clocks: all of its threads arrive at the stage's barrier and wait for each other.
+    """
+    width = x_panel(p)
+    return 1 if p.k % width == 0 and c.cluster != "n" else c.tile_k // width
 
 
 def _barriers(c: Config, copies: int) -> Barriers:
