@@ -463,6 +463,7 @@ class _Rows:
         stage = lax.rem(step, jnp.int32(pipeline.stages))
         plgpu.barrier_wait(pipeline.full.at[stage])
         tile = load_tile(self.block.smem["bias"].at[stage, self.consumer.own, :])
+        fragments.wait_for_loads(tile)
         engine.barrier_arrive(pipeline.empty.at[stage])
         return tile
 

@@ -259,19 +259,15 @@ def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
     if c.tile_kv > 128 and p.lengths:
         return True
     wide_bias = p.bias == "float32"
-    # Of 16 bits, what a tile of the bias takes is part of the rest, but beside lengths or a window.
-    counts = wide_bias or (p.bias != "none" and c.compute_warpgroups < 3 and (p.lengths or p.left is not None))
+    # Of 16 bits, what a tile of the bias takes is part of the rest, but beside a window.
+    counts = wide_bias or (p.bias != "none" and c.compute_warpgroups < 3 and p.left is not None)
     tiles = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
     tiles += c.tile_kv * itemsize_of(p.bias) // 8 if counts else 0
     rest, measured = 48 if c.compute_warpgroups == 3 else 52, _measured(p, gpu)
     split = p.left is not None and not masks_all(p, c)
-    if (
-        measured is not None
-        and not wide_bias
-        and (measured.compute_warpgroups, measured.tile_kv) == (c.compute_warpgroups, c.tile_kv)
-    ):
-        # What it takes is known, but for a window, and for lengths beside a bias.
-        rest = 56 if split and c.compute_warpgroups == 2 else 40 if counts else 24
+    shape = c.compute_warpgroups, c.tile_kv
+    if measured is not None and not wide_bias and (measured.compute_warpgroups, measured.tile_kv) == shape:
+        rest = 56 if split and c.compute_warpgroups == 2 else 24  # what it takes is known, but for a window
     elif split:
         rest = 56
     return tiles + rest > limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
@@ -505,8 +501,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "tile_kv": (64, 128),
         "max_concurrent_steps": (1, 2, 3),
         "section_waves": _SECTION_WAVES,
-        # With more, the consumer warpgroups' accumulators spill; with fewer, the producer of heads in narrow panels.
-        "memory_registers": (40,) if d > 128 and d % PANEL else (24,),
+        "memory_registers": (24, 40),
         "dq_step": ("same", "next") if next_step else ("same",),
         "q_order": ("apart", "together") if next_step else ("together",),
         "dk_operand": ("memory", "registers") if 64 < d <= 128 else ("memory",),
@@ -527,8 +522,9 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     Raises ValueError where there is none.
     """
     require("flash_attention_backward", supports_backward(problem, gpu), problem, gpu)
-    choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,)}
+    choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,), "memory_registers": (24,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
+    every = [dataclasses.replace(c, memory_registers=_backward_producer_registers(problem, c)) for c in every]
     if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
         section = _TURNS_SECTION_OF_SEGMENTS if problem.segments else _TURNS_SECTION
         every = [dataclasses.replace(c, section_waves=section) if c.mode == "fused" else c for c in every]
@@ -536,6 +532,15 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     reason = None if legal else "none of the space takes so little shared memory and so few registers"
     require("flash_attention_backward", reason, problem, gpu)
     return sorted(legal, key=lambda c: backward_cost(problem, c, gpu))
+
+
+def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfig) -> int:
+    """With more, accumulators spill in one kernel; with fewer, the producers of two kernels: of heads in narrow panels, of
+    windows of rows that end anywhere, of a float32 bias."""
+    p, d = problem, backward_dim(problem.head_dim)
+    anywhere = p.lengths or p.segments or p.q_tokens % config.tile_q != 0 or p.kv_tokens % config.tile_kv != 0
+    narrow = d > 128 and d % PANEL != 0
+    return 40 if config.mode == "split" and (narrow or anywhere or p.bias == "float32") else 24
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
