@@ -485,12 +485,7 @@ def strips(results: Path) -> Iterator[Strip]:
     weights = problems(results, "h200-ragged_contraction")
     yield strip("attention, forward", "faster of cuDNN, tokamax", attention, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
-    others, name = ("cudnn", "tokamax"), "attention, random shapes, untuned"
-    drawn = [p for p in problems(results, "h200-flash_attention-anywhere") if {*others} & p.rows.keys()]
-    yield strip(
-        name, "faster of cuDNN, tokamax", drawn, ratio=lambda p: min(p.us(x) for x in others if x in p.rows) / p.us("mgpu_ops")
-    )
-    yield strip("the same, forward + backward", "cuDNN", problems(results, "h200-flash_attention-anywhere-grad"), "cudnn")
+    yield from drawn_attention(results, "h200")
     yield strip("attention, decoding", "cuDNN", few, "cudnn")
     yield strip("grouped matmul, training", "faster of JAX's, tokamax", training, "jax-pallas", "tokamax")
     yield strip("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
@@ -518,6 +513,18 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("all_reduce, 4 GPUs, kernel", "XLA, no NVLS", [p for p in four if runs_kernel(p)], "xla")
 
 
+def drawn_attention(results: Path, gpu: str) -> Iterator[Strip]:
+    others, what = ("cudnn", "tokamax"), f"{gpu}-flash_attention-anywhere"
+    drawn = [p for p in problems(results, what) if {*others} & p.rows.keys()]
+    yield strip(
+        "attention, random shapes, untuned",
+        "faster of cuDNN, tokamax",
+        drawn,
+        ratio=lambda p: min(p.us(x) for x in others if x in p.rows) / p.us("mgpu_ops"),
+    )
+    yield strip("the same, forward + backward", "cuDNN", problems(results, f"{what}-grad"), "cudnn")
+
+
 def h100(results: Path) -> Iterator[str]:
     """What was timed on an H100, with the configs of the H200."""
     forward, both = problems(results, "h100-flash_attention-llm"), problems(results, r"h100-flash_attention\+grad-llm")
@@ -525,11 +532,13 @@ def h100(results: Path) -> Iterator[str]:
     yield from HEAD
     yield line("attention, forward", "cuDNN", forward, "cudnn")
     yield line("attention, forward + backward", "cuDNN", both, "cudnn")
+    yield from map(line_of, drawn_attention(results, "h100"))
     yield line("matmul", "XLA (cuBLAS)", products, "xla")
     yield line("grouped matmul, training", "JAX's kernel", grouped, "jax-pallas")
     yield from map(line_of, training_steps(results, "h100"))
     _, steps = steps_of_programs(results, "h100")
-    yield next(sources(*files(forward, both, products, grouped), *steps))
+    drawn = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
+    yield next(sources(*files(forward, both, *drawn, products, grouped), *steps))
 
 
 def runs_kernel(p: Problem) -> bool:
