@@ -96,9 +96,7 @@ def partitioned(function: Callable[..., Any], rule_of: Callable[..., Rule], back
         made = _Call(function, structure, rule_of(*args), resolution.overrides(), gpus.targeted(), jax.config.jax_enable_x64)
         if explicit:
             return _under_shard_map(made, over, args, leaves)
-        results, structure = jax.tree.flatten(_shapes(function, args))
-        outs = _operation().bind(*leaves, call=made, outputs=tuple((x.shape, x.dtype) for x in results))
-        return jax.tree.unflatten(structure, outs)
+        return jax.tree.unflatten(jax.tree.structure(_shapes(function, args)), made.bound(*leaves))
 
     return call
 
@@ -144,17 +142,26 @@ class _Call:
         with self.context():
             return jax.tree.leaves(_jitted(self.function)(*jax.tree.unflatten(self.structure, arrays)))
 
-    def part(self, split: _Split, *arrays: jax.Array) -> list[jax.Array]:
-        """The results of one device, of its parts of the arrays."""
-        rule, sums = self.rule, split.sums
-        if not any(sums):
-            return self.leaves(*arrays)
-        function = rule.partial or self.function
+    def bound(self, *arrays: jax.Array) -> list[jax.Array]:
+        """The same as an operation that is traced when it is lowered: without the effects that references in the call have."""
         with self.context():
-            args = jax.tree.unflatten(self.structure, arrays)
-            results = jax.tree.leaves(_jitted(function)(*args))
-            results = [split.total(i, x) for i, x in enumerate(results)]
-            return results if rule.finish is None else jax.tree.leaves(rule.finish(*results, *args))
+            shapes = jax.tree.leaves(_shapes(self.function, jax.tree.unflatten(self.structure, arrays)))
+        found: list[jax.Array] = _operation().bind(*arrays, call=self, outputs=tuple((x.shape, x.dtype) for x in shapes))
+        return found
+
+    def part(self, split: _Split, bound: bool, *arrays: jax.Array) -> list[jax.Array]:
+        """The results of one device, of its parts of the arrays."""
+        rule, is_sum = self.rule, any(split.sums)
+        call = dataclasses.replace(self, function=rule.partial) if is_sum and rule.partial else self
+        results = call.bound(*arrays) if bound else call.leaves(*arrays)
+        if not is_sum:
+            return results
+        results = [split.total(i, x) for i, x in enumerate(results)]
+        return (
+            results
+            if rule.finish is None
+            else jax.tree.leaves(rule.finish(*results, *jax.tree.unflatten(self.structure, arrays)))
+        )
 
 
 @functools.cache
@@ -284,7 +291,7 @@ def _under_shard_map(call: _Call, over: Any, args: Sequence[Any], arrays: Sequen
                 f"unasked: pass jax.sharding.reshard(x, {spec}), or shard the operands otherwise ({_HELP})"
             )
     run = jax.shard_map(
-        functools.partial(call.part, split),
+        functools.partial(call.part, split, False),
         mesh=over,
         in_specs=own,
         out_specs=list(split.result_specs()),
@@ -310,7 +317,14 @@ def _operation() -> Any:
 
     @primitive.def_abstract_eval
     def _(*arrays: Any, call: _Call, outputs: tuple[Any, ...]) -> list[ShapedArray]:
-        return [ShapedArray(shape, dtype) for shape, dtype in outputs]
+        over = next((x.sharding.mesh for x in arrays if not x.sharding.mesh.empty), None)
+        if over is None:
+            return [ShapedArray(shape, dtype) for shape, dtype in outputs]
+        # Later calls are to see the mesh.
+        return [
+            ShapedArray(shape, dtype, sharding=NamedSharding(over, PartitionSpec(*(None,) * len(shape))))
+            for shape, dtype in outputs
+        ]
 
     @primitive.def_impl
     def _(*arrays: Any, call: _Call, outputs: tuple[Any, ...]) -> list[jax.Array]:
@@ -340,7 +354,7 @@ def _custom(call: _Call, outputs: tuple[Any, ...]) -> Callable[..., list[jax.Arr
         split = _split(rule, dict(over.shape), own, made, shapes)
         _warn_of_copies(rule, found, split)
         takes, gives = ([NamedSharding(over, x) for x in of] for of in (split.operand_specs(), split.result_specs()))
-        return over, functools.partial(call.part, split), gives, tuple(takes)
+        return over, functools.partial(call.part, split, True), gives, tuple(takes)
 
     custom: Any = custom_partitioning(whole)
     custom.def_partition(

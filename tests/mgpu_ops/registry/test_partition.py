@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
+from mgpu_ops.core import aot, lowered_kernels
 from mgpu_ops.registry import dispatch, partition
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -182,6 +183,39 @@ def test_a_warning_names_what_is_gathered(caplog: pytest.LogCaptureFixture, monk
     assert len(said) == 1
     assert "rms_norm: operand 0 is split over model" in said[0]
     assert "several-gpus" in said[0]
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_kernels_of_parts_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that write references are among them, and what is computed of other ops' results is split, too."""
+    lowered: list[bytes] = []
+    kept = lowered_kernels._kept
+
+    def counted(*args: Any) -> bytes | None:
+        program = kept(*args)
+        lowered.append(program or b"")
+        return program
+
+    monkeypatch.setattr(lowered_kernels, "_kept", counted)
+
+    def loss(x: jax.Array, ws: list[jax.Array], labels: jax.Array) -> jax.Array:
+        for w in ws:
+            x = mgpu_ops.matmul(x, w, backend="mosaic")
+        return mgpu_ops.cross_entropy(x, labels, backend="mosaic").mean()
+
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AUTO,))
+
+    def shape(size: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+
+    ws = [shape((256, 256), jnp.bfloat16, P())] * 3
+    context, place = aot.elsewhere("h200", devices=2)
+    with context:
+        args = place((shape((256, 256), jnp.bfloat16, P("data")), ws, shape((256,), jnp.int32, P("data"))))
+        text = jax.jit(jax.grad(loss, argnums=1)).lower(*args).compile().as_text()
+    assert "all-gather" not in text
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3 + 2 + 2 + 3  # products, losses, and the gradients of both
+    assert len(lowered) == 5  # of a layer the product and its two gradients, the losses, and their gradient
 
 
 # --- the other ops
