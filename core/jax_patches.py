@@ -16,7 +16,7 @@
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
 | `opaque_threads` | code generated in this context reads the number of a thread anew | what a kernel asks for |
-| `threads.run_on_own_client` | the interpreter has as many threads as simulated warpgroups | all interpreted kernels |
+| `threads.run_on_own_client` | simulated warpgroups run op by op on NumPy's arrays | all interpreted kernels |
 | `threads.run_as_traced` | simulated warpgroups run with `JAX_ENABLE_X64` as they were traced | all interpreted kernels |
 
 `engine.kernel` marks its kernels (`mark`); a patch that would change what others' kernels compute looks for the mark.

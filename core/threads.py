@@ -1,8 +1,9 @@
-"""Threads for JAX's GPU interpreter: it waits inside XLA for other simulated warpgroups, and each wait may hold a CPU thread.
+"""Threads for JAX's GPU interpreter: simulated warpgroups run in Python's, and what they leave to XLA needs XLA's.
 
 XLA makes its pool of CPU threads with the CPU client: as many as the machine has cores (or $NPROC says), and no fewer than
-devices. Where there may be fewer than warpgroups, `provide` makes a second CPU client with enough of them, and after
-`run_on_own_client` warpgroups run on it: the interpreter hangs on no machine, whatever JAX did before.
+devices. Who interprets a kernel, or waits in one for another GPU, holds one of them. Where there may be fewer than warpgroups,
+`provide` makes a second CPU client with enough of them, and after `run_on_own_client` the ops of warpgroups that NumPy has not
+(`core/evaluate.py`) run on it: the interpreter hangs on no machine, whatever JAX did before.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import weakref
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src.pallas.mosaic.interpret import thread_map
 from jaxlib import xla_client
+
+from mgpu_ops.core import evaluate
 
 _FEWEST = 64
 _lock = threading.Lock()
@@ -23,18 +25,12 @@ _own: dict[str, Any] = {"threads": 0, "device": None}  # of the second client, o
 
 
 def run_on_own_client() -> None:
-    """Simulated warpgroups run on the second client, once there is one."""
-    run = thread_map._run_jaxpr
+    """Simulated warpgroups run op by op, and those ops that are XLA's on the second client, once there is one."""
 
-    @functools.wraps(run)
+    @functools.wraps(thread_map._run_jaxpr)
     def run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
-        if _own["device"] is None:
-            run(jaxpr, consts, *args)
-            return
-        # An array of the first client would come over later, and the call return before it has run.
-        args = tuple(np.asarray(x) for x in args)
-        with jax.default_device(_own["device"]):
-            run(jaxpr, consts, *args)
+        with jax.default_device(_own["device"] or jax.local_devices(backend="cpu")[0]):
+            evaluate.run(jaxpr, consts, *args)
 
     thread_map._run_jaxpr = run_jaxpr
 

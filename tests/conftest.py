@@ -14,11 +14,12 @@ import pytest
 
 ON_GPU = os.environ.get("MGPU_OPS_TEST_GPU") == "1"
 
-if not ON_GPU:  # JAX reads both when it is first imported, which is after this file
+if not ON_GPU:  # JAX and NumPy read these when they are first imported, which is after this file
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Most of the tests' time is XLA's, compiling small programs that run once.
     quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {quick}"
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # interpreted kernels multiply small tiles in threads of their own
 
 # What the caller's shell says of mgpu_ops would change which config a test sees.
 for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:
