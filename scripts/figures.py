@@ -529,16 +529,19 @@ def h100(results: Path) -> Iterator[str]:
     """What was timed on an H100, with the configs of the H200."""
     forward, both = problems(results, "h100-flash_attention-llm"), problems(results, r"h100-flash_attention\+grad-llm")
     products, grouped = problems(results, "h100-matmul-llm"), problems(results, "h100-grouped_matmul-training")
+    rows, drawn = problems(results, "h100-matmul-llm-rows"), problems(results, "h100-matmul-anywhere")
     yield from HEAD
     yield line("attention, forward", "cuDNN", forward, "cudnn")
     yield line("attention, forward + backward", "cuDNN", both, "cudnn")
     yield from map(line_of, drawn_attention(results, "h100"))
     yield line("matmul", "XLA (cuBLAS)", products, "xla")
+    yield line("matmul, layers of Llama 3, 1 to 4096 rows", "XLA (cuBLAS)", rows, "xla")
+    yield line("matmul, random shapes, untuned", "XLA (cuBLAS)", drawn, "xla")
     yield line("grouped matmul, training", "JAX's kernel", grouped, "jax-pallas")
     yield from map(line_of, training_steps(results, "h100"))
     _, steps = steps_of_programs(results, "h100")
-    drawn = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
-    yield next(sources(*files(forward, both, *drawn, products, grouped), *steps))
+    attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
+    yield next(sources(*files(forward, both, *attention, products, rows, drawn, grouped), *steps))
 
 
 def runs_kernel(p: Problem) -> bool:

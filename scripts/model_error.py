@@ -31,6 +31,8 @@ DRAWN = RESULTS / "2026-11-22-h200-matmul-drawn.json.gz"
 DRAWN_AGAIN = ("2026-11-22-h200-matmul-drawn-2.jsonl.gz", "2026-11-22-h200-matmul-drawn-3.jsonl.gz")
 PING_PONG = "2026-11-22-h200-matmul-pingpong.jsonl.gz"
 ANYWHERE = "2026-11-23-h200-matmul-anywhere-tuned.jsonl"
+FEW_ROWS = "2026-11-23-h200-matmul-few-rows-configs.jsonl"
+ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
 ATTENTION = {
@@ -42,7 +44,7 @@ ATTENTION = {
 GROUPED = "2026-11-22-h200-grouped_matmul-anywhere.jsonl"
 QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
 QUANTIZED = ("2026-11-22-h200-quantized_matmul-w4.csv", "2026-11-22-h200-quantized_matmul-w8.csv")
-H200 = gpu.find("h200")
+H200, H100 = gpu.find("h200"), gpu.find("h100-sxm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Measured:
     problem: Problem
     times: Sequence[tuple[Config, float]]
     baseline_us: float | None
+    gpu: gpu.Gpu = H200
 
     @property
     def spec(self) -> OpSpec:
@@ -69,6 +72,8 @@ def measured() -> list[Measured]:
         *_timed("ping-pong, cold", PING_PONG),
         *_timed("deferred, cold", *DEFERRED),
         *_timed("suite anywhere, cold", ANYWHERE),
+        *_timed("few rows, cold", FEW_ROWS),
+        *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
         *_grouped(),
@@ -173,18 +178,20 @@ def _quantized() -> Iterator[Measured]:
         yield Measured("quantized_matmul", "many rows", problem, pairs, entry["us"]["xla"])
 
 
-def _benched(op: str, source: str, *names: str) -> Iterator[Measured]:
-    """What `mgpu-tune bench` measured beside XLA, where the kernel ran."""
+def _benched(op: str, source: str, *names: str, on: gpu.Gpu = H200) -> Iterator[Measured]:
+    """What `mgpu-tune bench` measured beside XLA; no time of the kernel where a call ran XLA."""
     spec = SPECS[op]
     kinds = {field.name: str(field.type) for field in dataclasses.fields(spec.Config)}
     for one in results.comparisons(row for name in names for row in results.read_csv(RESULTS / name)):
-        if one.ours is None or not one.ours.config.startswith(next(iter(kinds))):
+        if one.ours is None:
             continue
-        words = (word.split("=") for word in one.ours.config.partition(";")[0].split())
-        config = spec.Config(**{name: int(value) if kinds[name] == "int" else value for name, value in words})
-        problem = problem_of(spec, one.problem)
+        times: list[tuple[Config, float]] = []
+        if one.ours.config.startswith(next(iter(kinds))):
+            words = (word.split("=") for word in one.ours.config.partition(";")[0].split())
+            config = spec.Config(**{name: int(value) if kinds[name] == "int" else value for name, value in words})
+            times = [(config, one.ours.median_us)]
         theirs = one.competitors.get("xla")
-        yield Measured(op, source, problem, [(config, one.ours.median_us)], theirs.median_us if theirs else None)
+        yield Measured(op, source, problem_of(spec, one.problem), times, theirs.median_us if theirs else None, on)
 
 
 def _ragged(p: MatmulProblem, c: MatmulConfig) -> bool:
@@ -230,7 +237,7 @@ def by_source(every: Iterable[Measured]) -> dict[tuple[str, str], list[Measured]
 def modelled(every: Iterable[Measured]) -> list[Modelled]:
     """For each op and source: its kernels, and its baseline where the op has a model of that."""
     sets = by_source(every)
-    found = [_kernels(*key, of_set) for key, of_set in sets.items()]
+    found = [_kernels(*key, [one for one in of_set if one.times]) for key, of_set in sets.items()]
     told = {key: [one for one in of_set if one.baseline_us is not None] for key, of_set in sets.items()}
     return found + [_baselines(*key, of_set) for key, of_set in told.items() if of_set and SPECS[key[0]].baseline_cost]
 
@@ -239,7 +246,7 @@ def _kernels(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
     theirs, ours, chosen = [], [], []
     for one in of_set:
         us = np.array([time for _, time in one.times])
-        cost = np.array([1e6 * one.spec.cost(one.problem, config, H200) for config, _ in one.times])
+        cost = np.array([1e6 * one.spec.cost(one.problem, config, one.gpu) for config, _ in one.times])
         theirs.append(cost)
         ours.append(us)
         chosen.append(float(us[np.argmin(cost)] / us.min()))
@@ -249,7 +256,7 @@ def _kernels(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
 def _baselines(op: str, source: str, of_set: Sequence[Measured]) -> Modelled:
     cost = SPECS[op].baseline_cost
     assert cost is not None
-    pairs = [(time, one.baseline_us) for one in of_set if (time := cost(one.problem, H200)) is not None]
+    pairs = [(time, one.baseline_us) for one in of_set if (time := cost(one.problem, one.gpu)) is not None]
     theirs, ours = np.array(pairs).T * [[1e6], [1.0]]
     return Modelled(f"{op}'s baseline", source, theirs, ours, len(pairs))
 
@@ -258,9 +265,11 @@ def gains(of_set: Sequence[Measured]) -> list[tuple[bool, float]]:
     """Of each call without an entry: whether it runs the kernel, as `winner` has it, and the baseline's time over its own."""
     found = []
     for one in of_set:
-        config, us = min(one.times, key=lambda pair: one.spec.cost(one.problem, pair[0], H200))
+        if not one.times:
+            continue
+        config, us = min(one.times, key=lambda pair: one.spec.cost(one.problem, pair[0], one.gpu))
         baseline = baseline_of(one.spec, one.problem)
-        times = winner.expected(one.spec, one.problem, config, H200, baseline)
+        times = winner.expected(one.spec, one.problem, config, one.gpu, baseline)
         if times is None or one.baseline_us is None:
             continue
         kernel = times.winner == "kernel" or baseline.differs is not None
@@ -282,8 +291,8 @@ def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
 
 # --- The picture
 
-_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030", "#555555", "#7a5a3a")
-_MARKERS = "os^Dv<>"
+_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030", "#555555", "#7a5a3a", "#2aa198", "#cc6699")
+_MARKERS = "os^Dv<>ph"
 _ACROSS = 3
 
 
@@ -303,7 +312,9 @@ def picture(found: Sequence[Modelled], stem: Path) -> list[Path]:
         for ax, op in zip(axes.flat, ops):
             _draw(ax, op, [one for one in found if one.op == op])
         figure.suptitle(
-            "Modelled and measured times on an H200: on the line they are equal, dotted 25 % apart", x=0.01, ha="left"
+            "Modelled and measured times on an H200, and on an H100 where said: on the line they are equal, dotted 25 % apart",
+            x=0.01,
+            ha="left",
         )
         paths = report.save_figure(figure, stem.with_name(stem.name + ".png"))
         pyplot.close(figure)
@@ -347,7 +358,7 @@ if __name__ == "__main__":
     for one in shown:
         print(one)
     for (op, source), of_set in by_source(every).items():
-        if SPECS[op].baseline_cost and source != "sweeps":  # a sweep's problem has an entry
+        if SPECS[op].baseline_cost and source not in ("sweeps", "calls on an H100"):  # these had entries, or chose already
             print(calls(op, source, of_set))
     if arguments.picture:
         picture(shown, arguments.picture)

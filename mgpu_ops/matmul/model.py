@@ -83,47 +83,48 @@ def _line(problem: Problem) -> int:
     return 128 // itemsize_of(multiplied(problem).dtype)
 
 
-# Fitted to nine recorded sweeps, 214 drawn problems and 51 stored entries of an H200 (docs/kernels/matmul.md).
+# Fitted to nine recorded sweeps, 214 drawn problems, 24 of few rows and 92 stored entries of an H200 (docs/kernels/matmul.md).
 _RATE = 1.27  # of rates.POWER: bursts draw less power than what a program sustains
-_ONE_WARPGROUP = 0.71  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
-_ONE_AHEAD = 0.85  # and where the next step is in flight
-_OVERLAPPED = 1.025  # times the rate, power included, where stores run beside wgmma: there is always one in flight
-_AHEAD = 0.92  # times the rate, where the next step's wgmma is in flight
+_ONE_WARPGROUP = 0.7325  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
+_ONE_AHEAD = 0.9164  # and where the next step is in flight
+_OVERLAPPED = 1.02  # times the rate, power included, where stores run beside wgmma: there is always one in flight
+_AHEAD = 0.9246  # times the rate, where the next step's wgmma is in flight
 _NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its tile longer all the same: products of short k
 _SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
-_SMEM, _SMEM_BYTES_PER_CLOCK = 0.821, 128  # of the time at which shared memory is read and written, at the boost clock
-_LOADS = 0.68  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_STORE = 1.25  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
+_SMEM, _SMEM_BYTES_PER_CLOCK = 0.8241, 128  # of the time at which shared memory is read and written, at the boost clock
+_LOADS = 0.6699  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_STORE = 1.237  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
-_ACROSS_LINES = {128: 1.0, 64: 1.23, 32: 1.25, 16: 2.12}
+_ACROSS_LINES = {128: 1.0, 64: 1.261, 32: 1.282, 16: 2.12}
 _STORE_NARROW = {16: 2.71}  # as long take stores in epilogue tiles of so many columns
-_STORE_ACROSS = {128: 1.0, 64: 1.08, 32: 1.21, 16: 1.96}  # as long take the stores of such rows of the output
-_MULTICAST = {1: 1.0, 2: 0.631, 4: 0.168}  # of the time is left to loads of an operand that so many blocks share,
+_STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 1.96}  # as long take the stores of such rows of the output
+_MULTICAST = {1: 1.0, 2: 0.631, 4: 0.1192}  # of the time is left to loads of an operand that so many blocks share,
 _MULTICAST_ACROSS = {1: 1.0, 2: 0.389, 4: 0.102}  # and of what they take longer across lines
-_LATENCY = 7.18e-07  # s from a TMA request to its data
-_LAUNCH = 1.12e-06  # s
+_LATENCY = 7.307e-07  # s from a TMA request to its data
+_LAUNCH = 1.008e-06  # s
 _APART = 0.805  # of that time is left where blocks begin with steps of their own
 _ISSUE = {
-    "cooperative": 5.08e-08,
-    "deferred": 7.82e-08,
-    "pingpong": 3.92e-08,
-    "ahead": 2.46e-08,
+    "cooperative": 6.73e-08,
+    "deferred": 8.642e-08,
+    "pingpong": 3.959e-08,
+    "ahead": 2.376e-08,
 }  # s of a step in which nothing multiplies
-_ISSUE_SHARED = {1: 0, 2: 1.38e-08, 4: 4.01e-09}  # and more where so many blocks share an operand: each waits for the others
+_ISSUE_SHARED = {1: 0, 2: 1.455e-08, 4: 3.034e-09}  # and more where so many blocks share an operand: each waits for the others
+_START_SHARED = {1: 0.0, 2: 2.046e-07, 4: 3.605e-07}  # s later begin the blocks of a cluster: each waits for the others
 _CROWD = 6.1e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
-_SOONER = 2.33e-07  # s less, where the kernel has its own pipeline and not Pallas's
-_COLD = 1.04e-06  # s more, in products of a few microseconds, until operands that are not in L2 arrive
-_PARTS = 2.54  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_SOONER = 2.841e-07  # s less, where the kernel has its own pipeline and not Pallas's
+_COLD = 8.031e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
+_PARTS = 3.164  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
-_SUM = 3.99e-07  # s that a sum in a cluster takes,
-_SUM_OWN = 2.99  # and times the store of a float32 tile: for the block that adds up,
+_SUM = 4.475e-07  # s that a sum in a cluster takes,
+_SUM_OWN = 2.844  # and times the store of a float32 tile: for the block that adds up,
 _SUM_PART = 2.68  # and for each other block
 _SHARED = 0.477  # of that is left where each block adds up a share of the tile
-_HBM = 1.08  # of the time at the datasheet's rate,
-_HBM_ACROSS_LINES = {128: 1.0, 64: 1.14, 32: 1.15, 16: 1.04}  # and times as long for an operand of such rows
-_STEP_NORM = 5.04  # arithmetic, loads and latency of a step overlap nearly wholly,
-_MEMORY_NORM = 2.95  # all steps and HBM less so
+_HBM = 1.053  # of the time at the datasheet's rate,
+_HBM_ACROSS_LINES = {128: 1.0, 64: 1.133, 32: 1.119, 16: 1.038}  # and times as long for an operand of such rows
+_STEP_NORM = 4.8  # arithmetic, loads and latency of a step overlap nearly wholly,
+_MEMORY_NORM = 2.869  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 _STRIP = 8  # tiles: the best width of strips
@@ -181,7 +182,13 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
             _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
         )
     own_pipeline = 0.0 if c.schedule == "cooperative" else _SOONER
-    return _LAUNCH + _LATENCY + _COLD - own_pipeline + gemm.together(_MEMORY_NORM, steps, memory) + reduction
+    at_once, clusters = resident_clusters(cluster_size(c), gpu), max(clusters, 1)
+    waves = max(waves, 1)
+    last = clusters - (waves - 1) * at_once
+    wave = gemm.together(_MEMORY_NORM, steps / waves, memory * at_once / clusters)
+    last_wave = gemm.together(_MEMORY_NORM, steps / waves, memory * last / clusters)
+    start = _LAUNCH + _LATENCY + _COLD + _START_SHARED[max(down, across)] - own_pipeline
+    return start + (waves - 1) * wave + last_wave + reduction
 
 
 def _prepared(p: Problem, gpu: Gpu) -> float:
@@ -216,14 +223,14 @@ def slowdown(seconds: float) -> float:
 
 def _moved(p: Problem) -> float:
     """What is read and written counts as, in bytes, for a problem `multiplied`: operands once for each product of parts."""
-    a, b = (len(products(p)) * _HBM_ACROSS_LINES[aligned] for aligned in _alignments(p))
+    a, b = (len(products(p)) * _HBM_ACROSS_LINES[aligned] for aligned in alignments(p))
     more = (a - 1.0) * p.m + (b - 1.0) * p.n
     return bytes_moved(p) + itemsize_of(p.dtype) * p.batch * p.k * more
 
 
 def _loaded(p: Problem, c: Config) -> float:
     """What the loads of a pipeline step count as, in bytes: rows across lines take longer, shared operands less long."""
-    a_aligned, b_aligned = _alignments(p)
+    a_aligned, b_aligned = alignments(p)
     down, across = neighbours(c)
     columns = columns_of_b(p, c)
     if columns != c.tile_n:  # such tiles do not all begin at lines
@@ -258,7 +265,7 @@ def _crowded(p: Problem, c: Config, gpu: Gpu) -> float:
     return _CROWD * sum(min(blocks, gpu.sms) * rows for rows, blocks in lines if rows > 1)
 
 
-def _alignments(p: Problem) -> tuple[int, int]:
+def alignments(p: Problem) -> tuple[int, int]:
     """What the first bytes of rows of A and of B are multiples of, 128 at most."""
     a_t, b_t = transposed(p)
     size = itemsize_of(p.dtype)

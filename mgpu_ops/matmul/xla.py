@@ -15,13 +15,13 @@ from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import DTYPES, itemsize_of
 from mgpu_ops.matmul import algorithms
-from mgpu_ops.matmul.model import slowdown
+from mgpu_ops.matmul.model import alignments, slowdown
 from mgpu_ops.matmul.problem import Problem
 from mgpu_ops.matmul.quantities import bytes_moved
 
-# Fitted to 250 problems of an H200, drawn, of the suites and stored (docs/kernels/matmul.md).
-_LAUNCH = 3.52e-6  # s
-_SHORTER, _SHORT_K = 0.42e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
+# Fitted to 376 problems of an H200 and 176 of an H100, drawn, of the suites and stored (docs/kernels/matmul.md).
+_LAUNCH = 3.5e-6  # s
+_SHORTER, _SHORT_K = 0.49e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
 _TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
 _RATE = 0.829  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.2e-6  # s more with operands of 8 bits
@@ -36,26 +36,27 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
     "float32": 0.054,
 }
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
-_MEMORY = 0.954  # of HBM's rate; and of 33 to 64 rows, as it was in steps of decoding (docs/program.md)
-_MEMORY_64 = 0.929
-_STORE = 0.49e-6  # s for the first loads and the store of a tile of 128 x 128,
+_MEMORY = 0.973  # of HBM's rate,
+_ACROSS_LINES = 1.086  # and times as long for an operand whose rows do not all begin at lines
+_STORE = 0.58e-6  # s for the first loads and the store of a tile of 128 x 128,
 # and times as much for one of a further wave, whose loads run beside the store before: where rows of C begin at lines, or not
-_STORE_ALIGNED, _STORE_OTHERS = 0.5, 1.5
-_NORM = 3.4  # arithmetic and HBM overlap (`gemm.together`)
+_STORE_ALIGNED, _STORE_OTHERS = 0.54, 1.52
+_NORM = 3.42  # arithmetic and HBM overlap (`gemm.together`)
 _SIDES = (64, 96, 128, 160, 192, 224, 256)  # of tiles of 16 bits, one of them a multiple of 64
-_SMALLER = 0.066  # times as much less than 128 x 128 a tile multiplies for each element that it loads, it is slower
+_SMALLER = 0.0705  # times as much less than 128 x 128 a tile multiplies for each element that it loads, it is slower
 _TILES = tuple(  # rows, columns, and what is left of the rate
     (rows, columns, 1.0 / (1.0 + _SMALLER * (128 / rows + 128 / columns - 2.0)))
     for rows, columns in itertools.product(_SIDES, _SIDES)
     if rows * columns <= 256 * 192 and (rows % 64 == 0 or columns % 64 == 0)
 )
 _TILES_OTHERS = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.95))  # of other dtypes
-_SUM_LAUNCH = 1.44e-6  # s of the kernel that adds up the parts of k
-_SUM_RATE = 1.04  # of HBM's rate, at which float32 parts are written and read
-_ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel after the product that adds a residual to it, and of HBM's rate
+_SUM_LAUNCH = 0.22e-6  # s of the kernel that adds up the parts of k, and the residual, after the product
+_SUM_BYTES_PER_CLOCK = 16.1  # of each SM, at which float32 parts are written to L2 and read
+_ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel that adds the residual where k has one part, and of HBM's rate
 _NORMALISED, _NORMALISED_RATE = 2.5e-6, 0.47  # s of the kernels that normalise rows, and of HBM's rate at which they do
-_PAD_LAUNCH = 0.78e-6  # s of a kernel that copies an operand to an array with a longer k,
-_PAD_TIMES = 3.15  # and times the operand's bytes at HBM's rate, with what it costs the product that its copy is not in L2
+_PAD_LAUNCH = 1.17e-6  # s of a kernel that copies an operand to an array with a longer k,
+_PAD_TIMES = 1.04  # times the operand's bytes at HBM's rate,
+_PAD_BYTES_PER_CLOCK = 9.0  # and of each SM, at which it goes to L2 and from there to the product
 
 # When XLA splits k: the costs that its heuristic has for Hopper, in units of its own (`ChooseSplitK` in openxla/xla). Of 457
 # problems compiled by jax 0.11.2 for an H200, it predicts the parts of all.
@@ -71,28 +72,30 @@ _ALIGNED = 8  # elements of 16 bits in 16 bytes
 def cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time of XLA in seconds, |...| as in `model.cost`.
 
-    time = launch + |waves * tile, HBM bytes / HBM rate| + sum of the parts of k, of the best tile, + sum with a residual;
+    time = launch + |waves * tile, HBM bytes / HBM rate| of the best tile, + sum of the parts of k, + sum with a residual;
     of a tiny product a constant; with a k that must be padded, + the copies of both operands.
     """
     if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
         return _TINY_SECONDS
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
     added = 0.0
-    if p.residual:  # it reads the product and the residual, and writes their sum
-        added = _ADD_LAUNCH + 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
+    if p.residual:
+        if parts == 1:  # a kernel reads the product and the residual, and writes their sum
+            added = _ADD_LAUNCH + 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
         p = replace(p, residual=False)
-    memory = bytes_moved(p) / gpu.memory_bytes_per_s
-    summed = 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_RATE * gpu.memory_bytes_per_s) + _SUM_LAUNCH if parts > 1 else 0.0
+    aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
+    padded = p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t")  # that one is a reduction of B's rows
+    memory = bytes_moved(p) / gpu.memory_bytes_per_s if padded else _memory(p, gpu)
+    clocks = gpu.sms * gpu.clock_hz  # of all SMs, in a second
+    if parts > 1:
+        added += _SUM_LAUNCH + 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_BYTES_PER_CLOCK * clocks)
     tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES if p.dtype in DTYPES else _TILES_OTHERS
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in tiles)
     arithmetic = slowdown(arithmetic)
-    seconds = gemm.together(_NORM, arithmetic + summed, memory / (_MEMORY_64 if 32 < p.m <= 64 else _MEMORY)) + _widening(
-        p, gpu
-    )
-    aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
-    if p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t"):  # that one is a reduction of B's rows
+    seconds = gemm.together(_NORM, arithmetic, memory / _MEMORY) + _widening(p, gpu)
+    if padded:
         operands = p.batch * (p.m + p.n) * p.k * itemsize_of(p.dtype)
-        seconds += 2 * _PAD_LAUNCH + _PAD_TIMES * operands / gpu.memory_bytes_per_s
+        seconds += 2 * _PAD_LAUNCH + operands * (_PAD_TIMES / gpu.memory_bytes_per_s + 1 / (_PAD_BYTES_PER_CLOCK * clocks))
     if p.normalised:
         read_and_written = 2 * p.batch * p.m * p.k * itemsize_of(p.dtype)
         seconds += _NORMALISED + read_and_written / (_NORMALISED_RATE * gpu.memory_bytes_per_s)
@@ -100,6 +103,13 @@ def cost(problem: Problem, gpu: Gpu) -> float:
         _LAUNCH - _SHORTER * math.exp(-p.k / _SHORT_K) + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
     )
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
+
+
+def _memory(p: Problem, gpu: Gpu) -> float:
+    """The time of HBM at its whole rate. Of an operand whose rows do not all begin at lines it is longer."""
+    operands = zip(alignments(p), (p.m, p.n))
+    across = sum(rows * p.k for aligned, rows in operands if aligned < _LINE)
+    return (bytes_moved(p) + (_ACROSS_LINES - 1.0) * p.batch * across * itemsize_of(p.dtype)) / gpu.memory_bytes_per_s
 
 
 def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gpu: Gpu) -> float:

@@ -94,8 +94,8 @@ def recorded_spec(sweep: Sweep) -> tuple[OpSpec, Any]:
     measured = set(sweep.configs(spec))
     cost = functools.cache(lambda config: spec.cost(problem, config, gpu))
     default = spec.default(problem, gpu)
-    if default not in measured:  # the model has changed since: what it would choose of what was measured
-        default = min(sweep.configs(spec), key=cost)
+    if default not in measured:  # the model has changed since: what it would choose of what was measured, with most stages
+        default = min(sweep.configs(spec), key=lambda config: (cost(config), -getattr(config, "max_concurrent_steps", 0)))
     analytic = [config for config in spec.candidates(problem, gpu) if config in measured] or [default]
     recorded = dataclasses.replace(
         spec,
