@@ -1,6 +1,6 @@
 """The kernels of attention in JAX's GPU interpreter: right on every schedule, and free of data races.
 
-A case takes seconds, most of them to compile what simulates the kernel: one shows several things where they do not meet, tests
+A case takes seconds, most of them to trace what simulates the kernel: one shows several things where they do not meet, tests
 that differ in arrays only share a problem and a config, and which key a row sees is for `test_mask.py`. The
 GPU has three SMs here, so that a block works through several tiles and its pipelines of stages wrap. What the interpreter's
 memory holds before it is written is NaN, in shared memory and in outputs: an output without NaN was written everywhere.
