@@ -168,6 +168,17 @@ def test_what_is_not_partitioned_is_the_call_itself() -> None:
     assert export.export(jax.jit(product))(*shapes).nr_devices == 8
 
 
+def test_calls_differ_in_jax_s_cache_also_where_it_leaves_out_what_is_in_memory() -> None:
+    arrays = placed(mesh_of(), (A, B), (P("data"), P()))
+
+    def text(activation: str) -> str:
+        jax.clear_caches()
+        lowered = jax.jit(lambda a, b: mgpu_ops.matmul(a, b, activation=activation)).lower(*arrays)
+        return re.sub(r'backend_config = "\d+"', "", lowered.as_text())
+
+    assert text("gelu") == text("gelu") != text("relu")
+
+
 def test_gradients_of_weights_are_waited_for_on_one_device_only() -> None:
     arrays = placed(mesh_of(), (A, B, G), (P("data"), P(), P("data")))
     assert "optimization_barrier" not in jax.jit(step).lower(*arrays).as_text()
