@@ -94,6 +94,19 @@ def wait_for_loads(values: jax.Array) -> None:
     wait(laid_out(values, plgpu.Layout.WGMMA))
 
 
+def finish_loads() -> None:
+    """Waits until all that was read of shared memory has come, and lets TMA write there: as `wait_for_loads`, where registers
+    for all values at once are lacking."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any) -> None:
+        mosaic.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    fence()
+
+
 def write_tile(values: jax.Array, ref: Any) -> None:
     """ref[...] = values, [64, columns] in wgmma's layout, in shared memory with `operand_transforms` of the 128-byte swizzle.
 

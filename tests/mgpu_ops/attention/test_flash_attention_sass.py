@@ -147,6 +147,15 @@ def test_a_bias_is_read_before_the_wait_for_the_scores_and_its_place_is_free_whe
     assert re.search(r"H{16}b+naWa*E+Wa?E+", "".join(names[op] for op in found))
 
 
+def test_the_place_of_segments_is_free_when_their_ids_have_come():
+    problem, gpu = FORWARD.Problem(2, 2048, 2048, 4, 4, 128, segments=True), aot.find("h200")
+    sass = compiled(problem, FORWARD.default(problem, gpu))
+    found = re.findall(r"LDS\.64|FENCE\.VIEW\.ASYNC|SYNCS\.ARRIVE", sass)
+    names = {"LDS.64": "i", "FENCE.VIEW.ASYNC": "f", "SYNCS.ARRIVE": "a"}
+    order = "".join(names[op] for op in found)
+    assert re.search("i{16}fa", order) and not re.search("ia", order)  # 128 ids are read, two at a time by four threads
+
+
 # A pass of the loop over q blocks: scores and dq (s), dk (d), their wait (W), exponentials (E), additions to dq (A), dP, dv.
 LOOP_OF_DK_FROM = {
     "memory": "s{16}d{4}W+.*s{8}.*d{4}W",
