@@ -6,7 +6,6 @@
 | `remember_sites` | what is asked of a variable of a layout is found out once |
 | `reduce_changed` | of the constraints on layouts, those are looked at again whose variables have got a value |
 | `merge_by_group` | what tiles must divide is merged once for all variables that are equal |
-| `spread_by_round` | what cannot be one value for all threads is looked for among relayouts that may still say so |
 | `find_by_hash` | whether a layout is wanted is looked up and not searched for |
 | `trust_layouts` | that each operation has its layouts is not checked again |
 | `classify_once` | which kinds of values an operation has is found out once |
@@ -16,7 +15,6 @@
 | `index_untraced` | buffers of tiles are indexed without a trace for each use |
 | `check_ungenerated` | that a buffer of tiles can be indexed is checked without code, which nothing would use |
 | `generate_once` | an integer, and the number of the thread, is generated once for a kernel |
-| `extract_directly` | what a wgmma returns is taken apart without MLIR's checks of each argument |
 | `remember_classes` | a class of a function is made once |
 
 Layouts are inferred by a solver of constraints, such as that two variables are equal, or that the tiles of one divide a number.
@@ -59,7 +57,6 @@ def lower_fast(is_ours: Callable[[Any], bool]) -> None:
         remember_sites,
         reduce_changed,
         merge_by_group,
-        spread_by_round,
         find_by_hash,
         trust_layouts,
         classify_once,
@@ -69,7 +66,6 @@ def lower_fast(is_ours: Callable[[Any], bool]) -> None:
         index_untraced,
         functools.partial(check_ungenerated, is_ours),
         functools.partial(generate_once, is_ours),
-        extract_directly,
         remember_classes,
     ):
         patch()
@@ -132,8 +128,6 @@ def _hashed_once(compute: Any) -> Any:
 def reduce_changed() -> None:
     """A constraint that was reduced stays as it is until one of its variables has a value."""
     reduce: Any = constraints.reduce_constraint
-    reduce_all: Any = functools.wraps(constraints._reduce_system_once)(_reduced_once)
-    constraints._reduce_system_once = reduce_all
 
     @functools.wraps(reduce)
     def reduce_constraint(constraint: Any, assignments: dict[Any, Any]) -> Any:
@@ -147,49 +141,6 @@ def reduce_changed() -> None:
 
     ours: Any = reduce_constraint
     constraints.reduce_constraint = ours
-
-
-def _reduced_once(system: Any) -> Any:
-    """The system with each constraint reduced once; None where all stay as they are, or that it cannot be satisfied.
-
-    What was reduced before, and has no variable with a value since, is neither compared nor asked again whether it holds.
-    """
-    known, left, changed = dict(system.assignments), [], False
-    for one in system.constraints:
-        free = one.__dict__.get("_free")
-        if free is not None and known.keys().isdisjoint(free):
-            left.append(one)
-            continue
-        found: Any = constraints.reduce_constraint(one, known)
-        if isinstance(found, constraints.Unsatisfiable):
-            return found
-        if (pair := _assigned(found)) is not None:
-            variable, value = pair
-            if known.get(variable, value) != value or not constraints.is_valid_assignment(variable, value):
-                return constraints.Unsatisfiable()
-            known[variable], changed = value, True
-            continue
-        holds = found.holds()
-        if holds is False:
-            return constraints.Unsatisfiable()
-        if holds is None:
-            left.append(found)
-        changed = changed or holds is True or found != one
-    merged = constraints._merge_all_divides_constraints(left)
-    if constraints._has_relayout_of_non_splat_to_splat(merged):
-        return constraints.Unsatisfiable()
-    if not changed and len(merged) == len(left):
-        return None
-    return constraints.ConstraintSystem(assignments=known, constraints=merged)
-
-
-def _assigned(constraint: Any) -> tuple[Any, Any] | None:
-    """The variable and its value, of a constraint that says that they are equal."""
-    if isinstance(constraint, constraints.Equals):
-        for variable, value in ((constraint.lhs, constraint.rhs), (constraint.rhs, constraint.lhs)):
-            if isinstance(variable, constraints.Variable) and isinstance(value, constraints.Constant):
-                return variable, value
-    return None
 
 
 def _variables(expression: Any) -> Iterator[Any]:
@@ -224,32 +175,6 @@ def _saturated(system: Any) -> Any:
             merged.update(dict.fromkeys((one.expr, *group), first))
     divides = [constraints.Divides(x, multiples[first].tiling_multiple) for x, first in merged.items()]
     return dataclasses.replace(system, constraints=[*others, *divides])
-
-
-def spread_by_round() -> None:
-    """A variable that is made of one which is no splat is none either: found without looking at all constraints each time."""
-    spread: Any = functools.wraps(constraints.saturate_distinct_from_splat)(_spread)
-    constraints.saturate_distinct_from_splat = spread
-
-
-def _spread(system: Any) -> Any:
-    """The system, where each such variable is said to be none, in the order in which jax's rounds find them."""
-    known: set[Any] = constraints.non_splat_variables(system.constraints)
-    found: list[Any] = []
-    left = [x for x in system.constraints if isinstance(x, constraints.Relayout) and isinstance(x.target, constraints.Variable)]
-    before = None
-    while known and before != len(known):
-        before, waiting = len(known), []
-        for one in left:
-            if one.target in known:
-                continue
-            if one.source in known:
-                known.add(one.target)
-                found.append(constraints.NotOfType(one.target, fragmented_array.WGSplatFragLayout))
-            else:
-                waiting.append(one)
-        left = waiting
-    return system & constraints.ConstraintSystem(constraints=found)
 
 
 class _Unknowns(list[Any]):
@@ -357,7 +282,7 @@ def remember_attributes() -> None:
 def forget_kernel() -> None:
     """Lets go of what is remembered of a kernel, which would keep all of it."""
     _seen.op = None
-    for known in (_types, _layouts, _moves, _positions):
+    for known in (_types, _layouts, _moves):
         known.clear()
 
 
@@ -554,30 +479,6 @@ def generate_once(is_ours: Callable[[Any], bool]) -> None:
     patched: tuple[Any, ...] = lower_sharing, begin_with_thread, thread
     arith.constant = number
     dialect_lowering.lower_mgpu_dialect, dialect_lowering._lowering_context, utils.thread_idx = patched
-
-
-# Each wgmma returns all its accumulators as one value: a fifth of all operations take one out of it.
-
-# The attribute of a number, by a type, as attributes belong to a context of MLIR, and the number: of the kernel that is being
-# lowered.
-_positions: dict[tuple[Any, int], Any] = {}
-
-
-def extract_directly() -> None:
-    """An `llvm.extractvalue` is made in half the time."""
-    llvm: Any = dialect_lowering.wgmma.llvm
-    extract, create = llvm.extractvalue, ir.Operation.create
-
-    @functools.wraps(extract)
-    def extractvalue(res: Any, container: Any, position: Any, *, loc: Any = None, ip: Any = None) -> Any:
-        if type(position) is not list or len(position) != 1 or loc is not None or ip is not None:
-            return extract(res, container, position, loc=loc, ip=ip)
-        (number,) = position
-        if (known := _positions.get((res, number))) is None:
-            known = _positions[res, number] = ir.DenseI64ArrayAttr.get(position, res.context)
-        return create("llvm.extractvalue", results=[res], operands=[container], attributes={"position": known}).result
-
-    llvm.extractvalue = extractvalue
 
 
 # --- Classes

@@ -341,9 +341,9 @@ def _is_ours(kernel: ir.Module) -> bool:
 #
 # Half of Mosaic's time before ptxas is that of MLIR's canonicalizer. It goes through a kernel from the top, and looks at a loop
 # anew whenever one of the hundreds of values that the loop carries has changed. From the bottom up it comes to the same in a
-# twentieth of the time, and then nothing is left to do for Mosaic's own. That looks for equal blocks too: kernels have none.
+# twentieth of the time, and then nothing is left to do for Mosaic's own.
 
-_SIMPLIFY = "builtin.module(canonicalize{top-down=false region-simplify=disabled})"
+_SIMPLIFY = "builtin.module(canonicalize{top-down=false})"
 
 
 def simplify_bottom_up() -> None:

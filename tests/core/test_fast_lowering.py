@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
 from jax.experimental.mosaic.gpu import constraints, dialect_lowering, inference_utils, layout_inference, utils
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -59,7 +58,6 @@ def test_divisibility_of_equal_variables_is_merged_as_jax_does(seed):
 def test_constraints_are_reduced_as_jax_does(seed, monkeypatch):
     """First without a value, then again with that of one variable more."""
     rng, reduce = np.random.default_rng(seed), constraints.reduce_constraint
-    reduce_all: Any = constraints._reduce_system_once
     monkeypatch.setattr(constraints, "is_valid_assignment", lambda variable, layout: True)
     ours = jaxs = system_of(rng)
     for variable in rng.permutation(8):
@@ -68,20 +66,8 @@ def test_constraints_are_reduced_as_jax_does(seed, monkeypatch):
         ours = constraints.reduce(one & ours)
         with monkeypatch.context() as jax_alone:
             jax_alone.setattr(constraints, "reduce_constraint", reduce.__wrapped__)
-            jax_alone.setattr(constraints, "_reduce_system_once", reduce_all.__wrapped__)
             jaxs = constraints.reduce(one & jaxs)
         assert ours == jaxs
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_no_splat_is_found_as_jax_does(seed):
-    rng = np.random.default_rng(seed)
-    found: list[Any] = [constraints.NotOfType(x, fa.WGSplatFragLayout) for x in VARIABLES[: rng.integers(0, 3)]]
-    splat = constraints.RegisterLayout(fa.WGSplatFragLayout((64,)))
-    sides = [(VARIABLES[i], splat if i == j else VARIABLES[j]) for i, j in rng.integers(0, 8, (10, 2))]
-    found += [constraints.Relayout(source, target, 16, strict=False) for source, target in sides]
-    system, spread = constraints.ConstraintSystem(constraints=found), constraints.saturate_distinct_from_splat
-    assert spread(system) == spread.__wrapped__(system)  # type: ignore[attr-defined]
 
 
 def test_a_kernel_has_the_kinds_of_values_and_all_the_layouts_that_jax_asks_for(monkeypatch):
@@ -142,22 +128,6 @@ def test_integers_and_threads_that_are_generated_once_leave_the_code_as_it_is(mo
     (ours, text), (jaxs, jaxs_text) = found
     assert collections.Counter(text.splitlines()) == collections.Counter(jaxs_text.splitlines())  # integers in another order
     assert ours < 0.9 * jaxs
-
-
-def test_parts_of_a_value_are_taken_as_mlir_does():
-    """In two contexts of MLIR, as there are where two threads lower."""
-    llvm: Any = dialect_lowering.wgmma.llvm
-    texts = []
-    for _ in range(2):
-        with mlir.make_ir_context(), ir.Location.unknown():
-            module, part = ir.Module.create(), ir.F32Type.get()
-            with ir.InsertionPoint(module.body):
-                whole = llvm.mlir_undef(llvm.StructType.get_literal([part, part]))
-                ours, mlirs = llvm.extractvalue, llvm.extractvalue.__wrapped__
-                texts += [[str(f(part, whole, [i]).owner).partition("=")[2] for i in (1, 0, 1)] for f in (ours, mlirs)]
-            assert module.operation.verify()
-    fast_lowering.forget_kernel()
-    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_an_index_that_tiles_do_not_allow_is_refused():
