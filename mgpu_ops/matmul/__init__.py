@@ -510,7 +510,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=xla.cost,
-    modelled_margin=0.86,  # the models are wrong by 3 and 4 % in the median, and one in twenty times by more than 15 %
+    modelled_margin=xla.margin,
     plain=plain,
 )
 

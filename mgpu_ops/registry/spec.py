@@ -74,7 +74,8 @@ class OpSpec:
     tolerance: Callable[[Any], float]  # largest allowed error(problem) of `run` against `reference`
     baseline: Callable[[Any], Baseline | None] | None = None  # of a problem; None: the reference (`baseline_of`)
     baseline_cost: Callable[[Any, Gpu], float | None] | None = None  # modelled seconds of the baseline; None: no model
-    modelled_margin: float = 0.95  # by the models, the baseline runs unless the kernel takes less than so much of its time
+    # By the models, the baseline runs unless the kernel takes less than so much of its time.
+    modelled_margin: float | Callable[[Any], float] = 0.95
     unmeasured: Callable[[Any], str | None] = lambda problem: None  # why calls run XLA until the kernel was measured, or None
     spills_outside_loops: Callable[[Any], int] = lambda config: 0  # bytes a thread that it may spill where no loop reads them
     leaves_to_xla: Callable[[Any], bool] = lambda config: False  # whether a config says that XLA runs, and nothing of a kernel

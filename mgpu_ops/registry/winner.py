@@ -75,8 +75,9 @@ def expected(spec: OpSpec, problem: Problem, config: Config, gpu: Gpu, baseline:
     theirs = None if spec.baseline_cost is None else spec.baseline_cost(problem, gpu)
     if theirs is None:
         return None
-    ours = spec.cost(problem, config, gpu)
-    return Times(ours * 1e6, theirs * 1e6, baseline.name, "modelled", spec.modelled_margin)
+    ours, margin = spec.cost(problem, config, gpu), spec.modelled_margin
+    margin = margin(problem) if callable(margin) else margin
+    return Times(ours * 1e6, theirs * 1e6, baseline.name, "modelled", margin)
 
 
 def expected_from(near: Times, distance: float, kernel_us: float) -> Times:
