@@ -205,12 +205,24 @@ def global_memory_fence() -> None:
 
     Source: PTX ISA, "fence.proxy.async": TMA and ordinary accesses go through different proxies.
     """
+    _proxy_fence("fence.proxy.async;")
+
+
+def shared_memory_fence() -> None:
+    """Orders TMA copies after it behind loads from shared memory: it waits until all that were started have come.
+
+    Source: as `global_memory_fence`.
+    """
+    _proxy_fence("fence.proxy.async.shared::cta;")
+
+
+def _proxy_fence(instruction: str) -> None:
     if interpreting():
         return
 
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
-        mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        mosaic.inline_ptx(instruction, has_side_effects=True)
 
     fence()
 

@@ -75,7 +75,7 @@ def wait_for_loads(values: jax.Array) -> None:
     """Waits until values [64, columns], in wgmma's layout, have come from shared memory.
 
     To arrive at a barrier does not wait for loads that were started before: where products of all warpgroups keep shared memory
-    busy, TMA may overwrite what a load is still to read.
+    busy, TMA may overwrite what a load is still to read. `engine.shared_memory_fence` waits without a register for each value.
     """
     if interpreting():
         return
@@ -92,19 +92,6 @@ def wait_for_loads(values: jax.Array) -> None:
         mosaic.inline_ptx(code, functools.reduce(arith.ori, words), has_side_effects=True)
 
     wait(laid_out(values, plgpu.Layout.WGMMA))
-
-
-def finish_loads() -> None:
-    """Waits until all that was read of shared memory has come, and lets TMA write there: as `wait_for_loads`, where registers
-    for all values at once are lacking."""
-    if interpreting():
-        return
-
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
-        mosaic.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-    fence()
 
 
 def write_tile(values: jax.Array, ref: Any) -> None:

@@ -450,7 +450,7 @@ class _Rows:
                 s, factor = s * (scale * (1 / LOG2E)) + bias.astype(jnp.float32), LOG2E
         if self.q_segments is not None:
             s = w.mask.hide_by_segment(s, -jnp.inf, self.q_segments, load_per_column(block.smem["segments"].at[stage]))
-            fragments.finish_loads()
+            engine.shared_memory_fence()
         engine.barrier_arrive(block.k_pipeline.empty.at[stage])
         if masked:
             key, columns = kv_block * block.c.tile_kv, w.mask.column_numbers(w.wg)
