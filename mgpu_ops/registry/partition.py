@@ -158,11 +158,9 @@ class _Call:
         if not is_sum:
             return results
         results = [split.total(i, x) for i, x in enumerate(results)]
-        return (
-            results
-            if rule.finish is None
-            else jax.tree.leaves(rule.finish(*results, *jax.tree.unflatten(self.structure, arrays)))
-        )
+        if rule.finish is None:
+            return results
+        return jax.tree.leaves(rule.finish(*results, *jax.tree.unflatten(self.structure, arrays)))
 
 
 @functools.cache
