@@ -257,11 +257,14 @@ class _Consumer:
         tiles, two_q_stages = self.block.tiles, self.block.c.q_slots > 1
         # The number of the next tile is read early, as global memory is far. Configs of one q stage have no register for it.
         following = tiles.number(i + 1) if two_q_stages else None
-        # 1. Wait for the queries.
-        rows = self._wait_for_queries(i, number)
+        rows = self._rows(i, number)
         all_masked = masks_all(self.block.p, self.block.c)
+        if all_masked:
+            step = rows.skip_unseen(step, *skipped)
+        # 1. Wait for the queries.
+        plgpu.barrier_wait(self.block.q_pipeline.full.at[rows.q_stage])
         # 2. kv blocks with a mask, one after the other. Of the last, the weights are left in registers.
-        weights, softmax, step = rows.first_of_all(step, *skipped) if all_masked else rows.masked_blocks(step)
+        weights, softmax, step = rows.first_of_all(step) if all_masked else rows.masked_blocks(step)
         if two_q_stages:
             # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
             pl.when(i > 0)(lambda: self._release_queries(i - 1))
@@ -278,19 +281,19 @@ class _Consumer:
             self._release_queries(i)
         return (following, step, rows.own.after) if all_masked else (following, step)
 
-    def _wait_for_queries(self, i: jax.Array, number: jax.Array) -> _Rows:
+    def _rows(self, i: jax.Array, number: jax.Array) -> _Rows:
+        """Those of output tile i. Its queries may not have come yet."""
         block = self.block
         at = block.position(number)
         order = block.order(at)
         at = at._replace(token=at.token + self.wg * ROWS)
         terms = block.x.mask_terms(at.batch)
         stage = opaque(lax.rem(i, jnp.int32(block.c.q_slots)))
-        plgpu.barrier_wait(block.q_pipeline.full.at[stage])
         q = [block.smem[part.name("q")].at[stage, panel, self.own, :] for part, panel in panels(block.parts)]
         segments = block.x.inputs.segments
         q_segments = load_per_row(segments[0].at[at.batch, pl.ds(at.token, ROWS)]) if segments is not None else None
         own = _OwnBlocks.of(order, terms.kv_range(at.token, ROWS, block.c.tile_kv)) if masks_all(block.p, block.c) else None
-        return _Rows(self, at, order, terms, q, q_segments, own)
+        return _Rows(self, at, order, terms, stage, q, q_segments, own)
 
     def _release_queries(self, i: jax.Array) -> None:
         """Waits until the output of tile i has left its q stage, and declares the stage empty."""
@@ -321,6 +324,7 @@ class _Rows:
     at: Position  # the first of them
     order: BlockOrder
     terms: MaskTerms
+    q_stage: jax.Array
     q: list[Any]  # their queries in shared memory, by panels
     q_segments: jax.Array | None  # their segment ids in registers, or None
     own_blocks: _OwnBlocks | None  # where every kv block is masked (`masks_all`)
@@ -366,13 +370,17 @@ class _Rows:
         engine.barrier_arrive(self.block.v_pipeline.empty.at[v_stage])
         return softmax, step + 1
 
-    def first_of_all(self, step: jax.Array, skipped: Int) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
-        """As `masked_blocks`, of the first kv block that these rows see, where all are masked.
+    def skip_unseen(self, step: jax.Array, skipped: Int) -> jax.Array:
+        """Passes over the kv blocks, where all are masked, that come before the first that these rows see.
 
         skipped: the last kv blocks of the output tile before, which its rows did not see. ptxas overlaps no products where a
-        loop passes over them behind the products of their own tile.
+        loop passes over them behind the products of their own tile. Not after a wait for the queries: the producer loads them
+        when it has found a stage for each of these blocks.
         """
-        step = self.block.skip(skipped + self.own.before, step)
+        return self.block.skip(skipped + self.own.before, step)
+
+    def first_of_all(self, step: jax.Array) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
+        """As `masked_blocks`, of the first kv block that these rows see, where all are masked."""
         softmax = OnlineSoftmax.start(by_lanes=self.block.c.pv_wait == "half")
         scores = self._scores(step, self._start_scores(step), self._own_block(0), True, in_flight=0)
         weights, softmax, _ = softmax.update(scores, self.block.p.dtype)  # there is no output to rescale

@@ -179,6 +179,10 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
         P(1, 333, 400, 4, 2, 64, window_left=20, window_right=10),
         replace(THREE, q_slots=2, max_concurrent_steps=2),
     ),
+    "the same with one stage of a bias, fewer than the last blocks that rows pass over": (
+        P(1, 333, 400, 4, 2, 128, window_left=20, window_right=10, bias="float32"),
+        replace(THREE, q_slots=2),
+    ),
     "window of which most keys need no mask, three warpgroups": (P(1, 200, 700, 1, 1, 64, causal=True, window_left=400), THREE),
     "lengths, causal, window, top left": (P(2, 70, 150, 1, 1, 64, "bfloat16", True, 40, -1, "top_left", lengths=True), BASE),
     "segments, causal, odd lengths": SEGMENTS,
