@@ -77,7 +77,8 @@ def _operands(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> list[
 
 def _broadcast(dimensions: str, x: jax.Array) -> str:
     """Those of an array that may have one entry for all."""
-    return " ".join("ONE" if size == 1 else name for name, size in zip(dimensions.split(), x.shape, strict=True))
+    names = zip(dimensions.split(), x.shape, strict=True)
+    return " ".join(f"ONE_{name.upper()}" if size == 1 else name for name, size in names)
 
 
 def _forward_rule(*arrays: Any) -> partition.Rule:

@@ -335,6 +335,12 @@ OPS: dict[str, tuple[Callable[..., Any], list[Any], list[P], set[str]]] = {
         [*[P("data", None, "model")] * 3, P(None, "model"), P("model"), P("data"), P("data")],
         {"all-reduce"},
     ),
+    "flash_attention, one bias for all heads and rows": (
+        with_gradients(lambda q, k, v, bias: mgpu_ops.flash_attention(q, k, v, bias=bias), 0, 1, 2, 3),
+        [*QKV, normal(8, 1, 1, 1, 16)],
+        [*[P("data", None, "model")] * 3, P()],
+        {"all-reduce"},
+    ),
     "dot_product_attention": (
         lambda q, k, v: mgpu_ops.dot_product_attention(q, k, v, is_causal=True),
         QKV,
