@@ -130,7 +130,9 @@ _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power c
 _STRIP = 8  # tiles: the best width of strips
 
 # Of 8-bit floats: fitted to 8 problems of an H200 (docs/kernels/matmul.md, "Eight bits").
-_MULTICAST_8 = (0.97, 1.05)  # as `_MULTICAST`, of tiles of 128 x 192 on and of smaller ones: blocks of a cluster wait as long
+# As `_MULTICAST`, of tiles of 128 x 192 on and of smaller ones: the blocks of a cluster wait as long for these. For the wider
+# ones they do not, and `_ISSUE_SHARED` is none.
+_MULTICAST_8 = (0.97, 1.05)
 _BLOCKS_OF_A_STEP = {1: 0.72, 2: 0.86}  # of the rate is left with scales of blocks, by how many of k a step has
 _SHORT_STEPS = 1.04  # times as long, where few rows fill a tile and a step has 128 of k: as 64 of 16 bits
 
@@ -159,7 +161,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
-    arithmetic = gemm.multiply_seconds(c, gpu, efficiency) + _ISSUE[c.schedule] + _ISSUE_SHARED[max(down, across)]
+    arithmetic = gemm.multiply_seconds(c, gpu, efficiency) + _ISSUE[c.schedule]
+    if itemsize_of(p.dtype) > 1 or not _is_wide(c):
+        arithmetic += _ISSUE_SHARED[max(down, across)]
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
     loaded = _loaded(p, c) / rates.load_bytes(gpu)
@@ -235,15 +239,19 @@ def _loaded(p: Problem, c: Config) -> float:
     columns = columns_of_b(p, c)
     if columns != c.tile_n:  # such tiles do not all begin at lines
         b_aligned = min(b_aligned, _aligned(c.tile_n * itemsize_of(p.dtype)))
-    wide = c.tile_m * c.tile_n >= 128 * 192
 
     def times(aligned: int, blocks: int) -> float:
         if itemsize_of(p.dtype) == 1:
-            return _ACROSS_LINES[aligned] * (_MULTICAST_8[not wide] if blocks == 2 else 1.0)
+            return _ACROSS_LINES[aligned] * (_MULTICAST_8[not _is_wide(c)] if blocks == 2 else 1.0)
         return _MULTICAST[blocks] + (_ACROSS_LINES[aligned] - 1.0) * _MULTICAST_ACROSS[blocks]
 
     rows = c.tile_m * times(a_aligned, across) + columns * times(b_aligned, down)
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * rows
+
+
+def _is_wide(c: Config) -> bool:
+    """Whether a tile is one of those whose clusters, with operands of 8 bits, are no slower (`_MULTICAST_8`)."""
+    return c.tile_m * c.tile_n >= 128 * 192
 
 
 def _shared_memory(p: Problem, c: Config) -> float:

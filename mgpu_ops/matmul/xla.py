@@ -23,6 +23,8 @@ from mgpu_ops.matmul.quantities import bytes_moved
 _LAUNCH = 3.5e-6  # s
 _SHORTER, _SHORT_K = 0.49e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
 _TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
+# s less, where there are few multiplications and bytes, and k is short: seven drawn problems of 2.5 to 3.2 us
+_SMALL_SECONDS, _SMALL, _SMALL_BYTES, _SMALL_K = 1e-6, 12e6, 4e6, 400
 _RATE = 0.829  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.2e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
@@ -102,6 +104,8 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     launch = (
         _LAUNCH - _SHORTER * math.exp(-p.k / _SHORT_K) + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
     )
+    if p.dtype in DTYPES and p.batch * p.m * p.n * p.k < _SMALL and bytes_moved(p) < _SMALL_BYTES and p.k < _SMALL_K:
+        launch -= _SMALL_SECONDS
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 

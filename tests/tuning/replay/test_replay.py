@@ -91,7 +91,7 @@ def test_problems_that_were_not_tuned_get_nearly_the_optimum_on_recorded_sweeps(
         pytest.skip("no sweep is recorded in results/replay")
     held = replay.held_out(found)
     assert held.median_share >= 0.95
-    assert held.smallest_of_default >= 0.99  # of large products the power cap makes several configs equal by the model
+    assert held.smallest_of_default >= 1
 
 
 # --- the recorded device
