@@ -209,8 +209,8 @@ def reference(
 ) -> tuple[jax.Array, ...]:
     """The same through XLA."""
     qkv = divided(qkv, *norm) if norm else qkv
-    batch, _, kv_heads, head_dim = k.shape
-    rows = qkv.reshape(batch, -1, head_dim)
+    batch, tokens, kv_heads, head_dim = k.shape
+    rows, positions = qkv.reshape(batch, -1, head_dim), jnp.clip(positions, 0, tokens - 1)
     problem = Problem(batch, cos.shape[0], rows.shape[1] - 2 * kv_heads, kv_heads, head_dim, qkv.dtype.name)
     q, *new = (x[:, None] for x in rotary_reference(problem, rows, cos, sin))
     if positions.shape[0] == 1:

@@ -47,7 +47,7 @@ def launch(
         for angle, smem in zip((cos, sin), angles, strict=True):
             engine.copy_gmem_to_smem(angle.at[_of(angle, row)], smem, full)
         factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
-        at = positions[_of(positions, row)]
+        at = jnp.clip(positions[_of(positions, row)], 0, tokens - 1)
         plgpu.barrier_wait(full)
         _rotate(halves, angles, factor, group < groups - 1)
         plgpu.commit_smem()  # TMA sees what was written

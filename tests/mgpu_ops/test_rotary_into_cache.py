@@ -71,7 +71,7 @@ def test_rotated_and_written_where_positions_say(case, backend, assert_near):
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
-@pytest.mark.parametrize("position", [-7, 99])
+@pytest.mark.parametrize("position", [-7, 99, jnp.int32(-1), jnp.array([-1, -7, 99])], ids=str)
 def test_a_position_out_of_range_is_the_nearest(position, backend, assert_near):
     given = [*arrays()[:5], position]
     for y, z in zip(rotary_into_cache(*given, backend=backend), written_out(*given), strict=True):
