@@ -134,11 +134,26 @@ def mark(
 
     `reference(*arrays)` has the results' shapes; None: the op's own.
     """
-    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-    leaves, structure = jax.tree.flatten(jax.eval_shape(reference or functools.partial(spec.reference, problem), *shapes))
-    outputs = tuple((x.shape, x.dtype) for x in leaves)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    if reference is None and all(isinstance(length, int) for x in shapes for length in x.shape):
+        known: Any = problem  # which is hashable
+        outputs, structure = _results(spec, known, shapes, jax.config.jax_enable_x64)
+    else:
+        outputs, structure = _results_of(reference or functools.partial(spec.reference, problem), shapes)
     results = _mark().bind(*arrays, op=spec.name, problem=problem, skipped=skipped, outputs=outputs)
     return jax.tree.unflatten(structure, [same_mesh_axes(x, *arrays)[0] for x in results])
+
+
+def _results_of(reference: Callable[..., Any], shapes: Sequence[Any]) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    """Shape and dtype of each array that `reference` returns, and the structure that they are in."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(reference, *shapes))
+    return tuple((x.shape, x.dtype) for x in leaves), structure
+
+
+@functools.lru_cache(maxsize=256)  # of calls that a program has in many layers
+def _results(spec: OpSpec, problem: Problem, shapes: tuple[Any, ...], x64: bool) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    """Those of the op's own reference. x64: of JAX's config."""
+    return _results_of(functools.partial(spec.reference, problem), shapes)
 
 
 # --- Counting

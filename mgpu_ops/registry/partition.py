@@ -95,9 +95,9 @@ def partitioned(function: Callable[..., Any], rule_of: Callable[..., Rule], back
         over = mesh.mesh_of(leaves)
         explicit = mesh.explicit_axes(over)
         made = _Call(function, structure, rule_of(*args), resolution.overrides(), gpus.targeted(), jax.config.jax_enable_x64)
-        if explicit:
-            return _under_shard_map(made, over, args, leaves)
-        return jax.tree.unflatten(jax.tree.structure(_shapes(function, args)), made.bound(*leaves))
+        results, outputs = jax.tree.flatten(_shapes(function, args))
+        found = _under_shard_map(made, over, leaves, results) if explicit else made.bound(results, *leaves)
+        return jax.tree.unflatten(outputs, found)
 
     return call
 
@@ -143,18 +143,21 @@ class _Call:
         with self.context():
             return jax.tree.leaves(_jitted(self.function)(*jax.tree.unflatten(self.structure, arrays)))
 
-    def bound(self, *arrays: jax.Array) -> list[jax.Array]:
+    def bound(self, results: Sequence[Any], *arrays: jax.Array) -> list[jax.Array]:
         """The same as an operation that is traced when it is lowered: without the effects that references in the call have."""
-        with self.context():
-            shapes = jax.tree.leaves(_shapes(self.function, jax.tree.unflatten(self.structure, arrays)))
-        found: list[jax.Array] = _operation().bind(*arrays, call=self, outputs=tuple((x.shape, x.dtype) for x in shapes))
+        found: list[jax.Array] = _operation().bind(*arrays, call=self, outputs=tuple((x.shape, x.dtype) for x in results))
         return found
+
+    def shapes(self, *arrays: jax.Array) -> list[Any]:
+        """Those of the results."""
+        with self.context():
+            return jax.tree.leaves(_shapes(self.function, jax.tree.unflatten(self.structure, arrays)))
 
     def part(self, split: _Split, bound: bool, *arrays: jax.Array) -> list[jax.Array]:
         """The results of one device, of its parts of the arrays."""
         rule, is_sum = self.rule, any(split.sums)
         call = dataclasses.replace(self, function=rule.partial) if is_sum and rule.partial else self
-        results = call.bound(*arrays) if bound else call.leaves(*arrays)
+        results = call.bound(call.shapes(*arrays), *arrays) if bound else call.leaves(*arrays)
         if not is_sum:
             return results
         results = [split.total(i, x) for i, x in enumerate(results)]
@@ -274,10 +277,9 @@ def _spec(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
 # --- Explicit axes
 
 
-def _under_shard_map(call: _Call, over: Any, args: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
-    """The call inside `jax.shard_map` over the explicit axes, which the arrays' types say how to split."""
+def _under_shard_map(call: _Call, over: Any, arrays: Sequence[jax.Array], results: Sequence[Any]) -> list[jax.Array]:
+    """The results of the call inside `jax.shard_map` over the explicit axes, which the arrays' types say how to split."""
     explicit = mesh.explicit_axes(over)
-    results, structure = jax.tree.flatten(_shapes(call.function, args))
     operands = [_spec(jax.typeof(x).sharding.spec, x.ndim) for x in arrays]
     shapes = [x.shape for x in arrays], [x.shape for x in results]
     split = _split(call.rule, {name: over.shape[name] for name in explicit}, operands, (), shapes)
@@ -298,7 +300,8 @@ def _under_shard_map(call: _Call, over: Any, args: Sequence[Any], arrays: Sequen
         check_vma=False,
     )
     with mesh.all_axes():
-        return jax.tree.unflatten(structure, run(*arrays))
+        found: list[jax.Array] = run(*arrays)
+        return found
 
 
 # --- Auto axes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import logging
 import re
 from collections.abc import Callable
@@ -166,6 +168,23 @@ def test_what_is_not_partitioned_is_the_call_itself() -> None:
     abstract = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AUTO, AUTO))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(abstract, P("data"))) for x in (A, B)]
     assert export.export(jax.jit(product))(*shapes).nr_devices == 8
+
+
+def test_the_shapes_of_results_are_asked_once_for_alike_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which traces the op's reference. A program of one device in a process with several has them too."""
+    traced: list[Any] = []
+    spec = mgpu_ops.spec_of("rms_norm")
+    reference = spec.reference
+    counted = dataclasses.replace(spec, reference=lambda *args: (traced.append(args), reference(*args))[1])
+    monkeypatch.setattr(importlib.import_module("mgpu_ops.rms_norm"), "SPEC", counted)
+    x, w = jax.ShapeDtypeStruct((24, 40), jnp.float32), jax.ShapeDtypeStruct((40,), jnp.float32)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        out, again = mgpu_ops.rms_norm(mgpu_ops.rms_norm(x, w), w, return_x=True)
+        return (out + again).sum()
+
+    jax.make_jaxpr(loss)(x, w)
+    assert len(traced) == 1
 
 
 def test_calls_differ_in_jax_s_cache_also_where_it_leaves_out_what_is_in_memory() -> None:
