@@ -32,6 +32,7 @@ from jax.extend.mlir import ir
 from jax.typing import DTypeLike
 
 from mgpu_ops.core import (
+    early_compile,
     fast_lowering,
     hazards,
     inflight,
@@ -59,6 +60,7 @@ jax_patches.simplify_bottom_up()
 fast_lowering.lower_fast(jax_patches.is_marked)
 parallel_compile.compile_at_once()
 lowered_kernels.keep_lowered(jax_patches.PREFIX)
+early_compile.compile_early()
 jax_patches.lower_with_32_bits()
 jax_patches.call_with_numpy()
 threads.run_on_own_client()

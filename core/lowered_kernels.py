@@ -39,7 +39,7 @@ from jax._src.state import AbstractRef
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
 
-from mgpu_ops.core import parallel_compile
+from mgpu_ops.core import early_compile, parallel_compile
 
 _log = logging.getLogger("mgpu_ops")
 _FORMAT = "mgpu_ops-kernel-1"
@@ -55,16 +55,20 @@ def keep_lowered(prefix: str) -> None:
     def lower_once(ctx: Any, *args: Any, **params: Any) -> Any:
         if str(params["name"]).startswith(prefix) and isinstance(ctx.module_context.axis_context, SPMDAxisContext):
             return _once_for_devices(lower_kept, ctx, args, params)
+        if str(params["name"]).startswith(prefix):
+            return early_compile.leave_out(lower_kept, functools.partial(_key, ctx, params), ctx, args, params)
         return lower_kept(ctx, *args, **params)
 
     def lower_kept(ctx: Any, *args: Any, **params: Any) -> Any:
         cache = _cache() if str(params["name"]).startswith(prefix) else None
         key = _key(ctx, params) if cache is not None else None
         if cache is None or key is None:
+            early_compile.lowers_anew()
             return lower(ctx, *args, **params)
         if (known := _read(cache, key)) is not None:
             parallel_compile.lowered()
             return _call(known, args)
+        early_compile.lowers_anew()
         results = lower(ctx, *args, **params)
         _write(cache, key, results, args)
         return results
@@ -137,10 +141,9 @@ def _write(cache: Any, key: str, results: Any, args: tuple[Any, ...]) -> None:
 def _kept(results: Any, args: tuple[Any, ...]) -> bytes | None:
     """The call that `results` are of, if these and `args` are all that it has and it does not reach other GPUs."""
     call = results[0].owner if results else None
-    if call is None or call.name != "stablehlo.custom_call":
+    if call is None or not early_compile.is_all(call, results, args):
         return None
-    same = len(call.operands) == len(args) and len(call.results) == len(results)
-    return parallel_compile.program_of(call) if same and parallel_compile.is_kernel(call) else None
+    return parallel_compile.program_of(call) if parallel_compile.is_kernel(call) else None
 
 
 def _call(program: bytes, args: tuple[Any, ...]) -> list[Any]:

@@ -4,6 +4,9 @@ XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what the process
 for a kernel that is being compiled waits for it. So each kernel is compiled in a program of its own, the largest first, while
 XLA compiles the whole; neither Mosaic nor ptxas holds Python's lock. With enough cores all kernels of a program take as long as
 the largest of them.
+
+They begin together: Mosaic and XLA set LLVM's options for the whole process, so that each generates code only while the other
+does not. A program that XLA begins to compile while a kernel is being compiled waits for its end.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import functools
 import io
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jax._src import compiler
@@ -26,12 +29,20 @@ TARGET = "mosaic_gpu_v2"  # of Mosaic's custom calls
 _CONFIG, _HASH, _PEERS = "mhlo.backend_config", "kernel_hash", "xla_replica_ids"
 _DUMPS = "MOSAIC_GPU_DUMP_"  # of variables that make Mosaic print what it does, a kernel after the other
 _lowered = False
+_compile = compiler.backend_compile_and_load
+_begun: set[bytes] = set()  # hashes of kernels that are compiled since before their program
+_drafts: set[Future[None]] = set()  # that are being compiled
 
 
 def lowered() -> None:
     """Notes that this process has lowered a kernel: until then programs are not searched for any."""
     global _lowered
     _lowered = True
+
+
+def drafts() -> bool:
+    """Whether a draft of a program is being compiled."""
+    return bool(_drafts)
 
 
 def dumping() -> bool:
@@ -41,46 +52,67 @@ def dumping() -> bool:
 
 def compile_at_once() -> None:
     """Programs with several kernels are compiled so from here on."""
-    compile_program = compiler.backend_compile_and_load
 
-    @functools.wraps(compile_program)
+    @functools.wraps(_compile)
     def compile_with_kernels(backend: Any, module: Any, executable_devices: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(compile_program, backend)
-        kernels = alone(module) if _lowered and not dumping() else []
-        with _compiling(run, kernels, _of_process(backend, executable_devices)) if kernels else contextlib.nullcontext():
-            return run(module, executable_devices, *args, **kwargs)
+        kernels = kernels_of(module) if _lowered and not dumping() else {}
+        with _compiling(kernels, backend, executable_devices) if len(kernels) > 1 else contextlib.nullcontext():
+            return _compile(backend, module, executable_devices, *args, **kwargs)
 
     compiler.backend_compile_and_load = compile_with_kernels
 
 
-def _of_process(backend: Any, devices: Any) -> list[Any]:
-    """Those of `devices` that this process of a job has."""
-    return [device for device in devices if device.process_index == backend.process_index()]
-
-
 @contextlib.contextmanager
-def _compiling(compile_program: Any, kernels: list[bytes], devices: list[Any]) -> Iterator[None]:
+def _compiling(kernels: dict[bytes, Any], backend: Any, devices: Any) -> Iterator[None]:
     """Compiles each of `kernels` meanwhile, for the first of `devices`. XLA raises what fails, when it comes to it."""
-    if not devices:
+    wait(_drafts.copy())  # the draft of this program among them
+    programs = [program_of(call) for key, call in kernels.items() if key not in _begun]
+    here = [device for device in devices if device.process_index == backend.process_index()]  # of all those of a job
+    if not here:
         yield
         return
-    device = devices[0]
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[[device.id]])
-    own = xla_client.DeviceList((device,))
-
-    def compile_one(program: bytes) -> None:
-        with mlir.make_ir_context():
-            compile_program(ir.Module.parse(program), own, options, [])
-
-    threads = max(2, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(min(threads, len(kernels)), thread_name_prefix="mgpu_ops_compile") as pool:
-        for program in sorted(kernels, key=len, reverse=True):
-            pool.submit(compile_one, program)
+    threads = Threads(backend, here[0])
+    try:
+        for program in sorted(programs, key=len, reverse=True):
+            threads.compile(program)
         yield
+    finally:
+        threads.close(wait=True)
 
 
-def alone(module: Any) -> list[bytes]:
-    """For each distinct kernel of a StableHLO module, a module that runs it alone, as bytecode; [] where there is but one.
+class Threads:
+    """Threads that compile programs for a device."""
+
+    def __init__(self, backend: Any, device: Any):
+        self._backend, self._devices = backend, xla_client.DeviceList((device,))
+        self._options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[[device.id]])
+        self._pool = ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0))), thread_name_prefix="mgpu_ops_compile")
+
+    def compile(self, program: bytes) -> Future[None]:
+        return self._pool.submit(self._run, program)
+
+    def compile_kernel(self, call: Any) -> None:
+        """One of a program that is still being lowered."""
+        if is_kernel(call):
+            _begun.add(_hash(call))
+            self.compile(program_of(call))
+
+    def compile_draft(self, program: bytes) -> None:
+        """Of a program that is still being lowered: it is compiled when this has ended."""
+        draft = self.compile(program)
+        _drafts.add(draft)
+        draft.add_done_callback(_drafts.discard)
+
+    def close(self, *, wait: bool) -> None:
+        self._pool.shutdown(wait=wait)
+
+    def _run(self, program: bytes) -> None:
+        with mlir.make_ir_context():
+            _compile(self._backend, ir.Module.parse(program), self._devices, self._options, [])
+
+
+def kernels_of(module: Any) -> dict[bytes, Any]:
+    """By its hash, a call of each distinct kernel of a StableHLO module.
 
     Kernels that reach other GPUs are left out: they do not run in a program of one device.
     """
@@ -88,12 +120,17 @@ def alone(module: Any) -> list[bytes]:
 
     def visit(op: Any) -> Any:
         if is_kernel(op):
-            calls.setdefault(ir.StringAttr(op.attributes[_CONFIG][_HASH]).value_bytes, op)
+            calls.setdefault(_hash(op), op)
         return ir.WalkResult.ADVANCE
 
     with module.context:
         module.operation.walk(visit)
-        return [program_of(call) for call in calls.values()] if len(calls) > 1 else []
+    return calls
+
+
+def _hash(call: Any) -> bytes:
+    value: bytes = ir.StringAttr(call.attributes[_CONFIG][_HASH]).value_bytes
+    return value
 
 
 def is_kernel(op: Any) -> bool:

@@ -56,7 +56,7 @@ import jax
 from tests.core import test_parallel_compile as this
 
 test = this.lowered(jax.grad(lambda x: this.layers(2, x)), this.X)
-before = len(this.parallel_compile.alone(test.compiler_ir("stablehlo")))
+before = len(this.parallel_compile.kernels_of(test.compiler_ir("stablehlo")))
 test.compile()
 print(json.dumps(before))
 """
@@ -79,12 +79,12 @@ def test_all_kernels_of_a_program_compile_at_the_same_time_and_once(tmp_path):
 
 @needs_compiler
 def test_kernels_of_a_program_of_several_devices_compile_for_one_of_them(monkeypatch):
-    alone: list[bytes] = []
-    find = parallel_compile.alone
-    monkeypatch.setattr(parallel_compile, "alone", lambda module: (alone.extend(found := find(module)), found)[1])
     mesh, spec = jax.sharding.AbstractMesh((2,), ("device",)), jax.sharding.PartitionSpec()
     function = jax.shard_map(jax.grad(functools.partial(layers, 1)), mesh=mesh, in_specs=spec, out_specs=spec)
     program = lowered(function, X, devices=2)
+    alone: list[bytes] = []
+    serialize = parallel_compile.program_of
+    monkeypatch.setattr(parallel_compile, "program_of", lambda call: (alone.append(text := serialize(call)), text)[1])
     program.compile()
     assert len(set(alone)) == str(program.compiler_ir("stablehlo")).count("kernel_hash") >= 2
 
@@ -93,7 +93,7 @@ def test_kernels_of_a_program_of_several_devices_compile_for_one_of_them(monkeyp
 @needs_compiler
 def test_what_is_compiled_ahead_has_no_say_in_whether_a_program_compiles(monkeypatch):
     program = lowered(jax.grad(functools.partial(layers, 1)), X)
-    monkeypatch.setattr(parallel_compile, "alone", lambda module: [b"no module", b"none either"])
+    monkeypatch.setattr(parallel_compile, "program_of", lambda call: b"no module")
     program.compile()
 
 
