@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats, integers
@@ -92,7 +93,11 @@ def embedding(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _look_up(call: _Call, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    return table.at[tokens].get(mode="promise_in_bounds")
+    over, split = mesh.mesh_of((table, tokens)), None
+    if mesh.explicit_axes(over):  # JAX wants to be told, and a caller cannot
+        (_, width), (of_tokens,) = (jax.typeof(x).sharding.spec for x in (table, tokens))
+        split = NamedSharding(over, PartitionSpec(of_tokens, width))
+    return table.at[tokens].get(mode="promise_in_bounds", out_sharding=split)
 
 
 def _forward(call: _Call, table: jax.Array, tokens: jax.Array) -> Any:

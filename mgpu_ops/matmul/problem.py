@@ -210,7 +210,8 @@ def as_computed(p: Problem, c: Config) -> tuple[Problem, Config]:
         raster_dimension=swapped[c.raster_dimension],
     )
     c = replace(c, epilogue_tile_n=min(gemm.ROWS, gemm.warpgroup_tile(c)[1]))
-    return replace(p, m=p.n, n=p.m, layout=("n" if b_t else "t") + ("n" if a_t else "t")), c
+    layout = ("n" if b_t else "t") + ("n" if a_t else "t")
+    return replace(p, m=p.n, n=p.m, dtype=dtype_of_b(p), b_dtype=p.dtype, layout=layout), c
 
 
 def has_epilogue(p: Problem) -> bool:

@@ -291,6 +291,10 @@ CASES = {
         of_8_bits(17, 200, 2704, "tensor", b_dtype="float8_e5m2"),
         FEW_ROWS_8,
     ),
+    "8 bits, two dtypes, transposed, ahead": (
+        of_8_bits(17, 136, 272, "row", b_dtype="float8_e5m2"),
+        replace(FEW_ROWS_8, schedule="ahead"),
+    ),
     "blocks, two warpgroups": (of_8_bits(330, 264, 400, "block", bias=True), replace(WIDE_8, max_concurrent_steps=2)),
     "blocks, columns shared, cluster along n": (
         of_8_bits(200, 448, 272, "block", "float32"),

@@ -248,6 +248,12 @@ def test_kernels_of_parts_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch
     assert len(lowered) == 5  # of a layer the product and its two gradients, the losses, and their gradient
 
 
+def test_tokens_over_explicit_axes_are_looked_up_where_they_are() -> None:
+    table, tokens = placed(mesh_of(EXPLICIT), (normal(0, 24, 32), jnp.arange(32).reshape(4, 8) % 24), (P(), P("data")))
+    look_up = with_gradients(lambda t, i: mgpu_ops.embedding(t, i), 0)
+    assert copies(look_up, [table, tokens]) == {"all-reduce"}
+
+
 # --- the other ops
 
 
