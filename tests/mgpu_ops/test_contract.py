@@ -182,6 +182,14 @@ def test_tolerance_is_a_small_positive_number(spec):
     assert all(0 < spec.tolerance(problem) <= largest for problem in spec.shapes.values())
 
 
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_normalised_rows_are_rounded_by_the_reference_whatever_the_output_is(op, dtype):
+    spec = SPECS[op]
+    found = [spec.tolerance(spec.Problem(64, 64, 64, dtype, out, normalised=True)) for out in (dtype, "float32")]
+    assert found[0] == found[1] > 1e-3
+
+
 # --- check
 
 
