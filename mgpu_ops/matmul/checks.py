@@ -157,7 +157,6 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or check_turns(config)
         or _check_three(problem, config)
         or _check_deferred(problem, config)
-        or _check_shares(problem, config)
         or check_norm(problem.normalised, config)
         or _check_blocks(problem, config)
         or _check_integers(problem, config)
@@ -234,20 +233,6 @@ def _check_deferred(p: Problem, c: Config) -> str | None:
     ):
         if refused:
             return f"schedule='deferred' does not run with {what}: use 'cooperative'"
-    return None
-
-
-def _check_shares(p: Problem, c: Config) -> str | None:
-    """With schedule "ahead" each block of a cluster along k stores a share of the epilogue tiles of the sum."""
-    if c.schedule != "ahead" or c.cluster != "k":
-        return None
-    if p.residual or computes_transposed(c):
-        what = "a residual" if p.residual else f"tile_m={c.tile_m}, no multiple of {gemm.ROWS}"
-        return f"schedule='ahead' with cluster='k' does not run with {what}: use 'cooperative'"
-    if c.split_k in (2, 4, 8) and gemm.check_tile(c) is None:
-        tiles = gemm.epilogue_tiles(c)
-        if tiles % c.split_k:
-            return f"{tiles} epilogue tiles of a warpgroup must be a multiple of the {c.split_k} blocks that share them"
     return None
 
 

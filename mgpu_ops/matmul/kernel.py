@@ -52,6 +52,7 @@ from mgpu_ops.matmul.problem import (
     Problem,
     accumulators,
     across_lines,
+    adds_shares,
     as_computed,
     cluster_size,
     columns_of_b,
@@ -243,7 +244,7 @@ def _kernel_ahead(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: St
     def finish(t: jax.Array, acc: Any) -> None:
         if c.takes_turns and p.residual:
             store_slots(work, t, acc, of, smem["out_smem"], smem["residual_arrived"])
-        elif c.cluster == "k":
+        elif adds_shares(p, c):
             store_share(work, t, acc, of, **smem)
         else:
             store(work, t, acc, of, **smem)
@@ -336,7 +337,7 @@ def _scratch(work: Work) -> dict[str, Any]:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
-    if c.cluster == "k" and c.schedule == "ahead":
+    if adds_shares(p, c):
         scratch["cluster_sum"] = ClusterShares(
             (rows, columns), epilogue_tiles(c), c.compute_warpgroups, cluster_size(c), "cluster"
         )

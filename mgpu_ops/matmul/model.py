@@ -20,6 +20,7 @@ from mgpu_ops.matmul.checks import SCHEDULES, check, supports
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
+    adds_shares,
     as_computed,
     cluster_size,
     columns_of_b,
@@ -180,7 +181,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     reduction = _prepared(problem, gpu)
     if c.cluster == "k":
         summed = _SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu)
-        reduction += waves * (_SHARED * summed if c.schedule == "ahead" else summed)
+        reduction += waves * (_SHARED * summed if adds_shares(p, c) else summed)
     elif c.split_k > 1:
         reduction += (
             _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
@@ -306,6 +307,7 @@ _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
 }
 _MOST_WAVES_IN_PARTS = 4  # with k divided, of such tiles
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
+_IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _SHORT_K = 128  # up to which no store is deferred by default
@@ -534,11 +536,14 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
 def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Config]:
     """The best of few tiles, with the next step's wgmma in flight, for problems like those measured."""
-    if problem.residual or itemsize_of(multiplied(problem).dtype) != 2:
+    if problem.normalised or itemsize_of(multiplied(problem).dtype) != 2:
         return
     for config in ranked[:_MOST_AHEAD]:
+        few = computes_transposed(config) and config.tile_m < gemm.ROWS
+        if problem.residual and not few:
+            continue
         tiles = problem.batch * math.ceil(problem.m / config.tile_m) * math.ceil(problem.n / config.tile_n) * config.split_k
-        alone = config.cluster != "k" or (config.compute_warpgroups == 2 and not computes_transposed(config))
+        alone = config.cluster != "k" or few or (config.compute_warpgroups == 2 and not computes_transposed(config))
         if config.schedule == "cooperative" and alone and tiles <= 4 * gpu.sms:
             yield dataclasses.replace(config, schedule="ahead", max_concurrent_steps=_STEPS[-1])
 
@@ -562,7 +567,7 @@ def _shape(tile_m: int, tile_n: int, tile_k: int, memory_registers: int = 40, wg
 
 
 def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is never slower.
+    """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is slower in few cases.
 
     Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. But with A transposed and the store
     deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8
@@ -575,7 +580,7 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
     narrowest = () if computes_transposed(config) else (16,)  # for a part of fewer columns than 32
     for columns in (*(reversed(widths) if narrow else widths), *narrowest):
-        if steps := _most_steps(problem, _alike(config), gpu, columns):
+        if steps := min(_most_steps(problem, _alike(config), gpu, columns), _enough(problem, config)):
             found = dataclasses.replace(config, max_concurrent_steps=steps, epilogue_tile_n=columns)
             if check(problem, found, gpu) is None:  # what refuses it refuses it with fewer steps
                 return found
@@ -587,6 +592,17 @@ def _alike(config: Config) -> Config:
     if config.cluster == "k" or (config.cluster, config.split_k) in (("none", 1), ("none", 2)):
         return config
     return dataclasses.replace(config, cluster="none", split_k=min(config.split_k, 2))
+
+
+def _enough(problem: Problem, config: Config) -> int:
+    """Steps with which a deeper pipeline is slower: of few rows that wait for HBM, where blocks along k leave no SM idle.
+
+    What is in flight then lies in so many rows of B that HBM's pages are opened again (docs/kernels/matmul.md).
+    """
+    if config.cluster != "k" or not computes_transposed(config):
+        return _STEPS[-1]
+    step = config.tile_n * config.tile_k * itemsize_of(problem.dtype)
+    return _STEPS[bisect.bisect_right(_STEPS, max(_IN_FLIGHT // step, _STEPS[0])) - 1]
 
 
 @functools.lru_cache(maxsize=1024)  # several `candidates` are alike

@@ -95,8 +95,8 @@ class Config:
       that one stores its tile while the other multiplies. It has wg_dimension="m". "deferred": as cooperative, but a tile is
       kept in registers, and stored while the next one is multiplied; with a residual where A is not transposed and tiles are as
       `residual_steps` says. "ahead": as cooperative, but the wgmma of the next step of k starts before that of a step is waited
-      for, and each block of a cluster along k adds up and stores a share of the tile; for few tiles, where a block has no other
-      to multiply.
+      for, and each block of a cluster along k adds up and stores a share of the tile, where `adds_shares`; for few tiles, where
+      a block has no other to multiply.
     """
 
     tile_m: int
@@ -250,6 +250,15 @@ def cluster_size(c: Config) -> int:
     return {"none": 1, "k": c.split_k, "m4": 4, "n4": 4}.get(c.cluster, 2)
 
 
+def adds_shares(p: Problem, c: Config) -> bool:
+    """Whether each block of a cluster along k adds up and stores a share of a tile, for a problem and a config `as_computed`.
+
+    Otherwise the first block does, for the whole tile.
+    """
+    shared = gemm.epilogue_tiles(c) % c.split_k == 0
+    return c.cluster == "k" and c.schedule == "ahead" and shared and not p.residual
+
+
 def last_step(p: Problem, c: Config) -> int | None:
     """How many of k the last step of a tile multiplies, where fewer than other steps: wgmma takes 32 bytes of k at a time.
 
@@ -385,7 +394,7 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     """
     stored, tiles = partial_problem(problem, config), gemm.epilogue_tiles(config)
     received = cluster_size(config) - 1 if config.cluster == "k" else 0  # epilogue tiles, from each other block one
-    if config.schedule == "ahead":
+    if adds_shares(problem, config):
         received *= tiles // config.split_k
     loads = stored.residual and not residual_steps(problem, config)
     whole = loads and not config.takes_turns

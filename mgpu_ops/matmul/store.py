@@ -228,7 +228,8 @@ def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any
         at = origins[number]
         if has_epilogue(work.problem):
             total = _finish(work, refs, place, total, None, at)
-        store_in_turn(out_smem.at[lax.axis_index("wg")], iter([(total, place.copies_to(refs.out), *at)]), number // blocks)
+        stores = iter([(total, place.copies_to(refs.out), *at)])
+        store_in_turn(out_smem.at[lax.axis_index("wg")], stores, number // blocks, transpose=work.transposed)
 
     cluster_sum.add([values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in origins], t, use)
 

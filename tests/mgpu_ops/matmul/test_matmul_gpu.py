@@ -195,10 +195,9 @@ def test_three_consumers_without_a_producer_are_right(problem, cluster, assert_m
 def draw_few_rows(seed: int) -> tuple[Any, Any]:
     """As `draw`, with few rows and a config that computes the transposed product, or adds up parts of k in a cluster."""
     rng = random.Random(seed)
-    layout = rng.choice(["nn", "nt"])
-    problem = P(
-        rng.randint(1, 64), 8 * rng.randint(1, 150), 8 * rng.randint(1, 150), layout=layout, batch=rng.choice([1, 1, 3])
-    )
+    layout, batch, residual = rng.choice(["nn", "nt"]), rng.choice([1, 1, 3]), rng.random() < 0.4
+    n = 8 * rng.randint(1, rng.choice([150, 1500]))  # up to three tiles for a cluster of two
+    problem = P(rng.randint(1, 64), n, 8 * rng.randint(1, 150), layout=layout, batch=batch, residual=residual)
     device = gpu.current()
     space = {**MATMUL.space(problem, device), "cluster": ("none", "m", "n", "k", "k"), "epilogue_tile_n": (64,)}
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))

@@ -224,6 +224,14 @@ CASES = {
         replace(AHEAD, tile_m=64, tile_n=128, compute_warpgroups=1, cluster="k", split_k=2, epilogue_tile_n=64),
     ),
     "ahead, transposed": (P(9, 456, 200), replace(FEW_ROWS, schedule="ahead")),
+    "ahead, two blocks share k, one stores, several tiles, a residual": (
+        P(9, 456, 328, bias=True, residual=True),
+        replace(FEW_ROWS, schedule="ahead", cluster="k", split_k=2),
+    ),
+    "ahead, transposed, two blocks share k and the sum": (
+        P(9, 456, 328),
+        replace(FEW_ROWS, schedule="ahead", tile_n=128, compute_warpgroups=1, cluster="k", split_k=2),
+    ),
     "ahead, bias and a residual": (P(200, 136, 264, bias=True, residual=True), AHEAD),
     "ahead, three parts of k": (P(72, 136, 328), replace(AHEAD, split_k=3, epilogue_tile_n=32)),
     "three consumers without a producer, many tiles and tails": (P(520, 264, 328, layout="tn"), THREE),
@@ -369,6 +377,7 @@ IN_ALL = [  # what others show together or one by one
     "ahead, two blocks share k and the sum",
     "ahead, two blocks share k, a batch",
     "ahead, transposed",
+    "ahead, two blocks share k, one stores, several tiles, a residual",
     "ahead, bias and a residual",
     "ahead, three parts of k",
     "deferred, three parts of k",
