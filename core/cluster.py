@@ -1,8 +1,7 @@
 """What the thread blocks of a cluster send each other through distributed shared memory: sums, and columns of their tiles.
 
 Both are scratch types of `engine.kernel`. `ClusterSum` sends with Mosaic's own `async_store_smem`, which arrives at the
-receiver's barrier with every tile, and waits each time until all stores before it are visible on the whole GPU.
-`ClusterColumns` does it by hand, without a fence for each message: a receiver declares once how many bytes will come. JAX's
+receiver's barrier with every tile. `ClusterColumns` does it by hand: a receiver declares once how many bytes will come. JAX's
 interpreter has no distributed shared memory: there everything goes through an array in global memory.
 """
 

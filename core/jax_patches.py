@@ -6,6 +6,7 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
+| `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
 | `forget_numbers` | a kernel reads the same whichever kernels came before | kernels named `mgpu_ops_*` |
@@ -232,6 +233,42 @@ def share_descriptors() -> None:
         return arith.addi(encode(utils.memref_ptr(start), *args, **options), distance)
 
     module.mma_utils.encode_descriptor = encode_descriptor
+
+
+# --- Bytes that blocks of a cluster send each other
+#
+# Mosaic GPU's `async_store_smem` first arrives at the receiver's barrier, to announce the bytes, with `.release`: ptxas puts a
+# fence before it that waits until the GPU sees all of the thread's stores and loads. Nothing is passed on by this arrival: the
+# bytes themselves complete the barrier's phase when they are there. Source: PTX ISA, "mbarrier.arrive", "st.async".
+
+_ASYNC_STORE = "mosaic_gpu.async_store_smem"
+_announcing: ContextVar[bool] = ContextVar("_announcing", default=False)
+
+
+def announce_relaxed() -> None:
+    """In marked kernels, `async_store_smem` announces its bytes without a fence."""
+    owner: Any = utils.BarrierRef
+    lower, arrive = dialect_lowering._lowerings[_ASYNC_STORE], owner.arrive_expect_tx
+
+    @functools.wraps(lower)
+    def lower_marked(context: Any, op: Any) -> Any:
+        token = _announcing.set(is_marked(context.launch_context))
+        try:
+            return lower(context, op)
+        finally:
+            _announcing.reset(token)
+
+    @functools.wraps(arrive)
+    def arrive_expect_tx(self: Any, tx_count: Any, predicate: Any = None, **options: Any) -> None:
+        if not _announcing.get():
+            arrive(self, tx_count, predicate, **options)
+            return
+        count = utils.c(tx_count, ir.IntegerType.get_signless(32)) if isinstance(tx_count, int) else tx_count
+        code = f"mbarrier.arrive.expect_tx.relaxed.cluster.shared::{self._ptx_scope}.b64 _, [$0], $1;"
+        utils.inline_ptx(code, self.get_ptr(), count, predicate=predicate, has_side_effects=True, convergent=True)
+
+    dialect_lowering._lowerings[_ASYNC_STORE] = lower_marked
+    owner.arrive_expect_tx = arrive_expect_tx
 
 
 # --- Lines of L2

@@ -130,6 +130,16 @@ def test_with_schedule_ahead_blocks_of_a_cluster_share_tile_and_sum_and_have_a_w
     assert "HGMMA" not in multiply[1]
 
 
+@pytest.mark.parametrize("schedule", ["ahead", pytest.param("cooperative", marks=thorough.only_in_all)])
+def test_a_block_sends_its_sum_without_waiting_for_what_it_has_stored_and_loaded(schedule):
+    config = replace(FEW_ROWS, schedule=schedule, cluster="k", split_k=2)
+    report = compiled(MatmulProblem(16, 4096, 4096, residual=True), config)
+    (kernel,) = report.kernels
+    assert (report.spills, report.serialized) == (0, "")
+    assert "st.async" in kernel.ptx
+    assert not re.search(r"MEMBAR\.\w+\.GPU", kernel.sass)
+
+
 def test_the_residual_of_a_deferred_store_takes_no_shared_memory_of_its_own():
     config = replace(BASE, tile_n=256, max_concurrent_steps=4, schedule="deferred", epilogue_tile_n=32)
     problem = MatmulProblem(8192, 4096, 4096, residual=True)
