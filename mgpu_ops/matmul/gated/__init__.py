@@ -23,6 +23,8 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.matmul import SPEC as PRODUCT
+from mgpu_ops.matmul import Problem as Product
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.arguments import epsilon_of, float_dtype
 from mgpu_ops.matmul.gated.activation import FEW, run_gated_activation
@@ -198,7 +200,7 @@ def batchable(call: Call) -> Any:
         problem = _problem(call, *arrays)
         if not call.joined:
             return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
-        both, instead = (arrays[0], arrays[1], *arrays[1:]), functools.partial(_joined_through_xla, problem)
+        both, instead = (arrays[0], arrays[1], *arrays[1:]), functools.partial(_joined_apart, problem)
         return dispatch.run(SPEC, problem, both, config=call.config, backend=call.backend, instead=instead)
 
     product = jax.custom_batching.custom_vmap(partition.partitioned(one_device, functools.partial(_rule, call), call.backend))
@@ -268,11 +270,12 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
     return backward(cotangent * up)[0].astype(p.out_dtype), (cotangent * activated).astype(p.out_dtype)
 
 
-def _joined_through_xla(p: Problem, x: jax.Array, w: jax.Array, _: jax.Array, *epsilon: jax.Array) -> jax.Array:
-    """XLA's product of few rows and `gated_activation`'s kernel behind it, which also divides by the norm of x's rows."""
+def _joined_apart(p: Problem, x: jax.Array, w: jax.Array, _: jax.Array, *epsilon: jax.Array) -> jax.Array:
+    """Of few rows, `matmul`, and `gated_activation`'s kernel behind it, which also divides by the norm of x's rows."""
     if p.m > FEW or p.out_dtype != p.dtype:
         return reference(p, x, w, w, *epsilon)
-    product = jnp.matmul(x, w.mT if p.layout == "nt" else w)
+    both = Product(p.m, 2 * p.n, p.k, p.dtype, p.out_dtype, p.layout)
+    product = dispatch.run(PRODUCT, both, (x, w), config=None, backend=None)
     norm = (x, *epsilon) if epsilon else ()
     return run_gated_activation(checked_activation(p.activation), None, product, *norm)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from mgpu_ops import GatedMatmulConfig, gated_matmul, spec_of
+from mgpu_ops import GatedMatmulConfig, MatmulConfig, gated_matmul, spec_of, use_configs
 from mgpu_ops import GatedMatmulProblem as P
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.core.activations import ACTIVATIONS, activate
@@ -277,6 +278,15 @@ def test_one_weight_is_read_in_place():
     with gpu.target("h200"):
         text = jax.jit(lambda x, w: run(x, w, None)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert {op for op in re.findall(r"stablehlo\.(\w+)", text) if op != "custom_call"} <= {"reshape"}
+
+
+def test_one_weight_of_few_rows_is_multiplied_by_matmuls_kernel_where_that_has_a_config():
+    shapes = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((1, 4096), (4096, 28672))]
+    product = MatmulConfig(**dataclasses.asdict(ONE) | {"split_k": 1})
+    with gpu.target("h200"), use_configs({"matmul": product}):
+        text = jax.jit(lambda x, w: gated_matmul(x, w, None)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # and the one of the gate
+    assert "dot_general" not in text
 
 
 def test_the_forward_pass_writes_and_the_gradient_keeps_nothing_of_the_results_size_but_the_result():
