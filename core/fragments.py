@@ -71,29 +71,6 @@ def compute_here(values: jax.Array, ref: Any) -> None:
     store(laid_out(values, plgpu.Layout.WGMMA), ref)
 
 
-def wait_for_loads(values: jax.Array) -> None:
-    """Waits until values [64, columns], in wgmma's layout, have come from shared memory.
-
-    To arrive at a barrier does not wait for loads that were started before: where products of all warpgroups keep shared memory
-    busy, TMA may overwrite what a load is still to read. `engine.shared_memory_fence` waits without a register for each value.
-    """
-    if interpreting():
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
-    def wait(_: Any, values: Any) -> None:
-        words = []
-        for register in values.registers.flat:
-            count = ir.VectorType(register.type).shape[0] * values.mlir_dtype.width // 32
-            found = vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register)
-            words += [vector.extract(found, dynamic_position=[], static_position=[i]) for i in range(count)]
-        # All are needed for an instruction that hardly ever runs, does nothing, and is not left out.
-        code = "{ .reg .pred p; setp.eq.u32 p, $0, 0x7fffdead; @p nanosleep.u32 1; }"
-        mosaic.inline_ptx(code, functools.reduce(arith.ori, words), has_side_effects=True)
-
-    wait(laid_out(values, plgpu.Layout.WGMMA))
-
-
 def write_tile(values: jax.Array, ref: Any) -> None:
     """ref[...] = values, [64, columns] in wgmma's layout, in shared memory with `operand_transforms` of the 128-byte swizzle.
 

@@ -36,7 +36,8 @@ class Pipeline:
     stages: int
     full: Any
     empty: Any
-    first_full: Any = 0  # of the `full` barriers, where consumers that take turns have their own
+    first_full: Any = 0  # of the `full` barriers, where consumers have their own
+    first_empty: Any = 0  # of the `empty` ones, likewise
 
     def __post_init__(self) -> None:
         inflight.has_pipeline(self.full, self.empty)
@@ -63,8 +64,15 @@ class Pipeline:
         """The pipeline with the steps of one consumer, where consumers take turns (`barriers_in_turn`)."""
         return dataclasses.replace(self, first_full=consumer * self.stages)
 
+    def own(self, consumer: Any) -> Pipeline:
+        """The pipeline of one consumer, where each has its own part of each stage, and `stages` barriers of each kind."""
+        return dataclasses.replace(self, first_full=consumer * self.stages, first_empty=consumer * self.stages)
+
     def _full(self, stage: jax.Array) -> Any:
-        return self.full.at[stage if isinstance(self.first_full, int) else self.first_full + stage]
+        return self.full.at[_after(self.first_full, stage)]
+
+    def _empty(self, stage: Any) -> Any:
+        return self.empty.at[_after(self.first_empty, stage)]
 
     def fill(self, step: jax.Array, copy: Callable[[jax.Array, Any], None]) -> None:
         """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`."""
@@ -72,7 +80,7 @@ class Pipeline:
 
         @pl.when(step >= self.stages)  # every stage starts empty
         def _() -> None:
-            plgpu.barrier_wait(self.empty.at[stage])
+            plgpu.barrier_wait(self._empty(stage))
 
         copy(stage, self._full(stage))
 
@@ -86,7 +94,7 @@ class Pipeline:
 
             @pl.when(steps > stage)
             def _(stage: int = stage) -> None:
-                plgpu.barrier_wait(self.empty.at[stage])
+                plgpu.barrier_wait(self._empty(stage))
 
     def multiply(
         self,
@@ -114,7 +122,7 @@ class Pipeline:
 
         def release(step: jax.Array, in_flight: int) -> None:
             engine.wgmma_wait(in_flight)
-            engine.barrier_arrive(self.empty.at[lax.rem(step, jnp.int32(self.stages))], in_flight)
+            engine.barrier_arrive(self._empty(lax.rem(step, jnp.int32(self.stages))), in_flight)
             if released is not None:
                 released(step)
 
@@ -150,7 +158,7 @@ class Pipeline:
         """Consumer: as `read`, of the step that is in `stage`."""
         plgpu.barrier_wait(self._full(stage))
         compute(stage)
-        engine.barrier_arrive(self.empty.at[stage])
+        engine.barrier_arrive(self._empty(stage))
 
     def read(self, step: jax.Array, compute: Callable[[jax.Array], None]) -> None:
         """Consumer: waits until the stage of `step` is full, runs `compute(stage)`, and declares the stage empty.
@@ -159,13 +167,21 @@ class Pipeline:
         """
         stage = self.wait(step)
         compute(stage)
-        engine.barrier_arrive(self.empty.at[stage])
+        engine.barrier_arrive(self._empty(stage))
+
+    def release(self, step: jax.Array) -> None:
+        """Consumer: declares the stage of `step` empty."""
+        engine.barrier_arrive(self._empty(lax.rem(step, jnp.int32(self.stages))))
 
     def wait(self, step: jax.Array) -> jax.Array:
         """Waits until the stage of `step` is full, and returns its number."""
         stage = lax.rem(step, jnp.int32(self.stages))
         plgpu.barrier_wait(self._full(stage))
         return stage
+
+
+def _after(first: Any, stage: Any) -> Any:
+    return stage if isinstance(first, int) and first == 0 else first + stage
 
 
 def _empty(stages: int, arrivals: int, cluster_axes: tuple[str, ...]) -> Any:

@@ -364,6 +364,10 @@ class ThreadBlock:
             start = first_turn(self.p, self.c, lax.div(at.token, jnp.int32(self.c.tile_kv)))
             front = self.p.right is not None
             back = self.p.left is not None or self.p.lengths or self.p.kv_tokens % self.c.tile_kv > 0
+            if front and self.p.left is None:
+                # Where keys are padding, all blocks have a mask: as the first ones, so that two loops suffice.
+                whole = jnp.where(blocks.whole_end < blocks.end, blocks.end, blocks.whole)
+                blocks, back = blocks._replace(whole=whole, whole_end=blocks.end), False
             return KvBlock(at, TurnOrder(blocks, start, front=front, back=back))
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if self.c.q_order == "apart":

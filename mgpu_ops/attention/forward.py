@@ -118,7 +118,7 @@ class _ThreadBlock:
     q_pipeline: Pipeline
     k_pipeline: Pipeline
     v_pipeline: Pipeline
-    bias_pipeline: Pipeline | None
+    bias_pipeline: Pipeline | None  # of each consumer where `splits_bias`, else one
 
     @staticmethod
     def of(p: Problem, c: Config, refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> _ThreadBlock:
@@ -163,15 +163,23 @@ class _ThreadBlock:
         """Of the consumers at starting products; None where they take none."""
         return Turns(self.c.compute_warpgroups) if self.c.turns == "products" else None
 
-    def skip(self, count: Int, step: jax.Array) -> jax.Array:
+    @property
+    def splits_bias(self) -> bool:
+        """Whether each consumer has a pipeline of its own rows of the bias: with one stage, none waits for the others then."""
+        return self.bias_pipeline is not None and self.bias_pipeline.stages == 1
+
+    def bias_of(self, wg: Int) -> Pipeline | None:
+        """The pipeline of a consumer's rows of the bias."""
+        return self.bias_pipeline.own(wg) if self.bias_pipeline is not None and self.splits_bias else self.bias_pipeline
+
+    def skip(self, wg: jax.Array, count: Int, step: jax.Array) -> jax.Array:
         """Consumer: passes over `count` kv blocks that rows of others see, but none of its own. Returns the next step."""
 
         def one(_: jax.Array, step: jax.Array) -> jax.Array:
             # No wait is left out: a barrier's phase is known by counting them.
-            for pipeline in filter(None, (self.k_pipeline, self.v_pipeline, self.bias_pipeline)):
-                stage = lax.rem(step, jnp.int32(pipeline.stages))
-                plgpu.barrier_wait(pipeline.full.at[stage])
-                engine.barrier_arrive(pipeline.empty.at[stage])
+            for pipeline in filter(None, (self.k_pipeline, self.v_pipeline, self.bias_of(wg))):
+                pipeline.wait(step)
+                pipeline.release(step)
             return step + 1
 
         return lax.fori_loop(0, count, one, step)
@@ -182,8 +190,8 @@ class _ThreadBlock:
         # The producer ends when the consumers have declared every stage empty.
         self.k_pipeline.drain(steps)
         self.v_pipeline.drain(steps)
-        if self.bias_pipeline is not None:
-            self.bias_pipeline.drain(steps)
+        for bias, _ in self._bias_parts():
+            bias.drain(steps)
         self.q_pipeline.drain(self.tiles.count)
 
     def _load_output_tile(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
@@ -212,11 +220,22 @@ class _ThreadBlock:
 
         # Keys and values have pipelines of their own: keys are empty again a step earlier than the values of their block.
         self.k_pipeline.fill(step, keys)
-        if self.bias_pipeline is not None:
-            bias = self.smem["bias"]
-            self.bias_pipeline.fill(step, lambda stage, full: x.load_bias(at, first.token, bias.at[stage], full))
+        for bias, rows in self._bias_parts():
+            bias.fill(step, functools.partial(self._load_bias, at, first.token, rows))
         self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full))
         return step + 1
+
+    def _bias_parts(self) -> list[tuple[Pipeline, pl.Slice]]:
+        """The pipelines of the bias, and which rows of a tile each brings."""
+        if self.bias_pipeline is None:
+            return []
+        if not self.splits_bias:
+            return [(self.bias_pipeline, pl.ds(0, self.tile_q))]
+        return [(self.bias_pipeline.own(wg), pl.ds(wg * ROWS, ROWS)) for wg in range(self.c.compute_warpgroups)]
+
+    def _load_bias(self, at: Position, column: Int, rows: pl.Slice, stage: jax.Array, full: Any) -> None:
+        """Starts the copy of some rows of a tile of the bias."""
+        self.x.load_bias(at._replace(token=at.token + rows.start), column, self.smem["bias"].at[stage, rows, :], full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +266,7 @@ class _Consumer:
         else:
             carry = lax.fori_loop(0, tiles, consumer._output_tile, carry)
         if masks_all(block.p, block.c):
-            block.skip(carry[2], carry[1])
+            block.skip(wg, carry[2], carry[1])
         if block.c.q_slots > 1:
             pl.when(tiles > 0)(lambda: consumer._release_queries(tiles - 1))
 
@@ -349,7 +368,7 @@ class _Rows:
             # The first of them may be for rows of other consumers alone. With a window it is not worth the registers.
             causal = p.right is not None and p.left is None
             unseen = self.order.unseen(self.terms.kv_range(self.at.token, ROWS, c.tile_kv)) if causal else 0
-            step = self.block.skip(unseen, step) if causal else step
+            step = self.block.skip(self.consumer.wg, unseen, step) if causal else step
             softmax, step = lax.fori_loop(unseen, self.order.masked - 1, self._alone, (softmax, step))
         stage = self._start_scores(step)
         scores = self._scores(step, stage, self.order.masked_block(self.order.masked - 1), p.masks(c.tile_kv), in_flight=0)
@@ -377,7 +396,7 @@ class _Rows:
         loop passes over them behind the products of their own tile. Not after a wait for the queries: the producer loads them
         when it has found a stage for each of these blocks.
         """
-        return self.block.skip(skipped + self.own.before, step)
+        return self.block.skip(self.consumer.wg, skipped + self.own.before, step)
 
     def first_of_all(self, step: jax.Array) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
         """As `masked_blocks`, of the first kv block that these rows see, where all are masked."""
@@ -408,11 +427,16 @@ class _Rows:
         if turns is not None:
             turns.release()
         # Waits for the scores alone (one product may be in flight). The softmax runs beside weights times values.
-        scores = self._scores(step, k_stage, kv_block, masked, in_flight=1)
+        stores, bias = block.c.pv_wait != "early", block.bias_of(w.wg)
+        keeps_bias = stores and bias is not None and bias.stages > 1 and self._bias_beside
+        scores = self._scores(step, k_stage, kv_block, masked, in_flight=1, keeps_bias=keeps_bias)
         weights, softmax, rescale, half = softmax.update_in_halves(scores, block.p.dtype)
-        if block.c.pv_wait != "early":
+        if stores:
             # Keeps ptxas from moving the next wait ahead of the softmax, or of its first half. Nobody reads what it stores.
             fragments.store_volatile(half, block.smem["lse"].at[w.wg])
+        if keeps_bias and bias is not None:
+            # The store needs the row maxima, and so the whole tile of the bias: it has come to registers.
+            bias.release(step)
         # Waits for weights times values; then the stage is empty and the output may be rescaled.
         out = engine.accumulated(w.o_acc, 0)
         engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
@@ -441,17 +465,20 @@ class _Rows:
             engine.wgmma(s_acc, q, engine.transpose_ref(k))
         return stage
 
-    def _scores(self, step: jax.Array, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int) -> Scores:
-        """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty."""
+    def _scores(
+        self, step: jax.Array, stage: jax.Array, kv_block: Int, masked: bool, in_flight: int, keeps_bias: bool = False
+    ) -> Scores:
+        """Waits until q k^T is done; products started later, `in_flight` of them, may go on. Declares the keys' stage empty,
+        and that of the bias, unless the caller `keeps_bias` until it has read it.
+        """
         block, x, w = self.block, self.block.x, self.consumer
-        beside = block.p.head_dim < 256 and block.c.compute_warpgroups < 3  # where registers are left for both
-        bias = self._bias(step) if block.bias_pipeline is not None and beside else None
+        bias = self._bias(step, keeps_bias) if block.bias_pipeline is not None and self._bias_beside else None
         s, scale = engine.accumulated(w.s_acc, in_flight), w.score_scale
         if block.p.soft_cap and not block.p.soft_cap_after_bias:
             s, scale = x.capped(s), x.inputs.options[1] * LOG2E
         factor: jax.Array | float | None = scale
         if block.bias_pipeline is not None:
-            bias = self._bias(step) if bias is None else bias
+            bias = self._bias(step, keeps_bias) if bias is None else bias
             if block.p.soft_cap_after_bias:
                 s, factor = x.scores(s, bias)[0], None
             else:  # not yet times log2(e): that is part of the exponentials' arguments
@@ -465,15 +492,23 @@ class _Rows:
             s = w.mask.hide_keys(s, -jnp.inf, self.terms, self.at.token, key, columns)
         return Scores(s, factor)
 
-    def _bias(self, step: jax.Array) -> jax.Array:
-        """Waits for the tile of the bias of a step and takes it to registers. Declares its stage empty."""
-        pipeline = self.block.bias_pipeline
+    @property
+    def _bias_beside(self) -> bool:
+        """Whether the bias is read beside the product of queries and keys: where registers are left for both."""
+        return self.block.p.head_dim < 256 and self.block.c.compute_warpgroups < 3
+
+    def _bias(self, step: jax.Array, keeps: bool) -> jax.Array:
+        """Waits for the tile of the bias of a step and takes it to registers. Declares its stage empty, unless it `keeps` it.
+
+        To arrive at a barrier does not wait for loads that were started before: where products of all warpgroups keep shared
+        memory busy, TMA may overwrite what a load is still to read.
+        """
+        pipeline = self.block.bias_of(self.consumer.wg)
         assert pipeline is not None
-        stage = lax.rem(step, jnp.int32(pipeline.stages))
-        plgpu.barrier_wait(pipeline.full.at[stage])
-        tile = load_tile(self.block.smem["bias"].at[stage, self.consumer.own, :])
-        fragments.wait_for_loads(tile)
-        engine.barrier_arrive(pipeline.empty.at[stage])
+        tile = load_tile(self.block.smem["bias"].at[pipeline.wait(step), self.consumer.own, :])
+        if not keeps:
+            engine.shared_memory_fence()
+            pipeline.release(step)
         return tile
 
     def _start_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
@@ -528,6 +563,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
     blocks = _thread_blocks(p, c, p.batch * p.q_heads * tiles, gpu)
     bias_stages = bias_steps(p, c, gpu)
+    bias_parts = consumers if bias_stages == 1 else 1  # `_ThreadBlock.splits_bias`
+    bias_barriers = Pipeline.barriers(bias_stages * bias_parts, copies=1, consumers=consumers // bias_parts)
     optional, smem = optional_refs(Inputs.of(p, arrays[3:]), "kv", tile_q, c.tile_kv, stages, bias_stages)
 
     def body(refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
@@ -550,7 +587,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             "q": Pipeline.barriers(c.q_slots, copies=copies, consumers=consumers),
             "k": Pipeline.barriers(stages, copies=copies + ("segments" in smem), consumers=consumers),
             "v": Pipeline.barriers(stages, copies=1, consumers=consumers),
-            **({"bias": Pipeline.barriers(bias_stages, copies=1, consumers=consumers)} if "bias" in smem else {}),
+            **({"bias": bias_barriers} if "bias" in smem else {}),
         },
     )
     schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks)

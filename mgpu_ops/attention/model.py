@@ -236,7 +236,8 @@ def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
     if p.bias == "float32":
         return 72 if warpgroups == 2 else 56  # its tiles' rows are two swizzle rows
     if d % PANEL:
-        return 48
+        # Of a bias at 112 there is room for one stage: copies for each consumer.
+        return 72 if p.bias != "none" and (warpgroups, tile_kv, d) == (2, 128, 112) else 48
     if warpgroups == 3:
         return 32
     if d == 256 and warpgroups == 2 and (p.lengths or p.segments):

@@ -634,7 +634,8 @@ def _smem_bytes(p: Problem, c: Config, bias_steps: int) -> int:
     buffers += [((c.q_slots, rows, d), 2)]
     buffers += [((steps, c.tile_kv), 4)] if p.segments else []
     buffers += [((steps, c.tile_kv, rounded_values(p.head_dim, p.v_dim)), 2)]  # values
-    return limits.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps + (bias_steps if p.bias != "none" else 0)))
+    bias_barriers = c.compute_warpgroups if bias_steps == 1 else bias_steps
+    return limits.block_bytes(buffers, barriers=2 * (c.q_slots + 2 * steps + (bias_barriers if p.bias != "none" else 0)))
 
 
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:

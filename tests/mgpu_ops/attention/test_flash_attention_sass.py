@@ -138,13 +138,22 @@ def test_shared_memory_is_counted_to_the_byte_and_the_bias_has_the_stages_that_f
     assert report.serialized == ""
 
 
-def test_a_bias_is_read_before_the_wait_for_the_scores_and_its_place_is_free_when_it_has_come():
+def test_a_bias_is_read_before_the_wait_for_the_scores_and_its_place_is_free_when_something_of_all_of_it_is_stored():
     problem, gpu = FORWARD.Problem(2, 2048, 2048, 4, 4, 128, bias="bfloat16"), aot.find("h200")
     sass = compiled(problem, FORWARD.default(problem, gpu))
-    names = {"HGMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "E", "LDSM": "b", "NANOSLEEP 0x1 ": "n", "SYNCS.ARRIVE": "a"}
-    found = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDSM|NANOSLEEP 0x1 |SYNCS\.ARRIVE", sass)
-    # Scores and values are started; an instruction needs the whole tile of the bias; half of the exponentials, half.
-    assert re.search(r"H{16}b+naWa*E+Wa?E+", "".join(names[op] for op in found))
+    names = {"HGMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "E", "LDSM": "b", "STS ": "s", "SYNCS.ARRIVE": "a"}
+    found = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDSM|STS |SYNCS\.ARRIVE", sass)
+    # Scores and values are started; the keys' place is free; exponentials and stores of their sums; the bias' place is free.
+    assert re.search(r"H{16}b+WaE{20,}(E*s){4}aE*WE+a", "".join(names[op] for op in found))
+
+
+def test_where_a_bias_is_read_late_its_place_is_free_after_a_fence():
+    problem, gpu = FORWARD.Problem(2, 2048, 2048, 4, 4, 256, bias="bfloat16"), aot.find("h200")
+    sass = compiled(problem, FORWARD.default(problem, gpu))
+    names = {"LDSM": "b", "FENCE.VIEW.ASYNC": "f", "SYNCS.ARRIVE": "a"}
+    order = "".join(names[op] for op in re.findall(r"LDSM|FENCE\.VIEW\.ASYNC|SYNCS\.ARRIVE", sass))
+    assert not re.search("ba", order)
+    assert re.search("b{4,}fa", order)
 
 
 def test_the_place_of_segments_is_free_when_their_ids_have_come():
