@@ -179,6 +179,8 @@ def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Arr
         raise TypeError(f"num_experts={num_experts!r} is no integer")
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts} is not at least 1")
+    if num_experts >= integers.INT32.max:
+        raise ValueError(f"num_experts={num_experts} must be below {integers.INT32.max}: an int32 numbers them")
     integers.check_count("the rows of all experts, tokens times top_k,", experts.size)
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)

@@ -295,6 +295,11 @@ OK = layer(8, 16, 24, 4)
         (lambda: moe_dispatch(OK[0], jnp.zeros((7, 2), int), 4), ValueError, r"x\(8, 16\) and experts\(7, 2\)"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2)), 4), TypeError, "experts has dtype float32: it must hold integers"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), 0), ValueError, "num_experts=0 is not at least 1"),
+        (
+            lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), 2**40),
+            ValueError,
+            f"num_experts={2**40} must be below {2**31 - 1}",
+        ),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), "4"), TypeError, "num_experts='4' is no integer"),
         (lambda: moe_combine(OK[0], jnp.arange(8.0), jnp.zeros((4, 2), int)), TypeError, "order has dtype float.*integers"),
         (
