@@ -100,9 +100,9 @@ _STEP = 7.6e-9  # s of a step beside its copies and its arithmetic: barriers
 _OVERLAP = 0.22  # of the shorter of arithmetic and memory time is not hidden behind the longer
 _EPILOGUE_TILE = 0.10e-6  # s that a warpgroup waits for each epilogue tile that has no buffer of its own
 _STORE = 1.37  # of the time at rates.LOAD_BYTES_PER_CLOCK
-# Where the store of a tile is deferred (results/2026-11-23-h200-grouped-deferred.jsonl):
-_HIDDEN = 0.30  # of its store's time a tile takes less, of a product,
-_KEPT = 1.01  # and times as long all else
+# Of its store's time a tile of a product takes less where the store is deferred (results/2026-11-23-h200-grouped-deferred.jsonl
+# and -retuned.jsonl, and 23 drawn products).
+_HIDDEN = 0.40
 _ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
 # Times as long, less one, take stores of such rows; and of those that begin within a sector of 32 bytes, where other tiles'
 # parts of a sector come later: for all of them, and for tiles of 64 columns. Where tiles are handed out, neighbours are stored
@@ -162,10 +162,9 @@ def cost(
     stores = waves * (store + waiting)
     if defers(c):
         stores = (waves - 1) * (1 - hidden) * (store + waiting) + store + waiting
-    kept = _KEPT if defers(c) else 1.0
     compute = (waves * steps * step + stores) * gemm.raster_factor(c.raster_width, _STRIP)
     memory = (moved[0] + across * moved[1]) / (gpu.memory_bytes_per_s * rates.HBM)
-    return _LAUNCH + kept * (max(compute, memory) + _OVERLAP * min(compute, memory))
+    return _LAUNCH + max(compute, memory) + _OVERLAP * min(compute, memory)
 
 
 def distance(x: GroupedProblem, y: GroupedProblem, other: float = 0.0) -> float | None:
