@@ -5,7 +5,7 @@ them, and by as many thread blocks as there is room for:
 
 - *Packed rows.* The 64 rows of a tile are pairs of a query token and a query head of the group: row t * group + g. The tensor
   cores would multiply 64 rows anyway.
-- *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks, to each some neighbours. Those of a
+- *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks in turn (`_Share`). Those of a
   cluster then send each other columns of their outputs through distributed shared memory (`cluster.ClusterColumns`), and each
   stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, a few rows, which a
   second kernel adds up (`_add_up`): XLA takes two for it.
@@ -36,7 +36,7 @@ from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_head, swizzled
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
-from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms
+from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
 from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, padded, page_indices, split_stages
 from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
@@ -45,6 +45,26 @@ from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import Pages, load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
+
+
+def _knows_first(p: Problem) -> bool:
+    """Whether a thread block knows its first keys without the lengths, which take a microsecond to come from memory.
+
+    They may then lie beyond the entry's length, and are not used.
+    """
+    return p.lengths and p.left is None and not p.page_size
+
+
+def _load_queries(packing: _Packing, q: Any, at: Position, dst: Any, full: Any) -> None:
+    """Starts the copy of a tile's packed rows. Rows beyond the last arrive as zeros."""
+    start = (at.batch * packing.problem.kv_heads + at.head) * packing.rows
+    load_rows(q, start + at.token, start + packing.rows, 0, dst, full)
+
+
+def _load_keys(p: Problem, k: Any, at: Position, dst: Any, full: Any) -> None:
+    """Starts the copy of a tile of keys. Those beyond the entry's length, whatever they hold, are masked."""
+    start = at.batch * p.kv_tokens
+    load_rows(k, start + at.token, start + p.kv_tokens, at.head * p.head_dim, dst, full)
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +124,39 @@ class _Packing:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Share:
+    """The kv blocks of one of several thread blocks: `origin + n * stride` for n of `blocks`, of which there may be none.
+
+    It visits those without a mask first, upwards from the first one. They are dealt in turn: which one is the first does not
+    depend on lengths then. With pages they are a run: their entries of the table of pages then are one too.
+    """
+
+    blocks: BlockRange
+    origin: Int
+    stride: int
+
+    @staticmethod
+    def of(seen: BlockRange, mine: Any, shares: int, run: bool) -> _Share:
+        if not run:
+            numbers = (lax.div(block - mine + (shares - 1), jnp.int32(shares)) for block in seen)
+            return _Share(BlockRange(*numbers), mine, shares)
+        count = seen.end - seen.first
+        first, end = (seen.first + lax.div(count * n, jnp.int32(shares)) for n in (mine, mine + 1))
+        whole = jnp.clip(seen.whole, first, end)
+        return _Share(BlockRange(first, whole, jnp.clip(seen.whole_end, whole, end), end), 0, 1)
+
+    @property
+    def unmasked(self) -> Any:
+        return self.blocks.whole_end - self.blocks.whole
+
+    def kv_block(self, step: Int) -> jax.Array:
+        """Of a step: those without a mask, those behind them, those before."""
+        first, whole, _, end = self.blocks
+        number = whole + step
+        return self.origin + jnp.where(number < end, number, number - end + first) * self.stride
+
+
+@dataclasses.dataclass(frozen=True)
 class _ThreadBlock:
     """One thread block: a tile of packed rows, and its share of the kv blocks."""
 
@@ -113,8 +166,9 @@ class _ThreadBlock:
     x: Operands
     at: Position  # batch entry, head of keys and first packed row of the tile
     part: jax.Array  # which cluster of those that share the tile
-    order: BlockOrder  # of the kv blocks of this thread block; either list may be empty
+    share: _Share  # which kv blocks are this thread block's
     terms: MaskTerms
+    factor: jax.Array  # of scores: scale or soft cap, times log2(e)
     smem: dict[str, Any]
     full: dict[str, Any]  # barriers: one for q, one for each stage of k and of v
     s_acc: Any
@@ -125,10 +179,14 @@ class _ThreadBlock:
         packing = _Packing(p)
         number = lax.axis_index("block")
         part, entry = lax.div(number, jnp.int32(packing.entries)), lax.rem(number, jnp.int32(packing.entries))
-        at = packing.position(entry)
-        seen = x.kv_range(at.batch, *packing.token_range(at), c.tile_kv)
-        order = BlockOrder(_share(seen, part * c.kv_cluster + lax.axis_index("split"), c.kv_splits))
-        return _ThreadBlock(p, c, packing, x, at, part, order, x.mask_terms(at.batch), smem, full, *accs)
+        at, mine = packing.position(entry), part * c.kv_cluster + lax.axis_index("split")
+        if _knows_first(p):
+            _load_keys(p, x.k, Position(at.batch, at.head, mine * c.tile_kv), smem["k"].at[0], full["k"].at[0])
+        _load_queries(packing, x.q, at, smem["q"], full["q"])
+        terms = x.mask_terms(at.batch)
+        share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_kv), mine, c.kv_splits, p.page_size > 0)
+        factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
+        return _ThreadBlock(p, c, packing, x, at, part, share, terms, factor, smem, full, *accs)
 
     # --- Pages
 
@@ -143,7 +201,7 @@ class _ThreadBlock:
     @property
     def _first_entry(self) -> jax.Array:
         """The first entry of the flat table that is copied, at whole 16 bytes: of this block's first key, or before."""
-        first = lax.div(self.order.blocks.first * self.c.tile_kv, jnp.int32(self.p.page_size))
+        first = lax.div(self.share.blocks.first * self.c.tile_kv, jnp.int32(self.p.page_size))
         room = self.x.inputs.page_table.shape[1] - math.prod(self.smem["page_table"].shape)
         return jnp.minimum(lax.div(self.at.batch * self._pages + first, jnp.int32(4)) * 4, room)
 
@@ -179,30 +237,26 @@ class _ThreadBlock:
 
     # --- Copies
 
-    def load_queries(self) -> None:
-        """Starts the copies of the tile's packed rows. Rows beyond the last arrive as zeros."""
-        start = (self.at.batch * self.p.kv_heads + self.at.head) * self.packing.rows
-        for panel in range(self.p.head_dim // PANEL):
-            dst = self.smem["q"].at[panel]
-            load_rows(self.x.q, start + self.at.token, start + self.packing.rows, panel * PANEL, dst, self.full["q"])
-
     def load_first(self) -> None:
-        """Starts the copies of as many keys and values as there are stages."""
+        """Starts the copies of as many keys and values as there are stages, but of keys that have started."""
         k_stages, v_stages = split_stages(self.c)
 
         def load(step: jax.Array, _: None) -> None:
-            self._load("k", step)
+            pl.when(step >= _knows_first(self.p))(lambda: self._load("k", step))
             pl.when(step < v_stages)(lambda: self._load("v", step))
 
         lax.fori_loop(0, jnp.minimum(self.steps, k_stages), load, None)
 
     def _load(self, what: Literal["k", "v"], step: jax.Array) -> None:
-        stage, first = self._stage(what, step), Position(self.at.batch, self.at.head, self._kv_block(step) * self.c.tile_kv)
-        dst, full = self.smem[what].at[stage], self.full[what].at[stage]
+        stage, token = self._stage(what, step), self.share.kv_block(step) * self.c.tile_kv
+        first, dst, full = self.at._replace(token=token), self.smem[what].at[stage], self.full[what].at[stage]
         if self.p.page_size:
             self._load_pages(what, stage, first.token)
         elif what == "k":
-            self.x.load_keys(self.x.k, first, dst, full)
+            _load_keys(self.p, self.x.k, first, dst, full)
+        elif self.p.lengths:
+            start, column = self.at.batch * self.p.kv_tokens, self.at.head * self.p.head_dim
+            load_rows(self.x.v, start + first.token, start + self.terms.kv_end, column, dst, full)
         else:
             self.x.load_block(self.x.v, "kv", first, dst, full)
 
@@ -220,22 +274,20 @@ class _ThreadBlock:
 
     @property
     def steps(self) -> Any:
-        return self.order.blocks.end - self.order.blocks.first
-
-    def _kv_block(self, step: jax.Array) -> jax.Array:
-        """Blocks with a mask first, then those without."""
-        masked = self.order.masked
-        return jnp.where(step < masked, self.order.masked_block(step), self.order.unmasked_block(step - masked))
+        return self.share.blocks.end - self.share.blocks.first
 
     # --- The loop over kv blocks
 
     def attend(self) -> OnlineSoftmax:
         """Adds the weights times values of all kv blocks to the output; returns row max and row sum."""
-        softmax = OnlineSoftmax.start()
         plgpu.barrier_wait(self.full["q"])
+        unmasked = self.share.unmasked
+        softmax = lax.fori_loop(0, unmasked, functools.partial(self._step, False), OnlineSoftmax.start())
         if self.p.masks(self.c.tile_kv):
-            softmax = lax.fori_loop(0, self.order.masked, functools.partial(self._step, True), softmax)
-        return lax.fori_loop(self.order.masked, self.steps, functools.partial(self._step, False), softmax)
+            softmax = lax.fori_loop(unmasked, self.steps, functools.partial(self._step, True), softmax)
+        if _knows_first(self.p):  # no copy outlives the block
+            pl.when(self.steps == 0)(lambda: plgpu.barrier_wait(self.full["k"].at[0]))
+        return softmax
 
     def _step(self, masked: bool, step: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
         k_stage, v_stage = opaque(self._stage("k", step)), opaque(self._stage("v", step))
@@ -257,17 +309,15 @@ class _ThreadBlock:
         return softmax
 
     def _scores(self, s: jax.Array, step: jax.Array, masked: bool) -> Scores:
-        options = self.x.inputs.options
-        factor = options[0] * LOG2E
         if self.p.soft_cap:
-            s, factor = self.x.capped(s), options[1] * LOG2E
+            s = self.x.capped(s)
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
-        return Scores(s, factor)
+        return Scores(s, self.factor)
 
     def _sees(self, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Which rows see which keys of a kv block."""
-        keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN) + self._kv_block(step) * self.c.tile_kv
+        keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN) + self.share.kv_block(step) * self.c.tile_kv
         rows: Any = 0
         if self.p.q_tokens > 1 and self.terms.bounds() != (None, None):
             rows = along_rows(self.packing.tokens(self.packing.row_numbers(self.at)), shape)
@@ -319,14 +369,6 @@ class _ThreadBlock:
         return token, self.at.head * self.packing.group + rows - token * self.packing.group
 
 
-def _share(blocks: BlockRange, mine: Any, shares: int) -> BlockRange:
-    """One of `shares` runs of blocks that differ in length by one at most, and may be empty."""
-    count = blocks.end - blocks.first
-    first, end = (blocks.first + lax.div(count * n, jnp.int32(shares)) for n in (mine, mine + 1))
-    whole = jnp.clip(blocks.whole, first, end)
-    return BlockRange(first, whole, jnp.clip(blocks.whole_end, whole, end), end)
-
-
 def _weights(logs: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """What outputs over some keys each count in the output over all of them, and log2 of its sum of exponentials.
 
@@ -373,7 +415,6 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
         def run(*accs: Any) -> None:
             block = _ThreadBlock.of(p, c, x, {**smem, **memory.before}, barriers, accs)
-            block.load_queries()
             if p.page_size:
                 block.load_page_table()
             block.load_first()
@@ -418,8 +459,8 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         "memory": ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
         "q": swizzled((panels, ROWS, PANEL), p.dtype),
         "barriers": {
-            "q": plgpu.Barrier(num_arrivals=panels),
-            "k": plgpu.Barrier(num_arrivals=panels, num_barriers=k_stages),
+            "q": plgpu.Barrier(),
+            "k": plgpu.Barrier(num_arrivals=panels if p.page_size else 1, num_barriers=k_stages),
             "v": plgpu.Barrier(num_barriers=v_stages),
             **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },

@@ -272,9 +272,26 @@ def test_a_share_never_has_more_indices_than_room(page_size):
 def test_blocks_behind_a_length_are_nobodys_share(length):
     problem, splits = P(1, 1, 8192, 8, 2, 64, lengths=True), 8
     seen = MaskTerms.of(problem, 1, jnp.int32(length)).kv_range(0, 1, 64)
-    shares = [decode._share(seen, jnp.int32(i), splits) for i in range(splits)]
-    blocks = [n for share in shares for n in range(int(share.first), int(share.end))]
-    assert blocks == list(range(max(1, -(-length // 64))))  # of no keys, one block of zeros that nothing is read for
+    wanted = list(range(max(1, -(-length // 64))))  # of no keys, one block of zeros that nothing is read for
+    for run in (False, True):
+        shares = [decode._Share.of(seen, jnp.int32(i), splits, run) for i in range(splits)]
+        blocks = [[int(share.kv_block(n)) for n in range(int(share.blocks.end - share.blocks.first))] for share in shares]
+        assert sorted(n for found in blocks for n in found) == wanted
+        assert run or all(found[0] == i for i, found in enumerate(blocks) if found)  # which needs no length
+
+
+def test_blocks_without_a_mask_are_visited_first_and_each_once():
+    problem, splits = P(1, 3, 3000, 8, 2, 64, causal=True, window_left=1000), 3
+    seen = MaskTerms.of(problem, 3, problem.kv_tokens).kv_range(0, 3, 64)
+    assert seen.first < seen.whole < seen.whole_end < seen.end
+    for run in (False, True):
+        shares = [decode._Share.of(seen, jnp.int32(i), splits, run) for i in range(splits)]
+        blocks = [[int(share.kv_block(n)) for n in range(int(share.blocks.end - share.blocks.first))] for share in shares]
+        assert sorted(n for found in blocks for n in found) == list(range(int(seen.first), int(seen.end)))
+        for share, found in zip(shares, blocks, strict=True):
+            masked = [not seen.whole <= n < seen.whole_end for n in found]
+            assert masked == sorted(masked)
+            assert sum(masked) == len(found) - int(share.unmasked)
 
 
 # --- compiled for a GPU
