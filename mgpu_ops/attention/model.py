@@ -383,16 +383,17 @@ def _typical(problem: Problem) -> Problem:
 
 
 _IN_CLUSTERS = 120 / 132  # of the SMs hold clusters of 4 or 8 (results/2026-11-22-h200-resident-clusters.txt)
-# Fitted to an H200 (results/2026-11-22-h200-flash_attention-decode-splits.txt).
-_BLOCK = 2.5e-6  # s from a block's start to its first scores, and from its last output to its end
-_EXCHANGE = 0.6e-6  # s in which the blocks of a cluster add up their outputs
-_ADDED_UP = 1.2e-6  # s of the kernel that adds up those of several clusters
-_ADDED_UP_PART = 0.02e-6  # s more for each of them
-_CROWDED = 1.12  # times as long a block takes, where there are fewer clusters of 4 or 8 than there is room for
-_UNEVEN = 0.2  # times as much longer HBM takes as blocks are missing to give all SMs the same number of them
-_WAITS = 0.3e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
-_PAGES = 0.15e-6  # s more of a step that starts copies of pages
-_UNEQUAL = 0.07  # of a block's time: how much later than the others the last block ends, where each entry has its length
+# Fitted to an H200 (results/2026-11-23-h200-flash_attention-decode-configs.jsonl).
+_READING = 1.08  # times as fast as `_hbm`, where nothing is written
+_BLOCK = 0.5e-6  # s by which a block's start and end hold up its SM
+_EXCHANGE = 0.4e-6  # s in which the blocks of a cluster add up their outputs
+_ADDED_UP = 1.9e-6  # s of the kernel that adds up those of several clusters
+_ADDED_UP_PART = 0.01e-6  # s more for each of them
+_CROWDED = 1.14  # times as long a block takes, where there are fewer clusters of 4 or 8 than there is room for
+_UNEVEN = 0.3  # times as much longer HBM takes as blocks are missing to give all SMs the same number of them
+_ENOUGH, _DEEP = 80 * 1024, 0.01  # bytes on the way to an SM, and how much longer HBM takes with as many more
+_WAITS = 0.32e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
+_PAGES = 0.3e-6  # s more of a step that starts copies of pages
 
 
 def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -414,24 +415,32 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
-    """Modelled time of the kernel with `kv_splits`: waves of blocks, one after the other, each takes at least HBM's time."""
+    """Modelled time of the kernel with `kv_splits`: waves of blocks, one after the other, each takes at least HBM's time.
+
+    With lengths it is the mean of two: all are full, or they are of any size, and the block of the longest one ends last.
+    """
     rows, clusters, parts = p.q_tokens * (p.q_heads // p.kv_heads), c.kv_cluster > 2, c.kv_splits // c.kv_cluster
     blocks = p.batch * p.kv_heads * math.ceil(rows / ROWS) * c.kv_splits
     sms = gpu.sms * (_IN_CLUSTERS if clusters else 1.0)
     at_once = int(sms * min(4, blocks_of_an_sm(p, c, gpu)))
     steps = int(_kv_blocks(p, p.q_tokens, c.tile_kv).max())
     longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
-    of_hbm = reference.bytes_moved(dataclasses.replace(p, lengths=False)) / _hbm(gpu) / blocks * longest_share  # s of a block
+    read = reference.bytes_moved(dataclasses.replace(p, lengths=False)) * longest_share
+    of_hbm = read / (_READING * _hbm(gpu)) / blocks  # s of a block
     ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1)
-    work, longest = ends / 2, 0.0
+    work = ends / 2
     for waves, wave in ((blocks // at_once, at_once), (1, blocks % at_once)):
         if waves and wave:
             shared = math.ceil(wave / sms)  # blocks of an SM at a time
             through_hbm = of_hbm * wave * (1 + _UNEVEN * (1 - wave / (shared * sms)))
+            in_flight = shared * sum(split_stages(c)) * 2 * c.tile_kv * padded(p.head_dim)
+            through_hbm *= 1 + _DEEP * max(0.0, in_flight / _ENOUGH - 1)
             crowded = _CROWDED if clusters and wave < at_once else 1.0
-            longest = max(_split_block(p, c, shared, gpu) * crowded, through_hbm)
-            work += waves * (longest + ends / min(2, shared))  # another block of the SM works on meanwhile
-    work += _UNEQUAL * longest * p.lengths
+            steps_of_wave = max(_split_block(p, c, shared, gpu) * crowded, through_hbm)
+            work += waves * (steps_of_wave + ends / min(2, shared))  # another block of the SM works on meanwhile
+    if p.lengths:
+        alone = _split_block(p, c, 1, gpu)
+        work = (work + max(alone, work / 2 + alone / 2 * (blocks > at_once))) / 2
     if parts > 1:
         written = 4 * parts * p.batch * p.q_tokens * p.q_heads * padded(p.head_dim)
         work += _ADDED_UP + _ADDED_UP_PART * parts + 3 * written / _hbm(gpu)
