@@ -87,12 +87,21 @@ def step_of_k(work: Work, at: Tile, step: jax.Array) -> jax.Array:
     """The number of a tile's step among all steps of k, of which a part of k has some.
 
     Where all blocks would ask for the same few lines at once (`crowds`), each begins with a step of its own: a tile's order of
-    sums is the same in every run.
+    sums is the same in every run. A last tile that begins within the one before has the order of that one, as both store what
+    they share.
     """
     p, c = work.problem, work.config
     steps = k_steps(p, c)
     if crowds(p, c):
-        step = lax.rem(step + _APART * (at.row + at.column), jnp.int32(steps))
+        a_t, b_t = transposed(p)
+
+        def number(index: Int, width: int, length: int, along: bool) -> Int:
+            if not along or tma.last_start(length, width, panel(p, c)) is None:
+                return index
+            return jnp.minimum(index, jnp.int32(max(0, math.ceil(length / width) - 2)))
+
+        tile = number(at.row, c.tile_m, p.m, a_t) + number(at.column, c.tile_n, p.n, not b_t)
+        step = lax.rem(step + _APART * tile, jnp.int32(steps))
     return step + at.part * steps if c.split_k > 1 else step
 
 

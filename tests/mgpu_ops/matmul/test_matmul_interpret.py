@@ -11,11 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
 from mgpu_ops.core import engine, gpu
+from mgpu_ops.core.tma import block_start
+from mgpu_ops.matmul.work import Tile, Work, step_of_k
 from tests import thorough
 from tests.arrays import inputs
 from tests.configs import BASE
@@ -452,6 +455,18 @@ def test_default_config_is_right_on_a_gpu_of_full_size(assert_matmul):
     out = interpret(problem, MATMUL.default(problem, h200), arrays, h200)
     assert_matmul(problem, out, *arrays)
     assert not engine.races_found()
+
+
+def test_tiles_that_share_rows_sum_them_in_one_order():
+    """On a GPU the last of six tiles of 728 rows of A, stored transposed, begins within the one before: both store what they
+    share, in any order.
+    """
+    problem = P(728, 32, 896, layout="tn")
+    config = replace(AHEAD, tile_m=128, tile_n=128, split_k=1)
+    work = Work(problem, config, 6, transposed=False)
+    firsts = [int(step_of_k(work, Tile(jnp.int32(0), jnp.int32(0), row, jnp.int32(0)), jnp.int32(0))) for row in range(6)]
+    assert firsts == [0, 3, 6, 9, 12, 12]
+    assert [block_start(jnp.int32(row), 128, 728, "bfloat16", 128) for row in (4, 5)] == [512, 600]
 
 
 def test_same_inputs_give_the_same_bits():
