@@ -184,15 +184,6 @@ def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, **options: Any) -> None:
     plgpu.copy_gmem_to_smem(src, dst, barrier, **options)
 
 
-def copy_block(spec: Any, ref: Any, indices: tuple[jax.Array, ...], dst: Any, barrier: Any) -> None:
-    """Starts the copy of a block of `ref` to shared memory: the one that a `plgpu.BlockSpec` has at these indices of a grid."""
-    window = tuple(
-        index if size is None else pl.ds(index * size, size)
-        for index, size in zip(spec.index_map(*indices), spec.block_shape, strict=True)
-    )
-    copy_gmem_to_smem(ref.at[window], dst, barrier, collective_axes=spec.collective_axes)
-
-
 def operand_transforms(minor: int, dtype: DTypeLike, swizzle: int | None = None) -> tuple[Any, ...]:
     """Tiling and swizzle of a shared-memory buffer whose rows hold `minor` elements: 8 rows of `swizzle` bytes a tile.
 

@@ -6,6 +6,7 @@ Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU doc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,12 +71,18 @@ def load(work: Work, a_ref: Any, *b_refs: Any, shifts: Sequence[int] = ()) -> li
             collective_axes=("cluster",) if shared else (),
         )
 
+    # Blocks of a cluster that have no tile of their own load the last one: zeros take longer.
+    def there(index: Int, side: int, tile: int, blocks: int) -> Int:
+        tiles = math.ceil(side / tile)
+        return jnp.minimum(index, jnp.int32(tiles - 1)) if tiles % blocks else index
+
     def a_index(at: Tile, k: jax.Array) -> tuple[Int, Int]:
-        k = _block_of_part(work, k, 0)
-        return (k, at.row) if a_t else (at.row, k)
+        k, row = _block_of_part(work, k, 0), there(at.row, p.m, c.tile_m, down)
+        return (k, row) if a_t else (row, k)
 
     def b_index(shift: int, at: Tile, k: jax.Array) -> tuple[Int, Int]:
-        k, column = _block_of_part(work, k, 1), at.column + shift if shift else at.column
+        k, column = _block_of_part(work, k, 1), there(at.column, p.n, c.tile_n, across)
+        column = column + shift if shift else column
         return (column, k) if b_t else (k, column)
 
     a_tile, b_tile = _operand_tiles(p, c)
@@ -132,18 +139,53 @@ def stages_of(p: Problem, c: Config) -> Stages:
     return Stages(a, b, *barriers(count, copies=2, consumers=c.compute_warpgroups, cluster_axes=cluster_axes))
 
 
-def _copies(work: Work, refs: tuple[Any, Any], stages: Stages) -> Callable[[tuple[jax.Array, jax.Array], jax.Array, Any], None]:
-    """What starts the copies of step (tile, k) into a stage, which arrive at its `full` barrier: copy((t, k), stage, full)."""
-    specs = list(zip(load(work, *refs), refs, (stages.a, stages.b), strict=True))
+type Copy = Callable[..., None]  # copy((t, k), stage, full, rows=...)
 
-    def copy(indices: tuple[jax.Array, jax.Array], stage: jax.Array, full: Any) -> None:
-        for spec, ref, smem in specs:
-            if ref is refs[1] and widened(work.problem, work.config):
+
+def _copies(work: Work, refs: tuple[Any, Any], stages: Stages) -> Copy:
+    """What starts the copies of step (tile, k) into a stage, which arrive at its `full` barrier.
+
+    rows: how many rows of the stages of A and B are loaded, all by default.
+    """
+    specs = load(work, *refs)
+
+    def copy(
+        indices: tuple[jax.Array, jax.Array], stage: jax.Array, full: Any, rows: Sequence[int | None] = (None, None)
+    ) -> None:
+        for number, (spec, ref, smem) in enumerate(zip(specs, refs, (stages.a, stages.b), strict=True)):
+            if number == 1 and widened(work.problem, work.config):
                 _copy_widened(work, spec, ref, indices, smem.at[stage], full)
             else:
-                engine.copy_block(spec, ref, indices, smem.at[stage], full)
+                _copy_rows(spec, ref, indices, smem.at[stage], full, rows[number])
 
     return copy
+
+
+def _copy_rows(spec: Any, ref: Any, indices: tuple[jax.Array, jax.Array], stage: Any, full: Any, rows: int | None) -> None:
+    """Producer: starts the copy of a tile, or of its first `rows` rows."""
+    sizes = spec.block_shape
+    window = tuple(
+        index if size is None else pl.ds(index * size, rows if rows and i == len(sizes) - 2 else size)
+        for i, (index, size) in enumerate(zip(spec.index_map(*indices), sizes, strict=True))
+    )
+    there = stage.at[pl.ds(0, rows)] if rows else stage
+    engine.copy_gmem_to_smem(ref.at[window], there, full, collective_axes=spec.collective_axes)
+
+
+def _rows_inside(work: Work, number: int) -> tuple[int | None, int | None]:
+    """How many rows of the last tile of A (number 0) or B (1), and of its last step of k, lie in the array. None: all.
+
+    TMA takes 6 cycles to fill a row outside with zeros, 1.5 to load one from L2. Nothing stored depends on them: they are rows
+    or columns of the output that there are not, or of k what `last_step` leaves out.
+    """
+    p, c = work.problem, work.config
+    unit = 8 * neighbours(c)[1 - number]  # each block of a cluster loads as many
+    if transposed(p)[1] if number else not transposed(p)[0]:  # stored along k
+        side, tile = ((p.m, c.tile_m), (p.n, c.tile_n))[number]
+        left = math.ceil(side % tile / unit) * unit
+        return (left if 0 < left < tile else None), None
+    left = last_step(p, c) or 0
+    return None, (left if left and left % unit == 0 and not (number and widened(p, c)) else None)
 
 
 def widened(p: Problem, c: Config) -> bool:
@@ -172,24 +214,43 @@ def produce(
 
     residual: what the steps after those of k bring, where stores are deferred.
     """
-    steps = k_steps(work.problem, work.config)
-    slabs = 0 if residual is None else residual_steps(work.problem, work.config)
+    p, c = work.problem, work.config
+    steps, slabs = k_steps(p, c), 0 if residual is None else residual_steps(p, c)
     each_tile = steps + slabs
     copy = _copies(work, refs, stages)
+    (a_rows, a_last), (b_rows, b_last) = (_rows_inside(work, number) for number in (0, 1))
 
     def load_tile(t: jax.Array, _: None) -> None:
-        pipeline = pipeline_of(t)
+        pipeline, at = pipeline_of(t), tile_of(work, t)
 
-        def load_step(k: jax.Array, _: None) -> None:
-            pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k)))
+        def load_steps(a: int | None, b: int | None) -> None:
+            def load_step(k: jax.Array, _: None, rows: Sequence[int | None] = (a, b)) -> None:
+                pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k), rows=rows))
 
-        lax.fori_loop(0, steps, load_step, None)
+            whole = steps - 1 if a_last or b_last else steps
+            lax.fori_loop(0, whole, load_step, None)
+            if whole < steps:
+                load_step(jnp.int32(whole), None, (a_last or a, b_last or b))
+
+        # Branches around the loop over k: one for each step takes longer than it gains.
+        def load_columns(a: int | None) -> None:
+            _where_inside(at.column, p.n // c.tile_n, b_rows, functools.partial(load_steps, a))
+
+        _where_inside(at.row, p.m // c.tile_m, a_rows, load_columns)
         for slab in range(slabs):
             load_slab = functools.partial(load_residual_slab, work, t, residual, slab, stages)
             pipeline.fill(t * each_tile + steps + slab, load_slab)
 
     lax.fori_loop(0, own_tiles, load_tile, None)
     pipeline_of(jnp.int32(0)).drain(own_tiles * each_tile)  # a block does not end before its last stages are read
+
+
+def _where_inside(tile: Int, whole: int, rows: int | None, load: Callable[[int | None], None]) -> None:
+    """Producer: load(None) for the first `whole` tiles along a side, load(rows) for the last one, where it has only these."""
+    if rows is None or whole == 0:
+        load(rows)
+    else:
+        lax.cond(tile < whole, functools.partial(load, None), functools.partial(load, rows))
 
 
 def multiply(p: Problem, c: Config, acc: Any, a_smem: Any, b_smem: Any, depth: int | None = None) -> None:

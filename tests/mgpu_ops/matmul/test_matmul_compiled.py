@@ -83,6 +83,29 @@ def test_operands_of_8_bits_compile_without_spills(scales):
     assert ".e5m2.e4m3" in report.ptx
 
 
+@pytest.mark.parametrize(
+    ("problem", "config", "expected"),
+    [
+        (MatmulProblem(72, 256, 256), {"tile_m": 64, "wg_dimension": "n", "schedule": "ahead"}, [64, 8, 128]),
+        (MatmulProblem(16, 256, 200, layout="nt"), {"schedule": "deferred"}, [16, 128]),
+        (
+            MatmulProblem(200, 256, 200, layout="tt"),
+            {"tile_n": 192, "schedule": "ahead", "cluster": "m"},
+            [128, 32, 192, 64],
+        ),
+    ],
+    ids=["the last tile of rows", "one tile", "the last step of k, and columns that a cluster shares"],
+)
+def test_rows_of_a_tile_outside_an_array_are_not_loaded(problem, config, expected):
+    """TMA takes four times as long to fill them with zeros as to load rows. Each of 128 threads expects a byte of each line."""
+    config = replace(BASE, **({"tile_n": 128} | config))
+    assert MATMUL.check(problem, config, H200) is None
+    arrays = jax.eval_shape(functools.partial(MATMUL.inputs, problem), jax.random.key(0))
+    ptx = "".join(aot.ptx(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays))
+    numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    assert {int(numbers[name]) for name in re.findall(r"expect_tx[^;]*, (%r\d+);", ptx)} == set(expected)
+
+
 def test_few_rows_lie_along_the_narrow_side_of_wgmma():
     problem = MatmulProblem(17, 4104, 4096, layout="nt")
     report = compiled(problem, FEW_ROWS)
