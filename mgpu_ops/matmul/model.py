@@ -128,6 +128,7 @@ _STEP_NORM = 4.8  # arithmetic, loads and latency of a step overlap nearly wholl
 _MEMORY_NORM = 2.869  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
+_FOUR_ALIGNED = 32  # bytes that rows begin at multiples of: with more, clusters of four along m were slower than modelled
 _STRIP = 8  # tiles: the best width of strips
 
 # Of 8-bit floats: fitted to 8 problems of an H200 (docs/kernels/matmul.md, "Eight bits").
@@ -192,7 +193,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     last = clusters - (waves - 1) * at_once
     wave = gemm.together(_MEMORY_NORM, steps / waves, memory * at_once / clusters)
     last_wave = gemm.together(_MEMORY_NORM, steps / waves, memory * last / clusters)
-    start = _LAUNCH + _LATENCY + _COLD + _START_SHARED[max(down, across)] - own_pipeline
+    start = _LAUNCH + _LATENCY + crowded + _COLD + _START_SHARED[max(down, across)] - own_pipeline
     return start + (waves - 1) * wave + last_wave + reduction
 
 
@@ -425,7 +426,8 @@ def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
     tiles = math.ceil(p.m / tile_m if cluster[0] == "m" else p.n / tile_n)
     if cluster in ("m", "n"):
         return tiles < 2
-    return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2
+    whole_lines = cluster == "m4" and min(alignments(p)) > _FOUR_ALIGNED
+    return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2 or whole_lines
 
 
 def _too_many(p: Problem, tile_m: int, tile_n: int, split_k: int, gpu: Gpu) -> bool:
