@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
+import importlib
 import importlib.util
 import io
 import json
@@ -227,7 +229,8 @@ class Parsed(Exception):
     """A program has read its arguments."""
 
 
-def parse_with_its_own_parser(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def parse_with_its_own_parser(program: Path | str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """program: a script, or the name of a module that has a function `main`."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop(self: argparse.ArgumentParser, *args: Any) -> None:
@@ -236,8 +239,12 @@ def parse_with_its_own_parser(program: Path, words: list[str], monkeypatch: pyte
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     monkeypatch.setattr(sys, "argv", [str(program), *words])
+    if isinstance(program, Path):
+        run = functools.partial(runpy.run_path, str(program), run_name="__main__")
+    else:
+        run = importlib.import_module(program).main
     with pytest.raises(Parsed):
-        runpy.run_path(str(program), run_name="__main__")
+        run()
 
 
 @pytest.mark.parametrize(("name", "line"), COMMANDS, ids=lambda text: text)
@@ -250,7 +257,9 @@ def test_a_line_of_a_shell_is_one_that_its_program_takes(name: str, line: str, m
     elif program == "pip":
         assert set(re.findall(r"\[(.*)\]", line)[0].split(",")) <= set(extras())
     elif program == "python":
-        parse_with_its_own_parser(ROOT / words[0], words[1:], monkeypatch)
+        of_module = words[0] == "-m"
+        named = words[1] if of_module else ROOT / words[0]
+        parse_with_its_own_parser(named, words[1 + of_module :], monkeypatch)
     else:
         assert program in ("export", "jq"), f"{name}: who runs {line!r}?"
 
