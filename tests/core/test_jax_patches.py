@@ -103,7 +103,7 @@ def test_an_index_changes_places_with_a_swizzle_as_it_is():
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-@pytest.mark.parametrize(("k", "descriptors"), [(512, 0), (520, 3)])  # of A, of B and of the result
+@pytest.mark.parametrize(("k", "descriptors"), [(512, 0), (520, 4)])  # of A, of B, of its last rows, of the result
 def test_rows_that_begin_within_a_line_have_tma_bring_whole_lines(k, descriptors, monkeypatch):
     promote, promoted = jax_patches.promote, []
     monkeypatch.setattr(jax_patches, "promote", lambda descriptor: (promoted.append(descriptor), promote(descriptor)))

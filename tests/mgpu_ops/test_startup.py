@@ -40,7 +40,7 @@ SHAPES = (
 
 def loss(x, w, experts, sizes):
     import mgpu_ops
-    x = mgpu_ops.matmul(mgpu_ops.flash_attention(x, x, x, causal=True).reshape(256, 128), w)
+    x = mgpu_ops.matmul(mgpu_ops.flash_attention(x, x, x, causal=True).reshape(256, 128), w, backend="mosaic")
     return jnp.sum(mgpu_ops.grouped_matmul(x, experts, sizes).astype(jnp.float32) ** 2)
 
 def step(x, w, experts, sizes):
