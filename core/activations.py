@@ -28,8 +28,8 @@ def checked_activation(activation: str | None) -> Activation:
     """The activation, "none" for None. ValueError for an unknown one."""
     if activation is None:
         return "none"
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r:.80} is not one of {', '.join(ACTIVATIONS)}")
     return activation
 
 

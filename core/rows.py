@@ -147,8 +147,10 @@ def row_places(indices: Any, row: Int, end: Int, rows: int, src: Any) -> jax.Arr
     return found
 
 
-def load_gathered(src: Any, places: jax.Array, column: Int, dst: Any, barrier: Any) -> None:
+def load_gathered(src: Any, places: jax.Array, column: Int, dst: Any, barrier: Any, count: int) -> None:
     """Starts the copies dst[j, i] = src[row i of places, column + j * panel :][: panel], a group for `wait_gathered`.
+
+    count: rows i that are copied, the first ones, a multiple of 16.
 
     All threads of the warpgroup make them, 16 bytes at a time. Nothing arrives at `barrier` by itself: `wait_gathered`, then
     arrive there. Columns beyond the end of src's rows become zeros.
@@ -163,11 +165,11 @@ def load_gathered(src: Any, places: jax.Array, column: Int, dst: Any, barrier: A
         found = jnp.pad(src[0, 0, :, :], ((0, 0), (0, panels * width)))[places]
         for number in range(panels):
             start = (jnp.int32(0), jnp.int32(column + number * width))
-            dst[number] = lax.dynamic_slice(found, start, (rows, width))
+            dst[number, :count] = lax.dynamic_slice(found, start, (count, width))
         return
     stage = plgpu.RefType(engine.operand_transforms(width, src.dtype, 128))
     types = (plgpu.RefType(), _places_layout(rows), plgpu.Layout.WG_SPLAT, stage)
-    plgpu.inline_mgpu(arg_types=types)(functools.partial(_copy_gathered, panels, rows))(src, places, column, dst)
+    plgpu.inline_mgpu(arg_types=types)(functools.partial(_copy_gathered, panels, rows, count))(src, places, column, dst)
 
 
 def wait_gathered(in_flight: int) -> None:
@@ -202,7 +204,7 @@ def _row_and_chunk() -> tuple[Any, Any]:
     return arith.divui(thread, i32(_CHUNKS)), arith.remui(thread, i32(_CHUNKS))
 
 
-def _copy_gathered(panels: int, rows: int, _: Any, src: Any, places: Any, column: Any, dst: Any) -> None:
+def _copy_gathered(panels: int, rows: int, count: int, _: Any, src: Any, places: Any, column: Any, dst: Any) -> None:
     """`load_gathered`, compiled: chunk c of row r is stored as chunk c ^ (r % 8), as the swizzle has it."""
     columns, size = ir.MemRefType(src.type).shape[3], mosaic.bitwidth(ir.MemRefType(src.type).element_type) // 8
     panel = _CHUNK * _CHUNKS // size
@@ -220,7 +222,7 @@ def _copy_gathered(panels: int, rows: int, _: Any, src: Any, places: Any, column
             own = arith.addi(at, arith.muli(chunk, i32(_CHUNK // size)))
             inside = arith.cmpi(arith.CmpIPredicate.slt, own, i32(columns))
             rest, counts = ", $3", (arith.select(inside, i32(_CHUNK), i32(0)),)
-        for i, register in enumerate(places.registers.flat):
+        for i, register in enumerate(places.registers.flat[: count // _AT_ONCE]):
             place = vector.extract(register, dynamic_position=[], static_position=[0])
             to = (number * rows + i * _AT_ONCE) * _CHUNK * _CHUNKS
             copy = f"cp.async.cg.shared.global [$0+{to}], [a], {_CHUNK}{rest};"

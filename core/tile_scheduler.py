@@ -213,6 +213,9 @@ class GroupTile:
     number: jax.Array
 
 
+_AT_ONCE = 8  # groups whose sizes are read at one time
+
+
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The rows of each group, one group after the other.
@@ -245,6 +248,30 @@ class Groups:
     def number(self, place: jax.Array) -> jax.Array:
         """Which group is at a place."""
         return place
+
+    def skip(self, tile: jax.Array, tiles: Callable[[jax.Array], jax.Array], state: Any) -> Any:
+        """(place, first tile, first row, size) of a group no later than that of `tile`: `_AT_ONCE` groups at a time.
+
+        Their sizes are read together. Read one by one, each waits for the one before: of 128 groups, 5 us.
+        """
+
+        def of_next(place: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The rows and the tiles of the groups from a place on. The rows do not overflow: `rows` is below 2^28."""
+            places = (jnp.minimum(place + i, jnp.int32(self.count - 1)) for i in range(_AT_ONCE))
+            sizes = [jnp.clip(self.sizes[i + 1 if self.has_start else i], 0, self.rows) for i in places]
+            return functools.reduce(jnp.add, sizes), functools.reduce(jnp.add, map(tiles, sizes))
+
+        def before(s: Any) -> Any:
+            place, first, start, rows, number = s
+            return (place + _AT_ONCE <= self.count) & (rows <= self.rows - start) & (tile >= first + number)
+
+        def following(s: Any) -> Any:
+            place, first, start, rows, number = s
+            return place + _AT_ONCE, first + number, start + rows, *of_next(place + _AT_ONCE)
+
+        place, first, start, _ = state
+        place, first, start, *_ = lax.while_loop(before, following, (place, first, start, *of_next(place)))
+        return place, first, *self.at(place, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +350,9 @@ def for_each_group_tile(
             place, first, start, size = s
             return place + 1, first + tiles(size), *groups.at(place + 1, start + size)
 
+        # Groups of many rows have many tiles: it would take longer than it gains.
+        if isinstance(groups, Groups) and groups.count >= 2 * _AT_ONCE and groups.rows < 64 * groups.count:
+            state = lax.cond(before(state), lambda: groups.skip(tile, tiles, state), lambda: state)
         return lax.while_loop(before, following, state)
 
     def step(s: Any) -> Any:

@@ -415,7 +415,7 @@ def text(lines: int, seed: int = 0) -> str:
     return "".join(f"{a}+{b}={a + b}\n" for a, b in numbers)
 
 
-def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float = 3e-3) -> tuple[Params, Any]:
+def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float | jax.Array = 3e-3) -> tuple[Params, Any]:
     """One step of Adam in float32; `state` holds the means of the gradients and of their squares."""
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[0], grads)
     square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g.astype(jnp.float32) ** 2, state[1], grads)

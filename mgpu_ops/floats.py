@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def array(op: str, name: str, x: Any) -> jax.Array:
@@ -39,3 +41,16 @@ def any_array(op: str, name: str, x: Any, of: str) -> jax.Array:
     except (TypeError, ValueError, OverflowError):
         shapes = "; jax.eval_shape takes shapes" if isinstance(x, jax.ShapeDtypeStruct) else ""
         raise TypeError(f"{name} is {x!r:.80}, which is no array: {op} takes arrays of {of}{shapes}") from None
+
+
+def number(x: Any) -> float | None:
+    """x as a float, infinite where it is too large for one. None for what is traced or no number: True is none."""
+    numbers = isinstance(x, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
+    try:
+        if not numbers or np.ndim(x) or np.asarray(x).dtype.kind not in "iufVO":  # V: bfloat16; O: whole numbers beyond 64 bits
+            return None
+        return float(x)
+    except OverflowError:
+        return math.inf
+    except TypeError:
+        return None

@@ -120,8 +120,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, scheme: str, transpose_rhs: bool) -> 
         raise ValueError(f"lhs has shape {lhs.shape} and rhs {rhs.shape}: pass ranks 2 and 3, and use jax.vmap for batches")
     if lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in k (transpose_rhs={transpose_rhs})")
-    if scheme not in FP8_SCHEMES:
-        raise ValueError(f"scheme={scheme!r} is not one of {', '.join(FP8_SCHEMES)}")
+    flags.one_of("scheme", scheme, FP8_SCHEMES)
 
 
 Quantized = tuple[jax.Array, jax.Array]  # values, stored along what the product sums over, and their scales

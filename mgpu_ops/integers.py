@@ -40,6 +40,17 @@ def clipped(x: Any, high: int) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
+def rows(name: str, x: Any, of: str, count: int) -> jax.Array:
+    """Numbers of `count` rows of `of`, as int32. ValueError for a known one that is no row; traced ones are clipped."""
+    if not isinstance(x, jax.core.Tracer) and x.size:
+        known = np.asarray(x)
+        if (wrong := (known < 0) | (known >= count)).any():
+            at = tuple(map(int, np.argwhere(wrong)[0]))
+            where = ", ".join(map(str, at))
+            raise ValueError(f"{name}[{where}]={known[at]} is not from 0 to {count - 1}: {of} has {count} rows")
+    return jnp.clip(clipped(x, count), 0, max(count - 1, 0))
+
+
 def check_count(what: str, size: Any) -> None:
     """Raises ValueError where `size` (of `what`, such as "the rows of lhs") is more than int32 counts."""
     if isinstance(size, int) and size > INT32.max:

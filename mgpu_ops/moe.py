@@ -23,10 +23,12 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
-from mgpu_ops.grouped.calls import checked_operands, checked_sizes, checked_spread
+from mgpu_ops.grouped.calls import checked_offset, checked_operands, checked_sizes, checked_spread
 from mgpu_ops.grouped.rows import rows_at
 from mgpu_ops.grouped.sizes import Spread
-from mgpu_ops.registry import dispatch
+from mgpu_ops.registry import dispatch, partition
+
+_MATRICES = "E D H, E D H, E H D"  # of a `partition.Rule`: each device has all experts
 
 
 class MoeDispatch(NamedTuple):
@@ -92,11 +94,20 @@ def moe(
         raise ValueError(
             f"router_logits{logits.shape} are of {logits.shape[-1]} experts, w_gate{w_gate.shape} of {w_gate.shape[0]}"
         )
-    tokens = int(np.prod(x.shape[:-1], dtype=np.int64))
-    weights, experts = moe_route(logits.reshape(tokens, logits.shape[-1]), top_k, norm_topk_prob=norm_topk_prob)
-    options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
-    out = moe_experts(x.reshape(tokens, x.shape[-1]), weights, experts, w_gate, w_up, w_down, **options)
-    return out.reshape(x.shape)
+
+    def layer(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
+        tokens = int(np.prod(x.shape[:-1], dtype=np.int64))
+        weights, experts = moe_route(logits.reshape(tokens, logits.shape[-1]), top_k, norm_topk_prob=norm_topk_prob)
+        options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
+        return moe_experts(x.reshape(tokens, x.shape[-1]), weights, experts, *matrices, **options).reshape(x.shape)
+
+    def rule(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> partition.Rule:
+        tokens = " ".join(f"t{i}" for i in range(x.ndim - 1))
+        return partition.Rule("moe", f"{tokens} D, {tokens} E, {_MATRICES} -> {tokens} D")
+
+    w_up, w_down = (floats.array("moe", *of) for of in (("w_up", w_up), ("w_down", w_down)))
+    out: jax.Array = partition.with_first(layer, rule, 2, x, logits, w_gate, w_up, w_down)
+    return out
 
 
 def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = True) -> tuple[jax.Array, jax.Array]:
@@ -119,11 +130,21 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
     if not logits.ndim:
         raise ValueError("router_logits have shape (): they are [..., experts]")
     _check_top_k(top_k, logits.shape[-1])
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-    experts = _best(lax.stop_gradient(logits), int(top_k))
-    of = logits if flags.checked("norm_topk_prob", norm_topk_prob) else jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
-    return (jax.nn.softmax(chosen) if norm_topk_prob else jnp.exp(chosen)), experts
+    flags.checked("norm_topk_prob", norm_topk_prob)
+
+    def route(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = logits.astype(np.promote_types(logits.dtype, np.float32))
+        experts = _best(lax.stop_gradient(logits), int(top_k))
+        of = logits if norm_topk_prob else jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
+        return (jax.nn.softmax(chosen) if norm_topk_prob else jnp.exp(chosen)), experts
+
+    def rule(logits: jax.Array) -> partition.Rule:
+        tokens = " ".join(f"t{i}" for i in range(logits.ndim - 1))
+        return partition.Rule("moe_route", f"{tokens} E -> {tokens} K, {tokens} K")
+
+    found: tuple[jax.Array, jax.Array] = partition.with_first(route, rule, 1, logits)
+    return found
 
 
 _MAX = 2**31 - 1
@@ -165,14 +186,21 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
     Raises ValueError for shapes that do not fit each other, and TypeError for experts or num_experts that are no integers.
     """
     x = floats.any_array("moe_dispatch", "x", x, "any dtype")
-    sizes, order, positions = _sorted(x, experts, num_experts)
-    x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
-    return MoeDispatch(_rows_of_tokens(x, _tokens(order, positions), positions), sizes, order, positions)
+
+    def dispatched(x: jax.Array, experts: jax.Array) -> MoeDispatch:
+        sizes, order, positions = _sorted(x, experts, num_experts)
+        x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
+        return MoeDispatch(_rows_of_tokens(x, _tokens(order, positions), positions), sizes, order, positions)
+
+    rule = partition.Rule("moe_dispatch", "TOKENS d, TOKENS K -> ROWS d, SIZES, ROWS, TOKENS K")  # sorted are all tokens
+    experts = _numbers_of_experts(experts)
+    found: MoeDispatch = partition.with_first(dispatched, lambda *_: rule, 2, x, experts)
+    return found
 
 
 def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """group_sizes, order and positions of `MoeDispatch`."""
-    experts = jnp.asarray(integers.array("experts", experts))
+    experts = _numbers_of_experts(experts)
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
         raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
     if isinstance(num_experts, bool) or not isinstance(num_experts, int | np.integer):
@@ -194,6 +222,14 @@ def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Arr
 
 _BLOCK = 128  # keys that are compared with each other
 _BLOCKS = 64  # whose counts are added up one by one
+
+
+def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
+    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one."""
+    found = integers.array("experts", experts)
+    if not isinstance(found, jax.Array):
+        found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1).astype(np.int32)
+    return jnp.asarray(found)
 
 
 def _counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
@@ -240,18 +276,27 @@ def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_
 
     The gradient of rows is a gather.
 
-    Raises ValueError for shapes that do not fit each other, and TypeError for floats or integers expected and not found.
+    Raises ValueError for shapes that do not fit each other and for known numbers that name no row, and TypeError for floats or
+    integers expected and not found.
     """
     rows = floats.array("moe_combine", "rows", rows)
-    order, positions = (jnp.asarray(integers.array(*of)) for of in (("order", order), ("positions", positions)))
-    if (rows.ndim, order.ndim, positions.ndim) != (2, 1, 2) or not rows.shape[0] == order.size == positions.size:
+    rows_of, places = integers.array("order", order), integers.array("positions", positions)
+    if (rows.ndim, rows_of.ndim, places.ndim) != (2, 1, 2) or not rows.shape[0] == rows_of.size == places.size:
         raise ValueError(
-            f"rows{rows.shape}, order{order.shape} and positions{positions.shape}: moe_combine takes [assignments, d], "
+            f"rows{rows.shape}, order{rows_of.shape} and positions{places.shape}: moe_combine takes [assignments, d], "
             "[assignments] and [tokens, top_k]"
         )
-    rows, order, positions = mesh.same_mesh_axes(rows, order, positions)
     dtype = floats.dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype)
-    return _sums_of_rows(rows, _tokens(order, positions), positions).astype(dtype)
+    rows_of = integers.rows("order", rows_of, "rows", rows.shape[0])
+    places = integers.rows("positions", places, "rows", rows.shape[0])
+
+    def combined(*arrays: jax.Array) -> jax.Array:
+        rows, order, positions = mesh.same_mesh_axes(*arrays)
+        return _sums_of_rows(rows, _tokens(order, positions), positions).astype(dtype)
+
+    rule = partition.Rule("moe_combine", "ROWS d, ROWS, TOKENS K -> TOKENS d")  # the gradient of rows takes all tokens
+    found: jax.Array = partition.with_first(combined, lambda *_: rule, 3, rows, rows_of, places)
+    return found
 
 
 def moe_experts(
@@ -285,7 +330,7 @@ def moe_experts(
     weights = floats.array("moe_experts", "weights", weights)
     given = (("x", x, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3), ("w_down", w_down, 3))
     x, w_gate, w_up, w_down = checked_operands("moe_experts", *given)
-    if weights.shape != np.shape(experts):
+    if weights.shape != integers.array("experts", experts).shape:
         raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
     if (num_experts is None) != (group_offset is None):
         raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
@@ -300,12 +345,25 @@ def moe_experts(
             f"w_gate{w_gate.shape} and w_down{w_down.shape} do not fit x{x.shape}: they are [experts, d, hidden] and "
             "[experts, hidden, d]"
         )
-    sizes, order, positions = _sorted(x, experts, w_gate.shape[0] if num_experts is None else num_experts)
-    sizes = checked_sizes("moe_experts", sizes, w_gate.shape[0], order.size, group_offset, "w_gate")
     call = _Call(
         checked_activation(activation), checked_spread(spread), dispatch.requested_backend(backend), num_experts is not None
     )
-    return _layer(call, *mesh.same_mesh_axes(x, weights, w_gate, w_up, w_down, sizes, order, positions))
+
+    def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
+        matrices, offset = rest[:3], next(iter(rest[3:]), None)
+        sizes, order, positions = _sorted(x, experts, w_gate.shape[0] if num_experts is None else num_experts)
+        sizes = checked_sizes("moe_experts", sizes, w_gate.shape[0], order.size, offset, "w_gate")
+        return _layer(call, *mesh.same_mesh_axes(x, weights, *matrices, sizes, order, positions))
+
+    def rule(*arrays: jax.Array) -> partition.Rule:
+        offset = ", " * (len(arrays) > 6)  # it has no dimension
+        return partition.Rule("moe_experts", f"t D, t K, t K, {_MATRICES}{offset} -> t D")
+
+    arrays = [x, weights, _numbers_of_experts(experts), w_gate, w_up, w_down]
+    if isinstance(num_experts, int | np.integer):  # `_sorted` refuses others
+        arrays.append(checked_offset(group_offset, int(num_experts), w_gate.shape[0], "w_gate"))
+    found: jax.Array = partition.with_first(layer, rule, 3, *arrays)
+    return found
 
 
 # --- The layer after routing, with a gradient of its own

@@ -42,5 +42,5 @@ SPECS: dict[str, OpSpec] = {spec.name: spec for spec in _OPS}
 def spec_of(op: str) -> OpSpec:
     """The OpSpec of an op by name; ValueError names what there is."""
     if not isinstance(op, str) or op not in SPECS:
-        raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}")
+        raise ValueError(f"op {op!r} is not one of {', '.join(SPECS)}; `mgpu-tune capture` lists those that a function runs")
     return SPECS[op]

@@ -33,12 +33,12 @@ def checked_norm(function: str, count: int, rows: ArrayLike | None, epsilon: flo
 
 def checked_epsilon(name: str, epsilon: Any) -> float:
     """epsilon as a float. TypeError for what is no number, or traced; ValueError for one that is not finite or below 0."""
-    known = isinstance(epsilon, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(epsilon, jax.core.Tracer)
-    if not known or np.ndim(epsilon) or np.result_type(epsilon) == np.bool_:
+    number = floats.number(epsilon)
+    if number is None:
         raise TypeError(f"{name}={epsilon!r:.80} is no Python number")
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"{name}={epsilon!r} must be a finite number of at least 0")
-    return float(epsilon)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name}={epsilon!r:.80} must be a finite number of at least 0")
+    return number
 
 
 def normalised(rows: jax.Array, epsilon: jax.Array) -> jax.Array:

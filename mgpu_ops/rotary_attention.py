@@ -64,6 +64,8 @@ def rotary_attention(
     rows, *turned = rotary.checked("rotary_attention", qkv, cos, sin)
     tokens, head_dim = turned[0].shape[0], rows.shape[-1]
     lead = jnp.shape(qkv)[:-2]
+    if not rows.size:
+        raise ValueError(f"qkv has shape {jnp.shape(qkv)}: an empty dimension leaves nothing to attend to")
     counts = rotary.heads, rotary.kv_heads, rotary.kv_heads
     shapes: list[Any] = [jax.ShapeDtypeStruct((math.prod(lead), tokens, n, head_dim), rows.dtype) for n in counts]
     q, k, v = shapes

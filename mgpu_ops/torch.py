@@ -66,6 +66,7 @@ def grouped_matmul(
     *,
     bias: pt.Tensor | None = None,
     activation: Activation = "none",
+    residual: pt.Tensor | None = None,
     out_dtype: pt.dtype | None = None,
     transpose_rhs: bool = False,
     spread: Spread = "random",
@@ -74,9 +75,9 @@ def grouped_matmul(
     """The rows of each group of lhs[m, k] times that group's matrix of rhs[groups, k, n], as `mgpu_ops.grouped_matmul`.
 
     group_sizes is read on the device: a negative size counts as 0, and groups end at row m. Differentiable once with respect to
-    lhs, rhs and bias. Raises what `mgpu_ops.grouped_matmul` raises.
+    lhs, rhs, bias and residual. Raises what `mgpu_ops.grouped_matmul` raises.
     """
-    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "bias": bias}
+    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "bias": bias, "residual": residual}
     options = {
         "activation": activation,
         "out_dtype": _name(out_dtype),

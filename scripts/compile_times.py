@@ -229,7 +229,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--one", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one:
-        print(json.dumps(measure(*given.one, given.gpu)))
+        case, implementation = given.one
+        print(json.dumps(measure(case, implementation, given.gpu)))
         return
     for folder in ("core", "mgpu_ops"):  # as installing does
         compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)

@@ -148,14 +148,15 @@ def attention() -> list[FlashAttentionProblem]:
 
 def _mask(kind: str, tokens: int, rng: random.Random) -> dict[str, Any]:
     """The fields of a problem that say which keys its rows see. Packed sequences (segments) are causal, as in training."""
-    return {
+    fields: dict[str, dict[str, Any]] = {
         "full": {},
         "causal": {"causal": True},
         "window": {"causal": True, "window_left": round(_log_uniform(rng, 32, max(33, tokens / 2)))},
         "segments": {"causal": True, "segments": True},
         "lengths": {"lengths": True},
         "bias": {"bias": "bfloat16"},
-    }[kind]
+    }
+    return fields[kind]
 
 
 def attention_text() -> str:

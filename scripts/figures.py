@@ -4,27 +4,35 @@
     python scripts/figures.py --write    puts them into README.md and docs/, between marks, and draws docs/images/speed.svg
 
 A table names its CSV files. Of several files with the same problem, the one with the newest date in its name counts. "x" is the
-other's time over ours, so that 1.10x is 10 % faster and 0.90x slower; means are geometric.
+other's time over ours, so that 1.10x is 10 % faster and 0.90x slower; means are geometric. "Earlier config" counts the problems
+that were timed with another config than a call uses now (`tuning/bench/earlier.py`); a new benchmark of them brings it to 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import html
 import itertools
 import json
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from mgpu_ops.tuning.bench.earlier import earlier_config
+
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/images/speed.svg"
 MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
-HEAD = ("| | beside | problems | mean | worst | best | below 1x |", "|---|---|---|---|---|---|---|")
+HEAD = ("| | beside | problems | mean | worst | best | below 1x | earlier config |", "|---|---|---|---|---|---|---|---|")
 
 Row = dict[str, str]
 Ratio = Callable[["Problem"], float]
@@ -44,6 +52,10 @@ class Problem:
 
     def rate(self, impl: str) -> float:
         return float(self.rows[impl]["tflops"])
+
+    @functools.cached_property
+    def earlier_config(self) -> bool | None:
+        return earlier_config(self.rows["mgpu_ops"])
 
 
 def newest(results: Path, what: str) -> Iterator[tuple[Path, list[Row]]]:
@@ -81,6 +93,7 @@ class Strip:
     what: str
     beside: str
     ratios: list[tuple[float, str]]  # with the problem's name, the smallest first
+    earlier: int | None = None  # how many of them were timed with another config than a call uses now; None: not known of any
 
     @property
     def mean(self) -> float:
@@ -93,10 +106,11 @@ def strip(what: str, beside: str, found: Iterable[Problem], *competitors: str, r
     ratio: by default the time of the fastest of `competitors` over ours.
     """
     ratio = ratio or (lambda p: min(p.us(competitor) for competitor in competitors) / p.us("mgpu_ops"))
-    ratios = sorted((ratio(p), p.name) for p in found if {*competitors} <= p.rows.keys())
-    if not ratios:
+    timed = [p for p in found if {*competitors} <= p.rows.keys()]
+    if not timed:
         raise LookupError(f"no problem of {what!r} was timed beside {', '.join(competitors)}")
-    return Strip(what, beside, ratios)
+    known = [p.earlier_config for p in timed if p.earlier_config is not None]
+    return Strip(what, beside, sorted((ratio(p), p.name) for p in timed), sum(known) if known else None)
 
 
 def line(what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None) -> str:
@@ -108,7 +122,8 @@ def line_of(s: Strip) -> str:
     (worst, worst_name), (best, best_name) = s.ratios[0], s.ratios[-1]
     below = sum(r < 1 for r, _ in s.ratios)
     extremes = (f"{worst:.3f}x ({worst_name})", f"{best:.3f}x ({best_name})")
-    return f"| {' | '.join(map(str, (s.what, s.beside, len(s.ratios), f'{s.mean:.3f}x', *extremes, below)))} |"
+    cells = (s.what, s.beside, len(s.ratios), f"{s.mean:.3f}x", *extremes, below, "" if s.earlier is None else s.earlier)
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def of_dense(p: Problem) -> float:
@@ -494,7 +509,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
-    yield strip("gated matmul", "XLA (two products)", gated, "xla")
+    yield strip("gated matmul, the kernel", "XLA (two products)", gated, "xla")
     yield from training_steps(results)
     yield strip("mixture of experts, forward", "fastest parts of others", layers_of_experts(results), "fastest-parts")
     grads = layers_of_experts(results, "+grad")
@@ -530,6 +545,7 @@ def h100(results: Path) -> Iterator[str]:
     forward, both = problems(results, "h100-flash_attention-llm"), problems(results, r"h100-flash_attention\+grad-llm")
     products, grouped = problems(results, "h100-matmul-llm"), problems(results, "h100-grouped_matmul-training")
     rows, drawn = problems(results, "h100-matmul-llm-rows"), problems(results, "h100-matmul-anywhere")
+    decoding = problems(results, "h100-grouped_matmul-decoding")
     yield from HEAD
     yield line("attention, forward", "cuDNN", forward, "cudnn")
     yield line("attention, forward + backward", "cuDNN", both, "cudnn")
@@ -538,10 +554,11 @@ def h100(results: Path) -> Iterator[str]:
     yield line("matmul, layers of Llama 3, 1 to 4096 rows", "XLA (cuBLAS)", rows, "xla")
     yield line("matmul, random shapes, untuned", "XLA (cuBLAS)", drawn, "xla")
     yield line("grouped matmul, training", "JAX's kernel", grouped, "jax-pallas")
+    yield line("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
     yield from map(line_of, training_steps(results, "h100"))
     _, steps = steps_of_programs(results, "h100")
     attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
-    yield next(sources(*files(forward, both, *attention, products, rows, drawn, grouped), *steps))
+    yield next(sources(*files(forward, both, *attention, products, rows, drawn, grouped, decoding), *steps))
 
 
 def runs_kernel(p: Problem) -> bool:
@@ -566,11 +583,13 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
 
 
 def glance(results: Path) -> Iterator[str]:
-    yield "| | beside | problems | mean | worst | best |"
-    yield "|---" * 6 + "|"
+    yield "| | beside | problems | mean | worst | best | earlier config |"
+    yield "|---" * 7 + "|"
     by_what = {s.what: s for s in strips(results)}
     for s in (by_what[what] for what in _GLANCE):
-        yield f"| {s.what} | {s.beside} | {len(s.ratios)} | {s.mean:.2f}x | {s.ratios[0][0]:.2f}x | {s.ratios[-1][0]:.2f}x |"
+        extremes = f"{s.ratios[0][0]:.2f}x | {s.ratios[-1][0]:.2f}x"
+        earlier = "" if s.earlier is None else s.earlier
+        yield f"| {s.what} | {s.beside} | {len(s.ratios)} | {s.mean:.2f}x | {extremes} | {earlier} |"
 
 
 _PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
@@ -703,14 +722,20 @@ def of_page(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables and the picture")
-    if parser.parse_args().write:
-        for path in pages():
-            path.write_text(of_page(path))
-        PICTURE.parent.mkdir(exist_ok=True)
-        PICTURE.write_text(picture(ROOT / "results"))
-        return
-    for name, table in TABLES.items():
-        print(f"\n{name}\n\n" + "\n".join(table(ROOT / "results")))
+    write = parser.parse_args().write
+    jax.config.update("jax_platforms", "cpu")
+    for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:
+        del os.environ[name]
+    with tempfile.TemporaryDirectory() as empty:  # only shipped entries count
+        os.environ["MGPU_OPS_CONFIG_DIR"] = empty
+        if write:
+            for path in pages():
+                path.write_text(of_page(path))
+            PICTURE.parent.mkdir(exist_ok=True)
+            PICTURE.write_text(picture(ROOT / "results"))
+            return
+        for name, table in TABLES.items():
+            print(f"\n{name}\n\n" + "\n".join(table(ROOT / "results")))
 
 
 if __name__ == "__main__":

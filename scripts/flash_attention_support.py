@@ -275,7 +275,7 @@ def drop_in(arguments: dict[str, Any], device: gpus.Gpu) -> tuple[str, str, str,
     reason: list[str | None] = []
 
     def ask(arrays: dict[str, Any]) -> None:
-        reason.append(why_jax(JaxArguments(*by_position(arrays), **by_name(arrays), **options)))
+        reason.append(why_jax(JaxArguments(arrays["q"], arrays["k"], arrays["v"], **by_name(arrays), **options)))
 
     jax.eval_shape(ask, arrays)
     if reason[0] is not None:
@@ -327,7 +327,7 @@ def page() -> str:
     hopper = gpus.find("h200")
     results, why = ("output", "gradients"), "why not in the kernel"
     with jax.enable_x64(True):
-        tables = {
+        tables: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "devices": (
                 ("device", *results, why),
                 {name: where(mgpu_ops.flash_attention, call(), gpu) for name, gpu in devices().items()},
@@ -364,7 +364,8 @@ def main(arguments: list[str] | None = None) -> int:
         FILE.write_text(new)
         return 0
     old = FILE.read_text() if FILE.exists() else ""
-    sys.stdout.writelines(difflib.unified_diff(*(x.splitlines(keepends=True) for x in (old, new)), "the page", "the code"))
+    lines = [x.splitlines(keepends=True) for x in (old, new)]
+    sys.stdout.writelines(difflib.unified_diff(lines[0], lines[1], "the page", "the code"))
     return int(old != new)
 
 

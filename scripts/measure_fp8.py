@@ -53,7 +53,8 @@ def in_bf16(problem: Any) -> Any:
 
 def chosen(spec: OpSpec, problem: Any, gpu: Gpu, count: int) -> list[Any]:
     """What a call uses, and of the best tiles by the model so many, each with its best config."""
-    used, of_tile = resolution.resolve(spec, problem, gpu).config, {}
+    used = resolution.resolve(spec, problem, gpu).config
+    of_tile: dict[tuple[int, int, int], Any] = {}
     for c in spec.candidates(problem, gpu):
         of_tile.setdefault((c.tile_m, c.tile_n, c.tile_k), c)
     return list(dict.fromkeys(c for c in (used, *list(of_tile.values())[:count]) if c is not None))

@@ -33,7 +33,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs
 os.environ.setdefault("NPROC", "64")
@@ -126,7 +126,7 @@ def problems_in(name: str) -> tuple[Any, ...]:
     return (*found, *(dataclasses.replace(found[0], **fields) for fields in FURTHER.get(name, ())))
 
 
-def entry_of(spec: OpSpec, problem: Any, kind: str = "measured") -> Entry:
+def entry_of(spec: OpSpec, problem: Any, kind: Literal["measured", "modelled"] = "measured") -> Entry:
     evidence = Evidence(
         kind=kind, gpu=H200.name, driver="580.1", jax="0.11.2", jaxlib="0.11.2", cuda="13000", kernel_version=spec.version,
         median_us=10.0, spread_us=0.1, default_us=12.0, baseline="xla", baseline_us=11.0, error=1e-4, trials=8, seed=0,
@@ -152,7 +152,7 @@ def journal_of(spec: OpSpec, folder: Path) -> bytes:
     with storage.opened(path) as backend:
         for kind in ("measured", "modelled"):
             study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
-            ledger = Ledger(study, spec.Config)
+            ledger: Ledger[Any] = Ledger(study, spec.Config)
             for number, config in enumerate(spec.candidates(problem, H200)[:3]):
                 ledger.claim(config, "model")
                 ledger.record(
@@ -312,7 +312,7 @@ def read_journal(path: Path, spec: OpSpec) -> bool:
             fleet_queue.queued(backend)
             for kind in ("measured", "modelled"):
                 study = storage.open_study(backend, storage.Identity.of(spec, problem, H200, kind, {"jax": "0.11.2"}))
-                ledger = Ledger(study, spec.Config, legal=lambda config: spec.check(problem, config, H200) is None)
+                ledger: Ledger[Any] = Ledger(study, spec.Config, legal=lambda config: spec.check(problem, config, H200) is None)
                 ledger.new_results()
                 ledger.adopt()
                 ledger.close()

@@ -40,7 +40,8 @@ def shipped(ops: Sequence[str]) -> Iterator[Case]:
     for path in sorted(Path(mgpu_ops.__path__[0], "configs").glob("*/*.json")):
         if path.stem in ops:
             for entry in database.read(path).entries:
-                yield path.parent.name, path.stem, *(json.dumps(x, sort_keys=True) for x in (entry.problem, entry.config))
+                problem, config = (json.dumps(x, sort_keys=True) for x in (entry.problem, entry.config))
+                yield path.parent.name, path.stem, problem, config
 
 
 def named(ops: Sequence[str], gpu_key: str) -> Iterator[Case]:
@@ -50,7 +51,8 @@ def named(ops: Sequence[str], gpu_key: str) -> Iterator[Case]:
         spec = mgpu_ops.SPECS[op]
         for problem in dict.fromkeys(spec.shapes.values()):
             if spec.supports(problem, device) is None:
-                yield gpu_key, op, *(json.dumps(vars(x), sort_keys=True) for x in (problem, spec.default(problem, device)))
+                fields, config = (json.dumps(vars(x), sort_keys=True) for x in (problem, spec.default(problem, device)))
+                yield gpu_key, op, fields, config
 
 
 def normalised(ptx: str) -> str:
@@ -85,10 +87,15 @@ def lines_of(cases: Sequence[Case], hashes: Iterable[str]) -> Iterator[str]:
 
 def differences(before: Iterable[str], now: Iterable[str], ops: Sequence[str]) -> list[str]:
     """The differences between the lines of two runs about these ops, a line for each."""
-    old, new = (dict(reversed(line.split(" ", 1)) for line in lines if _op(line) in ops) for lines in (before, now))
+    old, new = (dict(_case_and_hash(line) for line in lines if _op(line) in ops) for lines in (before, now))
     changed = [f"changed: {key}: {old[key]} -> {new[key]}" for key in old.keys() & new.keys() if old[key] != new[key]]
     gone, added = ([f"{word}: {key}" for key in keys] for word, keys in _missing(old, new).items())
     return sorted([*changed, *gone, *added])
+
+
+def _case_and_hash(line: str) -> tuple[str, str]:
+    found, _, case = line.partition(" ")
+    return case, found
 
 
 def _op(line: str) -> str:

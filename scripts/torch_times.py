@@ -40,7 +40,10 @@ def attentions(device: str, small: bool) -> Iterator[tuple[str, dict[str, Functi
     shapes = [(1, 128, 4, 2, 64)] if small else [(4, 2048, 32, 8, 128), (1, 16384, 32, 8, 128)]
     for batch, tokens, heads, kv_heads, dim in shapes:
         tensors = [tensor(device, batch, tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
-        causal = {"mgpu_ops": functools.partial(ours.flash_attention, causal=True), "scaled_dot_product_attention": sdpa}
+        causal: dict[str, Function] = {
+            "mgpu_ops": functools.partial(ours.flash_attention, causal=True),
+            "scaled_dot_product_attention": sdpa,
+        }
         if not small:
             causal["FlexAttention"] = flex(tokens, device)
         yield f"flash_attention {batch}x{tokens}x{heads}x{kv_heads}x{dim} causal", causal, tensors

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -199,7 +199,8 @@ def main() -> None:
             parser.error("this machine has no Hopper GPU")
         part, parts = map(int, arguments.part.split("/"))
         try:
-            problems = named(suites.problems(MATMUL, arguments.suite), arguments.names)
+            suite = cast(dict[str, MatmulProblem], suites.problems(MATMUL, arguments.suite))
+            problems = named(suite, arguments.names)
         except ValueError as error:
             parser.error(str(error))
         topology, queued = aot.attached(), []

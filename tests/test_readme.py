@@ -16,7 +16,7 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def test_a_line_has_the_geometric_mean_the_extremes_and_how_many_are_slower(tmp_
         tmp_path / "2025-01-01-h200-matmul.csv", [*ours, (a, "xla", 5.0), (b, "xla", 20.0), (c, "xla", 10.0), (b, "fast", 8.0)]
     )
     found = figures.problems(tmp_path, "h200-matmul")
-    assert figures.line("all", "XLA", found, "xla") == "| all | XLA | 3 | 1.000x | 0.500x (a) | 2.000x (b) | 1 |"
-    assert figures.line("all", "both", found, "xla", "fast") == "| all | both | 1 | 0.800x | 0.800x (b) | 0.800x (b) | 1 |"
+    assert figures.line("all", "XLA", found, "xla") == "| all | XLA | 3 | 1.000x | 0.500x (a) | 2.000x (b) | 1 |  |"
+    assert figures.line("all", "both", found, "xla", "fast") == "| all | both | 1 | 0.800x | 0.800x (b) | 0.800x (b) | 1 |  |"
     with pytest.raises(LookupError, match="no problem of 'all' was timed beside tokamax"):
         figures.line("all", "tokamax", found, "tokamax")
 
@@ -305,9 +305,26 @@ def test_what_is_named_exists(name: str) -> None:
     tops = "core|tuning|mgpu_ops|tests|results|docs|examples|scripts"
     for path in set(re.findall(rf"`((?:{tops})/[\w./+-]+)`", text)):
         assert (ROOT / path).exists(), f"{name} names {path}, which is not there"
+    assert list(results_missing(text)) == [], f"{name} names files of results/ by these ends"
     for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
         there = (ROOT / name).parent.joinpath(link.partition("#")[0])  # the site's build knows the headings
         assert link.startswith("http") or there.exists(), f"{name} links to {link}, which is not there"
+
+
+def results_missing(text: str) -> Iterator[str]:
+    """Of the ends that stand for a file of results/: `-4096.csv`, of any one, and `-2`, of the file named before it."""
+    files, before = [path.name for path in (ROOT / "results").iterdir()], ""
+    for path, end in re.findall(r"`results/([\w.+-]+)`|`(-(?:\d|[\w+-]+\.(?:csv|jsonl|json|txt|log)(?:\.gz)?))`", text):
+        before = path or before
+        begin = re.sub(r"(-\d)?\..*", "", before) if end[1:].isdigit() else ""
+        if not path and not any(file.startswith(begin + end) if begin else file.endswith(end) for file in files):
+            yield end
+
+
+def test_a_file_of_results_named_by_its_end_is_looked_for() -> None:
+    kept = "`results/2026-11-22-h200-matmul-fp8.jsonl`, `-2`"
+    assert not list(results_missing(f"{kept}, `-anywhere-tuned.csv`, `--json`"))
+    assert list(results_missing(f"{kept}, `-9` and `-never.csv`")) == ["-9", "-never.csv"]
 
 
 def test_the_changelog_has_the_form_that_contributing_describes() -> None:

@@ -7,9 +7,15 @@
 `fp8`, `fp8-row` and `fp8-block`, of matmul: 20 products of 8-bit floats (e4m3) of real models with 128 and 4096 rows, with
 scales of each operand, of rows and columns, or of blocks of 128; `fp8` also 8192^3.
 
+`fp8-llm` and `fp8-block-llm`, of matmul: 20 products of 8-bit floats of six models with 4096 to 16384 tokens, with scales of
+each operand or of blocks.
+
 `fp8`, `fp8-row` and `fp8-block`, of grouped_matmul: six products of experts of DeepSeek-V3 and Qwen3, likewise.
 
 `float32`, of matmul: four products of float32, each as tf32 and with three and six products of bfloat16 parts.
+
+`cudnn-frontend`, of flash_attention and flash_attention_backward: problems whose speed NVIDIA's cudnn-frontend publishes as
+Llama 3.1's: batch 2, 64 query heads over 8 of keys, head dim 128, full and causal, 4096, 16384 and 32768 tokens.
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
@@ -21,10 +27,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mgpu_ops.attention.problem import BackwardProblem
 from mgpu_ops.attention.problem import Problem as AttentionProblem
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.problem import layer_problem
@@ -87,6 +94,14 @@ _FP8 = (  # models, projections and numbers of tokens
     ("llama3-70b", ("qkv", "out", "gate_up", "down"), (128, 4096)),
     ("deepseek-v3", ("q_b", "out", "shared_gate_up", "shared_down"), (4096,)),
 )
+_FP8_LLM = (
+    ("llama3-8b", ("qkv", "out", "gate_up", "down"), (8192,)),
+    ("llama3-70b", ("qkv", "out", "gate_up", "down"), (4096,)),
+    ("deepseek-v3", ("q_a", "q_b", "kv_b", "out", "shared_gate_up", "shared_down"), (4096,)),
+    ("mixtral-8x7b", ("qkv", "out"), (16384,)),
+    ("qwen3-30b-a3b", ("qkv", "out"), (16384,)),
+    ("qwen3-235b-a22b", ("qkv", "out"), (16384,)),
+)
 
 
 def _fp8(m: int, n: int, k: int, scales: str) -> MatmulProblem:
@@ -95,12 +110,22 @@ def _fp8(m: int, n: int, k: int, scales: str) -> MatmulProblem:
 
 @functools.cache
 def _of_8_bits(scales: str) -> dict[str, MatmulProblem]:
+    square = {"square-8192-fp8": _fp8(8192, 8192, 8192, scales)} if scales == "tensor" else {}
+    return _of_models(_FP8, scales) | square
+
+
+@functools.cache
+def _llm_of_8_bits(scales: str) -> dict[str, MatmulProblem]:
+    return _of_models(_FP8_LLM, scales)
+
+
+def _of_models(products: Sequence[tuple[str, Sequence[str], Sequence[int]]], scales: str) -> dict[str, MatmulProblem]:
     end, found = "fp8" if scales == "tensor" else f"fp8-{scales}", {}
-    for model, names, rows in _FP8:
+    for model, names, rows in products:
         for name, m in itertools.product(names, rows):
             p = MODELS[model].projections[name]
             found[f"{model}-{name}-{m}-{end}"] = _fp8(m, p.n, p.k, scales)
-    return found | ({f"square-8192-{end}": _fp8(8192, 8192, 8192, scales)} if scales == "tensor" else {})
+    return found
 
 
 _FP8_EXPERTS = (  # layer, tokens and spread: training and prefills, then decoding
@@ -158,6 +183,14 @@ def _anywhere_attention() -> dict[str, AttentionProblem]:
     return {f"anywhere-{i}": AttentionProblem(**fields) for i, fields in enumerate(drawn)}
 
 
+def _cudnn_frontend(make: Callable[..., Problem]) -> dict[str, Problem]:
+    return {
+        f"cudnn-frontend-{tokens}{'-causal' * causal}": make(2, tokens, tokens, 64, 8, 128, causal=causal)
+        for tokens in (4096, 16384, 32768)
+        for causal in (False, True)
+    }
+
+
 _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
     "matmul": {
         "sustained": _sustained,
@@ -166,6 +199,8 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_of_8_bits, "row"),
         "fp8-block": functools.partial(_of_8_bits, "block"),
+        "fp8-llm": functools.partial(_llm_of_8_bits, "tensor"),
+        "fp8-block-llm": functools.partial(_llm_of_8_bits, "block"),
         "float32": _float32,
     },
     "grouped_matmul": {
@@ -175,7 +210,11 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8-block": functools.partial(_experts_of_8_bits, "block"),
     },
     "ragged_contraction": {"anywhere": functools.partial(_anywhere_grouped, "ragged_contraction", RaggedContractionProblem)},
-    "flash_attention": {"anywhere": _anywhere_attention},
+    "flash_attention": {
+        "cudnn-frontend": functools.partial(_cudnn_frontend, AttentionProblem),
+        "anywhere": _anywhere_attention,
+    },
+    "flash_attention_backward": {"cudnn-frontend": functools.partial(_cudnn_frontend, BackwardProblem)},
 }
 
 

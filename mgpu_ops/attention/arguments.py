@@ -216,11 +216,11 @@ def _checked_window(window: Window | None) -> tuple[int, int]:
 def _checked_number(name: str, value: Any, *, positive: bool) -> float:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} is traced: it must be known before the function runs (scale q by a traced value instead)")
-    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or np.ndim(value):
+    number = floats.number(value)
+    if number is None:
         raise TypeError(f"{name}={value!r:.80} is no number")
-    number = float(value)
     if not math.isfinite(number) or number == 0 or (positive and number < 0):
-        raise ValueError(f"{name}={value!r} must be a finite number {'above' if positive else 'other than'} 0")
+        raise ValueError(f"{name}={value!r:.80} must be a finite number {'above' if positive else 'other than'} 0")
     return number
 
 

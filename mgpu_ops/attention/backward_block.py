@@ -170,9 +170,9 @@ def _begin_together(p: BackwardProblem, c: BackwardConfig, blocks: int) -> bool:
     return in_a_circle(p) and math.ceil(p.kv_tokens / c.tile_kv) <= blocks
 
 
-def stores_first(p: BackwardProblem, c: BackwardConfig) -> bool:
-    """Whether the first kv block that has a turn at a tile of dq stores, so that dq need not be zeros. Each tile has one."""
-    return in_turns(p, c) and p.left is None and (p.right is None or p.offset + p.right > -ROWS) and not _by_arrays(p)
+def all_visited(p: BackwardProblem) -> bool:
+    """Whether some kv block visits each q block, whatever lengths and segments are."""
+    return p.left is None and (p.right is None or p.offset + p.right > -ROWS) and not _by_arrays(p)
 
 
 def turn_numbers(p: BackwardProblem, c: BackwardConfig, optional: OptionalRefs, blocks: int, sms: int) -> Any:
@@ -544,13 +544,13 @@ class ThreadBlock:
 
     # --- The way out
 
-    def tile_in_turn(self, stage: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """`dq_tile` of the first rows of a stage's q block; whether (1 or 0) this adds first: it stores. None: dq is zeros.
+    def tile_in_turn(self, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`dq_tile` of the first rows of a stage's q block; whether (1 or 0) this adds first: it stores, as dq is not zeros.
 
         Once it is the thread block's turn. The helper knows both, which takes registers that consumers do not have.
         """
         word = self.smem["turns"][stage]
-        return lax.shift_right_logical(word, 1), word & 1 if stores_first(self.p, self.c) else None
+        return lax.shift_right_logical(word, 1), word & 1
 
     def dq_tile(self, kv: KvBlock, head: Int, rows: Int) -> jax.Array:
         """Which tile of dq, in `backward_round.tiles_shape`, some 64 rows of a head are."""

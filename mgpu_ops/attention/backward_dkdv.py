@@ -27,10 +27,10 @@ from mgpu_ops.attention.backward_block import (
     CONSUMERS,
     Refs,
     ThreadBlock,
+    all_visited,
     dealt,
     in_turns,
     schedule,
-    stores_first,
     thread_blocks,
     turn_numbers,
 )
@@ -58,10 +58,10 @@ from mgpu_ops.core.pipeline import Pipeline
 
 def launch(
     p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool, as_tiles: bool = False
-) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
     """dq in mode "fused", else None; dk; dv; the gradient of the bias, or None.
 
-    as_tiles: with `dq_step="next"`, dq as its tiles in float32, without scale.
+    as_tiles: with `dq_step="next"`, dq as `backward_round.Tiles`, without scale.
     """
     p = dataclasses.replace(p, kv_heads=p.kv_heads * c.group_splits)
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
@@ -77,7 +77,7 @@ def launch(
         # The interpreter cannot add in global memory: each kv block has an array of its own there.
         by_rows = p.batch, rows, p.q_heads, p.head_dim
         shape = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
-        if stores_first(p, c) and not interpret:
+        if in_turns(p, c) and not interpret:  # who has the first turn at a tile stores it
             dq_type = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
         else:
             # After delta, or XLA would write the zeros of all layers at the program's start, and keep them.
@@ -122,7 +122,9 @@ def launch(
     if c.mode == "fused":
         dq = (outputs[0] if outputs else engine.frozen(dq, arrays.q, arrays.k)).sum(0)
         if c.dq_step == "next":
-            dq = dq if as_tiles else backward_round.launch(p, dq, arrays, interpret)
+            added = None if turns is None or interpret or all_visited(p) else engine.frozen(turns, arrays.q, arrays.k)
+            tiles_of_dq = backward_round.Tiles(dq, added)
+            dq = tiles_of_dq if as_tiles else backward_round.launch(p, tiles_of_dq, arrays, interpret)
         else:
             dq = (dq[:, : p.q_tokens] * arrays.inputs.options[0]).astype(p.dtype)
     if dbias is not None:

@@ -25,6 +25,7 @@ from mgpu_ops.attention.launch import BackwardArrays, as_rows, rows_like, swizzl
 from mgpu_ops.attention.problem import ROWS, BackwardProblem
 from mgpu_ops.core import engine, fragments
 from mgpu_ops.core.rows import load_rows, store_rows
+from mgpu_ops.core.tile_scheduler import Int
 
 
 def tiles_shape(p: BackwardProblem, rows: int) -> tuple[int, int, int]:
@@ -32,18 +33,41 @@ def tiles_shape(p: BackwardProblem, rows: int) -> tuple[int, int, int]:
     return p.batch * (rows // ROWS) * p.q_heads, p.head_dim // PANEL, fragments.SIZE
 
 
-def launch(p: BackwardProblem, dq: jax.Array, arrays: BackwardArrays, interpret: bool) -> jax.Array:
-    """dq [batch, q_tokens, q_heads, head_dim] in the dtype of q, from its tiles in float32."""
-    tiles, panels, _ = dq.shape
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """dq in float32: arrays outside of a kernel, refs in global memory within."""
 
-    def body(dq: Any, options: Any, out: Any, staging: Any) -> None:
+    values: Any  # of `tiles_shape`
+    # How many kv blocks have added to each q block of 64 or 128 rows, int32 in the order of tiles: where none has, `values` may
+    # be anything and dq is 0. None: some has, everywhere.
+    added: Any
+
+    def load(self, p: BackwardProblem, tile: Int, panel: int) -> jax.Array:
+        """A panel of a tile, float32 [64, 64] in wgmma's layout."""
+        values = fragments.load(self.values.at[tile, panel])
+        if self.added is None:
+            return values
+        rows = self.values.shape[0] // self.added.shape[0]  # tiles of a q block
+        block, head = lax.div(tile, jnp.int32(p.q_heads * rows)), lax.rem(tile, jnp.int32(p.q_heads))
+        some = jnp.broadcast_to(self.added[block * p.q_heads + head] > 0, values.shape)
+        return jnp.where(some, values, jnp.zeros_like(values))
+
+
+def launch(p: BackwardProblem, dq: Tiles, arrays: BackwardArrays, interpret: bool) -> jax.Array:
+    """dq [batch, q_tokens, q_heads, head_dim] in the dtype of q, from its tiles in float32."""
+    tiles, panels, _ = dq.values.shape
+    given, tree = jax.tree.flatten(dq)
+
+    def body(*refs: Any, staging: Any) -> None:
+        dq, options, out = jax.tree.unflatten(tree, refs[: len(given)]), *refs[len(given) :]
         tile = lax.axis_index("tile")
         block, head = lax.div(tile, jnp.int32(p.q_heads)), lax.rem(tile, jnp.int32(p.q_heads))
         blocks = jnp.int32(tiles // p.q_heads // p.batch)
         start, row = lax.div(block, blocks) * p.q_tokens, lax.rem(block, blocks) * ROWS
         scale = options[0]
         # 1. Both panels are read before the first is written.
-        values = [fragments.load(dq.at[tile, panel]) for panel in range(panels)]
+        values = [dq.load(p, tile, panel) for panel in range(panels)]
         for panel, value in enumerate(values):
             staging[panel] = (value * scale).astype(p.dtype)
         plgpu.commit_smem()  # TMA sees what was written
@@ -54,13 +78,13 @@ def launch(p: BackwardProblem, dq: jax.Array, arrays: BackwardArrays, interpret:
 
     launch = engine.Launch("mgpu_ops_flash_attention_round_dq", {"tile": tiles}, warpgroups=1, interpret=interpret)
     scratch = {"staging": swizzled((panels, ROWS, PANEL), p.dtype)}
-    out = engine.kernel(body, launch, out_type=rows_like(arrays.q), scratch_types=scratch)(dq, arrays.inputs.options)
+    out = engine.kernel(body, launch, out_type=rows_like(arrays.q), scratch_types=scratch)(*given, arrays.inputs.options)
     return out.reshape(arrays.q.shape)
 
 
 def launch_joined(
     p: BackwardProblem,
-    dq: jax.Array,
+    dq: Tiles,
     dk: jax.Array,
     dv: jax.Array,
     options: jax.Array,
@@ -69,9 +93,9 @@ def launch_joined(
 ) -> jax.Array:
     """The gradient of what q, k and v were taken from, [batch, tokens, q_heads + 2 kv_heads, head_dim].
 
-    dq: its tiles. dk, dv: [batch, tokens, kv_heads, head_dim]. turned: cosines and sines, float32 [tokens, head_dim / 2].
+    dk, dv: [batch, tokens, kv_heads, head_dim]. turned: cosines and sines, float32 [tokens, head_dim / 2].
     """
-    cut = _Cut(p, blocks=dq.shape[0] // p.q_heads // p.batch)
+    cut = _Cut(p, blocks=dq.values.shape[0] // p.q_heads // p.batch)
     cos, sin = (jnp.pad(x, ((0, cut.blocks * ROWS - p.q_tokens), (0, 0))) for x in turned)
     launch = engine.Launch("mgpu_ops_flash_attention_join", {"tile": cut.tiles}, warpgroups=1, interpret=interpret)
     scratch = {
@@ -80,12 +104,14 @@ def launch_joined(
     }
     every = jax.ShapeDtypeStruct((p.batch, p.q_tokens, p.q_heads + 2 * p.kv_heads, p.head_dim), p.dtype)
 
+    given, tree = jax.tree.flatten(dq)
+
     def body(*refs: Any, heads: Any, full: Any) -> None:
-        dq, dk, dv, cos, sin, options, out = refs
+        dq, (dk, dv, cos, sin, options, out) = jax.tree.unflatten(tree, refs[: len(given)]), refs[len(given) :]
         _Join(cut, dq, dk, dv, cos, sin, options, out, heads, full).run()
 
     run = engine.kernel(body, launch, out_type=rows_like(every), scratch_types=scratch)
-    return run(dq, as_rows(dk), as_rows(dv), cos, sin, options).reshape(every.shape)
+    return run(*given, as_rows(dk), as_rows(dv), cos, sin, options).reshape(every.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +142,7 @@ class _Join:
     """A thread block of `launch_joined`, and its refs. heads, full: tiles in shared memory, and whether they have come."""
 
     cut: _Cut
-    dq: Any
+    dq: Tiles
     dk: Any
     dv: Any
     cos: Any
@@ -138,8 +164,8 @@ class _Join:
         def _() -> None:
             turned, scale = self._turns(row), self.options[0]
             for head in range(cut.at_once):
-                of_head = self.dq.at[block * cut.p.q_heads + group * cut.at_once + head]
-                left, right = (fragments.load(of_head.at[panel]) * scale for panel in range(2))
+                tile = block * cut.p.q_heads + group * cut.at_once + head
+                left, right = (self.dq.load(cut.p, tile, panel) * scale for panel in range(2))
                 self._rotate_back(head, left, right, *turned)
                 self._store(head, group, rows)
 

@@ -403,6 +403,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
     if p.page_size:
         inputs = dataclasses.replace(inputs, page_table=_flat_table(inputs.page_table, page_indices(p, c)))
+    if p.lengths:  # one array, which XLA makes in one kernel where they are computed
+        inputs = dataclasses.replace(inputs, lengths=jnp.stack(inputs.lengths))
     optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     values = as_rows(v) if p.page_size else as_blocks(v, c.tile_kv, p)
@@ -411,7 +413,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(*given: Any, accumulators: Any, memory: Any, barriers: dict[str, Any], **smem: Any) -> None:
         of, (out, lse) = jax.tree.unflatten(tree, given[: len(flat)]), given[len(flat) :]
-        x = Operands(p, of.q, of.k, of.v, of.optional)
+        given_inputs = of.optional.inputs
+        if p.lengths:
+            lengths = given_inputs.lengths
+            given_inputs = dataclasses.replace(given_inputs, lengths=(lengths.at[0], lengths.at[1]))
+        x = Operands(p, of.q, of.k, of.v, dataclasses.replace(of.optional, inputs=given_inputs))
 
         def run(*accs: Any) -> None:
             block = _ThreadBlock.of(p, c, x, {**smem, **memory.before}, barriers, accs)
@@ -522,8 +528,11 @@ def _add_up(
             total += plgpu.load(outs.at[pl.ds(part * size + start, _COLUMNS)], optimized=False) * share
         # Given to the sum alone: Mosaic's search for layouts, which calls itself, would go deeper with each load that has one.
         out[pl.ds(start, _COLUMNS)] = plgpu.layout_cast(total, layout).astype(out.dtype)
-        for at, log_sum in log_sums:
-            lse[at] = log_sum
+
+        @pl.when(lax.rem(start, jnp.int32(p.head_dim)) == 0)
+        def store_log_sums() -> None:  # where a row's first columns are
+            for at, log_sum in log_sums:
+                lse[at] = log_sum
 
     return engine.kernel(
         body,

@@ -240,7 +240,7 @@ def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
         return 72 if p.bias != "none" and (warpgroups, tile_kv, d) == (2, 128, 112) else 48
     if warpgroups == 3:
         return 32
-    if d == 256 and warpgroups == 2 and (p.lengths or p.segments):
+    if d == 256 and warpgroups == 2 and (p.lengths or p.segments or p.left is not None):
         return 32
     if d == 256 and warpgroups == 2 and p.bias == "bfloat16":
         return 24
@@ -257,7 +257,7 @@ def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
     p, c = problem, config
     if c.tile_kv > 128 and rounded(p.head_dim) > PANEL and (c.tile_kv > 192 or p.segments or p.left is not None):
         return True
-    if c.tile_kv > 128 and p.lengths:
+    if c.tile_kv > 128 and (p.lengths or p.bias != "none"):
         return True
     wide_bias = p.bias == "float32"
     # Of 16 bits, what a tile of the bias takes is part of the rest, but beside a window.
@@ -393,13 +393,15 @@ _CROWDED = 1.14  # times as long a block takes, where there are fewer clusters o
 _UNEVEN = 0.3  # times as much longer HBM takes as blocks are missing to give all SMs the same number of them
 _ENOUGH, _DEEP = 80 * 1024, 0.01  # bytes on the way to an SM, and how much longer HBM takes with as many more
 _WAITS = 0.32e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
+_LEAST_IN_FLIGHT = 1.5  # steps: with two stages values are asked for a step ahead, keys two
 _PAGES = 0.3e-6  # s more of a step that starts copies of pages
 
 
 def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """For each number of splits, cluster that any GPU has and number of blocks that share an SM, the deepest pipeline.
 
-    Of three or four stages: deeper ones were never faster, and two hardly hide the latency of a load.
+    Of three or four stages: deeper ones were never faster, and two hardly hide the latency of a load. But with lengths, where
+    pairs of blocks share a head's keys, three blocks of two stages on an SM were faster than two of three.
     """
     found = []
     for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, gpu), KV_CLUSTERS, (64, 128)):
@@ -408,8 +410,10 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=kv_cluster)
         pipelines = [Config(max_concurrent_steps=n, **blocks) for n in (4, 3, 2)]
         legal = [c for c in pipelines if check(problem, c, gpu) is None]
+        in_pairs = problem.lengths and not problem.page_size and kv_splits == kv_cluster == 2
+        least = 2 if in_pairs and padded(problem.head_dim) == 2 * PANEL and tile_kv == 64 else 3
         for shared in (1, 2, 3):
-            found += [c for c in legal if c.max_concurrent_steps > 2 and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
+            found += [c for c in legal if c.max_concurrent_steps >= least and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
         found += legal[-1:] if len(legal) == 1 else []
     return sorted(dict.fromkeys(found), key=lambda c: (cost(problem, c, gpu), c.kv_splits))
 
@@ -459,7 +463,7 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     compute = 4 * scores * d / _rate(gpu)
     compute += (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * ROWS * d) / _LANES) / gpu.clock_hz
     waits = _WAITS + _PAGES * (p.page_size > 0)
-    in_flight = (sum(split_stages(c)) - 1) / 2  # steps
+    in_flight = max((sum(split_stages(c)) - 1) / 2, _LEAST_IN_FLIGHT)  # steps
     return steps * max(compute + waits, shared * compute, shared * loaded / _load_rate(gpu), rates.LOAD_LATENCY / in_flight)
 
 

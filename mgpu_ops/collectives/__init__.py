@@ -119,9 +119,25 @@ def reduce_scatter(
     backend: Backend | None = None,
     debug: bool = False,
 ) -> jax.Array:
-    """The d-th of n equal parts of `all_reduce(x)` on device d, cut along `dimension`: `jax.lax.psum_scatter(..., tiled=True)`.
+    """out[d] = the d-th of n equal parts of x_0 + x_1 + ..., cut along `dimension`, on the d-th of n devices.
+    `jax.lax.psum_scatter(..., tiled=True)` for use inside `jax.shard_map`.
 
-    Args, errors and what it works under as for `all_reduce`; x.shape[dimension] must be a multiple of n.
+    Summed and rounded as by `all_reduce`.
+
+    Args:
+      x: of any shape whose `dimension` is a multiple of n; dtypes as for `all_reduce`.
+      dimension: the one that is cut, counted from the end if negative.
+      axis_name, op, transport, config, workspace, backend, debug: as for `all_reduce`.
+
+    Returns:
+      an array of x's dtype and shape, but for `dimension`, which is an n-th.
+
+    Works under what `all_reduce` works under.
+
+    Raises:
+      ValueError: a dimension that x has not, or that n does not divide; an unknown axis, op, transport or backend; a transport
+        or config that cannot run.
+      TypeError: a dimension that is no integer.
     """
     x = floats.any_array("reduce_scatter", "x", x, "numbers")
     call = _call("reduce_scatter", axis_name, op, transport, config, backend, workspace)
@@ -148,9 +164,22 @@ def all_gather(
     backend: Backend | None = None,
     debug: bool = False,
 ) -> jax.Array:
-    """x of all n devices, one after the other along `dimension`: `jax.lax.all_gather(..., tiled=True)`.
+    """out = x_0, x_1, ... of all n devices, one after the other along `dimension`, on each of them.
+    `jax.lax.all_gather(..., tiled=True)` for use inside `jax.shard_map`.
 
-    Args, errors and what it works under as for `all_reduce`.
+    Args:
+      x: of any shape with at least one dimension; dtypes as for `all_reduce`.
+      dimension: the one along which they are joined, counted from the end if negative.
+      axis_name, transport, config, workspace, backend, debug: as for `all_reduce`.
+
+    Returns:
+      an array of x's dtype and shape, but for `dimension`, which is n times as long; equal on all devices of the axis.
+
+    Works under what `all_reduce` works under.
+
+    Raises:
+      ValueError: a dimension that x has not; an unknown axis, transport or backend; a transport or config that cannot run.
+      TypeError: a dimension that is no integer.
     """
     x = floats.any_array("all_gather", "x", x, "numbers")
     call = _call("all_gather", axis_name, "add", transport, config, backend, workspace)

@@ -196,9 +196,8 @@ class _Block:
         engine.signal_all(flag, [self.device(number) for number in step.to])
 
     def wait(self, step: Wait) -> None:
-        """Waits until the flag has all signals of this step and of those before. A flag is zero when the kernel starts and
-        never
-        reset: to read it is cheaper than to subtract from it.
+        """Waits until the flag has all signals of this step and of those before. A flag is zero when the kernel starts
+        and never reset: to read it is cheaper than to subtract from it.
         """
         if step.ll:
             return
@@ -278,9 +277,8 @@ class _Block:
                 self.reduce(inbox.at[stage], len(move.reads), result)
                 plgpu.commit_smem()  # TMA sees what registers wrote
             self.store_chunk(move, first + i * blocks, result)
-            # The next load overwrites a stage of the inbox. Registers have just read this chunk's. Without a reduction TMA
-            # reads
-            # it still: then the load takes the stage of the chunk before, whose stores have read it after this wait.
+            # The next load overwrites a stage of the inbox. Registers have just read this chunk's. Without a reduction
+            # TMA reads it still: then the load takes the stage of the chunk before, whose stores have read it after this wait.
             ahead = i + stages - (not reduces)
             if not reduces:
                 plgpu.wait_smem_to_gmem(stores, wait_read_only=True)

@@ -1,9 +1,8 @@
 """Which configs of a collective are worth trying: a model of its time.
 
 A call is three kernels: XLA fills the flags with zeros, XLA's barrier waits for all devices, and ours moves the data. Ours
-takes
-the time of its handshakes, and of its bytes at the slowest of three rates: of the link, of the memory, and of the chunks in
-flight over the latency.
+takes the time of its handshakes, and of its bytes at the slowest of three rates: of the link, of the memory, and of the chunks
+in flight over the latency.
 """
 
 from __future__ import annotations

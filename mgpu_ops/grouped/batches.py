@@ -134,7 +134,7 @@ class _Batch:
         """What the product of all takes in place of an array of the products."""
         if kind == "sizes":
             return self.sizes
-        every = x.reshape(-1, *x.shape[2:]) if is_batched else x
+        every = lax.collapse(x, 0, 2) if is_batched else x
         if kind == "named":
             return every
         if kind in ("rows", "indices"):
@@ -144,12 +144,12 @@ class _Batch:
         if kind == "others" or self.shared:
             return x
         every = x if is_batched else jnp.broadcast_to(x, (self.size, *x.shape))
-        return every.reshape(-1, *every.shape[2:])
+        return lax.collapse(every, 0, 2)
 
     def put_back(self, x: jax.Array, kind: Kind) -> jax.Array:
         """The results of the products, of one of the product of all."""
         x = x[self.put_to] if kind == "rows" else x
-        return x.reshape(self.size, -1, *x.shape[1:])
+        return x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:])
 
 
 def _entry(ends: jax.Array, row: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mgpu_ops import floats, integers
+from mgpu_ops import flags, floats, integers
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.grouped.sizes import SPREADS, Spread, of_shard
 
@@ -38,9 +38,7 @@ def checked_out_dtype(out_dtype: DTypeLike | None, dtype: DTypeLike) -> str:
 
 def checked_spread(spread: Spread) -> Spread:
     """`spread`. ValueError for an unknown one."""
-    if spread not in SPREADS:
-        raise ValueError(f"spread={spread!r} is not one of {', '.join(SPREADS)}")
-    return spread
+    return flags.one_of("spread", spread, SPREADS)
 
 
 def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: Any = None, matrices: str = "rhs") -> jax.Array:
@@ -53,6 +51,8 @@ def checked_sizes(op: str, sizes: Any, groups: int | None, rows: int, offset: An
     sizes = integers.array("group_sizes", sizes)
     if sizes.ndim != 1 or not sizes.size:
         raise ValueError(f"group_sizes has shape {sizes.shape}: {op} takes one size per group, [groups], at least one")
+    if groups == 0:
+        raise ValueError(f"{matrices} has no groups: {op} takes at least one")
     if offset is not None and groups is not None and sizes.shape[0] < groups:
         raise ValueError(
             f"group_sizes has {sizes.shape[0]} entries but {matrices} has {groups} groups: with group_offset, {op} takes the "
@@ -78,9 +78,9 @@ def checked_offset(offset: Any, every: int, groups: int, matrices: str = "rhs") 
     offset = integers.array("group_offset", offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset has shape {offset.shape}: it is one integer, of shape () or (1,)")
-    if not isinstance(offset, jax.core.Tracer) and not 0 <= int(offset.reshape(())) <= every - groups:
+    if not isinstance(offset, jax.core.Tracer) and not 0 <= (known := np.asarray(offset).item()) <= every - groups:
         raise ValueError(
-            f"group_offset={int(offset.reshape(()))} is not from 0 to {every - groups}: group_sizes has {every} groups, "
+            f"group_offset={known} is not from 0 to {every - groups}: group_sizes has {every} groups, "
             f"of which {matrices} has {groups}"
         )
     return jnp.clip(integers.clipped(offset.reshape(()), every), -groups, every)
@@ -93,12 +93,7 @@ def checked_row_indices(indices: Any, rows: int) -> jax.Array:
         raise ValueError(f"row_indices has shape {indices.shape}: it is [m], a row of lhs for each row of the result")
     if not rows and indices.size:
         raise ValueError(f"row_indices has {indices.size} entries, but lhs has no rows for them to name")
-    if not isinstance(indices, jax.core.Tracer) and indices.size:
-        known = np.asarray(indices)
-        if (wrong := (known < 0) | (known >= rows)).any():
-            at = int(wrong.argmax())
-            raise ValueError(f"row_indices[{at}]={known[at]} is not from 0 to {rows - 1}: lhs has {rows} rows")
-    return jnp.clip(integers.clipped(indices, rows), 0, max(rows - 1, 0))
+    return integers.rows("row_indices", indices, "lhs", rows)
 
 
 def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
@@ -109,6 +104,16 @@ def checked_row_scale(op: str, scale: Any, rows: int) -> jax.Array:
     return scale.astype(np.promote_types(scale.dtype, np.float32))
 
 
+def checked_residual(op: str, residual: Any, shape: tuple[int, int], out_dtype: str) -> jax.Array:
+    """`residual`, of the result's shape and dtype."""
+    residual = floats.array(op, "residual", residual)
+    if residual.shape != shape:
+        raise ValueError(f"residual has shape {residual.shape}: it must be [m, n] = {shape}")
+    if residual.dtype != out_dtype:
+        raise ValueError(f"residual is {residual.dtype} and the result {out_dtype}: cast it, or pass its dtype as out_dtype")
+    return residual
+
+
 def checked_scales(
     scales: tuple[Any, Any], sides: tuple[int, int, int], groups: int, of_rhs: str = "scale_rhs"
 ) -> tuple[str, dict[str, jax.Array]]:
@@ -117,7 +122,7 @@ def checked_scales(
     sides: m, n, k. One number, as a missing scale is, takes the shape that goes with the other scale. Raises ValueError for
     shapes that no kind has. of_rhs: the argument that is scale_rhs.
     """
-    if scales == (None, None):
+    if all(x is None for x in scales):
         return "none", {}
     names = ("scale_lhs", "scale_rhs")
     found = [

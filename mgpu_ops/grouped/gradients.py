@@ -26,34 +26,42 @@ def _matmul_forward(
     sizes: jax.Array,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
-    *rest: jax.Array | None,
+    scale_lhs: jax.Array | None = None,
+    scale_rhs: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> Any:
-    """With an activation its argument is kept; the activation and the scale are then XLA's."""
+    """With an activation its argument is kept; the activation, the scale and the residual are then XLA's."""
     if call.scales != "none" or not {lhs.dtype.name, rhs.dtype.name}.isdisjoint(FLOAT8):
         raise ValueError(
             f"grouped_matmul of {lhs.dtype} and {rhs.dtype} with scales={call.scales!r} has no gradient: 8 bits without a "
             "scale of its own would lose it. Train with mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or hold the arrays "
             "constant with jax.lax.stop_gradient"
         )
-    indices = rest[-1]
-    saved = lhs, rhs, sizes, bias, row_scale, indices
+    saved = lhs, rhs, sizes, bias, row_scale, indices, None if residual is None else ()  # of a residual, that there is one
     if call.activation == "none":
-        out = grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale, row_indices=indices)
+        out = grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale, row_indices=indices, residual=residual)
         return out, (*saved, None)
     plain = dataclasses.replace(call, activation="none", config=None)
     linear = grouped_matmul.product(plain, lhs, rhs, sizes, bias, row_indices=indices)
     out = activate(call.activation, linear)
     if row_scale is not None:
-        out = _scaled(call, out, row_scale, sizes).astype(call.out_dtype)
-    return out, (*saved, linear)
+        out = _scaled(call, out, row_scale, sizes)
+    if residual is not None:
+        out = out.astype(np.promote_types(out.dtype, np.float32))
+        out = _of_groups(call, out + residual.astype(out.dtype), sizes)
+    return out.astype(call.out_dtype), (*saved, linear)
 
 
 def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """dlhs = g rhs^T by group, drhs = lhs^T g by group, dbias = the groups' sums of g; g is scaled and through the activation.
 
+    dresidual = g before that, and zeros for rows of no group.
+
     Without an activation, dlhs before it is scaled gives the scale's gradient too, as its product with lhs.
     """
-    given, rhs, sizes, bias, scale, indices, linear = saved
+    given, rhs, sizes, bias, scale, indices, residual, linear = saved
+    dresidual = None if residual is None else _of_groups(call, g, sizes)
     lhs, dscale = _rows_at(given, indices), None
     if linear is not None:
         activated, backward = jax.vjp(functools.partial(activate, call.activation), linear)
@@ -77,7 +85,7 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
             right = g = _scaled(call, g, scale, sizes).astype(name)
     left, right = (right, left) if t else (left, right)
     drhs, dbias = _contracted(call, name, left, right, sizes), _dbias(call, bias, g, sizes)
-    return _added_at(given, indices, dlhs), drhs, None, dbias, dscale, None, None, None
+    return _added_at(given, indices, dlhs), drhs, None, dbias, dscale, None, None, None, dresidual
 
 
 def _rows_at(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
@@ -109,7 +117,12 @@ def _contracted(call: grouped_matmul.Call, out_dtype: str, lhs: jax.Array, rhs: 
 
 def _scaled(call: grouped_matmul.Call, x: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
     """Each row times its factor, in the factor's dtype."""
-    return jnp.where(in_a_group(sizes, x.shape[0], call.group_offset), x.astype(scale.dtype) * scale[:, None], 0)
+    return _of_groups(call, x.astype(scale.dtype) * scale[:, None], sizes)
+
+
+def _of_groups(call: grouped_matmul.Call, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The rows of groups, and zeros for those of none."""
+    return jnp.where(in_a_group(sizes, x.shape[0], call.group_offset), x, 0)
 
 
 def _row_sums(call: grouped_matmul.Call, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -41,6 +41,8 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
+    residual: a `rows_view` of an array like the output, or None; its epilogue tiles are loaded into those of out_smem, and each
+      buffer of each consumer has one of the barriers residual_arrived.
     row_indices: int32 [m], which rows of lhs are multiplied, or None: the m rows in their order.
     scale_lhs, scale_rhs: of 8-bit floats, or None. With scales of blocks, their stages in shared memory are
       lhs_scale_smem, [stages, blocks of k, rows of a tile and 32 more], and rhs_scale_smem, [stages, blocks of k, 32], of which
@@ -57,6 +59,7 @@ class Refs:
     rhs2: Any = None
     bias: Any = None
     row_scale: Any = None
+    residual: Any = None
     row_indices: Any = None
     scale_lhs: Any = None
     scale_rhs: Any = None
@@ -66,6 +69,7 @@ class Refs:
     lhs_smem: Any = None
     rhs_smem: Any = None
     out_smem: Any = None
+    residual_arrived: Any = None
     barriers: Any = None
     counter: Any = None
     order: Any = None
@@ -126,10 +130,19 @@ class Stages(Protocol):
     def begin_loads(self, tile: GroupTile) -> tuple[Any, ...]:
         """Producer, before an output tile: its `position`, and what else its loads need."""
 
-    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
-        """Producer: starts the copies of the tile's `step`-th step into a stage; they arrive on the barrier `full`."""
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """How many rows a tile's loads can have, from the fewest to all. Empty: there is no choice."""
 
-    def load_further(self, tile: GroupTile, position: tuple[Any, ...], step: int, stage: jax.Array, full: Any) -> None:
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, rows: int, stage: jax.Array, full: Any) -> None:
+        """Producer: starts the copies of the tile's `step`-th step into a stage; they arrive on the barrier `full`.
+
+        rows: of the tile, the first ones that are loaded, one of `heights`; 0 where there is no choice.
+        """
+
+    def load_further(
+        self, tile: GroupTile, position: tuple[Any, ...], step: int, rows: int, stage: jax.Array, full: Any
+    ) -> None:
         """Producer: as `load`, for a step that `store` reads."""
 
     def staging(self) -> Any:
@@ -220,25 +233,42 @@ def _load(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile) -> Non
         wait_gathered(later)
         pipeline.filled(step)
 
-    def load_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
-        position = kernel.begin_loads(tile)
+    def load_tile(tile: GroupTile, before: jax.Array) -> jax.Array:
+        position, steps = kernel.begin_loads(tile), kernel.steps(tile)
+        done = before + steps
 
-        def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
-            if behind:  # before it waits for an empty stage: consumers may need those rows to empty one
-                pl.when(i >= behind)(lambda: landed(behind - 1, step - behind))
-            # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
-            pipeline.fill(step, lambda stage, full: kernel.load(tile, position, i, stage, full))
-            return step + 1
+        def load_steps(rows: int = 0) -> None:
+            def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
+                if behind:  # before it waits for an empty stage: consumers may need those rows to empty one
+                    pl.when(i >= behind)(lambda: landed(behind - 1, step - behind))
+                # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
+                pipeline.fill(step, functools.partial(kernel.load, tile, position, i, rows))
+                return step + 1
 
-        done = lax.fori_loop(0, kernel.steps(tile), load_step, done)
-        for later in reversed(range(behind)):
-            pl.when(kernel.steps(tile) > later)(functools.partial(landed, later, done - 1 - later))
-        for i in range(kernel.further_steps):
-            pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i))
+            lax.fori_loop(0, steps, load_step, before)
+            for later in reversed(range(behind)):
+                pl.when(steps > later)(functools.partial(landed, later, done - 1 - later))
+            for i in range(kernel.further_steps):
+                pipeline.fill(done + i, functools.partial(kernel.load_further, tile, position, i, rows))
+
+        _with_fewest(tile.end - position[0], kernel.heights, load_steps)
         return done + kernel.further_steps if kernel.further_steps else done
 
     _, steps = for_each_tile(load_tile, jnp.int32(0), asks=True)
     pipeline.drain(steps)  # a block does not end before its last stages are read
+
+
+def _with_fewest(count: jax.Array, heights: Sequence[int], load: Callable[..., None]) -> None:
+    """load(height) with the first of `heights` that is at least `count`, else with the last; load() if there are none.
+
+    TMA takes 6 cycles to fill a row beyond a group's end with zeros, 1.6 to load one. The branches are around the steps of a
+    tile, not in each.
+    """
+    if len(heights) < 2:
+        load(*heights)
+        return
+    height, *higher = heights
+    lax.cond(count <= height, functools.partial(load, height), lambda: _with_fewest(count, higher, load))
 
 
 def _compute(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile, accs: tuple[Any, ...], staging: Any) -> jax.Array:
@@ -328,6 +358,9 @@ def nothing_held(c: Config, dtype: str, places: int) -> Held:
     return Held(jnp.int32(0), (jnp.int32(0),) * places, (nothing,) * epilogue_tiles(c))
 
 
+type Finish = Callable[[jax.Array, int], jax.Array]  # of an epilogue tile and its number: what is stored in its place
+
+
 def in_units(index: jax.Array, anywhere: bool) -> jax.Array:
     """Where a tile lies that is held, so that `of_units` gives it back and the compiler sees of what it is a multiple.
 
@@ -341,10 +374,14 @@ def of_units(units: jax.Array, anywhere: bool) -> jax.Array:
     return units * (8 if anywhere else PANEL)
 
 
-def hold(c: Config, values: jax.Array, dtype: Any, place: tuple[Any, ...]) -> Held:
-    """A `Held` of a consumer's share of an output tile, float32."""
-    parts = [values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in epilogue_origins(c)]
-    return Held(jnp.int32(1), tuple(map(jnp.int32, place)), tuple(part.astype(dtype) for part in parts))
+def hold(c: Config, values: jax.Array, dtype: Any, place: tuple[Any, ...], finish: Finish | None = None) -> Held:
+    """A `Held` of a consumer's share of an output tile, float32; of each epilogue tile, what `finish` makes of it."""
+    parts = []
+    for number, (i, j) in enumerate(epilogue_origins(c)):
+        part = values[i : i + ROWS, j : j + c.epilogue_tile_n]
+        part = part if finish is None else finish(part, number)
+        parts.append(part.astype(dtype))
+    return Held(jnp.int32(1), tuple(map(jnp.int32, place)), tuple(parts))
 
 
 def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> None:

@@ -368,7 +368,7 @@ def _batchable(call: _Call) -> Any:
         own = ranks(_shapeless(call))  # of one product
         if _is_more_rows(call, batched, arrays):
             each, joined = zip(names(_shapeless(call)), own, arrays, strict=True), _of_rows(call)
-            rows = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) if name in joined else x for name, rank, x in each]
+            rows = [lax.collapse(x, 0, x.ndim - rank + 1) if name in joined else x for name, rank, x in each]
             out = run(*rows)
             return out.reshape(*arrays[0].shape[:-1], out.shape[-1]), True
         batches = [x.shape[y] for x, y, rank in zip(arrays, batched, own, strict=True) if x.ndim - y > rank]
@@ -380,7 +380,7 @@ def _batchable(call: _Call) -> Any:
                 if not is_batched:
                     return x
                 x = x[:, None]
-            return jnp.broadcast_to(x, (size, batches[0], *x.shape[x.ndim - rank :])).reshape(-1, *x.shape[x.ndim - rank :])
+            return lax.collapse(jnp.broadcast_to(x, (size, batches[0], *x.shape[x.ndim - rank :])), 0, 2)
 
         out = run(*map(flat, arrays, batched, own))
         return out.reshape(size, batches[0], *out.shape[-2:]), True

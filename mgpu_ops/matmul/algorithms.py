@@ -67,7 +67,7 @@ def algorithm_of(precision: lax.PrecisionLike, dtype: str) -> str:
 
 
 def _algorithm(precision: Any, dtype: str) -> str:
-    if precision == "tensorfloat32" and dtype == "float32":  # which JAX counts as HIGH
+    if isinstance(precision, str) and precision == "tensorfloat32" and dtype == "float32":  # which JAX counts as HIGH
         return "tf32"
     pair = precision if isinstance(precision, tuple | list) and len(precision) == 2 else (precision,)
     precisions = [x for x in map(_precision, pair) if x is not None]

@@ -52,7 +52,8 @@ def checked_out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, 
 
 def float_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, dtype: DTypeLike) -> Any:
     """The dtype of the result. Raises for one that is no float, and for two that differ."""
-    named = [floats.any_dtype("out_dtype", x) for x in (out_dtype, preferred) if x is not None]
+    given = {"out_dtype": out_dtype, "preferred_element_type": preferred}
+    named = [floats.any_dtype(name, x) for name, x in given.items() if x is not None]
     if len({*named}) == 2:
         raise ValueError(f"out_dtype={named[0]} and preferred_element_type={named[1]} are one argument: pass one of them")
     return floats.dtype("out_dtype", named[0] if named else dtype)

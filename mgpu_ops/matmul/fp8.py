@@ -150,8 +150,8 @@ def _of_rows(call: _Call, state: Fp8State | None, x: jax.Array, w: jax.Array, *m
     if "bias" in by and by["bias"].shape != shape[-1:]:
         raise ValueError(f"bias has shape {by['bias'].shape}: it must be [n] = {shape[-1:]}")
     if "residual" in by:
-        by["residual"] = like_the_result(by["residual"], shape, call.out_dtype).reshape(-1, shape[-1])
-    return _product(call, x.reshape(-1, x.shape[-1]), w, state, *by.values()).reshape(shape)
+        by["residual"] = lax.collapse(like_the_result(by["residual"], shape, call.out_dtype), 0, -1)
+    return _product(call, lax.collapse(x, 0, -1), w, state, *by.values()).reshape(shape)
 
 
 def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:
@@ -162,8 +162,7 @@ def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}: pass x of rank 2 or more, and w of rank 2")
     if x.shape[-1] != w.shape[-1 if transpose_b else 0]:
         raise ValueError(f"x{x.shape} and w{w.shape} differ in k (transpose_b={transpose_b})")
-    if scheme not in FP8_SCHEMES:
-        raise ValueError(f"scheme={scheme!r} is not one of {', '.join(FP8_SCHEMES)}")
+    flags.one_of("scheme", scheme, FP8_SCHEMES)
 
 
 def _checked_state(state: Any, scheme: str) -> Fp8State | None:

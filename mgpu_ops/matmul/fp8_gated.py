@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
@@ -70,10 +71,10 @@ def fp8_gated_mlp(
         tuple(found[name].dtype.name for name in ("w_gate", "w_up", "w_down")),
         residual is not None,
     )
-    found["x"] = found["x"].reshape(-1, found["x"].shape[-1])
+    found["x"] = lax.collapse(found["x"], 0, -1)
     if residual is not None:
         added = floats.array("fp8_gated_mlp", "residual", residual)
-        found["residual"] = like_the_result(added, shape, call.x_dtype).reshape(-1, shape[-1])
+        found["residual"] = lax.collapse(like_the_result(added, shape, call.x_dtype), 0, -1)
     out: jax.Array = _mlp(call, *mesh.same_mesh_axes(*found.values()))
     return out.reshape(shape)
 

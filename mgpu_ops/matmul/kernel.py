@@ -216,8 +216,9 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
 
         @pl.when(own_tiles > 0)
         def _() -> None:
+            last = Place.of(work, own_tiles - 1)
             for i, part in enumerate(parts):
-                store_kept(Place.of(work, own_tiles - 1), i, part, of, out_smem)
+                store_kept(last, i, part, of, out_smem)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last copies have read shared memory before the block ends
 

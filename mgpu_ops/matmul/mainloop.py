@@ -228,7 +228,9 @@ def produce(
                 pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k), rows=rows))
 
             whole = steps - 1 if a_last or b_last else steps
-            lax.fori_loop(0, whole, load_step, None)
+            # There are several of these loops: unrolled, where steps are few, their addresses would spill.
+            end = engine.opaque(own_tiles * 0 + whole) if a_rows or b_rows else whole
+            lax.fori_loop(0, end, load_step, None)
             if whole < steps:
                 load_step(jnp.int32(whole), None, (a_last or a, b_last or b))
 

@@ -60,7 +60,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "raster_dimension": ("m", "n"),
         "raster_width": (1, 2, 4, 8, 11, 16),  # 11: a wave of 132 tiles is 11 x 12
         "epilogue_tile_n": (16, 32, 64, 128) if any(n % 64 for _, n in fitted) else (32, 64, 128),
-        "split_k": (1, 2, 3, 4, 6, 8),
+        "split_k": tuple(sorted({1, 2, 3, 4, 6, 8} | _parts(p, gpu))),
         "memory_registers": (24, 40),
         "schedule": SCHEDULES if _many_tiles(p, gpu) else ("cooperative", "ahead"),
     }
@@ -79,53 +79,60 @@ def _widths(p: Problem, gpu: Gpu, *, turned: bool) -> set[int]:
     return {width for _, width, _ in _waves(p, gpu, turned)}
 
 
+def _parts(p: Problem, gpu: Gpu) -> set[int]:
+    """The parts of k with which the tiles of `candidates` are one wave."""
+    return {filling_parts(p, *tile, gpu) for tile in _tiles(p)}
+
+
 def _line(problem: Problem) -> int:
     """Elements of k in a swizzle row of 128 bytes."""
     return 128 // itemsize_of(multiplied(problem).dtype)
 
 
-# Fitted to nine recorded sweeps, 214 drawn problems, 24 of few rows and 92 stored entries of an H200 (docs/kernels/matmul.md).
+# Fitted to nine recorded sweeps, 260 drawn problems, 24 of few rows and 92 stored entries of an H200 (docs/kernels/matmul.md).
 _RATE = 1.27  # of rates.POWER: bursts draw less power than what a program sustains
 _ONE_WARPGROUP = 0.7325  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
-_ONE_AHEAD = 0.9164  # and where the next step is in flight
+_ONE_AHEAD = 0.9634  # and where the next step is in flight
 _OVERLAPPED = 1.02  # times the rate, power included, where stores run beside wgmma: there is always one in flight
 _AHEAD = 0.9246  # times the rate, where the next step's wgmma is in flight
-_NOT_HIDDEN = {"deferred": 0.5, "pingpong": 0.8}  # of a store's time takes its tile longer all the same: products of short k
+_NOT_HIDDEN = {"deferred": 0.5666, "pingpong": 0.841}  # of a store's time takes its tile longer all the same: short k
 _SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _SMEM, _SMEM_BYTES_PER_CLOCK = 0.8241, 128  # of the time at which shared memory is read and written, at the boost clock
-_LOADS = 0.6699  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_STORE = 1.237  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
+_LOADS = 0.6674  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_STORE = 1.206  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
-_ACROSS_LINES = {128: 1.0, 64: 1.261, 32: 1.282, 16: 2.12}
-_STORE_NARROW = {16: 2.71}  # as long take stores in epilogue tiles of so many columns
-_STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 1.96}  # as long take the stores of such rows of the output
-_MULTICAST = {1: 1.0, 2: 0.631, 4: 0.1192}  # of the time is left to loads of an operand that so many blocks share,
-_MULTICAST_ACROSS = {1: 1.0, 2: 0.389, 4: 0.102}  # and of what they take longer across lines
+_ACROSS_LINES = {128: 1.0, 64: 1.085, 32: 1.321, 16: 2.243}
+_STORE_NARROW = {16: 2.578}  # as long take stores in epilogue tiles of so many columns
+_STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 2.06}  # as long take the stores of such rows of the output
+_ZEROS = 2.372  # times as long as to load a row takes TMA to fill one outside the array with zeros
+_MULTICAST = {1: 1.0, 2: 0.715, 4: 0.1456}  # of the time is left to loads of an operand that so many blocks share,
+_MULTICAST_ACROSS = {1: 1.0, 2: 0.4634, 4: 0.1343}  # and of what they take longer across lines
+_AHEAD_SHARED = 1.05  # times as long with the next wgmma in flight, across lines: a stage is held longer, and others wait
 _LATENCY = 7.307e-07  # s from a TMA request to its data
-_LAUNCH = 1.008e-06  # s
-_APART = 0.805  # of that time is left where blocks begin with steps of their own
+_LAUNCH = 1.092e-06  # s
+_APART = 0.8986  # of that time is left where blocks begin with steps of their own
 _ISSUE = {
-    "cooperative": 6.73e-08,
+    "cooperative": 7.146e-08,
     "deferred": 8.642e-08,
-    "pingpong": 3.959e-08,
-    "ahead": 2.376e-08,
+    "pingpong": 4.162e-08,
+    "ahead": 1.945e-08,
 }  # s of a step in which nothing multiplies
-_ISSUE_SHARED = {1: 0, 2: 1.455e-08, 4: 3.034e-09}  # and more where so many blocks share an operand: each waits for the others
-_START_SHARED = {1: 0.0, 2: 2.046e-07, 4: 3.605e-07}  # s later begin the blocks of a cluster: each waits for the others
-_CROWD = 6.1e-10  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
-_SOONER = 2.841e-07  # s less, where the kernel has its own pipeline and not Pallas's
-_COLD = 8.031e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
+_ISSUE_SHARED = {1: 0, 2: 1.777e-08, 4: 3.034e-09}  # and more where so many blocks share an operand: each waits for the others
+_START_SHARED = {1: 0.0, 2: 2.046e-07, 4: 4.188e-07}  # s later begin the blocks of a cluster: each waits for the others
+_CROWD = 7.275e-11  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
+_SOONER = 2.507e-07  # s less, where the kernel has its own pipeline and not Pallas's
+_COLD = 6.633e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
 _PARTS = 3.164  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
-_SUM = 4.475e-07  # s that a sum in a cluster takes,
-_SUM_OWN = 2.844  # and times the store of a float32 tile: for the block that adds up,
-_SUM_PART = 2.68  # and for each other block
-_SHARED = 0.477  # of that is left where each block adds up a share of the tile
+_SUM = 4.257e-07  # s that a sum in a cluster takes,
+_SUM_OWN = 2.705  # and times the store of a float32 tile: for the block that adds up,
+_SUM_PART = 2.549  # and for each other block
+_SHARED = 0.421  # of that is left where each block adds up a share of the tile
 _HBM = 1.053  # of the time at the datasheet's rate,
 _HBM_ACROSS_LINES = {128: 1.0, 64: 1.133, 32: 1.119, 16: 1.038}  # and times as long for an operand of such rows
 _STEP_NORM = 4.8  # arithmetic, loads and latency of a step overlap nearly wholly,
-_MEMORY_NORM = 2.869  # all steps and HBM less so
+_MEMORY_NORM = 3.016  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 _FOUR_ALIGNED = 32  # bytes that rows begin at multiples of: with more, clusters of four along m were slower than modelled
@@ -175,6 +182,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, _STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
     overlapped = c.schedule in ("pingpong", "deferred") and waves > 1
+    if c.schedule == "ahead" and max(down, across) > 1 and min(alignments(p)) < 128:
+        steps *= _AHEAD_SHARED
     steps = slowdown(max(steps, under_power)) / (_OVERLAPPED if overlapped else 1.0)
     memory = _HBM * _moved(multiplied(problem)) / gpu.memory_bytes_per_s
     if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
@@ -247,8 +256,23 @@ def _loaded(p: Problem, c: Config) -> float:
             return _ACROSS_LINES[aligned] * (_MULTICAST_8[not _is_wide(c)] if blocks == 2 else 1.0)
         return _MULTICAST[blocks] + (_ACROSS_LINES[aligned] - 1.0) * _MULTICAST_ACROSS[blocks]
 
-    rows = c.tile_m * times(a_aligned, across) + columns * times(b_aligned, down)
+    a_t, b_t = transposed(p)
+    own = c.schedule != "cooperative" or columns != c.tile_n
+    rows = (c.tile_m if a_t else _rows_loaded(p.m, c.tile_m, across, own)) * times(a_aligned, across)
+    rows += (_rows_loaded(p.n, c.tile_n, down, own) if b_t else columns) * times(b_aligned, down)
     return _LOADS * itemsize_of(p.dtype) * c.tile_k * rows
+
+
+def _rows_loaded(side: int, tile: int, blocks: int, own: bool) -> float:
+    """What the rows of a tile count as that lies along k: TMA fills those outside the array with zeros, and that takes longer.
+
+    With a pipeline of its own the kernel does not load them, but for what makes each of the blocks that share it load eights.
+    They count where there is one tile along the side, so that each block has them.
+    """
+    inside = min(side, tile)
+    if own:
+        return min(_up(inside, 8 * blocks), tile)
+    return inside + _ZEROS * (tile - inside)
 
 
 def _is_wide(c: Config) -> bool:
@@ -266,13 +290,14 @@ def _shared_memory(p: Problem, c: Config) -> float:
 def _crowded(p: Problem, c: Config, gpu: Gpu) -> float:
     """Seconds that a step takes where all blocks read an operand whose rows along m or n are shorter than a line of 128 bytes.
 
-    Each block asks for a line once for each row in it, all at about the same time. Those of a cluster that share it ask once.
+    Each block asks for each row of a step, all at about the same time, and the rows lie in few lines. Those of a cluster that
+    share it ask once.
     """
     a_t, b_t = transposed(p)
     down, across = neighbours(c)
     sides = ((a_t, p.m, p.n / c.tile_n / across), (not b_t, p.n, p.m / c.tile_m / down))
-    lines = ((128 / (length * itemsize_of(p.dtype)), blocks) for along, length, blocks in sides if along and length)
-    return _CROWD * sum(min(blocks, gpu.sms) * rows for rows, blocks in lines if rows > 1)
+    asking = (min(blocks, gpu.sms) for along, length, blocks in sides if along and 0 < length * itemsize_of(p.dtype) < 128)
+    return _CROWD * c.tile_k * sum(asking)
 
 
 def alignments(p: Problem) -> tuple[int, int]:
@@ -387,18 +412,24 @@ def thrifty(problem: Problem, gpu: Gpu) -> list[Config]:
     return [config for config in found if config is not None]
 
 
-def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """Tiles, and how they are divided, with as many steps as any of them may have."""
+def _tiles(problem: Problem) -> list[tuple[int, int, int]]:
+    """Tiles for any problem, and for few rows those of the transposed product."""
     few = next((rows for rows in _FEW_ROWS if problem.m <= rows), None)
     line = _line(problem)
     tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in (line, 2 * line)] if few else []
     if itemsize_of(problem.dtype) == 1:
-        tiles += [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
-    else:
-        tiles += [(m, n, line) for m, n in _TILES]
-    divided: list[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]]
-    divided = [(tile, _DIVISIONS, _SPLITS) for tile in tiles]
-    divided += [((m, n, line), _DIVISIONS, _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
+        return tiles + [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
+    return tiles + [(m, n, line) for m, n in _TILES]
+
+
+def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Tiles, and how they are divided, with as many steps as any of them may have."""
+    divided: list[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]] = []
+    for tile in _tiles(problem):
+        parts = filling_parts(problem, *tile, gpu)
+        more = (("none", parts),) if parts > 1 and ("none", parts) not in _SPLITS else ()
+        divided.append((tile, _DIVISIONS, (*_SPLITS, *more)))
+    divided += [((m, n, _line(problem)), _DIVISIONS, _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
@@ -428,6 +459,13 @@ def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
         return tiles < 2
     whole_lines = cluster == "m4" and min(alignments(p)) > _FOUR_ALIGNED
     return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2 or whole_lines
+
+
+def filling_parts(p: Problem, tile_m: int, tile_n: int, tile_k: int, gpu: Gpu) -> int:
+    """Into how many parts k is divided where the parts of all tiles are one wave: no part without a step of k."""
+    tiles, steps = p.batch * math.ceil(p.m / tile_m) * math.ceil(p.n / tile_n), math.ceil(p.k / tile_k)
+    at_once = max(1, min(gpu.sms // tiles, steps)) if tiles else 1
+    return math.ceil(steps / math.ceil(steps / at_once)) if steps else 1
 
 
 def _too_many(p: Problem, tile_m: int, tile_n: int, split_k: int, gpu: Gpu) -> bool:

@@ -50,12 +50,11 @@ def quantize(
     Raises ValueError for an unknown scheme, axis or dtype; TypeError for what is no array of floats.
     """
     array = floats.array("quantize", "x", x)
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme={scheme!r} is not one of {', '.join(SCHEMES)}")
+    flags.one_of("scheme", scheme, SCHEMES)
     kind, transpose = _checked_dtype(dtype), flags.checked("transpose", transpose)
     if array.ndim < 2 and (scheme != "tensor" or transpose):
         raise ValueError(f"x has shape {array.shape}: scheme={scheme!r} takes arrays of rank 2 or more; add a dimension")
-    if not isinstance(axis, int | np.integer) or axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
         raise ValueError(f"axis={axis} is none of the last two dimensions of x{array.shape}: pass -1 or -2")
     axis = int(axis if axis < 0 else axis - array.ndim)
     if transpose and array.ndim == 2 and axis == -1:

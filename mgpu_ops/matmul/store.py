@@ -88,18 +88,19 @@ def load_residual(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: 
         engine.copy_gmem_to_smem(place.block(refs.residual, i, j), out_smem.at[wg, number], arrived.at[wg])
 
 
-def load_slot(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any, number: int) -> None:
-    """Consumer: starts to load the residual of epilogue tile `number` of tile t into its slot of the epilogue's buffers."""
-    place, wg, slot = Place.of(work, t), lax.axis_index("wg"), number % SLOTS
-    block = place.block(refs.residual, *epilogue_origins(work.config)[number])
+def load_slot(place: Place, refs: Refs, out_smem: Any, arrived: Any, number: int) -> None:
+    """Consumer: starts to load the residual of epilogue tile `number` at `place` into its slot of the epilogue's buffers."""
+    wg, slot = lax.axis_index("wg"), number % SLOTS
+    block = place.block(refs.residual, *epilogue_origins(place.work.config)[number])
     engine.copy_gmem_to_smem(block, out_smem.at[wg, slot], arrived.at[wg * SLOTS + slot])
 
 
 def load_slots(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any) -> None:
     """Consumer: as `load_residual`, but of the first epilogue tiles only: as many as there are slots."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the slots, long ago
+    place = Place.of(work, t)
     for number in range(min(SLOTS, epilogue_tiles(work.config))):
-        load_slot(work, t, refs, out_smem, arrived, number)
+        load_slot(place, refs, out_smem, arrived, number)
 
 
 def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, arrived: Any) -> None:
@@ -119,7 +120,7 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
         place.store(buffer, refs.out, i, j)
         if number + SLOTS < len(origins):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load_slot(work, t, refs, out_smem, arrived, number + SLOTS)
+            load_slot(place, refs, out_smem, arrived, number + SLOTS)
 
 
 def load_residual_slab(work: Work, t: jax.Array, residual: Any, slab: int, stages: Any, stage: jax.Array, arrived: Any) -> None:

@@ -24,8 +24,8 @@ def requested_backend(name: str | None) -> Backend | None:
     where = "backend"
     if name is None:
         where, name = "MGPU_OPS_BACKEND", os.environ.get("MGPU_OPS_BACKEND") or None
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{where}={name!r} is not one of {', '.join(BACKENDS)}")
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
+        raise ValueError(f"{where}={name!r:.80} is not one of {', '.join(BACKENDS)}")
     return name
 
 

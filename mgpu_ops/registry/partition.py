@@ -102,6 +102,15 @@ def partitioned(function: Callable[..., Any], rule_of: Callable[..., Rule], back
     return call
 
 
+def with_first(function: Callable[..., Any], rule_of: Callable[..., Rule], first: int, *args: Any) -> Any:
+    """`function(*args)`, an op made of others; over explicit axes split by `rule_of(*args)`, if one of the first args is.
+
+    JAX refuses parts of such a call there. Otherwise each of the others is split by a rule of its own.
+    """
+    explicit = mesh.explicit_axes(mesh.mesh_of(jax.tree.leaves(args)))
+    return (partitioned(function, rule_of, None) if explicit and applies(None, *args[:first]) else function)(*args)
+
+
 def applies(backend: str | None, *args: Any) -> bool:
     """Whether a `partitioned` call of these arrays may be split; it may not in a process with one device."""
     leaves = jax.tree.leaves(args)

@@ -195,7 +195,7 @@ def resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
         _logged.add(key)
         versus = "" if result.runs == "kernel" else f"; XLA runs{_versus(result)}"
         logging.getLogger("mgpu_ops").info(
-            "%s %s on %s: %s from %s%s", spec.name, problem, gpu.key, result.config, _place(result), versus
+            "%s %s on %s: %s from %s%s", spec.name, problem, gpu.key, result.config, _place(result, problem), versus
         )
     return result
 
@@ -229,7 +229,7 @@ def _agreed(query: _Query, found: Resolution) -> Resolution:
     first = job.first(f"config/{gpu.key}/{spec.name}/{spec.version}/{fields}", mine)
     if first == mine:
         return found
-    here = f"{found.config} from {_place(found)}{', through XLA' * (found.runs == 'xla')}"
+    here = f"{found.config} from {_place(found, problem)}{', through XLA' * (found.runs == 'xla')}"
     query.note("job", f"another process of this job chose first; here it would be {here}")
     theirs = msgspec.json.decode(first, type=_Agreed)
     agreed = Resolution(to_config(spec, theirs.config), "job", runs=theirs.runs)
@@ -300,7 +300,7 @@ def _exact(query: _Query, source: str, path: Path, data: bytes) -> Resolution | 
 def _require(query: _Query, found: Resolution) -> None:
     """Raises for a config that cannot run. Every call's config passes here: kernels do not check theirs again."""
     spec, problem, gpu, _ = query
-    what = f"{spec.name}: {found.config} from {_place(found)}"
+    what = f"{spec.name}: {found.config} from {_place(found, problem)}"
     if not isinstance(found.config, spec.Config):
         raise TypeError(f"{what} must be a {spec.Config.__module__}.{spec.Config.__qualname__}")
     reason = spec.check(problem, found.config, gpu)
@@ -336,7 +336,7 @@ def _stored(query: _Query) -> Resolution:
             return _decided(query, found, (stored, distance) if near and not as_own else None)
         failed += near
         if failed <= 3:  # enough to see why
-            query.note(source, f"{stored.path}: {title(stored.entry)} passed over: {reason}")
+            query.note(source, f"{stored.path}: {_whose(stored.entry, problem)} passed over: {reason}")
     query.note("near", f"none of {failed} entries for comparable problems can run this one")
     default = Resolution(spec.default(problem, gpu), "default", nearest=nearest[0].entry if nearest else None)
     return _decided(query, default, nearest)
@@ -475,7 +475,7 @@ def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
         f"{spec.name} {problem} on {gpu.key}",
         f"  runs      {'the kernel' if result.runs == 'kernel' else 'XLA'}{_versus(result)}",
         f"  config    {result.config}{', which backend="mosaic" runs' * (result.runs == 'xla')}",
-        f"  from      {_place(result)}",
+        f"  from      {_place(result, problem)}",
     ]
     if result.entry is not None:
         lines.append(f"  evidence  {_summary(result.entry.evidence)}")
@@ -496,14 +496,21 @@ def _versus(result: Resolution) -> str:
     return f": {why[-1]}" if why else ": the config that was found says so, without the kernel's time"
 
 
-def _place(result: Resolution) -> str:
-    """ "near, distance 0.5: measured {'m': 64} of /path"."""
+def _place(result: Resolution, problem: Problem) -> str:
+    """ "near, distance 0.5: measured for m=64, in /path"."""
     text = result.source
     if result.distance is not None:
         text += f", distance {result.distance:.3g}"
     if result.entry is not None:
-        text += f": {title(result.entry)} of {result.path}"
+        text += f": {_whose(result.entry, problem)}, in {result.path}"
     return text
+
+
+def _whose(entry: Entry, problem: Problem) -> str:
+    """ "measured for this problem", or "measured for m=64, layout='nt'": the fields in which an entry's problem is another."""
+    there = {field.name: field.default for field in dataclasses.fields(problem)} | entry.problem
+    apart = [f"{name}={there[name]!r}" for name, value in dataclasses.asdict(problem).items() if there[name] != value]
+    return f"{kind(entry)} for {', '.join(apart) or 'this problem'}"
 
 
 def _summary(e: Evidence) -> str:

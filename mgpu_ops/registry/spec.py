@@ -98,10 +98,13 @@ def problem_of(spec: OpSpec, fields: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{fields!r} is no {spec.name} problem: give its fields as a mapping, or a {spec.Problem.__qualname__}"
         )
-    known = {field.name for field in dataclasses.fields(spec.Problem)}
-    unknown = sorted(map(str, fields.keys() - known))
+    known = {field.name: field.default for field in dataclasses.fields(spec.Problem)}
+    unknown = sorted(map(str, fields.keys() - known.keys()))
     if unknown:
         raise ValueError(f"{spec.name} problems have no {', '.join(unknown)}: the fields are {', '.join(sorted(known))}")
+    missing = [name for name, default in known.items() if default is dataclasses.MISSING and name not in fields]
+    if missing:
+        raise ValueError(f"{dict(fields)} is no {spec.name} problem: it needs {', '.join(missing)} too")
     # a whole number of numpy's, as a computed size is, is one
     given = {name: operator.index(value) if isinstance(value, np.integer) else value for name, value in fields.items()}
     if "dtype" in given and "out_dtype" in known:

@@ -173,7 +173,7 @@ def _batchable(call: _Call) -> Any:
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         if list(batched) == [True, False]:  # more rows; a gradient's dw is a sum over one norm's
             x = arrays[0]
-            return run(x.reshape(-1, x.shape[-1]), arrays[1]).reshape(x.shape), True
+            return run(lax.collapse(x, 0, -1), arrays[1]).reshape(x.shape), True
         return one_after_the_other(run, batched, arrays), (True, True) if call.gradient else True
 
     run = jax.jit(norm)

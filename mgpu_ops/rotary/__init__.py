@@ -171,7 +171,7 @@ def _batchable(call: RotaryCall) -> Any:
     def of_sequences(*arrays: jax.Array) -> Any:
         """Of arrays [sequences, positions, heads, head_dim]."""
         *given, cos, sin = arrays
-        out = one_device(*(x.reshape(-1, *x.shape[2:]) for x in given), cos, sin)
+        out = one_device(*(lax.collapse(x, 0, 2) for x in given), cos, sin)
         return jax.tree.map(lambda y: y.reshape(*given[0].shape[:2], *y.shape[1:]), out)
 
     split = partition.partitioned(of_sequences, functools.partial(_rule, call), call.backend)
@@ -182,13 +182,13 @@ def _batchable(call: RotaryCall) -> Any:
         if not cos.shape[0] or not partition.applies(call.backend, *arrays):
             return one_device(*arrays)
         out = split(*(x.reshape(-1, cos.shape[0], *x.shape[1:]) for x in given), cos, sin)
-        return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), out)
+        return jax.tree.map(lambda y: lax.collapse(y, 0, 2), out)
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         marks = True if call.gradient else (True, True, True)
         if all(batched[:-2]) and not any(batched[-2:]):  # more sequences
-            out = run(*(x.reshape(-1, *x.shape[2:]) for x in arrays[:-2]), *arrays[-2:])
+            out = run(*(lax.collapse(x, 0, 2) for x in arrays[:-2]), *arrays[-2:])
             return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), out), marks
         return one_after_the_other(run, batched, arrays), marks
 

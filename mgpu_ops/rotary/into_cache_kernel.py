@@ -32,24 +32,22 @@ def launch(
     batch, tokens, kv_heads, head_dim = k.shape
     half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
     groups = heads // kv_heads + 2  # of queries, and one of keys and of values
-    # Angles for each head, so that one copy brings them: XLA writes them so where it computes them.
-    cos, sin = (jnp.broadcast_to(angles[:, None], (angles.shape[0], kv_heads, half)) for angles in (cos, sin))
+    # Cosines and sines for each head, so that one copy brings them: XLA writes them so, in one kernel, where it computes them.
+    angles = jnp.stack(jnp.broadcast_arrays(cos, sin), 1)
+    angles = jnp.broadcast_to(angles[:, :, None], (angles.shape[0], 2, kv_heads, half))
     caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
 
-    def body(
-        x: Any, cos: Any, sin: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, angles: Any, full: Any
-    ) -> None:
+    def body(x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any) -> None:
         *norm, q = rest
         row, group = lax.axis_index("row"), lax.axis_index("group")
         of_group = pl.ds(group * kv_heads, kv_heads)
         for i, smem in enumerate(halves):
             engine.copy_gmem_to_smem(x.at[row, of_group, i], smem, full)
-        for angle, smem in zip((cos, sin), angles, strict=True):
-            engine.copy_gmem_to_smem(angle.at[_of(angle, row)], smem, full)
+        engine.copy_gmem_to_smem(angles.at[_of(angles, row)], turns, full)
         factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
         at = jnp.clip(positions[_of(positions, row)], 0, tokens - 1)
         plgpu.barrier_wait(full)
-        _rotate(halves, angles, factor, group < groups - 1)
+        _rotate(halves, turns, factor, group < groups - 1)
         plgpu.commit_smem()  # TMA sees what was written
         _store(halves, q.at[row, of_group], group < groups - 2)
         _store(halves, k.at[row, at], group == groups - 2)
@@ -64,24 +62,24 @@ def launch(
         out_type=jax.ShapeDtypeStruct((batch, heads, 2, half), qkv.dtype),
         scratch_types={
             "halves": tuple(plgpu.SMEM((kv_heads, half), qkv.dtype) for _ in range(2)),
-            "angles": tuple(plgpu.SMEM((kv_heads, half), jnp.float32) for _ in range(2)),
-            "full": plgpu.Barrier(num_arrivals=4),
+            "turns": plgpu.SMEM((2, kv_heads, half), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=3),
         },
-    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), cos, sin, positions, *caches, *norm)
+    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *norm)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
 
 
-def _rotate(halves: tuple[Any, Any], angles: tuple[Any, Any], factor: jax.Array | None, turns: jax.Array) -> None:
-    """Heads times the factor of their row, if there is one, and rotated where `turns` says so."""
+def _rotate(halves: tuple[Any, Any], turns: Any, factor: jax.Array | None, here: jax.Array) -> None:
+    """Heads times the factor of their row, if there is one; where `here` says so turned by the cosines and sines of `turns`."""
     dtype = halves[0].dtype
     if factor is not None:
         for smem in halves:
             smem[...] = (smem[...].astype(jnp.float32) * factor).astype(dtype)
 
-    @pl.when(turns)
+    @pl.when(here)
     def _() -> None:
         left, right = (smem[...].astype(jnp.float32) for smem in halves)
-        c, s = (smem[...] for smem in angles)
+        c, s = (turns[i] for i in range(2))
         halves[0][...] = (left * c - right * s).astype(dtype)
         halves[1][...] = (right * c + left * s).astype(dtype)
 

@@ -24,6 +24,7 @@ from tests.mgpu_ops.attention import cases, paged
 HEAD_DIMS = (64, 128, 80, 96, 112, 160, 192, 224, 256, 40, 72)
 _LIMITS = {"bfloat16": 1.0, "float16": 0.15}  # of errors in bfloat16, which are below
 _FORWARD, _GRADIENT, _LSE = 0.03, 0.12, 2e-3
+_FLOOR = 0.01  # of the size that errors are a share of
 
 
 def forward(seed: int, gpu: Gpu, tiny: bool) -> Case:
@@ -105,7 +106,22 @@ def _case(op: str, seed: int, gpu: Gpu, tiny: bool) -> Case:
     truth_options = {k: v for k, v in options.items() if k != "deterministic"}
     wanted = cases.truth(*(arrays[x] for x in "qkv"), **truth_options, **masks, **_only(arrays, "bias", "sinks"), **gradient)
     note = _poison(rng, arrays, shape)
-    return _of(f"{shape} {dtype}{note}", arrays, options, gradient, wanted, dtype, gpu, rng)
+    seen = {k: v for k, v in options.items() if k in ("causal", "window")} | masks
+    floors = _floors(shape, options.get("scale"), seen, arrays.get("bias"))
+    return _of(f"{shape} {dtype}{note}", arrays, options, gradient, wanted, dtype, gpu, rng, floors)
+
+
+def _floors(shape: cases.Shape, scale: float | None, masks: dict[str, Any], bias: np.ndarray | None) -> dict[str, np.ndarray]:
+    """For each row of the gradients of q and of a bias: where it sees few keys, they are small differences of large numbers."""
+    seen = cases.visible(shape.scores, **masks)
+    keys = (seen if bias is None else seen & ~np.isneginf(bias)).sum(-1, keepdims=True)
+    floor = 0.6 * np.sqrt((shape.v_dim or shape.head_dim) / 64) / np.maximum(keys, 1)
+    of_q = floor.swapaxes(1, 2) * abs(scale or 1 / np.sqrt(shape.head_dim))
+    found = {"q": np.maximum(_FLOOR, of_q)}
+    if bias is not None:
+        shared = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
+        found["bias"] = np.maximum(_FLOOR, floor.max(shared, keepdims=True))
+    return found
 
 
 def _shape(rng: random.Random, tiny: bool, backward: bool) -> cases.Shape:
@@ -180,6 +196,7 @@ def _of(
     dtype: str,
     gpu: Gpu,
     rng: random.Random,
+    floors: dict[str, np.ndarray] | None = None,
 ) -> Case:
     names, cotangents = list(arrays), list(gradient)
     differentiable = [name for name in ("q", "k", "v", "bias", "sinks") if name in arrays] if gradient else []
@@ -216,5 +233,8 @@ def _of(
     label += "".join(f" {short(problem)} {short(config)}" for pairs in configs.values() for problem, config in pairs)
     limits = {"out": _FORWARD, "lse": _LSE / _LIMITS[dtype]}
     order = sorted({"out", "lse", *differentiable})
-    wanted = tuple(Wanted(name, truth[name], limits.get(name, _GRADIENT) * _LIMITS[dtype], floor=0.01) for name in order)
+    wanted = tuple(
+        Wanted(name, truth[name], limits.get(name, _GRADIENT) * _LIMITS[dtype], floor=(floors or {}).get(name, _FLOOR))
+        for name in order
+    )
     return Case(label, gpu, function, given, wanted, not gradient or options["deterministic"])

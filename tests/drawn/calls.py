@@ -32,13 +32,17 @@ _LIMITS = {"bfloat16": 0.02, "float16": 0.003}  # of the norm of errors, as a sh
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """function(*arrays, backend=): arrays by name, of which `of` have gradients. eight: it rounds to 8 bits itself."""
+    """function(*arrays, backend=): arrays by name, of which `of` have gradients. eight: it rounds to 8 bits itself.
+
+    limit: of errors, where the dtype does not decide it.
+    """
 
     label: str
     function: Callable[..., Any]
     arrays: dict[str, np.ndarray]
     of: tuple[str, ...] = ()
     eight: bool = False
+    limit: float | None = None
 
 
 def case(seed: int, gpu: Gpu, tiny: bool) -> Case:
@@ -54,10 +58,12 @@ def case(seed: int, gpu: Gpu, tiny: bool) -> Case:
         name = rng.choice([name for name in CALLS if not (tiny and name.startswith("fp8"))])
         drawn = CALLS[name](rng, Sizes.of(tiny), normal)
         of = drawn.of if rng.random() < 0.8 else ()
-        run, arrays = _with_gradients(drawn, of), tuple(drawn.arrays.values())
-        if vmap := rng.random() < 0.12:
-            arrays = tuple(np.stack([x, x if x.dtype.kind == "i" else -x]) for x in arrays)
-            run = _mapped(run)
+        how = rng.choice(WAYS[: 3 if tiny else 4]) if rng.random() < 0.4 else "as it is"
+        arrays, cotangents = tuple(drawn.arrays.values()), ()
+        if of:
+            outs = jax.tree.leaves(jax.eval_shape(functools.partial(_with_gradients(drawn, ()), "xla"), *arrays))
+            cotangents = tuple(numbers.standard_normal(x.shape, np.float32).astype(x.dtype) for x in outs)
+        run, arrays = _called(how, _with_gradients(drawn, of, how == "checkpoint"), (*arrays, *cotangents))
         try:
             with jax.default_device(jax.devices("cpu")[0]):
                 uses = capture(functools.partial(run, "mosaic"), gpu)(*arrays).uses
@@ -82,34 +88,46 @@ def case(seed: int, gpu: Gpu, tiny: bool) -> Case:
         return call
 
     label = f"{drawn.label} {dtype} gradients={of} {[f'{k}{list(v.shape)}' for k, v in drawn.arrays.items()]} sms={gpu.sms}"
-    label += " vmap" * vmap
+    label += f" {how}"
     label += "".join(f" {short(problem)} {short(config)}" for pairs in configs.values() for problem, config in pairs)
-    limit = _LIMITS[dtype] * (1.5 if of else 1.0)
+    rounded = "bfloat16" if drawn.eight else dtype  # some numbers of 8 bits are rounded to their other neighbour
+    limit = drawn.limit or _LIMITS[rounded] * (1.5 if of else 1.0)
     wanted = tuple(Wanted(f"result {i}", np.asarray(x), limit, "norm") for i, x in enumerate(results))
     attends = "attention" in name and bool(of)
     return Case(label, gpu, function, arrays, wanted, not attends)
 
 
-def _mapped(run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda backend, *arrays: jax.vmap(functools.partial(run, backend))(*arrays)
+WAYS = ("vmap", "scan", "transposed", "checkpoint")  # of calling; the last one is not interpreted
 
 
-def _with_gradients(drawn: Drawn, of: tuple[str, ...]) -> Callable[..., Any]:
-    """run(backend, *arrays): the results, and the gradients of some arrays."""
+def _called(how: str, run: Callable[..., Any], arrays: tuple[np.ndarray, ...]) -> tuple[Callable[..., Any], Any]:
+    """run(backend, *arrays) called in a way, and the arrays for it."""
+    if how in ("vmap", "scan"):  # of two calls
+        pairs = tuple(np.stack([x, x if x.dtype.kind == "i" else -x]) for x in arrays)
+        if how == "vmap":
+            return lambda backend, *xs: jax.vmap(functools.partial(run, backend))(*xs), pairs
+        return lambda backend, *xs: jax.lax.map(lambda each: run(backend, *each), xs), pairs
+    if how == "transposed":  # as other operations leave arrays: rows are not contiguous
+        turned = tuple(np.ascontiguousarray(x.swapaxes(-1, -2)) if x.ndim > 1 else x for x in arrays)
+        back = lambda x: jnp.swapaxes(x, -1, -2) if x.ndim > 1 else x  # noqa: E731
+        return lambda backend, *xs: run(backend, *map(back, xs)), turned
+    return run, arrays
+
+
+def _with_gradients(drawn: Drawn, of: tuple[str, ...], checkpoint: bool = False) -> Callable[..., Any]:
+    """run(backend, *arrays, *cotangents): the results, and the gradients of some arrays."""
     names = list(drawn.arrays)
 
     def run(backend: str, *arrays: Any) -> Any:
-        named = dict(zip(names, arrays, strict=True))
+        named = dict(zip(names, arrays, strict=False))
 
         def changed(*some: Any) -> Any:
             return drawn.function(**named | dict(zip(of, some, strict=True)), backend=backend)
 
         if not of:
             return changed()
-        out, back = jax.vjp(changed, *(named[name] for name in of))
-        numbers = np.random.default_rng(7)
-        given = jax.tree.map(lambda x: jnp.asarray(numbers.standard_normal(x.shape, np.float32)).astype(x.dtype), out)
-        return out, back(given)
+        out, back = jax.vjp(jax.checkpoint(changed) if checkpoint else changed, *(named[name] for name in of))
+        return out, back(jax.tree.unflatten(jax.tree.structure(out), arrays[len(names) :]))
 
     return run
 
@@ -182,6 +200,10 @@ def _grouped_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     if rng.random() < 0.4:
         arrays["row_scale"] = np.asarray(normal(m), np.float32)
         of.append("row_scale")
+    if rng.random() < 0.3:
+        arrays["residual"] = normal(m, n)
+        arrays["residual"][sizes.sum() :] = np.nan
+        of.append("residual")
     if rng.random() < 0.3:
         rows = side(rng, 1, s.rows)
         arrays["lhs"] = normal(rows, k)
@@ -315,6 +337,93 @@ def _small(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     return Drawn(kind, lambda **xs: mgpu_ops.rotary_qkv(**xs, heads=heads, kv_heads=kv), arrays, ("qkv",))
 
 
+def _float32(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    """Products of float32, each as exact as it is asked for."""
+    m, n, k = side(rng, 8, s.rows, 8), side(rng, 8, s.columns, 8), side(rng, 8, s.depth // 2, 8)
+    precision, limit = rng.choice((("highest", 1e-5), ("high", 1e-4), ("tensorfloat32", 5e-3), ("default", 5e-3), (None, 5e-3)))
+    ta, tb = rng.random() < 0.3, rng.random() < 0.4
+    arrays = {"a": np.asarray(normal(*((k, m) if ta else (m, k))), np.float32) / 3}
+    arrays["b"] = np.asarray(normal(*((n, k) if tb else (k, n))), np.float32) / 3
+    if rng.random() < 0.4:
+        arrays["bias"] = np.asarray(normal(n), np.float32)
+    options = {"precision": precision, "transpose_a": ta, "transpose_b": tb, "activation": rng.choice((None, *ACTIVATIONS))}
+    call = lambda **xs: mgpu_ops.matmul(**xs, **options)  # noqa: E731
+    return Drawn(f"matmul {options}", call, arrays, tuple(arrays), limit=limit)
+
+
+_PRODUCTS = ("bmk,bkn->bmn", "mk,kn->nm", "abk,kn->abn", "kmb,bkn->bmn", "bmak,bnak->bamn", "btk,kad->btad", "mk,nk->mn")
+
+
+def _einsum(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    subscripts = rng.choice(_PRODUCTS)
+    sizes = {x: side(rng, 8, s.depth // 3, 8) for x in "mnkt"} | {"a": rng.choice((2, 8)), "b": rng.choice((1, 3)), "d": 64}
+    shapes = [[sizes[x] for x in part] for part in subscripts.split("->")[0].split(",")]
+    arrays = {"a": normal(*shapes[0]), "b": normal(*shapes[1], size=1 / math.sqrt(sizes["k"]))}
+    call = lambda a, b, backend: mgpu_ops.einsum(subscripts, a, b, backend=backend)  # noqa: E731
+    return Drawn(f"einsum {subscripts}", call, arrays, ("a", "b"))
+
+
+def _weights(rng: random.Random, normal: Any, k: int, n: int, *lead: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(options, {w, scales and perhaps zero_points}) of weights of 8 bits."""
+    group, turned, numbers = rng.choice((0, 0, 32, 64)), rng.random() < 0.5, np.random.default_rng(rng.getrandbits(32))
+    w = numbers.integers(-127, 128, (*lead, n, k) if turned else (*lead, k, n)).astype(np.int8)
+    scales = np.abs(normal(*lead, *((k // group, n) if group and k % group == 0 else (n,)), size=0.02 / math.sqrt(k)))
+    found = {"w": w, "scales": scales}
+    if rng.random() < 0.4:
+        found["zero_points"] = numbers.integers(-9, 10, scales.shape).astype(scales.dtype)
+    return {"turned": turned}, found
+
+
+def _quantized_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    m = side(rng, 1, 64) if rng.random() < 0.5 else side(rng, 1, s.rows)
+    n, k = side(rng, 16, s.columns, 16), side(rng, 128, max(s.depth, 128), 64)
+    how, arrays = _weights(rng, normal, k, n)
+    call = lambda **xs: mgpu_ops.quantized_matmul(**xs, transpose_w=how["turned"])  # noqa: E731
+    return Drawn(f"quantized_matmul {how}", call, {"x": normal(m, k)} | arrays, ("x",))
+
+
+def _quantized_grouped_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    m, n, k, g = side(rng, 1, s.rows), side(rng, 16, s.columns // 2, 16), side(rng, 128, max(s.depth // 2, 128), 64), 4
+    how, arrays = _weights(rng, normal, k, n, g)
+    arrays = {"lhs": normal(m, k), "rhs": arrays.pop("w"), "group_sizes": _sizes(rng, m, g)} | arrays
+    arrays["lhs"][arrays["group_sizes"].sum() :] = np.nan
+    call = lambda **xs: mgpu_ops.quantized_grouped_matmul(**xs, transpose_rhs=how["turned"])  # noqa: E731
+    return Drawn(f"quantized_grouped_matmul {how}", call, arrays, ("lhs",))
+
+
+def _moe_experts(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    """Some of the experts; one may be named that is none."""
+    m, n, k = side(rng, 1, s.rows // 2), side(rng, 8, s.columns // 3, 8), side(rng, 8, s.depth // 4, 8)
+    total, top, numbers = rng.choice((4, 9)), rng.randint(1, 3), np.random.default_rng(rng.getrandbits(32))
+    held = rng.randint(1, total)
+    options = {"num_experts": total, "group_offset": rng.randint(0, total - held), "activation": rng.choice(list(ACTIVATIONS))}
+    chosen = np.stack([numbers.permutation(total)[:top] for _ in range(m)]).astype(np.int32)
+    arrays = {"x": normal(m, k), "weights": np.asarray(normal(m, top), np.float32), "experts": chosen}
+    arrays |= {name: normal(held, k, n, size=1 / math.sqrt(k)) for name in ("w_gate", "w_up")}
+    arrays["w_down"] = normal(held, n, k, size=1 / math.sqrt(n))
+    call = lambda **xs: mgpu_ops.moe_experts(**xs, **options)  # noqa: E731
+    return Drawn(f"moe_experts {options}", call, arrays, ("x", "weights", "w_gate", "w_up", "w_down"))
+
+
+def _dot_product_attention(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    t, kv, d, b = side(rng, 1, s.rows // 2), rng.choice((1, 2)), rng.choice((64, 128)), rng.choice((1, 2))
+    keys = t if rng.random() < 0.5 else side(rng, 1, s.rows // 2)
+    heads, numbers = kv * rng.choice((1, 2, 4)), np.random.default_rng(rng.getrandbits(32))
+    arrays = {"query": normal(b, t, heads, d), "key": normal(b, keys, kv, d), "value": normal(b, keys, kv, d)}
+    of = ["query", "key", "value"]
+    options: dict[str, Any] = {"is_causal": rng.random() < 0.4}
+    if rng.random() < 0.3:
+        options["local_window_size"] = (rng.randint(0, 200), rng.randint(0, 200))
+    if rng.random() < 0.3:
+        arrays["bias"] = normal(1, heads, t, keys)
+        of.append("bias")
+    if rng.random() < 0.3:
+        arrays["query_seq_lengths"] = numbers.integers(1, t + 1, b).astype(np.int32)
+        arrays["key_value_seq_lengths"] = numbers.integers(1, keys + 1, b).astype(np.int32)
+    call = lambda **xs: mgpu_ops.dot_product_attention(**xs, **options)  # noqa: E731
+    return Drawn(f"dot_product_attention {options}", call, arrays, tuple(of))
+
+
 CALLS: dict[str, Callable[[random.Random, Sizes, Any], Drawn]] = {
     "matmul": _matmul,
     "gated_matmul": _gated_matmul,
@@ -329,4 +438,10 @@ CALLS: dict[str, Callable[[random.Random, Sizes, Any], Drawn]] = {
     "rotary_into_cache": _rotary_into_cache,
     "gated_activation": _gated_activation,
     "small": _small,
+    "float32": _float32,
+    "einsum": _einsum,
+    "quantized_matmul": _quantized_matmul,
+    "quantized_grouped_matmul": _quantized_grouped_matmul,
+    "moe_experts": _moe_experts,
+    "dot_product_attention": _dot_product_attention,
 }

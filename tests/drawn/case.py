@@ -22,16 +22,20 @@ class Wanted:
     """One result, and how far it may be off: the largest error of an element, the norm of all errors, or the share of numbers
     of 8 bits that are rounded to their other neighbour.
 
-    floor: of the size that errors are a share of, where a result is a difference that may be 0.
+    floor: of the size that errors are a share of, where a result is a difference that may be 0; for all, or for each row.
+    either: of 8 bits, numbers that are as right as `value`, where they differ.
     """
 
     name: str
     value: np.ndarray
     limit: float
     by: str = "largest"  # "norm", "neighbours"
-    floor: float = 1e-30
+    floor: Any = 1e-30
+    either: np.ndarray | None = None
 
     def error(self, out: Any) -> float:
+        if self.either is not None and np.shape(out) == self.value.shape:
+            out = np.where(out == self.either, self.value, out)
         return _ERRORS[self.by](out, self.value, self.floor)
 
 
@@ -50,7 +54,7 @@ class Case:
     repeats: bool = True
 
 
-def error(out: Any, wanted: Any, floor: float) -> float:
+def error(out: Any, wanted: Any, floor: Any) -> float:
     """As `tuning.measure.error`, in float64; a NaN that is wanted is no error."""
     out, wanted = (np.asarray(x).astype(np.float64) for x in (out, wanted))
     if out.shape != wanted.shape:
@@ -59,7 +63,7 @@ def error(out: Any, wanted: Any, floor: float) -> float:
         return 0.0
     finite = np.isfinite(wanted)
     square = np.where(finite, wanted, 0.0) ** 2
-    rms = max(floor, np.sqrt(square.sum() / max(finite.sum(), 1)))
+    rms = np.maximum(floor, np.sqrt(square.sum() / max(finite.sum(), 1)))
     if out.ndim:
         rms = np.maximum(rms, np.sqrt(square.sum(-1, keepdims=True) / np.maximum(finite.sum(-1, keepdims=True), 1)))
     same = (out == wanted) | (np.isnan(out) & np.isnan(wanted))
@@ -97,7 +101,7 @@ def where_wrong(out: Any, one: Wanted) -> str:
     out, wanted = (np.asarray(x).astype(np.float64) for x in (out, one.value))
     if out.shape != wanted.shape:
         return f"shape {out.shape}, not {wanted.shape}"
-    rms = max(one.floor, np.sqrt(np.mean(np.where(np.isfinite(wanted), wanted, 0.0) ** 2)))
+    rms = np.maximum(one.floor, np.sqrt(np.mean(np.where(np.isfinite(wanted), wanted, 0.0) ** 2)))
     with np.errstate(all="ignore"):
         bad = ~(
             (np.abs(out - wanted) <= one.limit * (np.abs(wanted) + rms)) | (out == wanted) | (np.isnan(out) & np.isnan(wanted))

@@ -211,6 +211,9 @@ def _grouped(rng: random.Random) -> Call:
     if rng.random() < 0.4:
         names.append("row_scale")
         arrays.append(_normal(rng, m))
+    if rng.random() < 0.3:
+        names.append("residual")
+        arrays.append(_normal(rng, m, n))
     activation = rng.choice((None, None, "gelu", "relu"))
 
     def call(x: Any, w: Any, sizes: Any, *more: Any) -> Any:
@@ -309,7 +312,9 @@ def run(seed: int) -> tuple[str, str]:
             found = jax.tree.leaves(jax.jit(function)(*given))
     except Exception as e:
         text = str(e)
-        if explicit and ("reshard" in text or "sharding" in text.lower() or "Mapped away dimension" in text):
+        if explicit and (
+            "reshard" in text or "sharding" in text.lower() or "Mapped away dimension" in text or "Unmapped values" in text
+        ):
             return "refused", f"{label}\n  {text[:300]}"
         place = traceback.extract_tb(e.__traceback__)[-1]
         return "error", f"{label}\n  {type(e).__name__}: {text[:600]} ({place.filename}:{place.lineno})"
@@ -324,7 +329,7 @@ def run(seed: int) -> tuple[str, str]:
         worst = max(worst, float(np.max(off, initial=0)) if not np.isnan(off).any() else math.inf)
         if "fp8" in label:  # another order of sums may round to the next number of 8 bits
             worst = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-6))
-        limit = 0.03 if "fp8" in label else 3e-4
+        limit = 0.06 if "fp8" in label else 3e-4
         if not worst <= limit:
             return "wrong", f"{label}\n  result {i} is off by {worst:.3g}"
     return "ok", label

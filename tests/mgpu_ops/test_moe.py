@@ -247,6 +247,17 @@ def test_route_gives_the_likeliest_experts_and_their_weights():
     assert moe_route(logits.astype(BF16), 2)[0].dtype == F32
 
 
+@pytest.mark.parametrize("number", [2**32 + 1, -(2**32) + 1, 2**63 + 1, 4, -1])
+def test_a_number_that_names_no_expert_does_not_wrap_around_to_one(number):
+    x, weights = normal(0, 2, 8, dtype=BF16), jnp.ones((2, 1))
+    experts = np.array([[1], [number]], np.uint64 if number >= 2**63 else np.int64)
+    np.testing.assert_array_equal(moe_dispatch(x, experts, 4).group_sizes, [0, 1, 0, 0])
+    w = normal(1, 4, 8, 16, dtype=BF16)
+    out = np.asarray(moe_experts(x, weights, experts, w, w, w.mT), np.float32)
+    assert out[0].any()
+    assert not out[1].any()
+
+
 def test_dispatch_sorts_rows_by_expert_in_the_order_of_tokens_and_combine_takes_them_back():
     experts = np.array([[2, 0], [0, 2], [9, 0], [2, -1]])  # 9 and -1 name no expert
     x = jnp.arange(4.0)[:, None] + jnp.zeros((4, 8))
@@ -259,6 +270,13 @@ def test_dispatch_sorts_rows_by_expert_in_the_order_of_tokens_and_combine_takes_
     np.testing.assert_array_equal(jax.grad(lambda x: moe_dispatch(x, experts, 3).rows[:6].sum())(x)[:, 0], [2, 2, 1, 1])
     grad = jax.grad(lambda rows: (moe_combine(rows, order, positions) * x).sum())(rows)
     np.testing.assert_array_equal(grad, rows)
+
+
+def test_numbers_of_rows_that_do_not_exist_count_as_the_nearest_in_a_jitted_combine():
+    rows = jnp.arange(4.0)[:, None] + jnp.zeros((4, 8))
+    with jax.enable_x64(True):
+        out = jax.jit(moe_combine)(rows, jnp.arange(4), jnp.array([[2**32 + 1], [1], [-(2**40)], [4]]))
+    np.testing.assert_array_equal(out[:, 0], [3, 1, 0, 3])
 
 
 def test_an_assignment_to_no_expert_adds_nothing(assert_near):
@@ -292,6 +310,12 @@ OK = layer(8, 16, 24, 4)
         (lambda: moe_dispatch(None, jnp.zeros((8, 2), int), 4), TypeError, "x is None, which is no array: moe_dispatch takes"),
         (lambda: moe_combine(OK[0], [[*range(8)]], jnp.zeros((4, 2), int)), ValueError, r"order\(1, 8\) .*\[assignments\]"),
         (lambda: moe_combine(OK[0], [*range(8)], [[0, 1]] * 4, out_dtype=int), TypeError, "out_dtype int.* is not a float"),
+        (
+            lambda: moe_combine(OK[0], [*range(8)], [[2**32]] + [[1]] * 7),
+            ValueError,
+            r"positions\[0, 0\]=4294967296 is not from",
+        ),
+        (lambda: moe_combine(OK[0], [*range(7), -1], [[0]] * 8), ValueError, r"order\[7\]=-1 is not from 0 to 7: rows has 8"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((7, 2), int), 4), ValueError, r"x\(8, 16\) and experts\(7, 2\)"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2)), 4), TypeError, "experts has dtype float32: it must hold integers"),
         (lambda: moe_dispatch(OK[0], jnp.zeros((8, 2), int), 0), ValueError, "num_experts=0 is not at least 1"),

@@ -168,8 +168,13 @@ SIDES = {"m": 4096, "n": 4096, "k": 4096}
             r"Problem\(m=64, .* is no grouped_matmul problem: give its fields",
         ),
         ("grouped_matmul", SIDES | {"groups": 8, "bias": "yes"}, "bias='yes' of Problem must be of type bool"),
-        ("flash_attention", {"window_left": -2}, r"\{'window_left': -2\} is no flash_attention problem: .* missing"),
+        (
+            "flash_attention",
+            {"window_left": -2},
+            r"\{'window_left': -2\} is no flash_attention problem: it needs batch, q_tokens, .*head_dim too",
+        ),
         ([], SIDES, r"op \[\] is not one of matmul, "),
+        ("moe", SIDES, "op 'moe' is not one of matmul, .*; `mgpu-tune capture` lists those that a function runs"),
     ],
 )
 def test_explain_says_in_one_sentence_what_is_no_problem(op: Any, problem: Any, message: str) -> None:

@@ -138,6 +138,7 @@ X, W = np.ones((4, 256), BF16), np.ones(256, BF16)
         ((X, W), {"epsilon": float("nan")}, ValueError, "epsilon=nan must be a finite number"),
         ((X, W), {"epsilon": "x"}, TypeError, "epsilon='x' is no Python number"),
         ((X, W), {"epsilon": np.ones(2)}, TypeError, "is no Python number"),
+        ((X, W), {"epsilon": 10**400}, ValueError, "epsilon=10000.* must be a finite number"),
         ((X, W), {"epsilon": True}, TypeError, "epsilon=True is no Python number"),
         ((X, W), {"config": 3}, TypeError, "pass a mgpu_ops.RmsNormConfig"),
         ((X[:, :100], W[:100]), {"backend": "interpret"}, ValueError, "width=100 is no multiple of 128 up to 8192"),

@@ -80,6 +80,9 @@ def test_a_position_out_of_range_is_the_nearest(position, backend, assert_near):
 
 def test_angles_without_a_batch_and_vmap_over_sequences(assert_near):
     qkv, cos, sin, k, v, positions = arrays()
+    of_both = rotary_into_cache(qkv, cos, sin[0], k, v, positions, backend="interpret")
+    for y, z in zip(of_both, written_out(qkv, cos, sin[:1], k, v, positions), strict=True):
+        assert_near(y, z, 4e-3)
     for y, z in zip(rotary_into_cache(qkv, cos[0], sin[0], k, v, 2), written_out(qkv, cos[:1], sin[:1], k, v, 2), strict=True):
         assert_near(y, z, 4e-3)
     one = jax.vmap(lambda x, k, v, at: rotary_into_cache(x[None], cos[0], sin[0], k[None], v[None], at), (0, 0, 0, 0))
@@ -166,6 +169,7 @@ def test_one_kernel_writes_a_donated_cache_in_place():
     with context:
         compiled = jax.jit(rotary_into_cache, donate_argnums=(3, 4)).lower(*place(shapes)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < shapes[3].size  # no copy of a cache
+    assert compiled.as_text().count(" fusion(") == 1  # XLA's kernels: cosines and sines as the kernel reads them
 
 
 @pytest.mark.gpu

@@ -145,6 +145,14 @@ def test_fp8_is_20_products_of_models_that_the_kernel_runs(scales: str) -> None:
     assert all(p.scales == scales and MATMUL.supports(p, H200) is None for p in found.values())
 
 
+@pytest.mark.parametrize(("suite", "scales"), [("fp8-llm", "tensor"), ("fp8-block-llm", "block")])
+def test_fp8_llm_is_20_products_with_many_tokens(suite: str, scales: str) -> None:
+    found = asked("--suite", suite)
+    assert len(set(found.values())) == 20
+    assert {p.m for p in found.values()} == {4096, 8192, 16384}
+    assert all(p.scales == scales and MATMUL.supports(p, H200) is None for p in found.values())
+
+
 def test_float32_is_four_products_with_each_algorithm_that_a_precision_names() -> None:
     found = asked("--suite", "float32")
     assert {p.algorithm for p in found.values()} == {"tf32", "bf16_x3", "bf16_x6"}
@@ -162,6 +170,15 @@ def test_a_model_is_benched_at_any_numbers_of_tokens() -> None:
     assert found["llama3-8b-down-512"] == MatmulProblem(512, 4096, 14336)
     assert len(found) == 5 * 12  # qkv, out, logits, gate_up, down
     assert all(MATMUL.supports(p, H200) is None for p in found.values())
+
+
+@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_backward"])
+def test_cudnn_frontend_is_its_llama_3_1_full_and_causal(op: str) -> None:
+    spec = spec_of(op)
+    found = list(suites.problems(spec, "cudnn-frontend").values())
+    assert {(p.batch, p.q_heads, p.kv_heads, p.head_dim) for p in found} == {(2, 64, 8, 128)}
+    assert sorted((p.q_tokens, p.causal) for p in found) == [(n, c) for n in (4096, 16384, 32768) for c in (False, True)]
+    assert all(spec.supports(p, H200) is None for p in found)
 
 
 def test_sinks_is_a_suite_of_attention_with_and_without_windows_long_and_decoding() -> None:

@@ -20,7 +20,11 @@ from mgpu_ops import SPECS, FlashAttentionProblem, GroupedMatmulProblem, MatmulP
 from mgpu_ops.attention import cudnn
 from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import itemsize_of
+from mgpu_ops.matmul.epilogue import by_name, rows_of_blocks, scaled
+from mgpu_ops.matmul.problem import transposed
 from mgpu_ops.registry.spec import baseline_of
+from mgpu_ops.tuning import public
 from mgpu_ops.tuning.bench import layers
 from mgpu_ops.tuning.bench.settings import (
     CompiledCall,
@@ -173,6 +177,38 @@ def _pallas(setting: tuple, a: jax.Array, b: jax.Array) -> jax.Array:
 def _pallas_prepare(context: TuningContext) -> Prepared:
     settings = [tuple(tiling.items()) for tiling in pallas_tilings(context.problem)]
     return fastest(context, SettingSpace(settings, lambda setting: partial(_pallas, setting), _PALLAS_PASSES))
+
+
+# --- Ours of 16 bits, beside products of 8 ------------------------------------------------------------------------------
+
+
+def _bf16_unavailable(problem: MatmulProblem, gpu: Gpu) -> str | None:
+    if itemsize_of(problem.dtype) != 1 or problem.out_dtype == "int32":
+        return f"is for products of 8 bits with results that are floats, not {problem.dtype} to {problem.out_dtype}"
+    return None
+
+
+def _in_bf16(problem: MatmulProblem) -> MatmulProblem:
+    """The product of the same sides of bfloat16, with B stored as programs store a weight."""
+    return dataclasses.replace(problem, dtype="bfloat16", b_dtype="none", scales="none", layout="nn")
+
+
+def _dequantized(problem: MatmulProblem, a: jax.Array, b: jax.Array, *extra: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands in bfloat16, with their scales multiplied in, and the rest of the arrays."""
+    p, by = problem, by_name(problem, extra)
+    a_t, b_t = transposed(p)
+    a, b = a.mT if a_t else a, b if b_t else b.mT
+    if p.scales != "none":
+        of_a, of_b = by.pop("scale_a"), by.pop("scale_b")
+        if p.scales == "block":
+            a, b = scaled(a, of_a), scaled(b, rows_of_blocks(of_b, p.n))
+        else:
+            a, b = a.astype("float32") * of_a[..., None], b.astype("float32") * of_b[..., None]
+    return a.astype("bfloat16"), b.mT.astype("bfloat16"), *by.values()
+
+
+def _bf16(context: TuningContext) -> Prepared:
+    return public.CALLS["matmul"](_in_bf16(context.problem), None), "ours, of bfloat16"
 
 
 # --- Grouped products: each a function of (lhs, rhs, sizes) -----------------------------------------------------------
@@ -598,6 +634,8 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
     "matmul": {
         "xla": _baseline("matmul"),
         "jax-pallas": Competitor(_pallas_unavailable, _pallas_prepare, differentiable=False, tuned=True),
+        # A yardstick: operands that are rounded to bfloat16 with their scales may miss the tolerance of a product of 8 bits.
+        "bf16": Competitor(_bf16_unavailable, _bf16, differentiable=False, yardstick=True, arrays=_dequantized),
     },
     "gated_matmul": {"xla": _baseline("gated_matmul")},
     "quantized_matmul": {"xla": _baseline("quantized_matmul")},

@@ -239,8 +239,8 @@ def _shown(run: Run) -> Run:
     return Run(text(run.op), text(run.problem), text(run.gpu), text(run.kind), trials, run.ordered)
 
 
-def convergence(run: Run, stem: Path) -> list[Path]:
-    """Time of each trial, coloured by origin, and the best so far; as PNG and SVG. ValueError where no trial worked."""
+def convergence(run: Run, stem: Path, suffixes: Sequence[str] = report.SUFFIXES) -> list[Path]:
+    """Time of each trial, coloured by origin, and the best so far. ValueError where no trial worked."""
     run = _shown(run)
     if run.best is None:
         raise ValueError(f"{run.title}: no trial worked, so there is no time to draw")
@@ -268,11 +268,11 @@ def convergence(run: Run, stem: Path) -> list[Path]:
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_title(f"best {_us(run.best.us)} at trial {so_far.index(min(so_far)) + 1} of {len(numbered)}", **_SMALL)
         figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
-        return save(figure, stem)
+        return save(figure, stem, suffixes)
 
 
-def parameters(run: Run, stem: Path) -> list[Path]:
-    """Time against each field that varies: all trials, the best of each value, the best of all; as PNG and SVG."""
+def parameters(run: Run, stem: Path, suffixes: Sequence[str] = report.SUFFIXES) -> list[Path]:
+    """Time against each field that varies: all trials, the best of each value, the best of all."""
     run = _shown(run)
     best = run.best
     if best is None or best.us is None:
@@ -302,11 +302,11 @@ def parameters(run: Run, stem: Path) -> list[Path]:
         told = [f"{len(run.ok)} trials; line: best of each value; diamond: best of all, {_us(best.us)}"]
         told += ["always " + " ".join(fixed)] if fixed else []
         figure.supxlabel("\n".join(report.wrapped(line, figure.get_figwidth(), 8) for line in told), fontsize=8)
-        return save(figure, stem)
+        return save(figure, stem, suffixes)
 
 
-def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
-    """How many trials of each problem failed, by kind; as PNG and SVG. ValueError where none did."""
+def failures(runs: Sequence[Run], stem: Path, suffixes: Sequence[str] = report.SUFFIXES) -> list[Path]:
+    """How many trials of each problem failed, by kind. ValueError where none did."""
     failing = sorted((_shown(run) for run in runs if run.failures), key=lambda run: -run.failures.total())
     if not failing:
         raise ValueError("no trial failed, so there is nothing to draw")
@@ -335,18 +335,21 @@ def failures(runs: Sequence[Run], stem: Path) -> list[Path]:
         if rest:
             ax.set_title(f"and {sum(r.failures.total() for r in rest)} of {len(rest)} more problems", **_SMALL)
         figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
-        return save(figure, stem)
+        return save(figure, stem, suffixes)
 
 
-def rates(rows: Sequence[Measurement], stem: Path) -> list[Path]:
-    """TFLOP/s beside the competitors and the roofline, of collectives time and bus bandwidth; as PNG and SVG."""
-    return report.picture(rows, stem.with_name(stem.name + ".png"))
+def rates(rows: Sequence[Measurement], stem: Path, suffixes: Sequence[str] = report.SUFFIXES) -> list[Path]:
+    """TFLOP/s beside the competitors and the roofline, of collectives time and bus bandwidth."""
+    return report.picture(rows, stem.with_name(stem.name + ".png"), suffixes)
 
 
 def draw(
-    runs: Sequence[Run], rows: Mapping[tuple[str, str], Sequence[Measurement]], directory: Path
+    runs: Sequence[Run],
+    rows: Mapping[tuple[str, str], Sequence[Measurement]],
+    directory: Path,
+    suffixes: Sequence[str] = report.SUFFIXES,
 ) -> Iterator[tuple[str, str, list[Path]]]:
-    """All pictures there are, as (op, what it shows, its PNG and SVG).
+    """All pictures there are, as (op, what it shows, its files: one for each of `suffixes`).
 
     Of each run its convergence, if it has an order, and time against each parameter; the failures of each op; and the rates
     of `rows`, by (what, op).
@@ -359,16 +362,16 @@ def draw(
     for (what, op), group in sorted(rows.items(), key=lambda item: (item[0][0], report.place(item[0][1], ""))):
         between = any(row.devices is not None for row in group)
         told, word = ("time and bus bandwidth", "bandwidth") if between else ("TFLOP/s", "tflops")
-        yield op, f"{told} of {op}, {what}", rates(group, stem(op, what, word))
+        yield op, f"{told} of {op}, {what}", rates(group, stem(op, what, word), suffixes)
     for op in dict.fromkeys(run.op for run in runs):
         of_op = [run for run in runs if run.op == op]
         if any(run.failures for run in of_op):
-            yield op, f"failures of {op}", failures(of_op, stem(op, "failures"))
+            yield op, f"failures of {op}", failures(of_op, stem(op, "failures"), suffixes)
         for run in of_op:
             if run.ordered and run.best is not None:
-                yield op, f"convergence of {run.title}", convergence(run, stem(op, run.problem, "convergence"))
+                yield op, f"convergence of {run.title}", convergence(run, stem(op, run.problem, "convergence"), suffixes)
             if run.varying:
-                yield op, f"parameters of {run.title}", parameters(run, stem(op, run.problem, "parameters"))
+                yield op, f"parameters of {run.title}", parameters(run, stem(op, run.problem, "parameters"), suffixes)
 
 
 def slug(text: str, taken: set[str]) -> str:
@@ -404,8 +407,8 @@ def figure_of(down: int, across: int, size: tuple[float, float], title: str) -> 
             pyplot.close(figure)
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    return report.save_figure(figure, stem.with_name(stem.name + ".png"))
+def save(figure: Figure, stem: Path, suffixes: Sequence[str] = report.SUFFIXES) -> list[Path]:
+    return report.save_figure(figure, stem.with_name(stem.name + ".png"), suffixes)
 
 
 def _time_axis(ax: Axes, times: Sequence[float], also: float | None) -> None:

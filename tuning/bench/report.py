@@ -185,6 +185,7 @@ _HATCHES = ("", "///", "...", "xx", "\\\\\\")  # so that colours are not all tha
 _LINES = ("#0b6e99", "#3f8f3f", "#b36a00", "#9a7aa0")
 _MARKERS = "os^D"
 _ACROSS = 16  # problems side by side; more take another panel
+SUFFIXES = (".png", ".svg")  # of a picture's files
 STYLE: Any = {  # names are text, whatever dollar signs are in them; the same rows give the same bytes
     "text.parse_math": False,
     "svg.hashsalt": "mgpu_ops",
@@ -193,8 +194,8 @@ STYLE: Any = {  # names are text, whatever dollar signs are in them; the same ro
 }
 
 
-def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[Path]:
-    """Draws each implementation of each problem, as PNG and SVG; returns both paths.
+def picture(rows: Iterable[Measurement], path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
+    """Draws each implementation of each problem, a file for each of `suffixes`; returns their paths.
 
     TFLOP/s as bars; a black line is the roofline of a problem. The number above our bar is how many times as fast as XLA ours
     is, or where XLA is missing, as the fastest competitor. A wrong result is marked and has no bar. Of what ran without pause:
@@ -216,16 +217,16 @@ def picture(rows: Iterable[Measurement], path: str | os.PathLike[str]) -> list[P
         figure = _between_gpus(rows) if between == {True} else _bars(rows)
         try:
             figure.suptitle(wrapped(_title(rows), figure.get_figwidth(), 12), x=0.01, ha="left", fontsize=12)
-            return save_figure(figure, path)
+            return save_figure(figure, path, suffixes)
         finally:
             pyplot.close(figure)
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> list[Path]:
-    """As PNG, of at most 64 colours, and SVG, each whole or not at all; returns both paths."""
+def save_figure(figure: Figure, path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
+    """As PNG, of at most 64 colours, and SVG, or one of them, each whole or not at all; returns the paths."""
     from PIL import Image
 
-    paths = [Path(path).with_suffix(suffix) for suffix in (".png", ".svg")]
+    paths = [Path(path).with_suffix(suffix) for suffix in suffixes]
     for out in paths:
         drawn = io.BytesIO()
         figure.savefig(drawn, format=out.suffix[1:], dpi=130, metadata={"Date": None} if out.suffix == ".svg" else None)

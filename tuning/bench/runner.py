@@ -164,6 +164,39 @@ def config_text(spec: OpSpec, problem: Problem, gpu: Gpu, backend: str | None = 
     return f"{' '.join(f'{key}={value}' for key, value in fields)}; source={found.source}"
 
 
+def our_config(spec: OpSpec, problem: Problem, gpu: Gpu, *, grad: bool = False, backend: str | None = None) -> str:
+    """The config of a call of ours and where it comes from, with `grad` also that of a backward op.
+
+    A gradient that is computed by products of the same op has configs of its own, which are not told.
+    """
+    if backend == "xla":
+        return "backend=xla"
+    if spec is layers.SPEC:
+        return "of its products"
+
+    def told(spec: OpSpec, problem: Problem) -> str:
+        if reason := spec.supports(problem, gpu):
+            return f"backend=xla, for {reason}"
+        alone = spec.name in BACKWARD.values() and not grad  # a gradient by itself is that of the kernel
+        return config_text(spec, problem, gpu, "mosaic" if alone else backend)
+
+    text = f"{'forward ' * grad}{told(spec, problem)}"
+    if grad and (backward := _backward(spec, problem)):
+        text += f" | backward {told(*backward)}"
+    return text
+
+
+def _backward(spec: OpSpec, problem: Problem) -> tuple[OpSpec, Problem] | None:
+    """The op that computes the gradient, where it is a kernel of its own, and its problem."""
+    if spec.name in _GRADIENTS:
+        return spec, dataclasses.replace(problem, gradient=True)
+    if spec.name not in BACKWARD:
+        return None
+    backward = mgpu_ops.spec_of(BACKWARD[spec.name])
+    fields = dataclasses.asdict(problem)
+    return backward, backward.Problem(**fields, bias_grad=fields["bias"] != "none")
+
+
 # --- One problem ----------------------------------------------------------------------------------
 
 
@@ -246,25 +279,8 @@ class _ProblemRun:
         )
 
     def our_config(self) -> str:
-        """The config of ours and where it comes from, with `grad` also that of a backward op.
-
-        A gradient that is computed by products of the same op has configs of its own, which are not told.
-        """
-        if self.options.backend == "xla":
-            return "backend=xla"
-        if self.spec is layers.SPEC:
-            return "of its products"
-        text = f"{'forward ' * self.options.grad}{self._config_or_xla(self.spec, self.problem)}"
-        if self.options.grad and (backward := self._backward()):
-            text += f" | backward {self._config_or_xla(*backward)}"
-        return text
-
-    def _config_or_xla(self, spec: OpSpec, problem: Problem) -> str:
-        alone = spec.name in BACKWARD.values() and not self.options.grad  # a gradient by itself is that of the kernel
-        reason = spec.supports(problem, self.options.gpu)
-        if reason is not None:
-            return f"backend=xla, for {reason}"
-        return config_text(spec, problem, self.options.gpu, "mosaic" if alone else self.options.backend)
+        o = self.options
+        return our_config(self.spec, self.problem, o.gpu, grad=o.grad, backend=o.backend)
 
     # Times
 
@@ -319,20 +335,10 @@ class _ProblemRun:
         flops, moved = self.spec.flops(self.problem), self.spec.bytes(self.problem)
         if not self.options.grad:
             return flops, moved
-        if backward := self._backward():
+        if backward := _backward(self.spec, self.problem):
             spec, problem = backward
             return flops + spec.flops(problem), moved + spec.bytes(problem)
         return _GRAD_FACTOR * flops, _GRAD_FACTOR * moved
-
-    def _backward(self) -> tuple[OpSpec, Problem] | None:
-        """The op that computes the gradient, where it is a kernel of its own, and its problem."""
-        if self.spec.name in _GRADIENTS:
-            return self.spec, dataclasses.replace(self.problem, gradient=True)
-        if self.spec.name not in BACKWARD:
-            return None
-        spec = mgpu_ops.spec_of(BACKWARD[self.spec.name])
-        fields = dataclasses.asdict(self.problem)
-        return spec, spec.Problem(**fields, bias_grad=fields["bias"] != "none")
 
 
 # --- Compiled and checked -------------------------------------------------------------------------

@@ -31,6 +31,8 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8",
         "fp8-row",
         "fp8-block",
+        "fp8-llm",
+        "fp8-block-llm",
         "float32",
     ),
     "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b"),
@@ -62,8 +64,8 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-235b",
     ),
     "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere"),
-    "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged", "anywhere"),
-    "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads"),
+    "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged", "cudnn-frontend", "anywhere"),
+    "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads", "cudnn-frontend"),
     "cross_entropy": ("llm", "gradient"),
     "rms_norm": ("llm", "gradient"),
     "rotary": ("llm", "gradient"),
@@ -72,8 +74,9 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
 }
+LAYERS: dict[str, tuple[str, ...]] = {"moe": ("training", "decoding")}  # what `bench` alone takes, of several ops
 COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside it
-    "matmul": ("xla", "jax-pallas"),
+    "matmul": ("xla", "jax-pallas", "bf16"),
     "gated_matmul": ("xla",),
     "quantized_matmul": ("xla",),
     "quantize": ("xla",),
@@ -210,7 +213,8 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("none", "relu", "silu", "gelu", "gelu_erf"),
             "help": "activation of the output (default none); gated ops: of the gate (default silu)",
         },
-        "residual": _FLAG | {"help": "matmul: add an array of the output's shape; rms_norm with --gradient: one of x's shape"},
+        "residual": _FLAG
+        | {"help": "matmul, grouped_matmul: add an array of the output's shape; rms_norm with --gradient: one of x's shape"},
         "gradient": _FLAG
         | {
             "help": "the op's backward kernel. gated ops: gradients of gate and up; cross_entropy: of the logits; "
@@ -320,16 +324,20 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 FIELDS = {name: options for group in FIELD_GROUPS.values() for name, options in group.items()}
 
 
-def problem_arguments(parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False) -> None:
-    """Adds the ways to name a problem. `many`: also suites. `every_op`: the op may be left out with a suite or a file."""
+def problem_arguments(
+    parser: argparse.ArgumentParser, many: bool = False, every_op: bool = False, layers: bool = False
+) -> None:
+    """Adds the ways to name a problem. `many`: also suites. `every_op`: the op may be left out with a suite or a file.
+    `layers`: it may be one of `LAYERS`."""
+    ops = SUITES | LAYERS if layers else SUITES
     if every_op:
-        parser.add_argument("op", nargs="?", help=f"{', '.join(SUITES)}; default: every op of the suite or file")
+        parser.add_argument("op", nargs="?", help=f"{', '.join(ops)}; default: every op of the suite or file")
     else:
-        parser.add_argument("op", help=", ".join(SUITES))
+        parser.add_argument("op", help=", ".join(ops))
     group = parser.add_argument_group("problem by name")
     group.add_argument("--shape", metavar="NAME", help=f"a problem of a real model, e.g. {_SHAPES}")
     if many:
-        suites = "; ".join(f"{op}: {', '.join(names)}" for op, names in SUITES.items())
+        suites = "; ".join(f"{op}: {', '.join(names)}" for op, names in ops.items())
         group.add_argument(
             "--suite",
             metavar="NAME",

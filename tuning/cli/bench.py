@@ -29,6 +29,7 @@ def register(commands: Any) -> None:
         run,
         """
         mgpu-tune bench matmul --suite llm --against xla,jax-pallas
+        mgpu-tune bench matmul --suite fp8-llm --against xla,bf16     # products of 8-bit floats, beside ours of 16 bits too
         mgpu-tune bench matmul --shape square-4096 --grad
         mgpu-tune bench matmul --suite sustained --sustained          # without pause, at the clock that the power cap leaves
         mgpu-tune bench grouped_matmul --suite moe --against dense,jax-pallas,tokamax
@@ -41,7 +42,7 @@ def register(commands: Any) -> None:
         """,
         needs=("matplotlib", "rich"),
     )
-    problem_arguments(parser, many=True)
+    problem_arguments(parser, many=True, layers=True)
     known = "; ".join(f"{op}: {', '.join(names)}" for op, names in COMPETITORS.items())
     parser.add_argument("--against", metavar="A,B", help=f"what to time it beside; {known} (default: the first)")
     parser.add_argument("--grad", action="store_true", help="forward and backward together")

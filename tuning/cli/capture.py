@@ -174,7 +174,7 @@ def _abstract(arguments: Any) -> Any:
 
 def _imported(name: str) -> Callable[..., Any]:
     """The function that "package.module:function" names, from this folder or what is installed."""
-    module, _, path = name.partition(":")
+    module, _, path = name.removeprefix("./").partition(":")
     if not (module and path):
         raise UsageError(f"{name!r} names no function: write MODULE:FUNCTION, e.g. examples.moe:step")
     if os.getcwd() not in sys.path:
@@ -185,7 +185,9 @@ def _imported(name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
             raise _told(name, e) from None  # the module is there, what it imports is not
-        raise UsageError(f"no module {module!r} in {os.getcwd()} or installed: name it as Python imports it") from None
+        dotted = module.removesuffix(".py").strip("/").replace("/", ".")  # of the path of a file
+        hint = f", such as {dotted}:{path}" * (dotted != module)
+        raise UsageError(f"no module {module!r} in {os.getcwd()} or installed: name it as Python imports it{hint}") from None
     except (Exception, SystemExit) as e:  # a script that ends itself
         raise _told(name, e) from None
     for part in path.split("."):

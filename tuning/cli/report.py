@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (found.files or found.runs or found.rows):
         raise UsageError("there is nothing to report: tune with `mgpu-tune run`, or name what to look at with --from")
     with tempfile.TemporaryDirectory() as folder:
-        drawn = plot.draw(found.runs, found.rates(mgpu_ops.SPECS), Path(folder))
+        drawn = plot.draw(found.runs, found.rates(mgpu_ops.SPECS), Path(folder), (".svg",))  # a page embeds no PNG
         pictures = [] if arguments.no_pictures else list(drawn)
         text = page.page(found, mgpu_ops.SPECS, pictures, datetime.date.today().isoformat())
     try:

@@ -164,7 +164,7 @@ def gated_grouped_matmul(
 
 def _checked_scales(scales: tuple[Any, Any, Any], sides: tuple[int, int, int], groups: int) -> tuple[str, list[jax.Array]]:
     """The kind of scale_lhs, scale_gate and scale_up, and the three as float32 arrays of its shapes, or none."""
-    if scales == (None, None, None):
+    if all(x is None for x in scales):
         return "none", []
     lhs, *others = (jnp.ones((), jnp.float32) if x is None else x for x in scales)
     names = ("scale_gate", "scale_up")

@@ -62,18 +62,18 @@ class _Stages(GroupedStages):
     def steps(self, tile: GroupTile) -> int:
         return self.steps_of_one
 
-    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, rows: int, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows of lhs, and as many of the group's two matrices as stored."""
         refs = self.refs
         gathers = refs.row_indices is not None
         if refs.lhs_scale_smem is not None:
             self.load_scales(tile, position, step, stage, full)
         if not gathers:
-            self.load_lhs(refs.lhs, tile, position, step, stage, full)
+            self.load_lhs(refs.lhs, tile, position, step, rows, stage, full)
         self.load_rhs(refs.rhs, refs.rhs_smem, tile, position, step, stage, full)
         self.load_rhs(refs.up, refs.up_smem, tile, position, step, stage, full)
         if gathers:  # which takes longer to start than TMA's copies
-            self.load_lhs(refs.lhs, tile, position, step, stage, full)
+            self.load_lhs(refs.lhs, tile, position, step, rows, stage, full)
 
     def rhs_buffers(self) -> tuple[Any, ...]:
         return self.refs.rhs_smem, self.refs.up_smem

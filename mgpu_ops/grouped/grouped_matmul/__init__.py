@@ -31,6 +31,7 @@ from mgpu_ops.grouped.calls import (
     checked_offset,
     checked_operands,
     checked_out_dtype,
+    checked_residual,
     checked_row_indices,
     checked_row_scale,
     checked_scales,
@@ -80,6 +81,7 @@ def grouped_matmul(
     bias: ArrayLike | None = None,
     activation: Activation = "none",
     row_scale: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
     scale_lhs: ArrayLike | None = None,
     scale_rhs: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
@@ -90,6 +92,9 @@ def grouped_matmul(
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
     """out[i, n] = activation(sum_k lhs[i, k] rhs[g, k, n] + bias[g, n]) for each row i of group g; zeros for rows of no group.
+
+    With a factor for each row and an array to add, out[i, n] = row_scale[i] activation(...) + residual[i, n], rounded once, for
+    rows of groups.
 
     The first group_sizes[0] rows belong to group 0, the next group_sizes[1] to group 1, and so on, as in `jax.lax.ragged_dot`:
     the tokens of a mixture of experts, sorted by expert. With row_indices, lhs[row_indices[i]] is in the place of lhs[i].
@@ -109,6 +114,9 @@ def grouped_matmul(
       activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf", applied in float32 before rounding.
       row_scale: [m] floats, by which the rows of the result are multiplied in float32 before rounding, such as the routing
         weights of a mixture of experts. Default: none.
+      residual: [m, n] of the result's dtype, added last to rows of groups, in float32 before rounding. Rows of no group are
+        zeros with it too: their residual counts for nothing and has no gradient. So the results of shards of the groups add up
+        to that of all of them, with each residual once. Default: none.
       scale_lhs, scale_rhs: what 8-bit floats were divided by, float32 (`mgpu_ops.quantize`), by which the products are
         multiplied before the bias. Numbers, or of rhs one for each group, [groups]; or of the rows of lhs and the columns of
         rhs, [m] or [m, 1] and [groups, n] or [groups, 1, n]; or of blocks of 1 x 128 and 128 x 128, [m, k / 128] and
@@ -170,10 +178,13 @@ def grouped_matmul(
     extra |= {} if bias is None else {"bias": bias}
     if row_scale is not None:
         extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, m)
+    out = checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name))
+    if residual is not None:
+        extra["residual"] = checked_residual("grouped_matmul", residual, (m, n), out)
     extra |= indices
     call = Call(
         transpose_rhs=transpose_rhs,
-        out_dtype=checked_out_dtype(out_dtype, result_dtype(lhs.dtype.name)),
+        out_dtype=out,
         activation=checked_activation(activation),
         spread=checked_spread(spread),
         config=config,
@@ -270,9 +281,11 @@ def product(
     scale_lhs: jax.Array | None = None,
     scale_rhs: jax.Array | None = None,
     row_indices: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """`grouped_matmul` of arguments that were checked. `gradients.py` makes it differentiable."""
-    every = {"scale_lhs": scale_lhs, "scale_rhs": scale_rhs, "bias": bias, "row_scale": row_scale, "row_indices": row_indices}
+    every = {"scale_lhs": scale_lhs, "scale_rhs": scale_rhs, "bias": bias, "row_scale": row_scale, "residual": residual}
+    every["row_indices"] = row_indices
     extra = {name: x for name, x in every.items() if x is not None}
     return _batchable(call, tuple(extra))(lhs, rhs, sizes, *extra.values())
 
@@ -318,7 +331,7 @@ def _batchable(call: Call, extra: tuple[str, ...]) -> Any:
 
 def _rule(call: Call, extra: tuple[str, ...], *_: jax.Array) -> partition.Rule:
     """Columns are split, and k where nothing but a factor follows its sum. Rows are not: groups begin anywhere in them."""
-    linear = call.activation == "none" and call.scales != "block" and not {"bias", "gate"} & {*extra}
+    linear = call.activation == "none" and call.scales != "block" and not {"bias", "gate", "residual"} & {*extra}
     k, n = "k" if linear else "K", "N" if call.scales == "block" else "n"
     rows = "NAMED" if "row_indices" in extra else "ROWS"
     rhs = f"GROUPS {n} {k}" if call.transpose_rhs else f"GROUPS {k} {n}"
@@ -330,6 +343,7 @@ def _rule(call: Call, extra: tuple[str, ...], *_: jax.Array) -> partition.Rule:
         "gate": f"ROWS {n}",
         "up": f"ROWS {n}",
         "row_scale": "ROWS",
+        "residual": f"ROWS {n}",
         "row_indices": "ROWS",
         "scale_lhs": scale[0],
         "scale_rhs": scale[1],
@@ -368,6 +382,7 @@ def _problem(call: Call, extra: Sequence[str], rows: int, lhs: jax.Array, rhs: j
         scales=call.scales,
         gated_gradient="gate" in extra,
         lhs_rows=lhs.shape[0] if "row_indices" in extra else 0,
+        residual="residual" in extra,
     )
 
 
@@ -410,6 +425,8 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
         values = activate(p.activation, values)
         if p.row_scale:
             values *= extra["row_scale"][rows][:, None].astype(wide)
+        if p.residual:
+            values = values + extra["residual"][rows].astype(np.promote_types(wide, p.out_dtype))
         return out.at[jnp.where(inside, rows, p.m)].set(values.astype(p.out_dtype), mode="drop")
 
     if p.gated_gradient:

@@ -70,11 +70,11 @@ class _Stages(GroupedStages):
         of_up = refs.lhs_smem.at[stage, 1] if c.tile_k > PANEL else refs.rhs_smem.at[stage, pl.ds(0, c.tile_m), :]
         return refs.lhs_smem.at[stage, 0], of_up
 
-    def load_further(self, tile: GroupTile, position: Any, step: int, stage: jax.Array, full: Any) -> None:
+    def load_further(self, tile: GroupTile, position: Any, step: int, rows: int, stage: jax.Array, full: Any) -> None:
         """64 columns of the tile's rows of gate and of up."""
         row, column = position
         for ref, smem in zip((self.refs.gate, self.refs.up), self.gate_and_up(stage), strict=True):
-            load_rows(ref, row, tile.end, column + step * PANEL, smem, full)
+            load_rows(ref, row, tile.end, column + step * PANEL, smem.at[pl.ds(0, rows)], full)
         for _ in range(self.config.tile_k // PANEL - 1):  # a step that is multiplied has that many copies more
             plgpu.barrier_arrive(full)
 

@@ -2,15 +2,16 @@
 
 `grouped/kernel.py` has the block, which runs the stages below. An output tile takes ceil(k / tile_k) steps.
 
-A group's tiles begin at its first row, whatever that is, and end at its last. TMA fills the rows beyond with zeros when it
-loads, and does not write them when it stores (`rows.load_rows`, `rows.store_rows`). So no tile needs a mask or a second
-pass, and no list of tiles is made beforehand. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU
-documentation.
+A group's tiles begin at its first row, whatever that is, and end at its last. TMA does not write the rows beyond when it
+stores (`rows.store_rows`), and when it loads fills a few with zeros; most are not loaded (`heights`). So no tile needs a mask
+or a second pass, and no list of tiles is made beforehand. Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas
+Mosaic GPU documentation.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,17 +24,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, fp8, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
-from mgpu_ops.core.epilogue import along, store_tile
+from mgpu_ops.core.epilogue import along, deferred_stores, epilogue_origins, store_tile
 from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE
-from mgpu_ops.core.gemm import ROWS, warpgroup_tile
+from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_gathered, load_rows, row_places, rows_view, store_rows
 from mgpu_ops.core.scaled import Sums, add_scaled
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import Config, panel
-from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, dtype_of_rhs
+from mgpu_ops.grouped.config import Config, defers, panel
+from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, dtype_of_rhs, residual_barriers
 from mgpu_ops.grouped.kernel import Refs
+
+_HEIGHTS = (8, 16, 32, 64, 128)  # rows of a tile that one copy can load, besides all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +118,25 @@ class GroupedStages:
             return position
         return *position, row_places(refs.row_indices, position[0], tile.end, self.config.tile_m, refs.lhs)
 
-    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Of lhs. What a stage has beyond is what was there: it makes rows of the output that are not stored."""
+        tile_m, least = self.config.tile_m, 16 if self.refs.row_indices is not None else 8
+        if self.refs.row_indices is not None and self.rows >= 64 * self.problem.groups:
+            return (tile_m,)  # the loops of more heights would take longer than they gain
+        return (*(x for x in _HEIGHTS if least <= x < tile_m), tile_m)
+
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, rows: int, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows of lhs, and as many of the group's rhs as stored; of two products, one by one."""
         refs = self.refs
 
         def load_one(lhs: Any, rhs: Any, step: jax.Array) -> None:
             gathers = refs.row_indices is not None
             if not gathers:
-                self.load_lhs(lhs, tile, position, step, stage, full)
+                self.load_lhs(lhs, tile, position, step, rows, stage, full)
             self.load_rhs(rhs, refs.rhs_smem, tile, position, step, stage, full)
             if gathers:  # which takes longer to start than TMA's copies
-                self.load_lhs(lhs, tile, position, step, stage, full)
+                self.load_lhs(lhs, tile, position, step, rows, stage, full)
 
         if refs.lhs_scale_smem is not None:
             self.load_scales(tile, position, step, stage, full)
@@ -136,15 +147,17 @@ class GroupedStages:
         pl.when(step < first)(lambda: load_one(refs.lhs, refs.rhs, step))
         pl.when(step >= first)(lambda: load_one(refs.lhs2, refs.rhs2, step - first))
 
-    def load_lhs(self, lhs: Any, tile: GroupTile, position: Any, step: jax.Array, stage: jax.Array, full: Any) -> None:
+    def load_lhs(
+        self, lhs: Any, tile: GroupTile, position: Any, step: jax.Array, rows: int, stage: jax.Array, full: Any
+    ) -> None:
         """tile_k columns of the tile's rows, in panels of one swizzle row."""
         c, width = self.config, panel(self.problem.dtype)
         if self.refs.row_indices is not None:
-            load_gathered(lhs, position[2], step * c.tile_k, self.refs.lhs_smem.at[stage], full)
+            load_gathered(lhs, position[2], step * c.tile_k, self.refs.lhs_smem.at[stage], full, rows)
             return
         for number in range(c.tile_k // width):
             first = step * c.tile_k + number * width
-            load_rows(lhs, position[0], tile.end, first, self.refs.lhs_smem.at[stage, number], full)
+            load_rows(lhs, position[0], tile.end, first, self.refs.lhs_smem.at[stage, number, pl.ds(0, rows)], full)
 
     def load_rhs(self, rhs: Any, smem: Any, tile: GroupTile, position: Any, step: Any, stage: jax.Array, full: Any) -> None:
         """tile_k x tile_n of the group's matrix, as stored."""
@@ -166,7 +179,7 @@ class GroupedStages:
         for scales, smem in ((rows, refs.lhs_scale_smem), *of_columns):
             engine.copy_gmem_to_smem(scales, smem.at[stage], full, oob_mode=plgpu.OOBFillMode.ZEROS)
 
-    def load_further(self, tile: GroupTile, position: Any, step: int, stage: jax.Array, full: Any) -> None:
+    def load_further(self, tile: GroupTile, position: Any, step: int, rows: int, stage: jax.Array, full: Any) -> None:
         """Nothing: all steps are multiplied."""
 
     def staging(self) -> Any:
@@ -183,7 +196,55 @@ class GroupedStages:
         return row, column, of_rows + row, of_columns + lax.div(jnp.int32(column), jnp.int32(ROWS))
 
     def begin_step(self, tile: GroupTile, step: jax.Array, share: tuple[Any, ...]) -> None:
-        """Nothing: what is stored is made of the sums, and of a bias and a scale that are read then."""
+        """Starts to load a residual: it arrives while further steps are multiplied. Bias and scale are read in the end."""
+        if self.refs.residual is not None and self.residual_step < self.fewest_steps:
+            pl.when(step == self.residual_step)(lambda: self.load_first_of_residual(tile))
+
+    @property
+    def residual_step(self) -> int:
+        """The step before which the residual begins to be loaded: half of them hide it. Where a tile is held, its stores have
+        the epilogue's buffers before; all steps: when they are done.
+        """
+        steps, tiles = self.fewest_steps, epilogue_tiles(self.config)
+        return max(steps // 2, len(deferred_stores(tiles, steps)) if defers(self.config) else 0)
+
+    def load_first_of_residual(self, tile: GroupTile) -> None:
+        """Consumer: starts to load a tile's residual, as many epilogue tiles as there are buffers."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffers, long ago
+        for number in range(min(self.config.epilogue_slots, epilogue_tiles(self.config))):
+            self.load_residual(tile, number)
+
+    def load_residual(self, tile: GroupTile, number: int) -> None:
+        """Consumer: starts to load the residual of epilogue tile `number` of its share into the buffer that this has."""
+        row, column = self.first(tile)
+        i, j = epilogue_origins(self.config)[number]
+        buffer, arrived = self.residual_slot(number)
+        load_rows(self.refs.residual, row + i, tile.end, column + j, buffer, arrived, self.ends_with_rows)
+
+    def residual_slot(self, number: int) -> tuple[Any, Any]:
+        """The buffer of epilogue tile `number`, and the barrier on which its residual arrives."""
+        wg, slots = lax.axis_index("wg"), self.config.epilogue_slots
+        slot = number % slots
+        return self.refs.out_smem.at[wg, slot], self.refs.residual_arrived.at[wg * slots + slot]
+
+    def add_residual(self, tile: GroupTile, part: jax.Array, number: int, free: Callable[[], None]) -> jax.Array:
+        """Consumer: an epilogue tile and its residual. The next one that has no buffer of its own is loaded before that.
+
+        free: waits until the buffer that is loaded into has been read.
+        """
+        slots = self.config.epilogue_slots
+        following = number + (slots > 1)
+        if slots <= following < epilogue_tiles(self.config):
+            free()
+            self.load_residual(tile, following)
+        buffer, arrived = self.residual_slot(number)
+        plgpu.barrier_wait(arrived)
+        return part + buffer[...].astype(jnp.float32)
+
+    def first(self, tile: GroupTile) -> tuple[Any, Any]:
+        """The first row and column of this consumer's share of an output tile, in the output."""
+        (row, column), share = self.origin(tile), tile_scheduler.warpgroup_origin(self.config)
+        return row + share[0], column + share[1]
 
     def rhs_buffers(self) -> tuple[Any, ...]:
         """The stages of each matrix that is multiplied, as many as there are accumulators."""
@@ -243,31 +304,49 @@ class GroupedStages:
         add_scaled(c, accs, multiply, scale)
 
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
-        """row_scale * activation(scales * acc + bias), rounded to out_dtype. Rows beyond the group are not written."""
+        """row_scale * activation(scales * acc + bias) + residual, rounded to out_dtype, of the rows of the group alone."""
         refs = self.refs
-        row, column = (x + y for x, y in zip(self.origin(tile), self.share(tile)[:2], strict=True))
+        row, column = self.first(tile)
+        origins = epilogue_origins(self.config)
 
         def copy(staged: Any, i: int, j: int) -> None:
             store_rows(staged, refs.out, row + i, tile.end, column + j, self.ends_with_rows)
 
         def finish(values: jax.Array, buffer: Any, i: int, j: int) -> jax.Array:
-            return self.with_epilogue(values, tile.group, row + i, column + j)
+            values = self.with_epilogue(values, tile.group, row + i, column + j)
+            if refs.residual is None:
+                return values
+            in_flight = max(self.config.epilogue_slots - 2, 0)  # stores after the one from the buffer that comes next
+            free = functools.partial(plgpu.wait_smem_to_gmem, in_flight, wait_read_only=True)
+            return self.add_residual(tile, values, origins.index((i, j)), free)
 
-        if refs.lhs_scale_smem is not None:  # of sums in several accumulators, an epilogue tile at a time
+        if refs.lhs_scale_smem is not None:  # of sums in several accumulators
             store_tile(Sums.of(self.config, accs), staging, copy, finish=finish)
-            return
-        values = self.with_epilogue(accs[0][...], tile.group, row, column)
-        store_tile(values.astype(refs.out.dtype), staging, copy)
+        elif refs.residual is not None:  # an epilogue tile at a time too: registers do not suffice for all of float32
+            store_tile(accs[0][...], staging, copy, finish=finish)
+        else:
+            values = self.with_epilogue(accs[0][...], tile.group, row, column)
+            store_tile(values.astype(refs.out.dtype), staging, copy)
 
     def nothing_held(self) -> kernel.Held:
         return kernel.nothing_held(self.config, self.problem.out_dtype, 3)
 
     def keep(self, tile: GroupTile, accs: tuple[Any, ...]) -> kernel.Held:
         """What `store` stores; its first row, its first column in units and the end of its group."""
-        row, column = (x + y for x, y in zip(self.origin(tile), self.share(tile)[:2], strict=True))
-        finished = self.with_epilogue(accs[0][...], tile.group, row, column)
+        row, column = self.first(tile)
         place = row, kernel.in_units(column, self.ends_with_rows), tile.end
-        return kernel.hold(self.config, finished, self.refs.out.dtype, place)
+        if self.refs.residual is None:
+            finished = self.with_epilogue(accs[0][...], tile.group, row, column)
+            return kernel.hold(self.config, finished, self.refs.out.dtype, place)
+        if self.residual_step >= self.fewest_steps:
+            self.load_first_of_residual(tile)
+
+        def finish(part: jax.Array, number: int) -> jax.Array:
+            i, j = epilogue_origins(self.config)[number]
+            part = self.with_epilogue(part, tile.group, row + i, column + j)
+            return self.add_residual(tile, part, number, engine.warpgroup_barrier)  # buffers are read here, none is stored
+
+        return kernel.hold(self.config, accs[0][...], self.refs.out.dtype, place, finish)
 
     def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
         row, units, end = held.place
@@ -338,7 +417,8 @@ def most_tiles(p: Any, c: Config) -> int:
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
     """Runs the kernel on lhs, rhs as stored, int32 sizes of any values (with an offset, as `sizes.of_shard` gives them) and,
-    where the problem has them, lhs and rhs of a second product, scales, a bias [groups, n], a row scale and row indices [m].
+    where the problem has them, lhs and rhs of a second product, scales, a bias [groups, n], a row scale [m], a residual [m, n]
+    and row indices [m].
     """
     lhs, rhs, sizes, *rest = arrays
     extra = by_name(p, rest)
@@ -349,6 +429,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         extra["lhs2"] = rows_view(extra["lhs2"])
     if p.row_scale:
         extra["row_scale"] = jnp.pad(extra["row_scale"], (0, c.tile_m))  # a group's last tile reads beyond it
+    if p.residual:
+        extra["residual"] = rows_view(extra["residual"])
     blocks = min(gpu.sms, most_tiles(p, c))
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -360,11 +442,14 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     panels = c.tile_k // width
     copies = (1 if p.lhs_rows else panels) + 1 + 2 * (p.scales == "block")
     rhs_tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
+    scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | of_8_bits(p, c)
+    if p.residual:
+        scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=1, num_barriers=residual_barriers(p, c))
     out = engine.kernel(
         body,
         engine.Launch("mgpu_ops_grouped_matmul", {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, 1, p.m, p.n), p.out_dtype),
-        scratch_types=kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | of_8_bits(p, c),
+        scratch_types=scratch,
     )(sizes, *kernel.counter(c), rows_view(lhs), rhs, *extra.values())
     return out.reshape(p.m, p.n)
 

@@ -60,11 +60,11 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 
 def distance(x: Problem, y: Problem) -> float | None:
-    """`common.distance`, and what layout, bias, activation, offset and scale add."""
+    """`common.distance`, and what layout, bias, activation, offset, scale and residual add."""
     own = 0.5 * (x.layout != y.layout) + 0.05 * (x.bias != y.bias) + 0.05 * (x.activation != y.activation)
     own += 0.05 * (x.group_offset != y.group_offset) + 0.05 * (x.row_scale != y.row_scale)
     own += 0.05 * (x.second != y.second) + 0.05 * (x.scales != y.scales) + 0.05 * (x.rhs_dtype != y.rhs_dtype)
-    own += 0.25 * (x.gated_gradient != y.gated_gradient)
+    own += 0.25 * (x.gated_gradient != y.gated_gradient) + 0.05 * (x.residual != y.residual)
     if (x.scales == "block") != (y.scales == "block"):
         return None
     return common.distance(x, y, own)

@@ -57,6 +57,7 @@ class Problem:
     gated_gradient: whether the product is the gradient u of gated hidden activations activation(gate) * up, before the row
       scale. gate and up, [m, n], then follow the sizes, and there are four results (`gradient_kernel.py`).
     lhs_rows: rows of lhs, of which m are named by an index each; 0: lhs has the m rows in their order.
+    residual: whether an array of the result's shape and dtype is added last, to the rows of groups.
     """
 
     m: int
@@ -76,6 +77,7 @@ class Problem:
     scales: str = "none"
     gated_gradient: bool = False
     lhs_rows: int = 0
+    residual: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -150,8 +152,8 @@ def _supports_gathered(p: Problem) -> str | None:
 
 def _supports_gated_gradient(p: Problem) -> str | None:
     """Why a problem cannot be the gradient of gated hidden activations, or None."""
-    if p.layout != "nt" or not p.row_scale or p.bias or p.second:
-        return "the gradient of gated hidden activations has layout 'nt', a row_scale, no bias and no second product"
+    if p.layout != "nt" or not p.row_scale or p.bias or p.second or p.residual:
+        return "the gradient of gated hidden activations has layout 'nt', a row_scale, no bias, residual or second product"
     if p.out_dtype != p.dtype:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
     return None
@@ -173,7 +175,13 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
-    return blocks.smem_bytes(problem, config, problem.scales) + REDUCTIONS * problem.gated_gradient
+    storage = replace(blocks.storage(problem, config, problem.scales), barriers=residual_barriers(problem, config))
+    return storage.bytes + REDUCTIONS * problem.gated_gradient
+
+
+def residual_barriers(problem: Problem, config: Config) -> int:
+    """Of a block: one for each buffer of the epilogue that a residual is loaded into; none without one."""
+    return config.compute_warpgroups * config.epilogue_slots if problem.residual else 0
 
 
 def _check_gated_gradient(p: Problem, c: Config) -> str | None:
@@ -223,6 +231,7 @@ def bytes_moved(problem: Problem) -> int:
     operands = (1 + p.second) * operands + 4 * p.groups * (1 + p.n * p.bias)
     operands += 4 * p.m * p.row_scale + 4 * sum(map(math.prod, scale_shapes(p)))
     gate_and_up = 2 * p.m * p.n * itemsize_of(p.dtype) * p.gated_gradient
+    operands += p.m * p.n * itemsize_of(p.out_dtype) * p.residual
     return operands + gate_and_up + bytes_written(p) + 4 * p.m * p.gated_gradient
 
 
@@ -239,9 +248,11 @@ def bytes_of_lhs(p: Problem) -> int:
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal lhs and rhs, sizes spread as the problem says; scales, bias, row scale and indices where it has them.
+    """Random normal lhs and rhs, sizes spread as the problem says; scales, bias, row scale, residual and indices where it has
+    them.
 
-    Numbers of 8 bits are rounded. Scales are from 1/2 to 2, those of rhs divided by the square root of k.
+    Numbers of 8 bits are rounded. Scales are from 1/2 to 2, those of rhs divided by the square root of k. A residual's numbers
+    are as large as the product's.
     """
     p = problem
     key_l, key_r, key_s, key_b = jax.random.split(key, 4)
@@ -261,7 +272,10 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     scales = (2.0 ** jax.random.uniform(key, x, jnp.float32, -1.0, 1.0) * factor for x, factor, key in factors)
     key_i = jax.random.fold_in(key, 7)
     indices = [jax.random.randint(key_i, (p.m,), 0, p.lhs_rows, jnp.int32)] if p.lhs_rows else []
-    return lhs, rhs, sizes, *second, *scales, *bias, *scale, *indices
+    size = math.sqrt(p.k or 1) if p.scales == "none" else 1.0
+    key_a = jax.random.fold_in(key, 8)
+    residual = [(size * jax.random.normal(key_a, (p.m, p.n), jnp.float32)).astype(p.out_dtype)] if p.residual else []
+    return lhs, rhs, sizes, *second, *scales, *bias, *scale, *residual, *indices
 
 
 def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -297,14 +311,15 @@ def by_name(problem: Problem, extra: Sequence[Any]) -> dict[str, Any]:
     """The arrays that follow the sizes, by name."""
     names = ["lhs2", "rhs2"] * problem.second + ["scale_lhs", "scale_rhs"] * (problem.scales != "none")
     names += ["gate", "up"] * problem.gated_gradient
-    names += ["bias"] * problem.bias + ["row_scale"] * problem.row_scale + ["row_indices"] * (problem.lhs_rows > 0)
+    names += ["bias"] * problem.bias + ["row_scale"] * problem.row_scale + ["residual"] * problem.residual
+    names += ["row_indices"] * (problem.lhs_rows > 0)
     return dict(zip(names, extra, strict=True))
 
 
 def plain(problem: Problem) -> Problem:
     """The problem whose entries count as this one's: one product of all groups and of rows in their order, neither scaled nor
-    of gated activations.
+    of gated activations, nothing added.
     """
     activation = "none" if problem.gated_gradient else problem.activation
     plain = replace(problem, group_offset=False, row_scale=False, second=False, gated_gradient=False, activation=activation)
-    return replace(plain, lhs_rows=0)
+    return replace(plain, lhs_rows=0, residual=False)

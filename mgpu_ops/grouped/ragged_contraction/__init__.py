@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
@@ -98,7 +99,7 @@ def ragged_contraction(
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} differ in rows: {lhs.shape[0]} != {rhs.shape[0]}")
     if (group_offset is None) != (num_groups is None):
         raise ValueError(f"group_offset={group_offset} and num_groups={num_groups}: a shard of the groups takes both")
-    every = np.size(group_sizes)
+    every = integers.array("group_sizes", group_sizes).size
     if num_groups is not None and (not isinstance(num_groups, int | np.integer) or not 1 <= num_groups <= every):
         raise ValueError(f"num_groups={num_groups!r} is not from 1 to the {every} groups of group_sizes")
     groups = None if num_groups is None else int(num_groups)

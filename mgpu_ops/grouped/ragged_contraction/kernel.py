@@ -93,7 +93,12 @@ class _Stages:
     def begin_loads(self, tile: GroupTile) -> tuple[Any, ...]:
         return self.position(tile)
 
-    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, stage: jax.Array, full: Any) -> None:
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """None: rows are what sums are taken over."""
+        return ()
+
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, rows: int, stage: jax.Array, full: Any) -> None:
         """tile_k of the group's rows of both operands: of lhs the tile's k, of rhs the tile's n."""
         refs = self.refs
         sides = zip(

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import flags, floats
@@ -211,7 +212,7 @@ def batchable(call: Call) -> Any:
         end = (2 if call.stored or call.joined else 3) + call.normalised
         if not any(batched[1:end]) and all((batched[0], *batched[end:])):  # one product with more rows
             x, *weights = arrays[:end]
-            out = run(x.reshape(-1, x.shape[-1]), *weights, *(y.reshape(-1, y.shape[-1]) for y in arrays[end:]))
+            out = run(lax.collapse(x, 0, -1), *weights, *(lax.collapse(y, 0, -1) for y in arrays[end:]))
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out), marks
         return one_after_the_other(run, batched, arrays), marks
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
@@ -117,7 +118,7 @@ def _batchable(call: _Call) -> Any:
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
         def fold(x: jax.Array, mapped: bool) -> jax.Array:
             x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, x.shape[-1])
+            return lax.collapse(x, 0, -1)
 
         rows = [fold(x, mapped) for x, mapped in zip(arrays[:2], batched[:2], strict=True)]
         count = arrays[0].shape[1 if batched[0] else 0]

@@ -157,16 +157,17 @@ def _stored_kernel(
     given, outs = rest[:-2], rest[-2:]
     origins = epilogue_origins(work.config)
 
-    def load(t: jax.Array, number: int) -> None:
-        """Starts to load what is given of an epilogue tile of tile t into its slot."""
-        place, wg, slot = Place.of(work, t), lax.axis_index("wg"), number % SLOTS
+    def load(place: Place, number: int) -> None:
+        """Starts to load what is given of an epilogue tile into its slot."""
+        wg, slot = lax.axis_index("wg"), number % SLOTS
         for ref, smem in zip(given, (staged.at[wg, slot, 0], staged.at[wg, slot, 1]), strict=False):
             engine.copy_gmem_to_smem(place.block(ref, *origins[number]), smem, arrived.at[wg * SLOTS + slot])
 
     def begin(t: jax.Array) -> None:  # the first ones arrive while the tile is multiplied
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the slots, long ago
+        place = Place.of(work, t)
         for number in range(min(SLOTS, len(origins))):
-            load(t, number)
+            load(place, number)
 
     def store(t: jax.Array, acc: Any) -> None:
         place, wg, sums = Place.of(work, t), lax.axis_index("wg"), acc[...]
@@ -181,7 +182,7 @@ def _stored_kernel(
                 plgpu.copy_smem_to_gmem(smem, place.block(out, i, j))
             if number + SLOTS < len(origins):  # into the slot once its stores have read it
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load(t, number + SLOTS)
+                load(place, number + SLOTS)
 
     compute_ahead(work, gpu, (x, w), accumulator, stages, begin, store)
 

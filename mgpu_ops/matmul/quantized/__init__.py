@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import flags, floats
@@ -206,7 +207,7 @@ def _batchable(call: _Call) -> Any:
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         if not any(batched[1:]):  # one product with more rows
             x, *rest = arrays
-            out = run(x.reshape(-1, x.shape[-1]), *rest)
+            out = run(lax.collapse(x, 0, -1), *rest)
             return out.reshape(*x.shape[:-1], out.shape[-1]), True
         return one_after_the_other(run, batched, arrays), True
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from mgpu_ops import spec_of
-from mgpu_ops.attention import backward_block
+from mgpu_ops.attention import backward_block, backward_round
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.launch import optional_refs
+from mgpu_ops.attention.launch import BackwardArrays, optional_refs
 from mgpu_ops.attention.operands import Operands
 from mgpu_ops.core.gpu import find
 
@@ -151,3 +151,31 @@ def test_kv_blocks_of_a_head_begin_at_different_rows_in_a_circle() -> None:
     p = problem_of(1, 1024, 1024, 1, 1, 128)
     starts = known(p, config_of(128), drawn(p), 8, 8).visits[0, 0, :, 1]
     assert starts.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize("name", ["lengths, causal, dealt", "packed segments, causal", "window to both sides"])
+def test_dq_is_not_filled_with_zeros_before_the_first_turn(name: str) -> None:
+    """Who has it stores its sums: zeros would be written and read for nothing."""
+    p = PROBLEMS[name]
+    arrays = jax.eval_shape(functools.partial(BACKWARD.inputs, p), jax.random.key(0))
+    program = jax.make_jaxpr(functools.partial(BACKWARD.run, p, config_of(p.head_dim), H200))(*arrays)
+    filled = [x for eqn in program.eqns if eqn.primitive.name == "broadcast_in_dim" for x in eqn.outvars]
+    assert filled
+    assert max(x.aval.size for x in filled) < p.batch * p.q_tokens * p.q_heads * p.head_dim
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dq_is_zero_where_no_kv_block_had_a_turn(head_dim: int) -> None:
+    """Whatever memory held there before. The interpreter, which fills dq, does not meet this in a whole gradient."""
+    p, c = problem_of(2, 200, 300, 2, 1, head_dim, lengths=True, causal=True), config_of(head_dim)
+    rows = -(-p.q_tokens // c.tile_q) * c.tile_q
+    shape = backward_round.tiles_shape(p, rows)
+    added = np.array([[[3, 1], [2, 2]] + [[0, 1]] * (rows // c.tile_q - 2), [[1, 0]] * (rows // c.tile_q)], np.int32)
+    of_tiles = np.repeat(added, c.tile_q // 64, 1)  # [batch, tiles of 64 rows, heads]
+    values = np.where(of_tiles.reshape(-1, 1, 1) > 0, np.float32(1), np.float32("nan")) * np.ones(shape, np.float32)
+    q = jnp.zeros((p.batch, p.q_tokens, p.q_heads, p.head_dim), p.dtype)
+    arrays = BackwardArrays(q, q, q, q, q, q, Inputs(jnp.array([0.5, 0, 0], jnp.float32)))
+    tiles = backward_round.Tiles(jnp.asarray(values), jnp.asarray(added.reshape(-1)))
+    found = np.asarray(backward_round.launch(p, tiles, arrays, interpret=True), np.float32)
+    wanted = np.where(np.repeat(of_tiles, 64, 1)[:, : p.q_tokens] > 0, 0.5, 0.0)[..., None]
+    np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))

@@ -1150,6 +1150,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     # numbers
     ({"scale": 0}, ValueError, "scale=0 must be a finite number other than 0"),
     ({"scale": "x"}, TypeError, "scale='x' is no number"),
+    ({"scale": True}, TypeError, "scale=True is no number"),
+    ({"soft_cap": 10**400}, ValueError, "soft_cap=10000.* must be a finite number above 0"),
     ({"scale": float("nan")}, ValueError, "scale=nan must be a finite number other than 0"),
     ({"scale": float("inf")}, ValueError, "scale=inf must be a finite number"),
     ({"soft_cap": 0.0}, ValueError, "soft_cap=0.0 must be a finite number above 0"),

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Any, Any]] = {
         P(3, 2, 300, 2, 1, 64, causal=True, lengths=True),
         replace(SPLIT[4], tile_kv=128, max_concurrent_steps=2),
     ),
+    "no cluster, columns of a row added up by several blocks": (P(1, 1, 130, 2, 1, 256), replace(ONE, kv_splits=2)),
     "no cluster, all added up by XLA": (P(1, 1, 300, 2, 1, 64), replace(ONE, kv_splits=4)),
     "a number of splits that is no power of two": (P(1, 2, 450, 2, 1, 64, causal=True), replace(ONE, kv_splits=3)),
     "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import GroupedMatmulConfig, RaggedContractionProblem
+from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.grouped.config import smem_bytes
 from mgpu_ops.grouped.grouped_matmul.problem import by_name
+from mgpu_ops.grouped.grouped_matmul.problem import smem_bytes as own_bytes
 from tests.arrays import normal as numpy_normal
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -71,6 +72,7 @@ def grouped(
     sizes: Any,
     bias: Any = None,
     row_scale: Any = None,
+    residual: Any = None,
     *,
     start: int = 0,
     activation: str = "none",
@@ -92,7 +94,8 @@ def grouped(
     for group, rows in enumerate(spans(sizes, lhs.shape[0], start)):
         values = lhs[rows] @ rhs[group]
         values = ACTIVATIONS[activation](values if bias is None else values + float64(bias)[group])
-        out[rows] = values if row_scale is None else values * float64(row_scale)[rows, None]
+        values = values if row_scale is None else values * float64(row_scale)[rows, None]
+        out[rows] = values if residual is None else values + float64(residual)[rows]
     return out
 
 
@@ -145,7 +148,7 @@ def poisoned(problem: Any, sizes: Sequence[int], lhs: Any, rhs: Any, *extra: Any
         rhs[empty] = np.nan
         for name, x in by_name(problem, extra).items():
             if x.shape[0] > 1:  # not one number for all
-                x[outside if name in ("row_scale", "lhs2", "scale_lhs") and len(x) == problem.m else empty] = np.nan
+                x[outside if name in ("row_scale", "residual", "lhs2", "scale_lhs") and len(x) == problem.m else empty] = np.nan
     return lhs, rhs, *extra
 
 
@@ -158,6 +161,7 @@ def plain_grouped(
     activation: str = "none",
     transpose_rhs: bool = False,
     row_scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
     group_offset: int | None = None,
 ) -> jax.Array:
     """The grouped matmul in plain JAX, for gradients: each row times the matrix of its group."""
@@ -171,6 +175,8 @@ def plain_grouped(
     values = functions[activation](values)
     if row_scale is not None:
         values *= row_scale[:, None]
+    if residual is not None:
+        values += residual
     return jnp.where(inside[:, None], values, 0)
 
 
@@ -219,7 +225,7 @@ def assert_compiles(spec: Any, problem: Any, config: Any) -> None:
     assert spec.check(problem, config, h200) is None
     arrays = jax.eval_shape(functools.partial(spec.inputs, problem), jax.random.key(0))
     report = aot.compile_for(h200, functools.partial(spec.run, problem, config, h200), *arrays)
-    assert report.smem_bytes == smem_bytes(problem, config)
+    assert report.smem_bytes == (own_bytes if isinstance(problem, GroupedMatmulProblem) else smem_bytes)(problem, config)
     assert report.spills == 0
     assert all(instruction in report.sass for instruction in ("HGMMA", "UTMALDG", "UTMASTG"))
 

@@ -142,6 +142,9 @@ def test_one_scale_for_each_group_and_numbers_beside_other_scales(arrays):
     ):
         np.testing.assert_allclose(run(**given), wanted, rtol=1e-4, atol=1e-3)
     mixed = run(scale_lhs=scale, scale_rhs=of_rows)
+    np.testing.assert_array_equal(run(scale_lhs=np.float32(scale), scale_rhs=np.asarray(of_rows)), mixed)
+    ones = np.ones(len(x8), np.float32)
+    np.testing.assert_array_equal(run(scale_lhs=ones), run(scale_lhs=jnp.asarray(ones)))
     wanted = ragged.grouped(x8, w8, SIZES, transpose_rhs=True, scale_lhs=np.full(1, scale), scale_rhs=of_rows)
     np.testing.assert_allclose(mixed, wanted, rtol=1e-4, atol=1e-3)
 

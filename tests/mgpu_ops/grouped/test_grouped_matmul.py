@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from jax.test_util import check_grads
 
 import mgpu_ops
 from mgpu_ops import GroupedMatmulProblem, grouped_matmul, use_configs
-from mgpu_ops.core import gpu
+from mgpu_ops.core import aot, gpu
 from tests.mgpu_ops.grouped import ragged
 from tests.mgpu_ops.grouped.ragged import (
     BASE,
@@ -265,6 +266,7 @@ def test_group_offset_multiplies_the_rows_of_a_shards_groups_and_no_others(offse
     for out in (
         grouped_matmul(lhs, rhs, sizes, group_offset=offset),
         jax.jit(lambda o: grouped_matmul(lhs, rhs, sizes, group_offset=o))(jnp.asarray(offset)),
+        jax.jit(lambda lhs: grouped_matmul(lhs, rhs, sizes, group_offset=offset))(lhs),
     ):
         assert_near(out, wanted, TOLERANCE[BF16])
         np.testing.assert_array_equal(out[: rows.start], 0)
@@ -671,7 +673,7 @@ def test_explain_takes_the_problem_as_a_mapping():
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ({"m": 1, "n": 8, "k": 8}, "'groups'"),
+        ({"m": 1, "n": 8, "k": 8}, "is no grouped_matmul problem: it needs groups too"),
         ({"m": 1, "n": 8, "k": 8, "groups": 2, "sizes": 3}, "no sizes: the fields are activation, bias"),
         (P(8, 8, 8, 2), "name one, e.g. gpu='h200'"),
     ],
@@ -761,6 +763,10 @@ TWO = np.array([3, 5])
         ),
         (LHS, RHS, TWO, {"row_scale": jnp.ones(8, int)}, TypeError, "row_scale has dtype int32: .*takes floats; cast it first"),
         (LHS, RHS, [1, 2, 3], {"group_offset": 2}, ValueError, "group_offset=2 is not from 0 to 1: group_sizes has 3 groups"),
+        (LHS, S((0, 16, 8), BF16), [1, 2], {"group_offset": 0}, ValueError, "rhs has no groups: grouped_matmul takes at least"),
+        (LHS, RHS, TWO, {"spread": np.ones(2)}, ValueError, "spread=array.* is not one of even, random, skewed, sparse"),
+        (LHS, RHS, TWO, {"activation": np.ones(2)}, ValueError, "activation=array.* is not one of none, relu, silu, gelu"),
+        (LHS, RHS, TWO, {"backend": np.ones(2)}, ValueError, "backend=array.* is not one of mosaic, interpret, xla"),
         (LHS, RHS, [1, 2, 3], {"group_offset": -1}, ValueError, "group_offset=-1 is not from 0 to 1"),
         (LHS, RHS, [1], {"group_offset": 0}, ValueError, "group_sizes has 1 entries but rhs has 2 groups: with group_offset"),
         (LHS, RHS, [1, 2, 3], {"group_offset": [0, 1]}, ValueError, r"group_offset has shape \(2,\): it is one integer"),
@@ -883,3 +889,15 @@ def test_check_says_why_a_config_cannot_run(problem, config, reason):
 )
 def test_check_allows_what_tma_clips(problem, config):
     assert SPEC.check(problem, config, H200) is None
+
+
+@needs_compiler
+def test_rows_beyond_a_group_are_not_loaded():
+    """TMA takes four times as long to fill them with zeros as to load rows. Each of 128 threads expects a byte of each row."""
+    problem, config = P(512, 256, 256, 4), replace(BASE, tile_m=128, tile_n=192, compute_warpgroups=2)
+    assert SPEC.check(problem, config, H200) is None
+    arrays = jax.eval_shape(functools.partial(SPEC.inputs, problem), jax.random.key(0))
+    ptx = "".join(aot.ptx(H200, functools.partial(SPEC.run, problem, config, H200), *arrays))
+    numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    expected = {int(numbers[name]) for name in re.findall(r"expect_tx[^;]*, (%r\d+);", ptx)}
+    assert expected == {8, 16, 32, 64, 128, 192}  # the last: columns of the matrix

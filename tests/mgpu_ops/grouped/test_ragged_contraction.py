@@ -316,7 +316,7 @@ def test_explain_names_the_problem_the_config_and_where_it_is_from():
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ({"m": 1, "n": 8, "k": 8}, "'groups'"),
+        ({"m": 1, "n": 8, "k": 8}, "is no ragged_contraction problem: it needs groups too"),
         ({"m": 1, "n": 8, "k": 8, "groups": 2, "bias": True}, "no bias: the fields are dtype, group_offset, groups"),
         (P(8, 8, 8, 2), "name one, e.g. gpu='h200'"),
     ],

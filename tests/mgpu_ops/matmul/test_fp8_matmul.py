@@ -224,7 +224,7 @@ def test_a_layer_learns_as_in_bfloat16():
 
 @thorough.only_in_all
 def test_a_language_model_learns_as_in_bfloat16_with_each_recipe():
-    """docs/ops/matmul.md has the losses of more steps."""
+    """docs/ops/fp8.md has the losses of more steps."""
     last = {
         name: fp8_convergence.last(fp8_convergence.losses(recipe, steps=100))
         for name, recipe in fp8_convergence.RECIPES.items()

@@ -166,6 +166,27 @@ def test_the_model_hides_stores_that_run_beside_wgmma(schedule):
     assert cost(p, schedule=schedule) < cost(p)
 
 
+def test_rows_outside_an_array_cost_time_only_where_they_are_loaded():
+    few, full = Problem(8, 4096, 4096), Problem(64, 4096, 4096)
+
+    def over_ahead(p: Problem) -> float:
+        tile = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1, max_concurrent_steps=12)
+        return SPEC.cost(p, tile, H200) / SPEC.cost(p, replace(tile, schedule="ahead"), H200)
+
+    assert over_ahead(few) > 1.1 * over_ahead(full)
+
+
+@pytest.mark.parametrize("sizes", [(13, 232, 17816), (4, 144, 21000), (40, 200, 1248), (23, 1560, 20208)])
+def test_a_long_k_of_few_tiles_is_divided_into_as_many_parts_as_are_one_wave(sizes):
+    p = Problem(*sizes)
+    found = SPEC.default(p, H200)
+    tiles, steps = -(-p.m // found.tile_m) * -(-p.n // found.tile_n), -(-p.k // found.tile_k)
+    assert found.split_k > 8
+    assert tiles * found.split_k <= H200.sms
+    assert -(-steps // found.split_k) * (found.split_k - 1) < steps  # each part has a step
+    assert SPEC.check(p, found, H200) is None
+
+
 def test_a_residual_costs_xla_another_kernel_and_the_products_own_epilogue_little():
     """XLA's reads two arrays of 67 MB and writes one, on an H200 in 47 us."""
     plain = Problem(8192, 4096, 4096)
@@ -262,7 +283,7 @@ def test_no_candidate_comes_twice(p):
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("p", [Problem(16, 248, 2432, layout="tt"), Problem(528, 664, 4432, layout="tt")])
+@pytest.mark.parametrize("p", [Problem(16, 248, 2432, layout="tt"), Problem(816, 392, 1088, layout="tt")])
 def test_the_smallest_tile_has_one_consumer_by_default(p):
     found = SPEC.default(p, H200)
     assert (found.tile_m, found.tile_n, found.compute_warpgroups) == (64, 64, 1)

@@ -891,12 +891,12 @@ def test_explain_tells_the_winner_its_evidence_and_what_was_passed_over():
     write(shipped(), entry(tile=8))
     text = resolution.explain(SPEC, Problem(64), GPU)
     assert "config    Config(tile=8)" in text
-    assert f"from      shipped: measured {{'m': 64}} of {shipped()}" in text
+    assert f"from      shipped: measured for this problem, in {shipped()}" in text
     assert "measured 10 us, spread 0.1 us, on NVIDIA H200; 1.5x as fast as the default" in text
     assert "1.25x as fast as xla (12.5 us); error 0.001; 32 trials on 2025-11-20" in text
     assert f"user: {user()}: 1 entries, measured for this problem" in text
-    assert f"user: {user()}: measured {{'m': 64}} passed over: tile=100 exceeds m=64" in text
-    assert "near, distance 1: measured" in resolution.explain(SPEC, Problem(128), GPU)
+    assert f"user: {user()}: measured for this problem passed over: tile=100 exceeds m=64" in text
+    assert f"near, distance 1: measured for m=64, in {shipped()}" in resolution.explain(SPEC, Problem(128), GPU)
     assert "from      argument" in resolution.explain(SPEC, Problem(128), GPU, Config(2))
 
 

@@ -151,6 +151,25 @@ def test_explicit_axes_move_nothing_unasked() -> None:
         jax.jit(lambda a, b: mgpu_ops.matmul(a, b))(*arrays)
 
 
+def test_a_mixture_of_experts_over_explicit_axes_leaves_tokens_where_they_are() -> None:
+    x, logits = normal(0, 4, 8, 16), normal(1, 4, 8, 8)
+    matrices = [normal(i, *shape) for i, shape in enumerate(((8, 16, 24), (8, 16, 24), (8, 24, 16)), 2)]
+    layer = with_gradients(lambda *arrays: mgpu_ops.moe(*arrays, 2), 0, 1, 2, 3, 4)
+    mesh, of_tokens = mesh_of(EXPLICIT), P("data", "model")
+    assert copies(layer, placed(mesh, (x, logits, *matrices), (of_tokens, of_tokens, P(), P(), P()))) == {"all-reduce"}
+    with pytest.raises(ValueError, match=r"^moe .*operand 1 is .*reshard\(x, P\('data', 'model', None\)\)"):
+        mgpu_ops.moe(*placed(mesh, (x, logits, *matrices), (of_tokens, P(), P(), P(), P())), 2)
+    parts = placed(mesh, (x[0], logits[0]), (P("model"), P("model")))
+    weights, experts = mgpu_ops.moe_route(parts[1], 2)
+    assert [jax.typeof(of).sharding.spec for of in (weights, experts)] == [P("model", None)] * 2
+    share = mgpu_ops.moe_experts(parts[0], weights, experts, *(w[2:5] for w in matrices), num_experts=8, group_offset=2)
+    routed = mgpu_ops.moe_route(logits[0], 2)
+    wanted = mgpu_ops.moe_experts(x[0], *routed, *(w[2:5] for w in matrices), num_experts=8, group_offset=2)
+    np.testing.assert_allclose(share, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"^moe_dispatch .*operand 0 is .*reshard"):
+        mgpu_ops.moe_dispatch(parts[0], experts, 8)
+
+
 def test_what_is_not_partitioned_is_the_call_itself() -> None:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return mgpu_ops.matmul(a, b)

@@ -257,9 +257,38 @@ def test_a_competitor_says_what_it_cannot_do(competitor: str, changes: dict[str,
 
 
 @pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
-def test_only_the_dense_yardstick_computes_something_else(op: str) -> None:
+def test_yardsticks_are_the_dense_product_and_ours_of_16_bits(op: str) -> None:
     assert [name for name, competitor in implementations.COMPETITORS[op].items() if competitor.yardstick] == ["dense"]
-    assert not any(competitor.yardstick for competitor in implementations.COMPETITORS["matmul"].values())
+    assert [name for name, competitor in implementations.COMPETITORS["matmul"].items() if competitor.yardstick] == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scales": "tensor"},
+        {"scales": "block"},
+        {"scales": "row", "b_dtype": "float8_e5m2", "bias": True, "residual": True, "batch": 2},
+        {"dtype": "int8", "layout": "nn"},
+    ],
+)
+def test_a_product_of_8_bits_is_compared_with_ours_of_its_numbers_in_bfloat16(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"dtype": "float8_e4m3fn", "layout": "nt"} | changes
+    problem = MatmulProblem(64, 160, 256, **fields)
+    arrays, bf16 = SPECS["matmul"].inputs(problem, jax.random.key(0)), implementations.COMPETITORS["matmul"]["bf16"]
+    assert bf16.unavailable(problem, H200) is None
+    assert bf16.arrays is not None
+    wide = bf16.arrays(problem, *arrays)
+    assert {x.dtype.name for x in wide[:2]} == {"bfloat16"}
+    assert wide[1].shape[-2:] == (256, 160)
+    function, _ = bf16.prepare(settings.TuningContext(problem, H200, wide, equal))
+    error = measure.error((function(*wide),), (SPECS["matmul"].reference(problem, *arrays),))
+    assert error <= SPECS["matmul"].tolerance(problem)
+
+
+def test_bf16_says_which_products_it_is_not_for() -> None:
+    bf16 = implementations.COMPETITORS["matmul"]["bf16"]
+    assert "not bfloat16" in str(bf16.unavailable(MatmulProblem(64, 64, 64), H200))
+    assert "int8 to int32" in str(bf16.unavailable(MatmulProblem(64, 64, 64, "int8", "int32"), H200))
 
 
 # --- attention

@@ -64,7 +64,7 @@ def check_pictures(paths: list[Path]) -> str:
 def test_titles_stay_within_a_narrow_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside: list[str] = []
 
-    def look(figure: Any, path: Path) -> list[Path]:
+    def look(figure: Any, path: Path, suffixes: object) -> list[Path]:
         figure.draw_without_rendering()
         figure.draw_without_rendering()  # the first time, axes get their places
         titles = [

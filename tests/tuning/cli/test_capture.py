@@ -155,6 +155,7 @@ def test_capture_says_what_is_not_to_tune_and_where_nothing_is(mgpu_tune: Comman
     [
         (["program"], "'program' names no function: write MODULE:FUNCTION"),
         (["nowhere:step"], "no module 'nowhere' in "),
+        (["./some/train.py:step"], "name it as Python imports it, such as some.train:step"),
         (["program:number"], "'program' has no function 'number': it has layer, loss, step, returned"),
         (["program:Model.nothing"], "'program' has no function 'Model.nothing'"),
         (["broken:step"], "broken:step could not be traced: RuntimeError: no licence (broken.py:3)"),

@@ -26,7 +26,7 @@ from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry import database
 from mgpu_ops.registry.dispatch import BACKENDS
 from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, suites, terminal, worker
-from mgpu_ops.tuning.bench import results, runner
+from mgpu_ops.tuning.bench import layers, results, runner
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
 from mgpu_ops.tuning.cli import arguments, session
 from mgpu_ops.tuning.outcome import Outcome
@@ -120,8 +120,9 @@ def test_help_answers_at_once(command: str, tmp_path: Path) -> None:
 
 
 def test_what_the_parsers_know_of_the_ops_without_importing_them_is_true() -> None:
-    """The tables of commands/arguments.py: a new op, suite, field of a problem or competitor belongs there too."""
+    """The tables of cli/arguments.py: a new op, suite, field of a problem or competitor belongs there too."""
     assert {name: tuple(suites.names(spec)) for name, spec in SPECS.items()} == arguments.SUITES
+    assert {layers.SPEC.name: tuple(layers.SPEC.suites)} == arguments.LAYERS
     assert {op: tuple(competitors) for op, competitors in COMPETITORS.items()} == arguments.COMPETITORS
     assert arguments.BACKENDS == BACKENDS
     fields = {field.name: field for spec in SPECS.values() for field in dataclasses.fields(spec.Problem)}
@@ -682,7 +683,7 @@ def test_which_tells_the_winner_why_and_on_what_evidence(mgpu_tune: Command) -> 
     done = mgpu_tune("which", "matmul", *SIDES, "--gpu", "h200")
     assert done.code == 0
     assert "raster_width=16" in done.out
-    assert "from      user: measured {" in done.out
+    assert "from      user: measured for this problem, in" in done.out
     assert str(user_file()) in done.out
     assert "evidence  measured 12.5 us, spread 0.5 us, on NVIDIA H200; 1.2x as fast as the default" in done.out
     assert "2x as fast as xla (25 us)" in done.out
