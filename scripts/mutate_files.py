@@ -80,7 +80,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     "quantize": [{"dtype": "float32"}, {"dtype": "float16"}],
     "grouped_matmul": [
         {"bias": True, "activation": "silu", "group_offset": True, "row_scale": True, "out_dtype": "float32"},
-        {"second": True, "dtype": "float16", "out_dtype": "float16"},
+        {"second": True, "residual": True, "dtype": "float16", "out_dtype": "float16"},
         {"lhs_rows": 4096, "bias": True, "row_scale": True},
         {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
         {"gated_gradient": True, "row_scale": True, "activation": "silu", "layout": "nt"},
