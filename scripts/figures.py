@@ -509,7 +509,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
-    yield strip("gated matmul, the kernel", "XLA (two products)", gated, "xla")
+    yield strip("gated matmul", "XLA (two products)", gated, "xla")
     yield from training_steps(results)
     yield strip("mixture of experts, forward", "fastest parts of others", layers_of_experts(results), "fastest-parts")
     grads = layers_of_experts(results, "+grad")
