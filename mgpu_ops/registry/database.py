@@ -119,11 +119,6 @@ class _Header(msgspec.Struct):
     schema: int
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a database file."""
-    return msgspec.json.schema(File)
-
-
 # --- reading
 
 
