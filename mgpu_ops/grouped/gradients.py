@@ -136,7 +136,7 @@ def _groups_of_rows(call: grouped_matmul.Call, sizes: jax.Array, rows: int) -> j
     """The group of each row; any group for rows of none."""
     start, sizes = split(sizes, rows, call.group_offset)
     ends = start + jnp.cumsum(sizes, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right")
+    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="scan_unrolled")
     return jnp.minimum(group, sizes.size - 1)
 
 

@@ -122,7 +122,7 @@ def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry:
     last = jnp.cumsum(blocks, dtype=jnp.int32)
 
     def step(i: Any, carry: Any) -> Any:
-        group = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
+        group = jnp.searchsorted(last, i, side="right", method="scan_unrolled").astype(jnp.int32)
         first = ends[group] - sizes[group] + (i - (last[group] - blocks[group])) * block
         row = first + jnp.arange(block, dtype=jnp.int32)
         return body(carry, group, jnp.minimum(row, rows - 1), row < ends[group])

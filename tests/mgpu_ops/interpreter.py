@@ -17,13 +17,19 @@ from mgpu_ops.core import engine, gpu
 FEW_SMS = replace(gpu.find("h200"), sms=3)  # a block works through several tiles, and its pipeline of stages wraps
 
 
+_RACE = "RACE DETECTED"  # what the interpreter says; of one that it noted before another error, a note
+
+
 @contextlib.contextmanager
 def quiet_interpreter() -> Iterator[None]:
     """Keeps the race detector's pages to itself, and leaves no failed kernel behind."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
-    except BaseException:
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # no kernel was interpreted
+            if engine.races_found():
+                error.add_note(_RACE)
         engine.reset_interpreter()
         raise
 
@@ -39,7 +45,8 @@ def has_a_race(run: Callable[[], Any]) -> bool:
             jax.block_until_ready(run())
         return engine.races_found()
     except jax.errors.JaxRuntimeError as error:
-        if "RACE DETECTED" in str(error) or "no threads observed phase" in str(error) or engine.races_found():
+        told = (str(error), *getattr(error, "__notes__", ()))
+        if any(_RACE in text or "no threads observed phase" in text for text in told) or engine.races_found():
             return True
         raise
     finally:
